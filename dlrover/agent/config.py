@@ -1,0 +1,114 @@
+"""
+What the launcher tells an agent, once, as JSON.
+
+The launcher has read flags and environment and checked them; nothing below it reads either again. The agent gets one frozen
+struct through a file in its runtime directory, so that a restarted agent of the same launcher sees exactly the same.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from msgspec import Struct
+
+from dlrover.protocol.messages import JobTerms
+
+
+class EntryKind(enum.StrEnum):
+    SCRIPT = "script"
+    """A Python file, as `python script.py` would run it."""
+    MODULE = "module"
+    """As `python -m module`."""
+    RUN_PATH = "run-path"
+    """torchrun's --run-path: executed by runpy in the worker's own interpreter."""
+    PROGRAM = "program"
+    """--no-python: any executable."""
+    FUNCTION = "function"
+    """Programmatic launch: `target` is a file with the pickled function and arguments, written by the user's own process."""
+
+
+class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a worker runs."""
+
+    kind: EntryKind
+    target: str
+    args: tuple[str, ...] = ()
+
+
+class Streams(enum.IntFlag):
+    """torchrun's Std: which of a worker's streams are meant."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = 3
+
+
+class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """torchrun's log options, already parsed: one value per local rank, missing ranks mean NONE."""
+
+    log_dir: str = ""
+    """Directory that the user named; empty: a temporary one inside the runtime directory, used for error files only."""
+    redirects: dict[int, int] = {}
+    redirect_default: int = 0
+    tee: dict[int, int] = {}
+    tee_default: int = 0
+    local_ranks_filter: tuple[int, ...] = ()
+    """Only these local ranks may write to the console; empty: all."""
+    duplicate_stdout_filters: tuple[str, ...] = ()
+    duplicate_stderr_filters: tuple[str, ...] = ()
+
+
+class TlsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """PEM files. A server needs `cert` and `key`; `ca` on the server demands client certificates (mTLS)."""
+
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+
+
+class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    job_name: str
+    run_id: str
+    """TORCHELASTIC_RUN_ID of the workers."""
+    launch: str
+    """Unique per launcher start; tells a restarted agent from another node."""
+    master_addr: str
+    """host:port; IPv6 hosts in brackets."""
+    token_file: str
+    """0600 file with the job token; empty: a master that asks for none (loopback only)."""
+    runtime_dir: str
+    """0700 directory of this node: sockets, error files, the agent's result. Removed by the launcher."""
+    host: str
+    """Address of this node as other nodes reach it: becomes MASTER_ADDR if it hosts global rank 0."""
+    terms: JobTerms
+    local_world_size: int | str
+    """A number, or "auto", "gpu", "xpu": answered by a throw-away child of the zygote, which has torch."""
+    entry: Entry
+    node_rank: int | None = None
+    role: str = "default"
+    interpreter: str = ""
+    """Python to run scripts with; empty: the one we run under."""
+    is_warm: bool = True
+    preload: tuple[str, ...] = ()
+    """Modules to import in the zygote beside torch and torch._dynamo."""
+    log: LogConfig = LogConfig()
+    tls: TlsConfig | None = None
+    shutdown_timeout: float = 30.0
+    master_grace: float = 600.0
+    """Seconds workers train on without a master."""
+    host_ports: tuple[int, ...] = ()
+    """Ports usable for the coordinator (HOST_PORTS on host networks); empty: any free one."""
+    is_virtual_local_rank: bool = False
+    """torchrun's --virtual-local-rank: LOCAL_RANK is 0 and the device is chosen by visibility."""
+
+
+class AgentResult(Struct, frozen=True, kw_only=True):
+    """Written by the agent to `result.json` in its runtime directory just before it exits."""
+
+    exit_code: int
+    message: str = ""
+    worker_exit_code: int | None = None
+    """Of the first failed worker: what --exit-code=worker passes on (128+n for signal n)."""
+    first_failed_rank: int | None = None
+    num_restarts: int = 0

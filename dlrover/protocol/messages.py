@@ -1,0 +1,488 @@
+"""
+Every message of the system, as data.
+
+What travels on the wire *is* what the core decides upon: a command that an agent sends is applied to the job and journalled
+as it came. So there is one set of classes, decoding is the validation, and nothing here knows how it is transported.
+
+Families:
+
+* commands change the job and are journalled;
+* queries read it and never are;
+* observations (heartbeats, progress) are volatile and never change the job by themselves;
+* `Desired` is what the master wants a node to do now: a level, not an edge, so it may be repeated or skipped at will.
+
+Rule for evolution: new fields get defaults, old ones keep name and type, so that agent and master may differ by a version.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NewType
+
+from msgspec import Struct
+
+PROTOCOL_VERSION = 1
+"""Grows when an old peer would misunderstand a new one. New fields with defaults do not count."""
+
+NodeId = NewType("NodeId", int)
+"""One launch of a node. A replacement gets a new one."""
+NodeRank = NewType("NodeRank", int)
+"""A stable slot of the job, inherited by the replacement of a node."""
+Incarnation = NewType("Incarnation", int)
+"""Counts the agent starts of a node rank over the job's life, so that one life can be told from the next."""
+Round = NewType("Round", int)
+"""Number of a completed rendezvous; 0 means none yet."""
+Micros = NewType("Micros", int)
+"""An instant on the master's clock, in integer microseconds. Never goes back."""
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+MAX_FAILURE_BYTES = 64 * 1024
+"""What a sender may put into the texts of one failure report; the tail is kept."""
+MAX_JOURNALLED_FAILURE_BYTES = 4 * 1024
+MAX_REQUESTS_IN_WORK = 256
+
+
+class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many nodes a world may have, and how long a round waits for them."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    node_unit: int = 1
+    """A world has a multiple of this many nodes, for example the nodes under one switch."""
+    last_call: float = 30.0
+    """Seconds after the newest join during which a startable round still waits for nodes known to be alive."""
+    first_call: float = 3.0
+    """The same for nodes that nobody has heard of yet, in the first round only: people start nodes by hand nearly at once."""
+    join_timeout: float = 600.0
+    """Seconds a round may stay below `min_nodes` before the job gives up."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_nodes <= self.max_nodes:
+            raise ValueError(f"--nnodes {self.min_nodes}:{self.max_nodes}: give N or MIN:MAX with 0 < MIN <= MAX")
+        if self.node_unit < 1:
+            raise ValueError(f"--node-unit {self.node_unit}: give a number of at least 1")
+        if self.min_nodes % self.node_unit or self.max_nodes % self.node_unit:
+            raise ValueError(
+                f"--node-unit {self.node_unit} must divide MIN and MAX of --nnodes {self.min_nodes}:{self.max_nodes}"
+            )
+        for name in ("last_call", "first_call", "join_timeout"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} {getattr(self, name)}: give a number of seconds of at least 0")
+
+
+class RestartPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How often workers are started again after a failure. Membership changes never count."""
+
+    max_restarts: int | None = None
+    """torchrun's meaning when given, per node, 0 included. None: as long as the job makes progress."""
+    max_without_progress: int = 3
+    """With `max_restarts` None: so many restarts in a row without a greater step (or `lived_long` of life) in between."""
+    max_same_crash: int = 3
+    """With `max_restarts` None: so many restarts at the same step with the same traceback."""
+    lived_long: float = 60.0
+    """A worker that lived so many seconds without ever reporting a step counts as having made progress."""
+
+
+class JobTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all nodes of a job must agree on. The first node to attach sets it; a node that differs is refused."""
+
+    limits: Limits = Limits()
+    restarts: RestartPolicy = RestartPolicy()
+
+
+class Stage(enum.StrEnum):
+    INIT = "init"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+
+
+class ExitReason(enum.StrEnum):
+    """Why a job ended."""
+
+    COMPLETED = "Completed"
+    CODE_ERROR = "CodeError"
+    """User code fails in the same way each time: syntax error, missing module, crash loop at one step."""
+    WORKER_ERROR = "WorkerError"
+    WORKER_OOM = "WorkerOOM"
+    RESTART_OVER_LIMIT = "RestartOverLimit"
+    RENDEZVOUS_TIMEOUT = "RdzvTimeout"
+    NOT_ENOUGH_NODES = "UncompletedTimeout"
+    STOPPED_BY_USER = "StoppedByUser"
+
+
+class FailureKind(enum.StrEnum):
+    """What ended a worker, as far as the agent can tell from the kernel, the error file and the traceback."""
+
+    EXCEPTION = "exception"
+    EXIT_CODE = "exit-code"
+    SIGNAL = "signal"
+    OUT_OF_MEMORY = "out-of-memory"
+    """SIGKILL together with a grown oom_kill counter of the cgroup."""
+    MEMORY_ERROR = "memory-error"
+    """A MemoryError (or the allocator's out-of-memory error) in the traceback."""
+    PEER_LOST = "peer-lost"
+    """Looks like the consequence of another worker's death: connection closed, reset, timed out."""
+    PORT_TAKEN = "port-taken"
+    """The coordinator's port was taken by somebody else between the offer and its use."""
+    BAD_SCRIPT = "bad-script"
+    """SyntaxError or a missing module before the first step: no restart can help."""
+    STOPPED_BY_US = "stopped-by-us"
+    START_FAILED = "start-failed"
+    """The process could not be started at all (interpreter or program missing, fork refused)."""
+
+
+class WorkerFailure(Struct, frozen=True, kw_only=True):
+    """How one worker ended."""
+
+    global_rank: int
+    local_rank: int
+    pid: int
+    kind: FailureKind
+    exited_at: Micros
+    """On the master's clock: the agent adds its measured offset to the instant the pidfd fired."""
+    exit_code: int | None = None
+    """Of a normal exit; None when a signal ended it."""
+    signal: int | None = None
+    message: str = ""
+    """One line: the exception, or what the kernel said."""
+    traceback: str = ""
+    log_tail: str = ""
+    log_file: str = ""
+    error_file: str = ""
+
+
+class WorldSpec(Struct, frozen=True, kw_only=True):
+    """One node's place in the world of a round. Its size does not grow with the world."""
+
+    round: Round
+    group_rank: int
+    group_world_size: int
+    first_global_rank: int
+    local_world_size: int
+    world_size: int
+    coordinator: str
+    """host:port that becomes MASTER_ADDR and MASTER_PORT of the workers."""
+    restart_count: int
+    """How often workers were started again so far, for whatever reason: TORCHELASTIC_RESTART_COUNT."""
+
+
+class StopCause(enum.StrEnum):
+    """Why workers are stopped; it decides how long they may take."""
+
+    FAILURE = "failure"
+    MEMBERSHIP = "membership"
+    END_OF_JOB = "end-of-job"
+    PREEMPTION = "preemption"
+
+
+class FirstFailure(Struct, frozen=True, kw_only=True):
+    """The failure that began it all, for the final report."""
+
+    failure: WorkerFailure
+    node_rank: NodeRank
+    host: str
+    round: Round
+    step: int | None = None
+
+
+class JobEnd(Struct, frozen=True, kw_only=True):
+    """How the job ended: the content of the final report."""
+
+    reason: ExitReason
+    exit_code: int
+    message: str
+    """One paragraph for people: what happened and what to do."""
+    first_failure: FirstFailure | None = None
+    num_restarts: int = 0
+    num_rounds: int = 0
+
+
+# What the master wants a node to do now.
+
+
+class Join(Struct, tag=True, frozen=True):
+    """A round is open: stop the workers of older rounds and join it."""
+
+    round: Round
+    """The round that the join shall lead to."""
+    cause: StopCause
+    reason: str
+
+
+class Wait(Struct, tag=True, frozen=True):
+    """You have joined; keep waiting. Or: you are not needed now (a spare)."""
+
+    reason: str
+
+
+class Run(Struct, tag=True, frozen=True):
+    """Run the workers of this world. Already running them: nothing to do."""
+
+    world: WorldSpec
+
+
+class Idle(Struct, tag=True, frozen=True):
+    """Your workers finished; wait at the exit barrier for the others."""
+
+    reason: str
+
+
+class End(Struct, tag=True, frozen=True):
+    """The job is over: stop the workers, report the end, leave."""
+
+    end: JobEnd
+
+
+Wish = Join | Wait | Run | Idle | End
+
+
+class Desired(Struct, frozen=True):
+    """The whole of what a node should be doing, numbered so that an older one never overrides a newer."""
+
+    number: int
+    master_epoch: int
+    wish: Wish
+
+
+# Commands: change the job, are journalled.
+
+
+class MasterStarted(Struct, tag=True, frozen=True):
+    """First command of each master life. Leases and deadlines shift by the outage."""
+
+    master_epoch: int
+    job_name: str = ""
+
+
+class Attach(Struct, tag=True, frozen=True, kw_only=True):
+    """An agent presents itself, at its start and after each broken stream or master restart."""
+
+    launch: str
+    """Unique per launcher start; a restarted agent of the same launcher has the same one and keeps its node id and rank."""
+    host: str
+    terms: JobTerms
+    local_world_size: int
+    node_rank: NodeRank | None = None
+    """Explicitly asked for; None lets the master choose and stick to it."""
+    incarnation: Incarnation = Incarnation(0)
+    """0 for a fresh agent; else the life it continues."""
+    running_round: Round = Round(0)
+    """Round whose workers run right now; 0 for none."""
+    is_finished: bool = False
+    """Its workers of `running_round` have all ended well (exit barrier)."""
+
+
+class JoinRendezvous(Struct, tag=True, frozen=True, kw_only=True):
+    node: NodeId
+    incarnation: Incarnation
+    round: Round
+    local_world_size: int
+    offer: str
+    """host:port bound by the agent; becomes the coordinator if this node gets group rank 0. Never offered twice."""
+
+
+class ReportFailure(Struct, tag=True, frozen=True, kw_only=True):
+    node: NodeId
+    incarnation: Incarnation
+    round: Round
+    failures: tuple[WorkerFailure, ...]
+    """Of this node in this round, earliest first; never empty."""
+    step: int | None = None
+    """Greatest step any local worker reported in this round; None if none did."""
+    lived: float = 0.0
+    """Seconds the workers of this round lived on this node."""
+
+
+class ReportFinished(Struct, tag=True, frozen=True, kw_only=True):
+    """All workers of the node ended with exit code 0."""
+
+    node: NodeId
+    incarnation: Incarnation
+    round: Round
+    step: int | None = None
+
+
+class LeaveReason(enum.StrEnum):
+    JOB_ENDED = "job-ended"
+    STOPPED_BY_USER = "stopped-by-user"
+    """Ctrl-C or SIGTERM at the launcher."""
+    PREEMPTED = "preempted"
+    FAILED = "failed"
+
+
+class LeaveJob(Struct, tag=True, frozen=True, kw_only=True):
+    """The agent goes and will not come back: nobody needs to wait for it."""
+
+    node: NodeId
+    incarnation: Incarnation
+    reason: LeaveReason
+    message: str = ""
+
+
+class NodeDisconnected(Struct, tag=True, frozen=True, kw_only=True):
+    """Finding of the shell: the stream of this incarnation broke."""
+
+    node: NodeId
+    incarnation: Incarnation
+
+
+class NodeSilent(Struct, tag=True, frozen=True, kw_only=True):
+    """Finding: nothing was heard of the node for longer than the silence limit."""
+
+    node: NodeId
+    incarnation: Incarnation
+    last_seen_at: Micros
+
+
+class DeadlineKind(enum.StrEnum):
+    LAST_CALL = "last-call"
+    JOIN_TIMEOUT = "join-timeout"
+    NODE_GONE = "node-gone"
+    DRAIN = "drain"
+    """The job has ended and some nodes did not leave in time."""
+
+
+class DeadlinePassed(Struct, tag=True, frozen=True, kw_only=True):
+    """A deadline that `Job.due(now)` named has passed."""
+
+    kind: DeadlineKind
+    id: int
+    """What the deadline belongs to: a round, a node id; tells a stale one from a current one."""
+
+
+class StopJob(Struct, tag=True, frozen=True, kw_only=True):
+    """Somebody with the token wants the job to end."""
+
+    message: str = ""
+
+
+Command = (
+    MasterStarted
+    | Attach
+    | JoinRendezvous
+    | ReportFailure
+    | ReportFinished
+    | LeaveJob
+    | NodeDisconnected
+    | NodeSilent
+    | DeadlinePassed
+    | StopJob
+)
+AgentCommand = Attach | JoinRendezvous | ReportFailure | ReportFinished | LeaveJob | StopJob
+"""What may come from outside. The rest is injected by the master's own shell."""
+
+
+# Replies to commands.
+
+
+class Done(Struct, tag=True, frozen=True):
+    """Applied and durable."""
+
+
+class Attached(Struct, tag=True, frozen=True, kw_only=True):
+    node: NodeId
+    node_rank: NodeRank
+    incarnation: Incarnation
+    master_epoch: int
+    job_name: str
+    now: Micros
+    """The master's clock when it answered: the agent learns its offset from it."""
+    desired: Desired
+
+
+# Queries.
+
+
+class AskStatus(Struct, tag=True, frozen=True):
+    """Everything a person wants to know at a glance."""
+
+
+class Ping(Struct, tag=True, frozen=True):
+    """Is this a master, of which job, and does it serve?"""
+
+
+Query = AskStatus | Ping
+
+
+class Pong(Struct, tag=True, frozen=True, kw_only=True):
+    job_name: str
+    master_epoch: int
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class NodeStatus(Struct, frozen=True, kw_only=True):
+    node: NodeId
+    node_rank: NodeRank
+    incarnation: Incarnation
+    host: str
+    status: str
+    wish: str
+    step: int | None = None
+
+
+class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
+    job_name: str
+    stage: Stage
+    master_epoch: int
+    round: Round
+    world_size: int
+    num_restarts: int
+    verdict: str
+    nodes: tuple[NodeStatus, ...]
+    end: JobEnd | None = None
+    digest: str = ""
+    """Hex of the job's state digest, for comparing a replay with the original."""
+
+
+Reply = Done | Attached | Pong | JobStatus
+
+
+# Observations: volatile, never journalled.
+
+
+class Heartbeat(Struct, tag=True, frozen=True, kw_only=True):
+    node: NodeId
+    incarnation: Incarnation
+    step: int | None = None
+
+
+Observation = Heartbeat
+
+
+# Effects: what the core asks of the shell.
+
+
+class TellNode(Struct, tag=True, frozen=True):
+    """The node's desired state changed: push the newest."""
+
+    node: NodeId
+
+
+class FinishJob(Struct, tag=True, frozen=True):
+    """The job is over and every node has left (or was given up): the master may exit."""
+
+    end: JobEnd
+
+
+Effect = TellNode | FinishJob
+
+
+# Worker to agent, over the node's unix socket.
+
+
+class Hello(Struct, tag=True, frozen=True, kw_only=True):
+    """First message of a worker: who it is."""
+
+    local_rank: int
+    round: Round
+    pid: int
+
+
+class ReportStep(Struct, tag=True, frozen=True, kw_only=True):
+    """The worker finished this step of the optimizer."""
+
+    step: int
+
+
+WorkerMessage = Hello | ReportStep
