@@ -1,0 +1,50 @@
+# Every target sets up what it needs in .venv first; the only thing asked of the machine is Python 3.11 or newer and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format unit bench bench-quick chaos clean
+
+help: ## show this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv with everything the other targets need
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"Python 3.11 or newer is needed, {v.major}.{v.minor} found; set PYTHON=/path/to/python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (PyTorch included; a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,torch]'
+	@touch $@
+
+demo: $(STAMP) ## train a small GPT with 2 workers, kill one, watch it recover
+	@$(BIN)/python examples/gpt/demo.py
+
+test: lint unit ## all checks and tests: what CI runs
+
+lint: $(STAMP) ## formatting, lint, types, layers
+	$(BIN)/ruff format --check dlrover tests benchmarks examples
+	$(BIN)/ruff check dlrover tests benchmarks examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## rewrite the code as the formatter wants it
+	$(BIN)/ruff format dlrover tests benchmarks examples
+	$(BIN)/ruff check --fix dlrover tests benchmarks examples
+
+unit: $(STAMP) ## the tests alone
+	$(BIN)/python -m pytest
+
+bench: $(STAMP) ## failover and start-up against torchrun and dlrover 0.6.1, interleaved (about 20 minutes)
+	$(BIN)/python benchmarks/failover.py
+
+bench-quick: $(STAMP) ## the same in two minutes, torchrun only
+	$(BIN)/python benchmarks/failover.py --quick
+
+chaos: $(STAMP) ## slow fault tests that are not part of `make test`
+	$(BIN)/python -m pytest tests/chaos
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,124 @@
+"""
+Starting jobs under dlrover-run or torchrun, and looking for what they leave behind.
+
+Every job gets a mark in its environment. A process whose initial environment holds the mark belongs to the job, whatever
+session or parent it has by now: so the scan of /proc finds setsid grandchildren and orphans as well, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parent / "scripts"
+DEADLINE = 60.0
+
+
+class Launched:
+    """One launcher process with its output in files."""
+
+    def __init__(self, argv: list[str], env: dict[str, str], cwd: Path, name: str) -> None:
+        self.out_path, self.err_path = cwd / f"{name}.out", cwd / f"{name}.err"
+        with self.out_path.open("wb") as out, self.err_path.open("wb") as err:
+            self.process = subprocess.Popen(
+                argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+            )
+        self.pid = self.process.pid
+
+    @property
+    def out(self) -> str:
+        return self.out_path.read_text(errors="replace")
+
+    @property
+    def err(self) -> str:
+        return self.err_path.read_text(errors="replace")
+
+    def wait(self, timeout: float = DEADLINE) -> int:
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job did not end within {timeout:g} s\n{self.out}\n{self.err}") from None
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+
+class JobFactory:
+    def __init__(self, tmp_path: Path) -> None:
+        self.tmp_path = tmp_path
+        self.runtime = tmp_path / "runtime"
+        self.runtime.mkdir(mode=0o700)
+        self.mark = f"mark-{uuid.uuid4().hex}"
+        self.launched: list[Launched] = []
+        self._segments_before = set(os.listdir("/dev/shm"))
+
+    def env(self, **extra: str) -> dict[str, str]:
+        keep = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COVERAGE", "PET_"))}
+        return {**keep, "XDG_RUNTIME_DIR": str(self.runtime), "DLROVER_TEST_MARK": self.mark, "OMP_NUM_THREADS": "1", **extra}
+
+    def start(self, launcher: str, *args: str | Path, cwd: Path | None = None, **env: str) -> Launched:
+        module = {"dlrover-run": "dlrover.trainer.torch.main", "torchrun": "torch.distributed.run"}[launcher]
+        argv = [sys.executable, "-m", module, *map(str, args)]
+        job = Launched(argv, self.env(**env), cwd or self.tmp_path, f"{launcher}-{len(self.launched)}")
+        self.launched.append(job)
+        return job
+
+    def run(self, *args: str | Path, timeout: float = DEADLINE, **env: str) -> Launched:
+        job = self.start("dlrover-run", *args, **env)
+        job.wait(timeout)
+        return job
+
+    def close(self) -> None:
+        for job in self.launched:
+            if job.process.poll() is None:
+                job.process.kill()
+                job.process.wait()
+
+    def processes(self) -> dict[int, str]:
+        """Living processes of the jobs of this test: pid -> command line."""
+        found = {}
+        needle = self.mark.encode()
+        for entry in os.listdir("/proc"):
+            if not entry.isdigit() or int(entry) == os.getpid():
+                continue
+            try:
+                if needle in Path(f"/proc/{entry}/environ").read_bytes():
+                    found[int(entry)] = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+        return found
+
+    def pids(self, part: str) -> list[int]:
+        """Pids of the job's processes whose command line contains `part`."""
+        return [pid for pid, command in self.processes().items() if part in command]
+
+    def remains(self) -> list[str]:
+        left = [f"process {pid}: {command}" for pid, command in self.processes().items()]
+        left += [f"file {path}" for path in self.runtime.rglob("*") if path.is_socket() or path.is_fifo()]
+        left += [f"segment {name}" for name in set(os.listdir("/dev/shm")) - self._segments_before if "dlrover" in name]
+        return left
+
+    def assert_nothing_remains(self, within: float = 5.0) -> None:
+        wait_until(lambda: not self.remains(), within, lambda: f"still there: {self.remains()}")
+
+
+def wait_until(
+    condition: Callable[[], object], timeout: float = DEADLINE, explain: Callable[[], str] = lambda: "condition not met"
+) -> None:
+    """Tests look at processes from outside, where no event exists for most conditions: look often, with a deadline."""
+    ends_at = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > ends_at:
+            raise AssertionError(f"not within {timeout:g} s: {explain()}")
+        select.select([], [], [], 0.01)
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    os.kill(pid, number)

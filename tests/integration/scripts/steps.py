@@ -1,0 +1,30 @@
+"""Steps until told to end (a file), writing each step with the life it happened in; grandchildren on request."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+folder = Path(sys.argv[1])
+rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.init_process_group("gloo")
+if "grandchildren" in sys.argv:
+    subprocess.Popen(["sleep", "300"])
+    subprocess.Popen(["setsid", "sleep", "300"])
+(folder / f"pid-{rank}.new").write_text(f"{os.getpid()} {life}")
+(folder / f"pid-{rank}.new").rename(folder / f"pid-{rank}")
+step = 0
+while True:
+    ended = [(folder / "stop").exists()]
+    dist.broadcast_object_list(ended, src=0)
+    if ended[0]:
+        break
+    step += 1
+    with (folder / f"steps-{rank}").open("a") as out:
+        out.write(f"{life} {step} {time.monotonic()}\n")
+    time.sleep(0.02)
+dist.barrier()
+dist.destroy_process_group()

@@ -1,0 +1,66 @@
+"""Bad input: one clear paragraph that says what to do, a non-zero exit, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from tests.integration.jobs import SCRIPTS
+
+OK = f"{SCRIPTS}/dump_env.py"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (["--nproc-per-nod=2", OK, "."], 2, "--nproc-per-node"),
+        (["--nnodes=3:2", OK, "."], 2, "MIN"),
+        (["--nnodes=0", OK, "."], 2, "--nnodes"),
+        (["--nnodes=two", OK, "."], 2, "--nnodes"),
+        (["--nproc-per-node=0", OK, "."], 2, "--nproc-per-node"),
+        (["no-such-script.py"], 2, "no-such-script.py"),
+        (["--rdzv-conf=join_timout=3", OK, "."], 2, "join_timeout"),
+        (["--max-restarts=many", OK, "."], 2, "--max-restarts"),
+        (["--log-dir=/proc/nowhere", "--redirects=3", OK, "."], 2, "/proc/nowhere"),
+        (["--no-python", "./no-such-program"], 2, "no-such-program"),
+        ([], 2, "script"),
+    ],
+    ids=lambda value: " ".join(value[:1]) if isinstance(value, list) else None,
+)
+def test_a_clear_error(jobs, args, code, says):
+    job = jobs.run(*args, timeout=20)
+    assert job.process.returncode == code, job.err
+    assert says in job.err
+    assert "Traceback" not in job.err
+    assert not any(jobs.runtime.rglob("*.json"))
+
+
+def test_an_unreadable_script(jobs, tmp_path):
+    script = tmp_path / "secret.py"
+    script.write_text("print('hello')")
+    script.chmod(0)
+    if os.access(script, os.R_OK):
+        pytest.skip("this user may read everything (root)")
+    job = jobs.run(script, timeout=20)
+    assert job.process.returncode == 2
+    assert "secret.py" in job.err
+
+
+def test_a_port_taken_by_somebody_else(jobs):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        job = jobs.run("--nnodes=1", "--master-addr=127.0.0.1", f"--master-port={port}", OK, ".", timeout=60)
+    assert job.process.returncode not in (0, None)
+    assert str(port) in job.err
+    assert "Traceback" not in job.err
+
+
+def test_a_syntax_error_ends_the_job_at_once(jobs, tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text("def f(:\n")
+    job = jobs.run("--nproc-per-node=2", script)
+    assert job.process.returncode == 1
+    assert "SyntaxError" in job.err
+    assert job.err.count("failed") < 6, "no restart can help"

@@ -1,0 +1,27 @@
+"""The master is killed again and again: it comes back with the same state, and training does not notice."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from tests.integration.jobs import SCRIPTS, kill, wait_until
+
+
+def test_twenty_master_deaths_restart_no_worker(jobs, tmp_path):
+    job = jobs.start("dlrover-run", "--nproc-per-node=2", SCRIPTS / "steps.py", tmp_path)
+    wait_until(lambda: (tmp_path / "steps-1").exists(), explain=lambda: job.err)
+    chance = random.Random(7)
+    for _ in range(20):
+        [master] = jobs.pids("dlrover.master")
+        kill(master)
+        wait_until(lambda dead=master: [pid for pid in jobs.pids("dlrover.master") if pid != dead])
+        begun = time.monotonic() + chance.random() * 0.5
+        wait_until(lambda begun=begun: time.monotonic() > begun)
+    (tmp_path / "stop").touch()
+    assert job.wait() == 0, job.err
+    steps = [line.split() for line in (tmp_path / "steps-0").read_text().splitlines()]
+    assert {life for life, _, _ in steps} == {"0"}
+    times = [float(at) for _, _, at in steps]
+    pauses = sorted(after - before for before, after in zip(times, times[1:], strict=False))
+    assert pauses[-1] < 1.0, f"training paused for {pauses[-1]:.2f} s"

@@ -1,0 +1,161 @@
+"""Scripts written for torchrun run unchanged: the same command under real torchrun and under dlrover-run, compared."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import SCRIPTS, JobFactory, Launched
+
+LAUNCHERS = ("torchrun", "dlrover-run")
+
+MAY_DIFFER = {
+    "TORCHELASTIC_USE_AGENT_STORE",  # ours is False: the store lives in global rank 0, where it dies with its round
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_MAX_RESTARTS",  # compared apart: without --max-restarts ours restart as long as there is progress
+    "MASTER_PORT",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE",
+}
+"""DECISIONS 22: the variables whose values may differ from torchrun's; all other names and values are the same."""
+
+
+def both(jobs: JobFactory, tmp_path: Path, *args: str, expect_code: int | None = None, **env: str) -> dict[str, tuple[Launched, Path]]:
+    """Run the same command under both launchers; FOLDER in an argument becomes a folder of each run's own."""
+    runs = {}
+    for launcher in LAUNCHERS:
+        folder = tmp_path / launcher
+        folder.mkdir()
+        job = jobs.start(launcher, *(arg.replace("FOLDER", str(folder)) for arg in args), cwd=folder, **env)
+        runs[launcher] = (job, folder)
+        code = job.wait()
+        if expect_code is not None:
+            assert code == expect_code, f"{launcher}: {job.out}\n{job.err}"
+    assert runs["torchrun"][0].process.returncode == runs["dlrover-run"][0].process.returncode
+    return runs
+
+
+def files(folder: Path, pattern: str) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(folder.glob(pattern))}
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        pytest.param(["--nproc-per-node=2", f"{SCRIPTS}/ddp.py", "FOLDER"], "ddp-*", id="ddp with gloo"),
+        pytest.param(["--standalone", "--nproc_per_node", "2", f"{SCRIPTS}/ddp.py", "FOLDER"], "ddp-*", id="standalone"),
+        pytest.param(["--nproc-per-node=auto", f"{SCRIPTS}/ddp.py", "FOLDER"], "ddp-*", id="nproc auto"),
+        pytest.param(["--nproc-per-node=cpu", f"{SCRIPTS}/ddp.py", "FOLDER"], "ddp-*", id="nproc cpu"),
+        pytest.param(
+            ["--nproc-per-node=2", "-m", "pkg.module", "FOLDER", "--lr", "1"], "module-*", id="module with arguments"
+        ),
+        pytest.param(
+            ["--nproc-per-node=2", "--no-python", f"{SCRIPTS}/program.sh", "FOLDER", "x"], "program-*", id="no python"
+        ),
+    ],
+)
+def test_same_results(jobs, tmp_path, options, pattern):
+    runs = both(jobs, tmp_path, *options, expect_code=0, PYTHONPATH=str(SCRIPTS))
+    torchrun, ours = (files(folder, pattern) for _, folder in runs.values())
+    assert torchrun == ours
+    assert torchrun
+
+
+@pytest.mark.parametrize("options", [[], ["--max-restarts=2", "--role=trainer"]], ids=["defaults", "role and restarts"])
+def test_same_environment(jobs, tmp_path, options):
+    runs = both(jobs, tmp_path, "--nproc-per-node=2", *options, f"{SCRIPTS}/dump_env.py", "FOLDER", expect_code=0)
+    for rank in (0, 1):
+        theirs, ours = (json.loads((folder / f"env-{rank}.json").read_text()) for _, folder in runs.values())
+        ours = {name: value for name, value in ours.items() if not name.startswith("DLROVER_") and name != "RUNTIME_METRICS_PATH"}
+        theirs.pop("DLROVER_TEST_MARK")
+        if "--max-restarts=2" in options:
+            assert ours["TORCHELASTIC_MAX_RESTARTS"] == theirs["TORCHELASTIC_MAX_RESTARTS"]
+        assert set(ours) == set(theirs)
+        same = set(theirs) - MAY_DIFFER
+        assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
+        assert ours["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [("exception", 1), ("exit", 1), ("sys-exit", 1), ("text", 1), ("SIGSEGV", 1), ("SIGKILL", 1)]
+)
+def test_same_exit_code(jobs, tmp_path, how, code):
+    both(
+        jobs, tmp_path, "--nproc-per-node=2", "--max-restarts=0", f"{SCRIPTS}/fail.py", how, "--always", "--folder=FOLDER",
+        expect_code=code,
+    )  # fmt: skip
+
+
+def test_a_program_that_fails(jobs, tmp_path):
+    both(
+        jobs, tmp_path, "--nproc-per-node=2", "--max-restarts=0", "--no-python", f"{SCRIPTS}/program.sh", "FOLDER", "x",
+        expect_code=1, EXIT_WITH="7",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--log-dir=FOLDER/logs"],
+        ["--log-dir=FOLDER/logs", "--redirects=3"],
+        ["--log-dir=FOLDER/logs", "--tee=3"],
+        ["--log-dir=FOLDER/logs", "--redirects=0:1,1:2"],
+        ["--log-dir=FOLDER/logs", "--tee=3", "--local-ranks-filter=1"],
+        ["--log-dir=FOLDER/logs", "--redirects=3", "--local-ranks-filter=0"],
+    ],
+    ids=lambda options: " ".join(options[1:]) or "log dir alone",
+)
+def test_same_log_files_and_console(jobs, tmp_path, options):
+    runs = both(jobs, tmp_path, "--nproc-per-node=2", *options, f"{SCRIPTS}/dump_env.py", "FOLDER", expect_code=0)
+    seen = []
+    for job, folder in runs.values():
+        logs = {
+            re.sub(r"^[^/]*/", "RUN/", str(path.relative_to(folder / "logs"))): path.read_text()
+            for path in sorted((folder / "logs").rglob("*"))
+            if path.is_file()
+        }
+        console = [
+            sorted(line for line in text.splitlines() if "of rank" in line) for text in (job.out, job.err)
+        ]
+        seen.append((logs, console))
+    assert seen[0] == seen[1]
+
+
+def test_recorded_errors_are_shown(jobs, tmp_path):
+    runs = both(jobs, tmp_path, "--nproc-per-node=2", "--max-restarts=0", f"{SCRIPTS}/recorded.py", expect_code=1)
+    ours = runs["dlrover-run"][0].err
+    assert "recorded failure of rank 1" in ours
+    assert re.search(r"rank\s+1\b", ours)
+
+
+def test_two_elastic_nodes_on_one_machine(jobs, tmp_path):
+    """--nnodes=1:2 with two launchers on one machine, as under torchrun with c10d."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    args = ["--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=pair"]
+    nodes = [jobs.start("dlrover-run", *args, SCRIPTS / "ddp.py", tmp_path) for _ in range(2)]
+    for node in nodes:
+        assert node.wait() == 0, node.err
+    sums = {name: text.split()[0] for name, text in files(tmp_path, "ddp-*").items()}
+    assert sums == {"ddp-0": "1.0", "ddp-1": "1.0"}
+
+
+def test_two_static_nodes_by_rank(jobs, tmp_path):
+    """The static torchrun form: explicit ranks and a master address, one launcher per node."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    args = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    nodes = [jobs.start("dlrover-run", *args, f"--node-rank={rank}", SCRIPTS / "dump_env.py", tmp_path) for rank in (1, 0)]
+    for node in nodes:
+        assert node.wait() == 0, node.err
+    ranks = [json.loads(text) for text in files(tmp_path, "env-*.json").values()]
+    assert [(env["RANK"], env["GROUP_RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) for env in ranks] == [
+        ("0", "0", "2", "1"),
+        ("1", "1", "2", "1"),
+    ]

@@ -1,0 +1,75 @@
+"""Every way a worker can die: the job recovers or ends as classified, and the cause is named."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import SCRIPTS, kill, wait_until
+
+CGROUP = Path("/sys/fs/cgroup/memory")
+
+CAUSES = {
+    "SIGKILL": "SIGKILL",
+    "SIGSEGV": "SIGSEGV",
+    "exit": "exit code 3",
+    "exception": "ValueError: the weights are on fire",
+    "memory-error": "MemoryError",
+}
+
+
+@pytest.mark.parametrize("how", CAUSES)
+def test_one_death_is_survived(jobs, tmp_path, how):
+    job = jobs.run("--nproc-per-node=2", SCRIPTS / "fail.py", how, "--folder", tmp_path)
+    assert job.process.returncode == 0, job.err
+    assert [(tmp_path / f"done-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+    assert CAUSES[how] in job.err
+
+
+@pytest.mark.parametrize("how", CAUSES)
+def test_a_death_at_each_life_ends_the_job_with_the_cause(jobs, tmp_path, how):
+    job = jobs.run("--nproc-per-node=2", SCRIPTS / "fail.py", how, "--always", "--folder", tmp_path)
+    assert job.process.returncode == 1
+    assert CAUSES[how] in job.err
+    assert "rank 1" in job.err
+
+
+def test_max_restarts_is_torchruns(jobs, tmp_path):
+    job = jobs.run("--nproc-per-node=2", "--max-restarts=1", SCRIPTS / "fail.py", "exit", "--always", "--folder", tmp_path)
+    assert job.process.returncode == 1
+    assert job.err.count("global rank 1 failed") == 2
+
+
+def test_the_workers_exit_code_on_request(jobs, tmp_path):
+    job = jobs.run("--nproc-per-node=2", "--max-restarts=0", "--exit-code=worker", SCRIPTS / "fail.py", "exit", "--always")
+    assert job.process.returncode == 3
+
+
+@pytest.mark.skipif(not os.access(CGROUP, os.W_OK) or not (CGROUP / "cgroup.procs").exists(), reason="needs root and cgroup v1 memory")
+def test_an_out_of_memory_kill_is_named(jobs, tmp_path):
+    group = CGROUP / f"dlrover-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(1 << 30))
+        job = jobs.start("dlrover-run", "--nproc-per-node=2", "--max-restarts=1", SCRIPTS / "in_cgroup.py", group, SCRIPTS / "fail.py", "oom", "--folder", tmp_path)
+        job.wait()
+        assert job.process.returncode == 0, job.err
+        assert "out of memory" in job.err.lower()
+    finally:
+        wait_until(lambda: not (group / "cgroup.procs").read_text().split(), 10)
+        group.rmdir()
+
+
+def test_kill_from_outside_with_grandchildren(jobs, tmp_path):
+    job = jobs.start("dlrover-run", "--nproc-per-node=2", SCRIPTS / "steps.py", tmp_path, "grandchildren")
+    wait_until(lambda: (tmp_path / "steps-1").exists())
+    sleepers = jobs.pids("sleep 300")
+    assert len(sleepers) == 4
+    kill(int((tmp_path / "pid-1").read_text().split()[0]))
+    wait_until(lambda: (tmp_path / "pid-0").read_text().split()[1] == "1")
+    wait_until(lambda: not set(sleepers) & set(jobs.pids("sleep 300")))
+    wait_until(lambda: (tmp_path / "pid-1").read_text().split()[1] == "1")
+    (tmp_path / "stop").touch()
+    assert job.wait() == 0, job.err
