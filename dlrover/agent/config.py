@@ -11,6 +11,7 @@ import enum
 
 from msgspec import Struct
 
+from dlrover.protocol.addresses import TlsConfig as TlsConfig
 from dlrover.protocol.messages import JobTerms
 
 
@@ -57,14 +58,6 @@ class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Only these local ranks may write to the console; empty: all."""
     duplicate_stdout_filters: tuple[str, ...] = ()
     duplicate_stderr_filters: tuple[str, ...] = ()
-
-
-class TlsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """PEM files. A server needs `cert` and `key`; `ca` on the server demands client certificates (mTLS)."""
-
-    ca: str = ""
-    cert: str = ""
-    key: str = ""
 
 
 class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

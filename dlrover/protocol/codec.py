@@ -1,0 +1,117 @@
+"""
+Messages to bytes and back: the only codec on any socket of ours.
+
+Decoding is the validation: what comes out has the declared types all the way down, or `Rejected` says where not.
+Data only, so nothing on the wire can name code. The size is checked before a byte is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.frames import Answer, FromAgent, FromMaster, Refusal
+from dlrover.protocol.messages import MAX_MESSAGE_BYTES, Query, StopJob
+
+T = TypeVar("T")
+
+Question = Query | StopJob
+"""What a one-shot client may ask."""
+
+
+class Unreadable(msgspec.Struct, frozen=True):
+    """A request of a frame that did not decode but whose id did: it alone is refused, the others of the frame count."""
+
+    id: int
+    code: str
+    message: str
+
+
+class Codec(Generic[T]):
+    """One message type, or one tagged union, to MessagePack and back."""
+
+    def __init__(self, kind: object, *, name: str) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._name = name
+
+    def encode(self, message: T) -> bytes:
+        return _ENCODER.encode(message)
+
+    def decode(self, data: bytes) -> T:
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise Rejected(f"{self._name} of {len(data)} bytes: the limit is {MAX_MESSAGE_BYTES}", code="too-large")
+        try:
+            return self._decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+            raise _explain(self._name, error) from error
+
+
+def encode_frame(parcels: Sequence[FromAgent] | Sequence[FromMaster]) -> bytes:
+    return _ENCODER.encode(parcels)
+
+
+def encode_frames(parcels: Sequence[FromAgent] | Sequence[FromMaster]) -> list[bytes]:
+    """As few frames as the size limit allows; each parcel alone is known to fit."""
+    data = _ENCODER.encode(parcels)
+    if len(data) <= MAX_MESSAGE_BYTES or len(parcels) == 1:
+        return [data]
+    half = len(parcels) // 2
+    return encode_frames(parcels[:half]) + encode_frames(parcels[half:])
+
+
+def decode_from_agent(data: bytes) -> list[FromAgent | Unreadable]:
+    """A newer agent may send a request this master does not know: that one is refused, the stream lives on."""
+    try:
+        return list(_FROM_AGENT.decode(data))
+    except Rejected as error:
+        if error.code == "too-large":
+            raise
+        return [_decode_alone(raw) for raw in _PARCELS.decode(data)]
+
+
+def decode_from_master(data: bytes) -> list[FromMaster]:
+    return _FROM_MASTER.decode(data)
+
+
+def check_size(parcel: FromAgent) -> None:
+    """Before it is queued: a parcel that fits into no frame would otherwise end the stream again and again."""
+    size_bytes = len(_ENCODER.encode([parcel]))
+    if size_bytes > MAX_MESSAGE_BYTES:
+        raise Rejected(f"message of {size_bytes} bytes: the limit is {MAX_MESSAGE_BYTES}", code="too-large")
+
+
+class _Numbered(msgspec.Struct):
+    id: int
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_FROM_AGENT: Codec[list[FromAgent]] = Codec(list[FromAgent], name="frame")
+_FROM_MASTER: Codec[list[FromMaster]] = Codec(list[FromMaster], name="frame")
+_ONE_FROM_AGENT: Codec[FromAgent] = Codec(FromAgent, name="message")
+_PARCELS: Codec[list[msgspec.Raw]] = Codec(list[msgspec.Raw], name="frame")
+_NUMBERED: Codec[_Numbered] = Codec(_Numbered, name="message")
+
+QUESTION: Codec[Question] = Codec(Question, name="question")
+VERDICT: Codec[Answer | Refusal] = Codec(Answer | Refusal, name="answer")
+
+
+def _decode_alone(raw: msgspec.Raw) -> FromAgent | Unreadable:
+    data = bytes(raw)
+    try:
+        return _ONE_FROM_AGENT.decode(data)
+    except Rejected as error:
+        try:
+            return Unreadable(_NUMBERED.decode(data).id, error.code, str(error))
+        except Rejected:
+            raise error from None
+
+
+def _explain(name: str, error: Exception) -> Rejected:
+    text = str(error)
+    if isinstance(error, msgspec.ValidationError) and "Invalid value" in text:
+        # msgspec words an unknown tag as an invalid value of the tag field; say what it means for two versions of us.
+        return Rejected(f"unknown {name}: {text}. The sender may be newer than the receiver", code="unknown")
+    return Rejected(f"malformed {name}: {text or type(error).__name__}", code="malformed")

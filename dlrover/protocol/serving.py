@@ -1,0 +1,218 @@
+"""
+The master's side of the wire: who may enter, and bytes to messages.
+
+Everything a stranger can do wrong ends here with a clear status and changes nothing: a wrong token, another protocol
+version, bytes that are no message, a message too large. What passes goes to the desk, which decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hmac
+import logging
+import socket
+from collections.abc import Sequence
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from dlrover.protocol.addresses import Address, TlsConfig
+from dlrover.protocol.codec import QUESTION, VERDICT, Question, Unreadable, decode_from_agent
+from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
+from dlrover.protocol.frames import Answer, FromAgent, FromMaster, Refusal
+from dlrover.protocol.messages import PROTOCOL_VERSION, Reply
+from dlrover.protocol.transport import (
+    AGENT_METHOD,
+    ASK_METHOD,
+    PROTOCOL_KEY,
+    SERVER_OPTIONS,
+    SERVICE,
+    TOKEN_KEY,
+    VERSION_KEY,
+    Outbox,
+    package_version,
+    server_credentials,
+)
+
+log = logging.getLogger(__name__)
+
+FLUSH_TIMEOUT = 1.0
+
+
+class PortTaken(ConfigError):
+    """Somebody else listens there: perhaps the job's master, and we are to connect instead."""
+
+
+class AgentStream:
+    """One agent's open stream, as the desk sees it."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self._outbox: Outbox[FromMaster] = Outbox()
+        self._ended = asyncio.Event()
+
+    def send(self, parcel: FromMaster) -> None:
+        """Never blocks; whatever gathers leaves together."""
+        self._outbox.put(parcel)
+
+    def end(self) -> None:
+        """Close it once what was sent has left; the agent may come back on another one."""
+        self._ended.set()
+
+
+class Desk(Protocol):
+    """Where messages go. All three run in the event loop and must not block."""
+
+    def receive(self, stream: AgentStream, parcels: Sequence[FromAgent | Unreadable]) -> None: ...
+
+    def closed(self, stream: AgentStream) -> None:
+        """Once for each stream, whatever ended it."""
+
+    async def ask(self, question: Question) -> Reply:
+        """Raises Rejected or Unavailable."""
+
+
+class MasterServer:
+    """Serves agents' streams and one-shot questions on one port."""
+
+    def __init__(self, desk: Desk, *, token: str, tls: TlsConfig | None = None) -> None:
+        self._desk = desk
+        self._token = token.encode()
+        self._tls = tls
+        self._streams: list[AgentStream] = []
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Bind and serve; gives the port, which matters if 0 was asked for. Raises PortTaken or ConfigError."""
+        credentials = None if self._tls is None else server_credentials(self._tls)
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(
+                    SERVICE,
+                    {
+                        AGENT_METHOD: grpc.stream_stream_rpc_method_handler(self._serve_agent),
+                        ASK_METHOD: grpc.unary_unary_rpc_method_handler(self._serve_ask),
+                    },
+                ),
+            )
+        )
+        address = str(Address(host, port))
+        try:
+            bound = (
+                server.add_insecure_port(address)
+                if credentials is None
+                else server.add_secure_port(address, credentials)
+            )
+        except RuntimeError as error:
+            raise _bind_error(host, port, error) from error
+        await server.start()
+        self._server = server
+        return int(bound)
+
+    async def stop(self) -> None:
+        """End the streams after what was sent has left, then close the port."""
+        for stream in self._streams:
+            stream.end()
+        if self._server is not None:
+            await self._server.stop(FLUSH_TIMEOUT)
+
+    async def _serve_agent(self, _: object, call: grpc.aio.ServicerContext) -> None:
+        await self._admit(call)
+        await call.send_initial_metadata(())
+        stream = AgentStream(call.peer())
+        self._streams.append(stream)
+        reader = asyncio.ensure_future(self._read(stream, call))
+        writer = asyncio.ensure_future(stream._outbox.run(call.write))
+        ended = asyncio.ensure_future(stream._ended.wait())
+        try:
+            await asyncio.wait({reader, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if reader.done():
+                reader.result()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stream._outbox.idle(), FLUSH_TIMEOUT)
+        except Rejected as error:
+            await call.abort(_status_of(error), str(error))
+        finally:
+            self._streams.remove(stream)
+            self._desk.closed(stream)
+            for task in (reader, writer, ended):
+                task.cancel()
+            await asyncio.gather(reader, writer, ended, return_exceptions=True)
+
+    async def _read(self, stream: AgentStream, call: grpc.aio.ServicerContext) -> None:
+        while True:
+            data = await call.read()
+            if data is grpc.aio.EOF:
+                return
+            self._desk.receive(stream, decode_from_agent(data))
+            # A peer that sends without reading its answers must not fill our memory.
+            await stream._outbox.room()
+
+    async def _serve_ask(self, data: bytes, call: grpc.aio.ServicerContext) -> bytes:
+        await self._admit(call)
+        try:
+            question = QUESTION.decode(data)
+        except Rejected as error:
+            await call.abort(_status_of(error), str(error))
+        try:
+            return VERDICT.encode(Answer(id=0, body=await self._desk.ask(question)))
+        except Rejected as error:
+            return VERDICT.encode(Refusal(id=0, code=error.code, message=str(error)))
+        except Unavailable as error:
+            retry_after = 1.0 if error.retry_after is None else error.retry_after
+            return VERDICT.encode(Refusal(id=0, code="unavailable", message=str(error), retry_after=retry_after))
+
+    async def _admit(self, call: grpc.aio.ServicerContext) -> None:
+        """Token first: a stranger learns nothing else about us."""
+        said = dict(call.invocation_metadata())
+        token = said.get(TOKEN_KEY, b"")
+        if self._token and not hmac.compare_digest(token if isinstance(token, bytes) else b"", self._token):
+            log.warning("stranger refused peer=%s reason=token", call.peer())
+            await call.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "the job token is missing or wrong. Give the job's token with DLROVER_JOB_TOKEN or its token file",
+            )
+        protocol = str(said.get(PROTOCOL_KEY, ""))
+        if protocol != str(PROTOCOL_VERSION):
+            log.warning(
+                "peer refused peer=%s reason=protocol theirs=%s ours=%s", call.peer(), protocol, PROTOCOL_VERSION
+            )
+            await call.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, explain_versions(protocol, str(said.get(VERSION_KEY, "unknown")))
+            )
+
+
+def explain_versions(protocol: str, version: str) -> str:
+    """Which side is older, and what to do about it."""
+    ours = f"dlrover {package_version()}, protocol {PROTOCOL_VERSION}"
+    theirs = f"dlrover {version}, protocol {protocol or 'unstated'}"
+    if protocol.isdigit() and int(protocol) > PROTOCOL_VERSION:
+        return f"the master ({ours}) is older than the caller ({theirs}). Upgrade dlrover where the master runs"
+    return f"the caller ({theirs}) is older than the master ({ours}). Upgrade dlrover where the caller runs"
+
+
+def _status_of(error: Rejected) -> grpc.StatusCode:
+    return grpc.StatusCode.RESOURCE_EXHAUSTED if error.code == "too-large" else grpc.StatusCode.INVALID_ARGUMENT
+
+
+def _bind_error(host: str, port: int, error: RuntimeError) -> ConfigError:
+    """gRPC does not say why it could not bind; the kernel does."""
+    address = Address(host, port)
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(target)
+            probe.listen()
+    except OSError as cause:
+        if cause.errno == errno.EADDRINUSE:
+            return PortTaken(
+                f"Port {port} of {host} is in use by another process, so no master can listen there. "
+                f"Choose another port, 0 for any free one, or stop what listens on {address}."
+            )
+        return ConfigError(f"cannot listen on {address}: {cause.strerror or cause}. Give an address of this machine.")
+    return ConfigError(f"cannot listen on {address}: {error}")

@@ -1,0 +1,160 @@
+"""
+What both ends of a gRPC connection share: names, options, certificates, the metadata that opens a call, and the outbox.
+
+gRPC carries raw bytes here, without protobuf, so no version of it can conflict with a user's framework. Its own retries
+are off: trying again is done at one layer only, ours, which knows idempotency keys and jitter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import grpc
+import grpc.aio
+
+from dlrover.protocol.addresses import TlsConfig
+from dlrover.protocol.codec import encode_frames
+from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.frames import FromAgent, FromMaster
+from dlrover.protocol.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+
+SERVICE = "dlrover.Master"
+AGENT_METHOD = "Agent"
+ASK_METHOD = "Ask"
+
+TOKEN_KEY = "dlrover-token-bin"
+"""The suffix tells gRPC that the value is bytes: tokens derived from a user's job id need not be ASCII."""
+PROTOCOL_KEY = "dlrover-protocol"
+VERSION_KEY = "dlrover-version"
+
+_COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+
+CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_COMMON_OPTIONS,
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),  # an http_proxy variable must not carry loopback or pod traffic away
+    # A new channel must try to connect at once: subchannels shared with an earlier channel would remember its back-off.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 20),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # despite its name: how long one attempt to connect may take
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # A master whose host lost power says nothing; 20 s of unanswered pings end the stream.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_COMMON_OPTIONS,
+    ("grpc.so_reuseport", 0),  # by default two masters would share one port, silently
+    # Together not faster than the 40 s after which a silent node counts as gone.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+_OUTBOX_LIMIT = 4096
+"""Parcels that may wait for a peer that does not read; beyond it we stop reading from that peer."""
+
+Parcel = TypeVar("Parcel", FromAgent, FromMaster)
+
+
+class Outbox(Generic[Parcel]):
+    """Parcels on their way out. One writer sends what gathered while its previous write was under way as one frame."""
+
+    def __init__(self) -> None:
+        self._parcels: list[Parcel] = []
+        self._has_work = asyncio.Event()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+
+    def put(self, parcel: Parcel) -> None:
+        self._parcels.append(parcel)
+        self._has_work.set()
+        self._is_idle.clear()
+        if len(self._parcels) >= _OUTBOX_LIMIT:
+            self._has_room.clear()
+
+    async def room(self) -> None:
+        await self._has_room.wait()
+
+    async def idle(self) -> None:
+        """Until everything was handed to the transport."""
+        await self._is_idle.wait()
+
+    async def run(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Until cancelled, or until the stream is gone: the reader of that stream then learns why."""
+        try:
+            while True:
+                await self._has_work.wait()
+                self._has_work.clear()
+                parcels, self._parcels = self._parcels, []
+                self._has_room.set()
+                for frame in encode_frames(parcels):
+                    await write(frame)
+                if not self._parcels:
+                    self._is_idle.set()
+        except (grpc.RpcError, grpc.aio.UsageError, grpc.aio.InternalError, asyncio.InvalidStateError):
+            return
+        finally:
+            # Nobody may wait for a writer that is gone.
+            self._is_idle.set()
+            self._has_room.set()
+
+
+@functools.cache
+def package_version() -> str:
+    return metadata.version("dlrover")
+
+
+def call_metadata(token: str) -> tuple[tuple[str, str | bytes], ...]:
+    return (
+        (TOKEN_KEY, token.encode()),
+        (PROTOCOL_KEY, str(PROTOCOL_VERSION)),
+        (VERSION_KEY, package_version()),
+    )
+
+
+def open_channel(address: str, tls: TlsConfig | None) -> grpc.aio.Channel:
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+    return grpc.aio.secure_channel(address, client_credentials(tls), options=CLIENT_OPTIONS)
+
+
+def client_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
+    if bool(tls.cert) != bool(tls.key):
+        raise ConfigError("TLS: a client certificate needs both cert and key (or neither)")
+    return grpc.ssl_channel_credentials(
+        root_certificates=_read(tls.ca, "ca") if tls.ca else None,
+        private_key=_read(tls.key, "key") if tls.key else None,
+        certificate_chain=_read(tls.cert, "cert") if tls.cert else None,
+    )
+
+
+def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
+    if not (tls.cert and tls.key):
+        raise ConfigError("TLS: the master needs a certificate: give both cert and key")
+    return grpc.ssl_server_credentials(
+        [(_read(tls.key, "key"), _read(tls.cert, "cert"))],
+        root_certificates=_read(tls.ca, "ca") if tls.ca else None,
+        require_client_auth=bool(tls.ca),
+    )
+
+
+def _read(path: str, field: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"TLS {field}: cannot read {path}: {error.strerror}. Give a readable PEM file") from error
