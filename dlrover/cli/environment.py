@@ -1,0 +1,112 @@
+"""
+The environment variables that the launcher reads, read once.
+
+Nothing below the launcher looks at these again: values travel in the settings. (`PET_*` are read by `options`, because there
+they are defaults of flags.)
+
+Which variables count is a matter of care. `RANK` and `WORLD_SIZE` mean node rank and node count in a pod of a PyTorchJob, but
+rank and size of a *worker* when somebody starts `dlrover-run` from inside another launcher's worker; they are used only where
+nothing else explains them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from dlrover.protocol.errors import ConfigError
+
+DEFAULT_LOG_LEVEL = "WARNING"
+"""torchrun is silent unless something happens, and so are we. DLROVER_LOG_LEVEL=INFO shows settings and decisions."""
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+# A process that has one of these was started by a launcher, so RANK in it belongs to a worker.
+_MARKS_OF_A_WORKER = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "DLROVER_AGENT_SOCKET", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+
+
+class Environment(Struct, frozen=True, kw_only=True):
+    master_addr: str = ""
+    job_name: str = ""
+    job_token: str = ""
+    node_rank: int | None = None
+    node_rank_variable: str = ""
+    """The variable that `node_rank` came from."""
+    node_num: int | None = None
+    pod_ip: str = ""
+    host_ports: tuple[int, ...] = ()
+    interpreter: str = ""
+    shutdown_timeout: float | None = None
+    log_level: str = DEFAULT_LOG_LEVEL
+    agent_log_dir: str = ""
+    runtime_root: str = ""
+    """XDG_RUNTIME_DIR; whether it is usable is checked where it is used."""
+    temp_dir: str = "/tmp"
+
+
+def read_environment(environ: Mapping[str, str]) -> Environment:
+    node_rank, node_rank_variable = _node_rank(environ)
+    shutdown_timeout = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    level = environ.get("DLROVER_LOG_LEVEL", DEFAULT_LOG_LEVEL).upper() or DEFAULT_LOG_LEVEL
+    if level not in _LOG_LEVELS:
+        raise ConfigError(f"DLROVER_LOG_LEVEL={level}: use one of {', '.join(_LOG_LEVELS)}.")
+    return Environment(
+        master_addr=environ.get("DLROVER_MASTER_ADDR", ""),
+        job_name=environ.get("ELASTIC_JOB_NAME", ""),
+        job_token=environ.get("DLROVER_JOB_TOKEN", ""),
+        node_rank=node_rank,
+        node_rank_variable=node_rank_variable,
+        node_num=_integer(environ, "NODE_NUM", at_least=1),
+        pod_ip=environ.get("POD_IP", ""),
+        host_ports=_ports(environ.get("HOST_PORTS", "")),
+        interpreter=environ.get("PYTHON_EXEC", ""),
+        shutdown_timeout=None if shutdown_timeout is None else _seconds("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", shutdown_timeout),
+        log_level=level,
+        agent_log_dir=environ.get("DLROVER_LOG_AGENT_DIR", ""),
+        runtime_root=environ.get("XDG_RUNTIME_DIR", ""),
+        temp_dir=environ.get("TMPDIR") or "/tmp",
+    )
+
+
+def _node_rank(environ: Mapping[str, str]) -> tuple[int | None, str]:
+    for variable in ("NODE_RANK", "WORKER_RANK"):
+        if environ.get(variable):
+            return _integer(environ, variable, at_least=0), variable
+    is_pod = bool(environ.get("KUBERNETES_SERVICE_HOST"))
+    is_worker = any(mark in environ for mark in _MARKS_OF_A_WORKER)
+    if is_pod and not is_worker and environ.get("RANK") and environ.get("WORLD_SIZE"):
+        return _integer(environ, "RANK", at_least=0), "RANK"
+    return None, ""
+
+
+def _integer(environ: Mapping[str, str], variable: str, *, at_least: int) -> int | None:
+    text = environ.get(variable, "")
+    if not text:
+        return None
+    try:
+        value = int(text)
+    except ValueError as error:
+        raise ConfigError(f"The variable {variable}={text} must be an integer.") from error
+    if value < at_least:
+        raise ConfigError(f"The variable {variable}={text} must be at least {at_least}.")
+    return value
+
+
+def _seconds(variable: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise ConfigError(f"The variable {variable}={text} must be a number of seconds.") from error
+    if not value >= 0:
+        raise ConfigError(f"The variable {variable}={text} must be at least 0 seconds.")
+    return value
+
+
+def _ports(text: str) -> tuple[int, ...]:
+    try:
+        ports = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise ConfigError(f"The variable HOST_PORTS={text} must be a comma-separated list of ports.") from error
+    if not all(0 < port < 65536 for port in ports):
+        raise ConfigError(f"The variable HOST_PORTS={text} must name ports from 1 to 65535.")
+    return ports

@@ -1,0 +1,629 @@
+"""
+The command line of `dlrover-run`, as one table.
+
+torchrun's options are repeated here in our own words because asking torch for them would cost the launcher its whole start
+(1.7 s and 219 MB); a test compares this table with `torch.distributed.run.get_args_parser()` of the installed torch, so the
+two cannot drift apart. The parser is written by hand for three reasons: it must know which values were given and from where
+(flag, environment, default), it must name the nearest option for a misspelt one, and `argparse` is not needed for the rest.
+
+Every option also reads `PET_<NAME>`, as under torchrun. Abbreviations are not accepted.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from dlrover.protocol.errors import ConfigError
+
+PROGRAM = "dlrover-run"
+
+
+class Kind(enum.Enum):
+    TEXT = "text"
+    INTEGER = "integer"
+    NUMBER = "number"
+    LIST = "list"
+    FLAG = "flag"
+
+
+class Origin(enum.StrEnum):
+    """Where a value came from."""
+
+    FLAG = "flag"
+    ENVIRONMENT = "env"
+    DEFAULT = "default"
+
+
+Value = str | int | float | bool | tuple[str, ...] | None
+
+
+class Option(NamedTuple):
+    names: tuple[str, ...]
+    kind: Kind
+    default: Value
+    help: str
+    choices: tuple[str, ...] = ()
+    short: str = ""
+    group: str = "torchrun"
+    unavailable: str = ""
+    """Set: the option is known, its feature arrives later; this says what can be done until then."""
+    metavar: str = ""
+
+    @property
+    def dest(self) -> str:
+        """The long name as torch's parser derives it: without dashes in front, underscores inside."""
+        return self.names[0].lstrip("-").replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return f"PET_{self.dest.upper()}"
+
+    @property
+    def is_flag(self) -> bool:
+        return self.kind is Kind.FLAG
+
+
+def _both(name: str) -> tuple[str, ...]:
+    """The dashed and the underscored spelling of a long option."""
+    underscored = "--" + name.lstrip("-").replace("-", "_")
+    return (name,) if underscored == name else (name, underscored)
+
+
+def _option(
+    name: str,
+    kind: Kind,
+    default: Value,
+    text: str,
+    *,
+    aliases: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
+    short: str = "",
+    group: str = "torchrun",
+    unavailable: str = "",
+    metavar: str = "",
+) -> Option:
+    names = _both(name) + tuple(spelling for alias in aliases for spelling in _both(alias))
+    return Option(names, kind, default, text, choices, short, group, unavailable, metavar)
+
+
+TORCHRUN_OPTIONS: tuple[Option, ...] = (
+    _option("--nnodes", Kind.TEXT, "1:1", "How many nodes: N, or MIN:MAX for an elastic job.", metavar="N|MIN:MAX"),
+    _option(
+        "--nproc-per-node",
+        Kind.TEXT,
+        "1",
+        "Workers on this node: a number, or auto (accelerators, else CPUs), gpu, xpu, cpu.",
+        metavar="N|auto|gpu|xpu|cpu",
+    ),
+    _option(
+        "--rdzv-backend",
+        Kind.TEXT,
+        "static",
+        "Accepted as torchrun accepts it; has no effect, because nodes always meet at the master.",
+    ),
+    _option(
+        "--rdzv-endpoint",
+        Kind.TEXT,
+        "",
+        "Where the master listens, HOST[:PORT] (29400). The launcher on that host starts it, the others connect.",
+        metavar="HOST[:PORT]",
+    ),
+    _option(
+        "--rdzv-id",
+        Kind.TEXT,
+        "none",
+        "Name of the job, equal on all nodes. The job token is derived from it if no other is given, and is then only as "
+        "hard to guess as this name.",
+    ),
+    _option(
+        "--rdzv-conf",
+        Kind.TEXT,
+        "",
+        "Times of the rendezvous in seconds: join_timeout=600,lastcall_timeout=30.",
+        metavar="KEY=VALUE,...",
+    ),
+    _option(
+        "--standalone",
+        Kind.FLAG,
+        False,
+        "One node, with its own master on a free loopback port. Endpoint and id are ignored.",
+    ),
+    _option(
+        "--max-restarts",
+        Kind.INTEGER,
+        0,
+        "Restarts of the workers after a failure before the job fails. Not given: as long as the job makes progress, at "
+        "most 3 in a row without any.",
+    ),
+    _option(
+        "--monitor-interval",
+        Kind.NUMBER,
+        0.1,
+        "Accepted as torchrun accepts it; has no effect, because the kernel tells us of each exit at once.",
+    ),
+    _option(
+        "--start-method",
+        Kind.TEXT,
+        "spawn",
+        "Accepted as torchrun accepts it; has no effect, because workers are forked from a warm process or started cold.",
+        choices=("spawn", "fork", "forkserver"),
+    ),
+    _option("--event-log-handler", Kind.TEXT, "null", "torchrun's plug-in for its own events; only null is available."),
+    _option("--role", Kind.TEXT, "default", "Role of the workers: ROLE_NAME in their environment."),
+    _option("--module", Kind.FLAG, False, "Run the script as a module, like `python -m`.", short="-m"),
+    _option("--no-python", Kind.FLAG, False, "Run the script as a program, without Python in front of it."),
+    _option(
+        "--run-path",
+        Kind.FLAG,
+        False,
+        "Run the script with runpy.run_path in the worker's own interpreter. Wins over --no-python.",
+    ),
+    _option("--log-dir", Kind.TEXT, None, "Directory for the workers' log files, one sub-directory per run.", metavar="DIR"),
+    _option(
+        "--redirects",
+        Kind.TEXT,
+        "0",
+        "Streams that go to files instead of the console: 0 none, 1 stdout, 2 stderr, 3 both; or per local rank: 0:1,1:2.",
+        short="-r",
+        metavar="N|RANK:N,...",
+    ),
+    _option(
+        "--tee",
+        Kind.TEXT,
+        "0",
+        "Streams that go to files and to the console; same form as --redirects.",
+        short="-t",
+        metavar="N|RANK:N,...",
+    ),
+    _option(
+        "--local-ranks-filter",
+        Kind.TEXT,
+        "",
+        "Only these local ranks write to the console. Files are not affected.",
+        metavar="RANK,...",
+    ),
+    _option(
+        "--duplicate-stdout-filters",
+        Kind.LIST,
+        (),
+        "Copy stdout lines that contain one of these texts to a further file. A double comma is a comma.",
+        metavar="TEXT,...",
+    ),
+    _option(
+        "--duplicate-stderr-filters",
+        Kind.LIST,
+        (),
+        "Copy stderr lines that contain one of these texts to a further file. A double comma is a comma.",
+        metavar="TEXT,...",
+    ),
+    _option(
+        "--node-rank",
+        Kind.INTEGER,
+        0,
+        "This node's rank. Not given: NODE_RANK, else the master assigns one. A variable of the platform wins over it.",
+    ),
+    _option(
+        "--master-addr",
+        Kind.TEXT,
+        "127.0.0.1",
+        "Host of the master if there is no --rdzv-endpoint; IPv6 in brackets.",
+        metavar="HOST",
+    ),
+    _option("--master-port", Kind.INTEGER, None, "Port that goes with --master-addr (29500).", metavar="PORT"),
+    _option(
+        "--local-addr",
+        Kind.TEXT,
+        None,
+        "Address of this node as the other nodes reach it. Not given: POD_IP, else the one that leads to the master.",
+        metavar="HOST",
+    ),
+    _option(
+        "--logs-specs",
+        Kind.TEXT,
+        None,
+        "torchrun's plug-in for log files.",
+        unavailable="use --log-dir, --redirects and --tee",
+    ),
+    _option(
+        "--numa-binding",
+        Kind.TEXT,
+        None,
+        "Bind workers to the CPUs near their device.",
+        choices=("node", "socket", "exclusive", "core-complex"),
+        unavailable="start the workers through numactl with --no-python if you need it now",
+    ),
+    _option(
+        "--signals-to-handle",
+        Kind.TEXT,
+        "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "Signals at which the launcher ends the job in an orderly way.",
+        metavar="SIGNAL,...",
+    ),
+    _option(
+        "--shutdown-timeout",
+        Kind.INTEGER,
+        None,
+        "Seconds that workers may take to end after SIGTERM. Not given: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30.",
+        metavar="SECONDS",
+    ),
+    _option(
+        "--virtual-local-rank",
+        Kind.FLAG,
+        False,
+        "LOCAL_RANK is 0 for every worker and CUDA_VISIBLE_DEVICES names its device.",
+    ),
+)
+
+_OURS = "dlrover"
+OUR_OPTIONS: tuple[Option, ...] = (
+    _option(
+        "--node-unit", Kind.INTEGER, 1, "The number of nodes of a world is a multiple of this.", group=_OURS, metavar="N"
+    ),
+    _option(
+        "--auto-config",
+        Kind.FLAG,
+        False,
+        "Take the number of nodes from NODE_NUM and the number of workers from the devices, where not given.",
+        group=_OURS,
+    ),
+    _option("--no-warm", Kind.FLAG, False, "Start every worker cold, with its own imports.", group=_OURS),
+    _option(
+        "--preload",
+        Kind.TEXT,
+        "",
+        "Modules to import once, beside torch, before workers are forked. They may start no thread and touch no device.",
+        group=_OURS,
+        metavar="MODULE,...",
+    ),
+    _option(
+        "--master-grace",
+        Kind.NUMBER,
+        600.0,
+        "Seconds that workers train on without a master before they give up.",
+        group=_OURS,
+        metavar="SECONDS",
+    ),
+    _option(
+        "--exit-code",
+        Kind.TEXT,
+        "one",
+        "Exit code after a failed training: one (1, as torchrun) or the first failed worker's.",
+        choices=("one", "worker"),
+        group=_OURS,
+    ),
+    _option(
+        "--job-token-file",
+        Kind.TEXT,
+        "",
+        "File with the secret that lets a node into the job. Not given: DLROVER_JOB_TOKEN.",
+        group=_OURS,
+        metavar="FILE",
+    ),
+    _option("--tls-ca", Kind.TEXT, "", "Certificates (PEM) that the peer's certificate must come from.", group=_OURS),
+    _option("--tls-cert", Kind.TEXT, "", "Our certificate (PEM).", group=_OURS, metavar="FILE"),
+    _option("--tls-key", Kind.TEXT, "", "The key of our certificate (PEM).", group=_OURS, metavar="FILE"),
+    _option(
+        "--journal",
+        Kind.TEXT,
+        "",
+        "Keep the master's journal in this directory, for `dlrover replay`. Not given: it is removed with the job.",
+        group=_OURS,
+        metavar="DIR",
+    ),
+    _option(
+        "--network-check",
+        Kind.FLAG,
+        False,
+        "Check nodes and network before training.",
+        group=_OURS,
+        unavailable="leave it out; nodes are used unchecked",
+    ),
+    _option(
+        "--precheck",
+        Kind.TEXT,
+        "0",
+        "0 nothing, 1 node check, 2 also a communication test.",
+        choices=("0", "1", "2"),
+        group=_OURS,
+        unavailable="use 0",
+    ),
+    _option(
+        "--comm-perf-test",
+        Kind.FLAG,
+        False,
+        "Communication test after the node check.",
+        group=_OURS,
+        unavailable="leave it out",
+    ),
+    _option(
+        "--exclude-straggler",
+        Kind.FLAG,
+        False,
+        "A node that the check finds slow leaves.",
+        group=_OURS,
+        unavailable="leave it out",
+    ),
+    _option(
+        "--save-at-breakpoint",
+        Kind.FLAG,
+        False,
+        "Write the snapshot in memory to storage at a failure.",
+        group=_OURS,
+        unavailable="save in the script, for example with torch.save",
+    ),
+    _option(
+        "--auto-tunning",
+        Kind.FLAG,
+        False,
+        "Tune data loader and optimizer at run time.",
+        aliases=("--auto-tuning",),
+        group=_OURS,
+        unavailable="leave it out",
+    ),
+    _option(
+        "--accelerator",
+        Kind.TEXT,
+        "nvidia.com/gpu",
+        "Kind of device.",
+        choices=("nvidia.com/gpu", "ascend-npu", "mthreads.com/gpu", "metax-tech.com/gpu"),
+        group=_OURS,
+        unavailable="use nvidia.com/gpu, which covers CPU-only nodes too",
+    ),
+    _option(
+        "--training-port",
+        Kind.INTEGER,
+        60000,
+        "First port to try for HCCL on Ascend.",
+        group=_OURS,
+        unavailable="set HCCL_IF_BASE_PORT yourself",
+        metavar="PORT",
+    ),
+    _option(
+        "--numa-affinity",
+        Kind.FLAG,
+        False,
+        "Bind workers to the CPUs near their device.",
+        group=_OURS,
+        unavailable="start the workers through numactl with --no-python if you need it now",
+    ),
+    _option(
+        "--membind-policy",
+        Kind.TEXT,
+        "preferred",
+        "Memory policy that goes with --numa-affinity.",
+        group=_OURS,
+        unavailable="start the workers through numactl with --no-python if you need it now",
+    ),
+    _option(
+        "--ucp-device-type",
+        Kind.TEXT,
+        "cpu",
+        "Device for the conversion of universal checkpoints.",
+        group=_OURS,
+        unavailable="leave it out",
+    ),
+    _option(
+        "--standby",
+        Kind.INTEGER,
+        0,
+        "Warm nodes that joined and wait.",
+        group=_OURS,
+        unavailable="start more nodes than MAX of --nnodes: the surplus waits, joined",
+        metavar="N",
+    ),
+)
+
+OPTIONS = TORCHRUN_OPTIONS + OUR_OPTIONS
+
+_BY_NAME = {name: option for option in OPTIONS for name in (*option.names, option.short) if name}
+_IMMEDIATE = ("-h", "--help", "--check-env", "--check_env")
+
+
+class Parsed(NamedTuple):
+    """The command line and the environment, read and converted; whether the values make sense is the matter of `settings`."""
+
+    values: Mapping[str, Value]
+    origins: Mapping[str, Origin]
+    script: str
+    script_args: tuple[str, ...]
+    immediate: str = ""
+    """`--help` or `--check-env`: do that and nothing else."""
+
+    def text(self, dest: str) -> str:
+        value = self.values[dest]
+        return "" if value is None else str(value)
+
+    def integer(self, dest: str) -> int:
+        value = self.values[dest]
+        assert isinstance(value, int), f"{dest} is no integer option"
+        return value
+
+    def number(self, dest: str) -> float:
+        value = self.values[dest]
+        assert isinstance(value, int | float), f"{dest} is no number option"
+        return float(value)
+
+    def flag(self, dest: str) -> bool:
+        return self.values[dest] is True
+
+    def texts(self, dest: str) -> tuple[str, ...]:
+        value = self.values[dest]
+        assert isinstance(value, tuple), f"{dest} is no list option"
+        return value
+
+    def is_given(self, dest: str) -> bool:
+        """Somebody chose this value, by flag or by variable."""
+        return self.origins[dest] is not Origin.DEFAULT
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Parsed:
+    """Options up to the script; what follows the script belongs to it, as under torchrun."""
+    values: dict[str, Value] = {option.dest: option.default for option in OPTIONS}
+    origins = {option.dest: Origin.DEFAULT for option in OPTIONS}
+    for option in OPTIONS:
+        text = environ.get(option.variable)
+        if text is not None:
+            values[option.dest] = _convert(option, text, f"the variable {option.variable}={text}")
+            origins[option.dest] = Origin.ENVIRONMENT
+
+    index = 0
+    while index < len(argv):
+        token = argv[index]
+        index += 1
+        if token == "--":
+            break
+        if token == "-" or not token.startswith("-"):
+            index -= 1
+            break
+        if token in _IMMEDIATE:
+            return Parsed(values, origins, "", (), immediate=token.replace("_", "-"))
+        name, inline = _split(token)
+        option = _find(name)
+        if option.is_flag:
+            if inline is not None:
+                raise ConfigError(f"{name} is a flag and takes no value; {token!r} gives it one.")
+            values[option.dest] = True
+        else:
+            if inline is None:
+                if index == len(argv) or _looks_like_option(argv[index]):
+                    raise ConfigError(f"{name} needs a value{_form(option)}, and none follows it.")
+                inline = argv[index]
+                index += 1
+            values[option.dest] = _convert(option, inline, f"{name} {inline}")
+        origins[option.dest] = Origin.FLAG
+
+    if index >= len(argv):
+        raise ConfigError(
+            f"No training script is given. Use: {PROGRAM} [options] SCRIPT [arguments of the script]; {PROGRAM} --help lists "
+            "the options."
+        )
+    script, *rest = argv[index:]
+    if rest and rest[0] == "--":
+        # torchrun's parser swallows this one as the end of *its* options; scripts written for it never see it.
+        rest = rest[1:]
+    return Parsed(values, origins, script, tuple(rest))
+
+
+def unavailable(parsed: Parsed) -> ConfigError | None:
+    """The error for an option whose feature arrives later, if one was asked for with a value that would need it."""
+    for option in OPTIONS:
+        if option.unavailable and parsed.is_given(option.dest) and parsed.values[option.dest] != option.default:
+            shown = "" if option.is_flag else f" {parsed.values[option.dest]}"
+            return ConfigError(
+                f"{option.names[0]}{shown} is not yet available in this version ({_where(option, parsed)}). Until then: "
+                f"{option.unavailable}."
+            )
+    handler = parsed.text("event_log_handler")
+    if handler != "null":
+        return ConfigError(
+            f"--event-log-handler {handler} is not yet available in this version. Until then: leave it out; the job's events "
+            "are in the master's journal (`--journal DIR`, then `dlrover replay`)."
+        )
+    return None
+
+
+def _where(option: Option, parsed: Parsed) -> str:
+    is_variable = parsed.origins[option.dest] is Origin.ENVIRONMENT
+    return f"from the variable {option.variable}" if is_variable else "given on the command line"
+
+
+def describe() -> str:
+    """The text of --help."""
+    import textwrap
+
+    lines = [
+        f"usage: {PROGRAM} [options] SCRIPT [arguments of the script]",
+        "",
+        "Runs a script as torchrun does, on one node or several, and keeps it running: workers that die are replaced by",
+        "warm ones, nodes may come and go. Each option is also read from PET_<NAME>; dashes and underscores are the same.",
+    ]
+    for group, title in (("torchrun", "torchrun's options"), (_OURS, "further options")):
+        lines += ["", f"{title}:"]
+        if group == _OURS:
+            lines += ["  --check-env", "      Print what is installed, what is missing and what it is needed for."]
+        for option in OPTIONS:
+            if option.group != group:
+                continue
+            spelling = f"{option.short}, {option.names[0]}" if option.short else option.names[0]
+            if not option.is_flag:
+                spelling += f" {option.metavar or option.dest.upper()}"
+            text = option.help
+            if option.choices:
+                text += f" One of: {', '.join(option.choices)}."
+            if option.unavailable:
+                text += " (Not yet available.)"
+            lines.append(f"  {spelling}")
+            lines += textwrap.wrap(text, width=108, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines) + "\n"
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """" Did you mean X?", or nothing."""
+    import difflib
+
+    matches = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean {matches[0]}?" if matches else ""
+
+
+def split_list(text: str) -> tuple[str, ...]:
+    """Commas separate, a double comma is one; the rule of torchrun's filter options."""
+    return tuple(item.replace("\0", ",") for item in text.replace(",,", "\0").split(","))
+
+
+_CONVERTERS: dict[Kind, tuple[Callable[[str], Value], str]] = {
+    Kind.TEXT: (str, "a text"),
+    Kind.INTEGER: (int, "an integer"),
+    Kind.NUMBER: (float, "a number"),
+    Kind.LIST: (split_list, "a list"),
+    Kind.FLAG: (lambda text: bool(int(text)), "0 or 1"),
+}
+
+
+def _convert(option: Option, text: str, shown: str) -> Value:
+    convert, wanted = _CONVERTERS[option.kind]
+    try:
+        value = convert(text)
+    except ValueError as error:
+        raise ConfigError(f"{shown}: {option.names[0]} needs {wanted}.") from error
+    if option.choices and value not in option.choices:
+        raise ConfigError(f"{shown}: {option.names[0]} needs one of {', '.join(option.choices)}.")
+    return value
+
+
+def _split(token: str) -> tuple[str, str | None]:
+    """An option token as (name, attached value): `--a=b`, and `-r3` or `-r=3` for the short ones."""
+    if token.startswith("--"):
+        name, equals, value = token.partition("=")
+        return name, value if equals else None
+    if len(token) > 2 and token[:2] in _BY_NAME:
+        return token[:2], token[2:].removeprefix("=")
+    return token, None
+
+
+def _find(name: str) -> Option:
+    option = _BY_NAME.get(name)
+    if option is None:
+        hint = nearest(name, (*_BY_NAME, *_IMMEDIATE))
+        raise ConfigError(
+            f"{name} is no option of {PROGRAM}.{hint} Options of the training script go behind the script; {PROGRAM} --help "
+            "lists ours."
+        )
+    return option
+
+
+def _looks_like_option(token: str) -> bool:
+    if len(token) < 2 or token[0] != "-":
+        return False
+    try:
+        float(token)
+    except ValueError:
+        return True
+    return False
+
+
+def _form(option: Option) -> str:
+    if option.choices:
+        return f" ({', '.join(option.choices)})"
+    return f" ({option.metavar})" if option.metavar else ""

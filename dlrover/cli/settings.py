@@ -1,0 +1,402 @@
+"""
+From the parsed command line and the environment to one frozen struct that is known to make sense.
+
+Everything a user can get wrong is found here, before anything starts, and answered in one paragraph: what was given, what it
+means, what to do. The log directory is probed last because that is the only check that may create something.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from dlrover.agent.config import Entry, EntryKind, LogConfig, Streams, TlsConfig
+from dlrover.cli.environment import Environment, read_environment
+from dlrover.cli.options import Origin, Parsed, nearest, parse, unavailable
+from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.messages import JobTerms, Limits, RestartPolicy
+
+DEFAULT_SHUTDOWN_TIMEOUT = 30.0
+
+
+class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the user wants. Where the master is and what the job is called follows from it in `discovery`."""
+
+    terms: JobTerms
+    entry: Entry
+    local_world_size: int | str = 1
+    node_rank: int | None = None
+    role: str = "default"
+    interpreter: str = ""
+    is_warm: bool = True
+    preload: tuple[str, ...] = ()
+    log: LogConfig = LogConfig()
+    tls: TlsConfig | None = None
+    shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
+    master_grace: float = 600.0
+    is_virtual_local_rank: bool = False
+    is_exit_code_of_worker: bool = False
+    signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    journal: str = ""
+    job_token_file: str = ""
+
+    is_standalone: bool = False
+    rdzv_endpoint: str = ""
+    rdzv_id: str = ""
+    """Empty: none was given."""
+    master_addr: str = ""
+    """Empty: none was given."""
+    master_port: int | None = None
+    local_addr: str = ""
+
+    environment: Environment = Environment()
+    notes: tuple[str, ...] = ()
+    """What was accepted but has no effect, for the console."""
+    outcome_file: str = ""
+    """Where a programmatic launch wants the agent's result; empty: nowhere."""
+
+
+def read_settings(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Parsed, Settings]:
+    """Raises `ConfigError`."""
+    parsed = parse(argv, environ)
+    assert not parsed.immediate, "--help and --check-env are answered before settings are read"
+    error = unavailable(parsed)
+    if error is not None:
+        raise error
+    environment = read_environment(environ)
+    settings = build_settings(parsed, environment)
+    probe_log_dir(settings.log.log_dir)
+    return parsed, settings
+
+
+def build_settings(parsed: Parsed, environment: Environment) -> Settings:
+    notes: list[str] = []
+    limits = _limits(parsed, environment, notes)
+    max_restarts = parsed.integer("max_restarts") if parsed.is_given("max_restarts") else None
+    if max_restarts is not None and max_restarts < 0:
+        raise ConfigError(f"--max-restarts {max_restarts}: give 0 or more.")
+    rdzv_id = parsed.text("rdzv_id") if parsed.is_given("rdzv_id") else ""
+    master_port = parsed.integer("master_port") if parsed.values["master_port"] is not None else None
+    if master_port is not None and not 0 <= master_port <= 65535:
+        raise ConfigError(f"--master-port {master_port}: give a port from 0 to 65535.")
+    return Settings(
+        terms=JobTerms(limits=limits, restarts=RestartPolicy(max_restarts=max_restarts)),
+        entry=read_entry(parsed),
+        local_world_size=_local_world_size(parsed),
+        node_rank=_node_rank(parsed, environment, limits, notes),
+        role=parsed.text("role"),
+        interpreter=environment.interpreter,
+        is_warm=not parsed.flag("no_warm"),
+        preload=_preload(parsed.text("preload")),
+        log=_log(parsed, environment),
+        tls=_tls(parsed),
+        shutdown_timeout=_shutdown_timeout(parsed, environment),
+        master_grace=_at_least_zero("--master-grace", parsed.number("master_grace")),
+        is_virtual_local_rank=parsed.flag("virtual_local_rank"),
+        is_exit_code_of_worker=parsed.text("exit_code") == "worker",
+        signals=parse_signals(parsed.text("signals_to_handle")),
+        journal=_journal(parsed.text("journal")),
+        job_token_file=parsed.text("job_token_file"),
+        is_standalone=parsed.flag("standalone"),
+        rdzv_endpoint=parsed.text("rdzv_endpoint"),
+        rdzv_id="" if rdzv_id == "none" else rdzv_id,
+        master_addr=parsed.text("master_addr") if parsed.is_given("master_addr") else "",
+        master_port=master_port,
+        local_addr=parsed.text("local_addr"),
+        environment=environment,
+        notes=tuple(notes),
+    )
+
+
+def effective_values(parsed: Parsed) -> str:
+    """All options that were not left at their default, and how they came about; for the log."""
+    parts = [
+        f"{dest}={parsed.values[dest]!r}({origin})"
+        for dest, origin in parsed.origins.items()
+        if origin is not Origin.DEFAULT
+    ]
+    return " ".join(parts) or "all defaults"
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    bounds = text.split(":")
+    try:
+        numbers = [int(bound) for bound in bounds]
+    except ValueError:
+        numbers = []
+    if not 1 <= len(numbers) <= 2 or not 0 < numbers[0] <= numbers[-1]:
+        raise ConfigError(
+            f"--nnodes {text}: give the number of nodes N, or MIN:MAX with 0 < MIN <= MAX, for example --nnodes 1 or "
+            "--nnodes 2:4."
+        )
+    return numbers[0], numbers[-1]
+
+
+# Keys of --rdzv-conf that torch's own rendezvous backends know. They steer machinery that does not exist here.
+_TORCH_RDZV_KEYS = (
+    "timeout", "read_timeout", "is_host", "store_type", "close_timeout", "heartbeat_timeout", "keep_alive_interval",
+    "keep_alive_max_attempt", "use_libuv", "rank", "cert", "key", "cacert", "protocol", "ssl_cert", "ssl_cert_key",
+    "ca_cert",
+)  # fmt: skip
+_OUR_RDZV_KEYS = ("join_timeout", "lastcall_timeout", "last_call_timeout", "pend_timeout")
+
+
+def parse_rdzv_conf(text: str, notes: list[str]) -> dict[str, float]:
+    """Only the times we know; torch's other keys leave a note."""
+    found: dict[str, float] = {}
+    for part in text.split(",") if text.strip() else ():
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not key or not equals or not value:
+            raise ConfigError(f"--rdzv-conf {text}: give KEY=VALUE,KEY=VALUE; {part!r} is not of that form.")
+        if key in _TORCH_RDZV_KEYS:
+            notes.append(f"--rdzv-conf {key} has no effect here: it belongs to torch's own rendezvous.")
+            continue
+        if key not in _OUR_RDZV_KEYS:
+            hint = nearest(key, (*_OUR_RDZV_KEYS, *_TORCH_RDZV_KEYS))
+            raise ConfigError(f"--rdzv-conf {key}={value}: there is no key {key}.{hint}")
+        try:
+            seconds = float(value)
+        except ValueError as error:
+            raise ConfigError(f"--rdzv-conf {key}={value}: give a number of seconds.") from error
+        if not seconds >= 0 or (math.isinf(seconds) and key != "pend_timeout"):
+            raise ConfigError(f"--rdzv-conf {key}={value}: give a finite number of seconds of at least 0.")
+        if key == "pend_timeout":
+            if not math.isinf(seconds):
+                notes.append("--rdzv-conf pend_timeout has no effect yet: a surplus node waits until the job ends.")
+            continue
+        found["last_call" if key.startswith("last") else key] = seconds
+    return found
+
+
+def parse_streams(option: str, text: str) -> tuple[int, dict[int, int]]:
+    """torchrun's form: one number for all local ranks, or a map of them. Gives (default, per local rank)."""
+    form = f"{option} {text}: give 0, 1, 2 or 3 (none, stdout, stderr, both), or a map of local ranks such as 0:1,1:2."
+    if text in ("0", "1", "2", "3"):
+        return int(text), {}
+    streams: dict[int, int] = {}
+    for part in text.split(","):
+        rank, colon, value = part.partition(":")
+        if not (colon and rank.isascii() and rank.isdigit() and value in ("0", "1", "2", "3")):
+            raise ConfigError(form)
+        streams[int(rank)] = int(value)
+    return int(Streams.NONE), streams
+
+
+def parse_signals(text: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for part in text.split(","):
+        name = part.strip()
+        if not name:
+            continue
+        number = getattr(signal, name, None) if name.startswith("SIG") and not name.startswith("SIG_") else None
+        if number is None:
+            names = [known.name for known in signal.Signals]
+            raise ConfigError(f"--signals-to-handle {text}: there is no signal {name}.{nearest(name, names)}")
+        if number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+            raise ConfigError(f"--signals-to-handle {text}: {name} cannot be handled; leave it out.")
+        found.append(int(number))
+    return tuple(dict.fromkeys(found))
+
+
+def read_entry(parsed: Parsed) -> Entry:
+    """What the workers run; checked as far as it can be without running it."""
+    if parsed.flag("run_path"):
+        check_script(parsed.script)
+        kind = EntryKind.RUN_PATH
+    elif parsed.flag("no_python"):
+        if parsed.flag("module"):
+            raise ConfigError("--no-python and --module exclude each other: a program is no Python module. Leave one out.")
+        check_program(parsed.script)
+        kind = EntryKind.PROGRAM
+    elif parsed.flag("module"):
+        kind = EntryKind.MODULE
+    else:
+        check_script(parsed.script)
+        kind = EntryKind.SCRIPT
+    return Entry(kind=kind, target=parsed.script, args=parsed.script_args)
+
+
+def check_script(path: str) -> None:
+    if os.path.isdir(path):
+        if os.path.isfile(os.path.join(path, "__main__.py")):
+            return  # `python DIR` runs it
+        raise ConfigError(f"The training script {path} is a directory without a __main__.py. Name the Python file in it.")
+    try:
+        with open(path, "rb") as script:
+            script.read(1)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"The training script {path} does not exist (looked from {os.getcwd()}). Check the path; a module is run with -m, "
+            "a program that is not Python with --no-python."
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"The training script {path} cannot be read: {error.strerror}. Check its permissions and the path."
+        ) from error
+
+
+def check_program(path: str) -> None:
+    import shutil
+
+    if shutil.which(path) is not None:
+        return
+    if os.path.isdir(path):
+        raise ConfigError(f"The program {path} (--no-python) is a directory. Name the program in it.")
+    if os.path.exists(path) and os.sep in path:
+        raise ConfigError(f"The program {path} (--no-python) is not executable. Use: chmod +x {path}")
+    where = "does not exist" if os.sep in path else "is not found on the PATH; a file in this directory is ./" + path
+    raise ConfigError(f"The program {path} (--no-python) {where}.")
+
+
+def probe_log_dir(path: str) -> None:
+    """Make sure that files can be written there: the first worker should not have to find out."""
+    if not path:
+        return
+    created = _missing_parents(path)
+    probe = os.path.join(path, f".dlrover-probe-{os.getpid()}")
+    try:
+        os.makedirs(path, exist_ok=True)
+        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        os.unlink(probe)
+    except OSError as error:
+        for directory in created:
+            try:
+                os.rmdir(directory)
+            except OSError:
+                break  # not created, or no longer empty
+        raise ConfigError(
+            f"The log directory {path} cannot be written to: {error.strerror}. Choose another one with --log-dir, or change "
+            "its permissions."
+        ) from error
+
+
+def _missing_parents(path: str) -> list[str]:
+    """The directories that `makedirs` would create, deepest first."""
+    missing = []
+    path = os.path.abspath(path)
+    while not os.path.exists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    return missing
+
+
+def _limits(parsed: Parsed, environment: Environment, notes: list[str]) -> Limits:
+    min_nodes, max_nodes = parse_nnodes(parsed.text("nnodes"))
+    if parsed.flag("auto_config") and not parsed.is_given("nnodes") and environment.node_num is not None:
+        min_nodes = max_nodes = environment.node_num
+    if parsed.flag("standalone") and max_nodes > 1:
+        if min_nodes > 1:
+            raise ConfigError(
+                f"--standalone with --nnodes {parsed.text('nnodes')}: a standalone job has one node. Leave out --standalone "
+                "and name a --rdzv-endpoint that all nodes reach."
+            )
+        max_nodes = 1  # nobody else can know the free port
+    times = parse_rdzv_conf(parsed.text("rdzv_conf"), notes)
+    if "last_call" in times:
+        times["first_call"] = times["last_call"]
+    if parsed.is_given("monitor_interval") and parsed.number("monitor_interval") <= 0:
+        raise ConfigError(f"--monitor-interval {parsed.text('monitor_interval')}: give a number of seconds above 0.")
+    try:
+        return Limits(min_nodes=min_nodes, max_nodes=max_nodes, node_unit=parsed.integer("node_unit"), **times)
+    except ValueError as error:
+        raise ConfigError(f"{error}.") from error
+
+
+def _local_world_size(parsed: Parsed) -> int | str:
+    text = parsed.text("nproc_per_node")
+    if parsed.flag("auto_config") and not parsed.is_given("nproc_per_node"):
+        text = "auto"
+    if text == "cpu":
+        return len(os.sched_getaffinity(0))
+    if text in ("auto", "gpu", "xpu"):
+        return text
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ConfigError(f"--nproc-per-node {text}: give a number of at least 1, or auto, gpu, xpu or cpu.")
+    return number
+
+
+def _node_rank(parsed: Parsed, environment: Environment, limits: Limits, notes: list[str]) -> int | None:
+    """A variable of the platform wins: it is set anew for a replacement, a command line is copied [spec 05 §2.2]."""
+    given = parsed.integer("node_rank") if parsed.is_given("node_rank") else None
+    if given is not None and given < 0:
+        raise ConfigError(f"--node-rank {given}: give 0 or more.")
+    if parsed.flag("standalone"):
+        return None
+    rank = environment.node_rank
+    if rank is not None and environment.node_rank_variable == "RANK" and limits.max_nodes == 1:
+        rank = None  # each pod runs a job of its own
+    if rank is None:
+        return given
+    if given is not None and given != rank:
+        notes.append(f"{environment.node_rank_variable}={rank} wins over --node-rank {given}.")
+    return rank
+
+
+def _preload(text: str) -> tuple[str, ...]:
+    modules = tuple(part.strip() for part in text.split(",") if part.strip())
+    for module in modules:
+        if not all(piece.isidentifier() for piece in module.split(".")):
+            raise ConfigError(f"--preload {text}: {module!r} is no name of a Python module.")
+    return modules
+
+
+def _log(parsed: Parsed, environment: Environment) -> LogConfig:
+    redirect_default, redirects = parse_streams("--redirects", parsed.text("redirects"))
+    tee_default, tee = parse_streams("--tee", parsed.text("tee"))
+    ranks_text = parsed.text("local_ranks_filter")
+    try:
+        ranks = tuple(sorted({int(part) for part in ranks_text.split(",")})) if ranks_text else ()
+    except ValueError as error:
+        raise ConfigError(f"--local-ranks-filter {ranks_text}: give local ranks such as 0,1,2.") from error
+    return LogConfig(
+        log_dir=_absolute(parsed.text("log_dir") or environment.agent_log_dir),
+        redirects=redirects,
+        redirect_default=redirect_default,
+        tee=tee,
+        tee_default=tee_default,
+        local_ranks_filter=ranks,
+        duplicate_stdout_filters=parsed.texts("duplicate_stdout_filters"),
+        duplicate_stderr_filters=parsed.texts("duplicate_stderr_filters"),
+    )
+
+
+def _tls(parsed: Parsed) -> TlsConfig | None:
+    files = {name: parsed.text(f"tls_{name}") for name in ("ca", "cert", "key")}
+    if not any(files.values()):
+        return None
+    for name, path in files.items():
+        if path and not os.access(path, os.R_OK):
+            raise ConfigError(f"--tls-{name} {path}: there is no such readable file.")
+    if bool(files["cert"]) != bool(files["key"]):
+        raise ConfigError("--tls-cert and --tls-key belong together: give both or none.")
+    return TlsConfig(**{name: os.path.abspath(path) if path else "" for name, path in files.items()})
+
+
+def _shutdown_timeout(parsed: Parsed, environment: Environment) -> float:
+    if parsed.values["shutdown_timeout"] is not None:
+        return _at_least_zero("--shutdown-timeout", float(parsed.integer("shutdown_timeout")))
+    return DEFAULT_SHUTDOWN_TIMEOUT if environment.shutdown_timeout is None else environment.shutdown_timeout
+
+
+def _at_least_zero(option: str, seconds: float) -> float:
+    if not seconds >= 0:
+        raise ConfigError(f"{option} {seconds:g}: give a number of seconds of at least 0.")
+    return seconds
+
+
+def _journal(path: str) -> str:
+    if path and os.path.exists(path) and not os.path.isdir(path):
+        raise ConfigError(f"--journal {path}: this is a file; give a directory, each job gets its own file in it.")
+    return _absolute(path)
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(path) if path else ""
