@@ -1,0 +1,219 @@
+"""The stream between agent and master, over a real loopback connection."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+from tests.protocol.conftest import TOKEN, Agent, PlainDesk, Serve
+
+from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.frames import Ack, Answer, Beat, Refusal, Request
+from dlrover.protocol.messages import (
+    MAX_MESSAGE_BYTES,
+    Done,
+    Heartbeat,
+    Incarnation,
+    JoinRendezvous,
+    LeaveJob,
+    LeaveReason,
+    NodeId,
+    Ping,
+    Pong,
+    Round,
+)
+from dlrover.protocol.rpc import ask
+
+Connect = Callable[..., Agent]
+
+
+def a_join(round_number: int = 1, offer: str = "h:1") -> JoinRendezvous:
+    return JoinRendezvous(
+        node=NodeId(7), incarnation=Incarnation(1), round=Round(round_number), local_world_size=1, offer=offer
+    )
+
+
+async def test_an_agent_attaches_calls_beats_and_is_told_levels(
+    serve: Serve, desk: PlainDesk, connect: Connect
+) -> None:
+    _, address = await serve()
+    agent = connect(address)
+    assert agent.channel.outage() > 0
+    assert (await agent.attached()).node == 7
+    assert agent.channel.outage() == 0.0
+    assert (await agent.levels.get()).number == 1
+    assert await agent.channel.call(a_join(), timeout=5) == Done()
+    agent.channel.beat(Heartbeat(node=NodeId(7), incarnation=Incarnation(1), step=3))
+    beat = await desk.until(Beat)
+    assert isinstance(beat, Beat)
+    assert beat.heartbeat.step == 3
+    desk.push(2)
+    assert (await asyncio.wait_for(agent.levels.get(), 5)).number == 2
+    assert await desk.until(Ack) == Ack(2)
+
+
+async def test_a_repeated_level_is_acknowledged_again_but_an_older_one_never_shown(
+    serve: Serve, desk: PlainDesk, connect: Connect
+) -> None:
+    _, address = await serve()
+    agent = connect(address)
+    await agent.attached()
+    assert await desk.until(Ack) == Ack(1)
+    for number in (3, 3, 2, 4):
+        desk.push(number)
+    assert [await desk.until(Ack) for _ in range(4)] == [Ack(3), Ack(3), Ack(2), Ack(4)]
+    assert [agent.levels.get_nowait().number for _ in range(agent.levels.qsize())] == [1, 3, 4]
+
+
+async def test_a_level_of_an_older_master_is_ignored(serve: Serve, desk: PlainDesk, connect: Connect) -> None:
+    desk.master_epoch = 5
+    _, address = await serve()
+    agent = connect(address)
+    await agent.attached()
+    desk.master_epoch = 4
+    desk.push(9)
+    desk.master_epoch = 5
+    desk.push(10)
+    assert (await agent.levels.get()).number == 1
+    assert (await asyncio.wait_for(agent.levels.get(), 5)).number == 10
+
+
+async def test_a_request_without_answer_is_sent_again_after_a_broken_stream_with_its_number(
+    serve: Serve, desk: PlainDesk, connect: Connect
+) -> None:
+    server, address = await serve()
+    agent = connect(address)
+    await agent.attached()
+    desk.answers = lambda request: None
+    first = asyncio.ensure_future(agent.channel.call(a_join(1), timeout=10))
+    second = asyncio.ensure_future(agent.channel.call(a_join(2), timeout=10))
+    await desk.until(Request)
+    await desk.until(Request)
+    desk.answers = lambda request: Answer(id=request.id, body=Done())
+    await server.stop()
+    await serve(int(address.split(":")[1]))
+    began_at = time.monotonic()
+    assert await first == await second == Done()
+    assert time.monotonic() - began_at < 1.0, "a restarted local master must be bridged quickly"
+    assert [(r.sequence, r.body.round) for r in desk.requests] == [(1, 1), (2, 2), (1, 1), (2, 2)]  # type: ignore[union-attr]
+    assert (await agent.attached()).node == 7
+
+
+async def test_a_call_made_during_an_outage_is_sent_once_the_master_is_back(
+    serve: Serve, desk: PlainDesk, connect: Connect
+) -> None:
+    server, address = await serve()
+    agent = connect(address)
+    await agent.attached()
+    await server.stop()
+    call = asyncio.ensure_future(agent.channel.call(a_join(), timeout=10))
+    with pytest.raises(Unavailable, match="no answer from the master"):
+        await agent.channel.call(a_join(5), timeout=0.05)
+    await serve(int(address.split(":")[1]))
+    assert await call == Done()
+    assert [r.body.round for r in desk.requests] == [1]  # type: ignore[union-attr]
+
+
+async def test_a_busy_master_is_asked_again_and_order_is_kept(serve: Serve, desk: PlainDesk, connect: Connect) -> None:
+    _, address = await serve()
+    agent = connect(address)
+    await agent.attached()
+    refused: set[int] = set()
+
+    def once_busy(request: Request) -> Answer | Refusal:
+        if request.id in refused:
+            return Answer(id=request.id, body=Done())
+        refused.add(request.id)
+        return Refusal(id=request.id, code="busy", message="busy", retry_after=0.05)
+
+    desk.answers = once_busy
+    calls = [agent.channel.call(a_join(number), timeout=10) for number in range(1, 6)]
+    assert await asyncio.gather(*calls) == [Done()] * 5
+    assert [r.sequence for r in desk.requests] == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5]
+
+
+async def test_a_refusal_reaches_its_caller_only(serve: Serve, desk: PlainDesk, connect: Connect) -> None:
+    _, address = await serve()
+    agent = connect(address)
+    await agent.attached()
+    desk.answers = lambda r: (
+        Refusal(id=r.id, code="stale", message="too late") if r.sequence == 1 else Answer(id=r.id, body=Done())
+    )
+    with pytest.raises(Rejected, match="too late") as caught:
+        await agent.channel.call(a_join(), timeout=5)
+    assert caught.value.code == "stale"
+    assert await agent.channel.call(a_join(), timeout=5) == Done()
+
+
+async def test_a_message_too_large_never_leaves(serve: Serve, connect: Connect) -> None:
+    _, address = await serve()
+    agent = connect(address)
+    await agent.attached()
+    with pytest.raises(Rejected, match="limit is 4194304") as caught:
+        await agent.channel.call(a_join(offer="x" * MAX_MESSAGE_BYTES), timeout=5)
+    assert caught.value.code == "too-large"
+    assert await agent.channel.call(a_join(), timeout=5) == Done()
+
+
+async def test_what_gathers_beyond_one_frame_leaves_in_several(serve: Serve, desk: PlainDesk, connect: Connect) -> None:
+    _, address = await serve()
+    agent = connect(address)
+    await agent.attached()
+    calls = [agent.channel.call(a_join(offer="x" * (MAX_MESSAGE_BYTES // 3)), timeout=10) for _ in range(5)]
+    assert await asyncio.gather(*calls) == [Done()] * 5
+    assert [r.sequence for r in desk.requests] == [1, 2, 3, 4, 5]
+
+
+async def test_closing_still_delivers_what_was_queued(serve: Serve, desk: PlainDesk, connect: Connect) -> None:
+    _, address = await serve()
+    agent = connect(address)
+    await agent.attached()
+    leave = LeaveJob(node=NodeId(7), incarnation=Incarnation(1), reason=LeaveReason.JOB_ENDED)
+    call = asyncio.ensure_future(agent.channel.call(leave, timeout=5))
+    await desk.until(Request)
+    await call
+    agent.channel.beat(Heartbeat(node=NodeId(7), incarnation=Incarnation(1), step=99))
+    await agent.leave()
+    await desk.until(Beat)
+    await desk.until("closed")
+    with pytest.raises(Unavailable, match="closed"):
+        await agent.channel.call(a_join(), timeout=5)
+
+
+async def test_a_wrong_token_ends_the_channel_for_good(serve: Serve, connect: Connect) -> None:
+    _, address = await serve()
+    agent = connect(address, token="wrong")
+    waiting = asyncio.ensure_future(agent.channel.call(a_join(), timeout=5))
+    with pytest.raises(Rejected, match="token is missing or wrong") as caught:
+        await agent.attached()
+    assert caught.value.code == "bad-token"
+    with pytest.raises(Rejected):
+        await waiting
+
+
+async def test_one_shot_questions_are_answered(serve: Serve) -> None:
+    _, address = await serve()
+    assert await ask(address, Ping(), token=TOKEN, timeout=5) == Pong(job_name="job", master_epoch=1)
+
+
+async def test_a_question_to_nobody_fails_at_once(serve: Serve) -> None:
+    server, address = await serve()
+    await server.stop()
+    began_at = time.monotonic()
+    with pytest.raises(Unavailable, match="not reachable"):
+        await ask(address, Ping(), token=TOKEN, timeout=30)
+    assert time.monotonic() - began_at < 3
+
+
+async def test_the_agent_keeps_trying_and_says_why(connect: Connect, serve: Serve) -> None:
+    server, address = await serve()
+    await server.stop()
+    agent = connect(address)
+    with pytest.raises(Unavailable, match="Connection refused"):
+        await agent.channel.call(a_join(), timeout=0.3)
+    assert agent.channel.outage() > 0.2
+    await serve(int(address.split(":")[1]))
+    assert (await agent.attached()).node == 7
+    assert agent.channel.trouble == ""
