@@ -6,9 +6,9 @@ Failover: how long a job stands still when one of its two workers is killed: tor
     python benchmarks/failover.py --kills 13 --peers torchrun,ours --json failover.json
 
 Each launcher runs the same script (reference_job.py). A run is: start, measure the time from the command to the first
-step, then SIGKILL one worker several times, each time waiting for the first step that had not been done before, completed
-by all ranks. Runs of the launchers alternate, so that a noisy minute of the machine falls on all of them. A launcher that
-hangs, fails or cannot be installed is a result and is printed as one.
+step, then SIGKILL one worker several times, each time waiting for the first step that had not been done before,
+completed by all ranks. Runs of the launchers alternate, so that a noisy minute of the machine falls on all of them. A
+launcher that hangs, fails or cannot be installed is a result and is printed as one.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 The launchers we compare ourselves with, each as a user would install and start it.
 
 torchrun comes with the torch of the environment that runs the benchmark. dlrover 0.6.1 shares our package name, so it
-gets a private virtual environment under `.peers/` (git-ignored), made on first use, with the same torch and numpy. A peer
-that cannot be installed raises `PeerUnavailableError`, and the benchmark prints the reason.
+gets a private virtual environment under `.peers/` (git-ignored), made on first use, with the same torch and numpy. A
+peer that cannot be installed raises `PeerUnavailableError`, and the benchmark prints the reason.
 
-dlrover 0.6.1 was written for an older torch and its `--standalone` cannot start its master on torch 2.13: torch's private
-`SubprocessHandler` got one more positional argument (`numa_options`). We pass `None` there, in the private environment
-only. That is the whole patch; it is not on the path that is measured, and the report says that it was applied.
+dlrover 0.6.1 was written for an older torch and its `--standalone` cannot start its master on torch 2.13: torch's
+private `SubprocessHandler` got one more positional argument (`numa_options`). We pass `None` there, in the private
+environment only. That is the whole patch; it is not on the path that is measured, and the report says that it was
+applied.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Launcher:
 
 
 def torchrun(*, is_store_shared: bool) -> Launcher:
-    """By default torch 2.13 lets the workers use the rendezvous store; restarts can then hang in gloo's connect phase."""
+    """By default torch 2.13 lets the workers use the rendezvous store; restarts can then hang in gloo's connect
+    phase."""
     return Launcher(
         name="torchrun-default" if is_store_shared else "torchrun",
         command=(_script("torchrun"), "--standalone", "--nproc-per-node=2", f"--max-restarts={RESTARTS}"),
@@ -63,7 +65,8 @@ def torchrun(*, is_store_shared: bool) -> Launcher:
 
 def dlrover_061() -> Launcher:
     environment = PEERS_DIR / "dlrover-0.6.1"
-    # Its extra `torch` alone lacks grpcio and kubernetes. numpy as ours: torch imports it where it exists, which takes time.
+    # Its extra `torch` alone lacks grpcio and kubernetes. numpy as ours: torch imports it where it exists, which takes
+    # time.
     numpy = f"numpy=={importlib.metadata.version('numpy')}"
     _install(environment, [TORCH, numpy, "dlrover[k8s,torch]==0.6.1", "protobuf"])
     _patch_for_torch_213(environment)
@@ -76,7 +79,7 @@ def dlrover_061() -> Launcher:
             f"--max_restarts={RESTARTS}",
         ),
         python=environment / "bin" / "python",
-        note="private environment, patched to start on torch 2.13: numa_options=None passed to torch's SubprocessHandler",
+        note="private environment; patched for torch 2.13: numa_options=None passed to its SubprocessHandler",
         traces=((Path("/dev/shm"), "ckpt_shm_"), (Path("/tmp/ckpt_sock"), "")),
     )
 
@@ -100,7 +103,8 @@ LAUNCHERS: dict[str, Callable[[], Launcher]] = {
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What already lay in a launcher's places before a run: all else found there afterwards is the run's and is removed."""
+    """What already lay in a launcher's places before a run: all else found there afterwards is the run's and is
+    removed."""
 
     launcher: Launcher
     before: frozenset[Path]

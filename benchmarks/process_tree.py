@@ -1,8 +1,8 @@
 """
 Starting a launcher so that nothing of it can outlive the benchmark.
 
-The benchmark makes itself a child subreaper: whatever a launcher starts, however it daemonises, stays a descendant of ours,
-so "everything I started" is a tree we can read from the kernel and end by pid.
+The benchmark makes itself a child subreaper: whatever a launcher starts, however it daemonises, stays a descendant of
+ours, so "everything I started" is a tree we can read from the kernel and end by pid.
 """
 
 from __future__ import annotations

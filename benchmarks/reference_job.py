@@ -1,8 +1,9 @@
 """
 The reference job: what every launcher is measured with.
 
-A plain torchrun-style script: DDP over gloo on CPU, one thread per worker, AdamW, about 50 ms of real computation a step
-and a checkpoint (`torch.save`, atomic rename) after every step. It runs byte for byte the same under all launchers.
+A plain torchrun-style script: DDP over gloo on CPU, one thread per worker, AdamW, about 50 ms of real computation a
+step and a checkpoint (`torch.save`, atomic rename) after every step. It runs byte for byte the same under all
+launchers.
 
 Each rank appends one JSON line per event to `events/rank<R>.jsonl`. Times are CLOCK_MONOTONIC, which all processes of a
 machine share, so the benchmark can compare them with the moment it sent SIGKILL.

@@ -2,7 +2,8 @@
 What the event files of the reference job say about one start and one recovery. Pure but for the reading of the files.
 
 A *life* is one process of one rank. A kill ends the lives that were there; the job has recovered when new lives of all
-ranks have completed a step that no former life had completed. Steps done twice are not progress and do not stop the clock.
+ranks have completed a step that no former life had completed. Steps done twice are not progress and do not stop the
+clock.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def recovery(
 ) -> Recovery | None:
     """None while the job has not recovered. `old_pids`: all lives before the kill, also those of earlier kills."""
     old = frozenset(old_pids)
-    # A survivor may still complete the step to which its dead peer had contributed: steps after the kill can be old too.
+    # A survivor may still complete the step to which its dead peer had contributed: steps after the kill can be old
+    # too.
     last_old_step = max((event.step or 0 for event in events if event.name == "step" and event.pid in old), default=0)
     steps: dict[int, dict[int, Event]] = {}
     for event in events:
