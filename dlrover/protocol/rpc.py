@@ -98,10 +98,10 @@ class AgentChannel:
         self._outbox: Outbox[FromAgent] | None = None  # of the attached stream; None while there is none
         self._outage_since: float | None = time.monotonic()
         self._backoff = Backoff()
-        self._retry_after = 0.0
         self._master_epoch = 0
         self._desired_number = -1
         self._closing = asyncio.Event()
+        self._leaving = asyncio.Event()  # the stream that is open now shall end
         self._over: Exception | None = None
         self.trouble = ""
         """Why the newest attempt failed, for people; empty while attached."""
@@ -115,12 +115,8 @@ class AgentChannel:
                     await self._attempt()
                 except Unavailable as error:
                     self._note(error)
-                pause = self._backoff.pause()
-                if self._retry_after:
-                    pause = self._retry_after * random.uniform(1.0, 2.0)
-                    self._retry_after = 0.0
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing.wait(), pause)
+                    await asyncio.wait_for(self._closing.wait(), self._backoff.pause())
         except Exception as error:
             over = error
             raise
@@ -170,6 +166,11 @@ class AgentChannel:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._outbox.idle(), FLUSH_TIMEOUT)
         self._closing.set()
+        self._leaving.set()
+
+    async def reattach(self) -> None:
+        """End the stream and present the agent anew, because what it said of itself no longer holds."""
+        self._leaving.set()
 
     async def _attempt(self) -> None:
         """One stream, from connecting to its end."""
@@ -180,39 +181,37 @@ class AgentChannel:
             )
             outbox: Outbox[FromAgent] = Outbox()
             outbox.put(Request(id=ATTACH_ID, body=self._attach()))
-            reader = asyncio.ensure_future(self._read(stream, outbox))
-            writer: asyncio.Future[None] | None = None
-            closing = asyncio.ensure_future(self._closing.wait())
+            leaving = asyncio.ensure_future(self._leaving.wait())
+            connected = asyncio.ensure_future(stream.initial_metadata())
+            tasks: list[asyncio.Future[object]] = [leaving, connected]
             try:
-                await self._connected(stream)
-                writer = asyncio.ensure_future(outbox.run(stream.write))
-                await asyncio.wait({reader, closing}, return_when=asyncio.FIRST_COMPLETED)
-                if not reader.done():
-                    with contextlib.suppress(TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
-                        await asyncio.wait_for(stream.done_writing(), FLUSH_TIMEOUT)
+                await asyncio.wait(tasks, timeout=CONNECT_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
+                if leaving.done():
                     return
-                reader.result()
+                if not connected.done():
+                    raise Unavailable(f"no master answers at {self._address} within {CONNECT_TIMEOUT:g} s")
+                if stream.done():
+                    raise error_of(await stream.code(), await stream.details(), self._address)
+                reader = asyncio.ensure_future(self._read(stream, outbox))
+                tasks += [reader, asyncio.ensure_future(outbox.run(stream.write))]
+                await asyncio.wait({reader, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                if reader.done():
+                    reader.result()
+                with contextlib.suppress(TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
+                    await asyncio.wait_for(stream.done_writing(), FLUSH_TIMEOUT)
             except grpc.aio.AioRpcError as error:
                 raise error_of(error.code(), error.details(), self._address) from error
             finally:
                 self._detach()
+                self._leaving.clear()
                 stream.cancel()
-                tasks = [task for task in (reader, writer, closing) if task is not None]
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _connected(self, stream: grpc.aio.StreamStreamCall) -> None:
-        try:
-            await asyncio.wait_for(stream.initial_metadata(), CONNECT_TIMEOUT)
-        except TimeoutError:
-            raise Unavailable(f"no master answers at {self._address} within {CONNECT_TIMEOUT:g} s") from None
-        if stream.done():
-            raise error_of(await stream.code(), await stream.details(), self._address)
-
     async def _read(self, stream: grpc.aio.StreamStreamCall, outbox: Outbox[FromAgent]) -> None:
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT + ATTACH_TIMEOUT) as limit:
+            async with asyncio.timeout(ATTACH_TIMEOUT) as limit:
                 while True:
                     data = await stream.read()
                     if data is grpc.aio.EOF:
@@ -238,10 +237,7 @@ class AgentChannel:
                 if (waiting := self._waiting.pop(number, None)) is not None and not waiting.answer.done():
                     waiting.answer.set_exception(rejected)
             case Refusal(id=number, retry_after=float() as retry_after):
-                if number == ATTACH_ID:
-                    self._retry_after = retry_after
-                    raise Unavailable(parcel.message, retry_after)
-                self._hold(number, retry_after)
+                self._hold(number, retry_after, outbox)
             case Push(desired=desired):
                 self._take(desired, outbox)
 
@@ -275,19 +271,21 @@ class AgentChannel:
         waiting.is_sent = True
         self._outbox.put(waiting.request)
 
-    def _hold(self, number: int, retry_after: float) -> None:
+    def _hold(self, number: int, retry_after: float, outbox: Outbox[FromAgent]) -> None:
         """The master is busy: send again later. It refuses later numbers of ours until then, so the order is kept."""
-        if number not in self._waiting:
+        if number != ATTACH_ID and number not in self._waiting:
             return
         self._held.append(number)
         if self._resend is None:
             pause = retry_after * random.uniform(1.0, 2.0)
-            self._resend = asyncio.get_running_loop().call_later(pause, self._send_held)
+            self._resend = asyncio.get_running_loop().call_later(pause, self._send_held, outbox)
 
-    def _send_held(self) -> None:
+    def _send_held(self, outbox: Outbox[FromAgent]) -> None:
         held, self._held, self._resend = sorted(self._held), [], None
         for number in held:
-            if (waiting := self._waiting.get(number)) is not None:
+            if number == ATTACH_ID:
+                outbox.put(Request(id=ATTACH_ID, body=self._attach()))
+            elif (waiting := self._waiting.get(number)) is not None:
                 self._send(waiting)
 
     def _detach(self) -> None:
