@@ -12,7 +12,7 @@ import enum
 from msgspec import Struct
 
 from dlrover.protocol.addresses import TlsConfig as TlsConfig
-from dlrover.protocol.messages import JobTerms
+from dlrover.protocol.messages import JobEnd, JobTerms
 
 
 class EntryKind(enum.StrEnum):
@@ -94,6 +94,8 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Ports usable for the coordinator (HOST_PORTS on host networks); empty: any free one."""
     is_virtual_local_rank: bool = False
     """torchrun's --virtual-local-rank: LOCAL_RANK is 0 and the device is chosen by visibility."""
+    log_level: str = "WARNING"
+    """Of the agent's own log on stderr; quiet by default, as torchrun."""
 
 
 class AgentResult(Struct, frozen=True, kw_only=True):
@@ -105,3 +107,5 @@ class AgentResult(Struct, frozen=True, kw_only=True):
     """Of the first failed worker: what --exit-code=worker passes on (128+n for signal n)."""
     first_failed_rank: int | None = None
     num_restarts: int = 0
+    end: JobEnd | None = None
+    """How the job ended, if the master told; the launcher prints its report from it."""
