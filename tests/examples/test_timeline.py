@@ -1,0 +1,94 @@
+"""What the benchmark reads out of the event files: only a step that nobody had completed before ends the clock."""
+
+import json
+from pathlib import Path
+
+from timeline import Event, EventFolder, first_step_at_ns, lives, num_steps_since, recovery
+
+MS = 1_000_000
+
+
+def life(rank: int, pid: int, born: int, *, restored: int, steps: dict[int, int]) -> list[Event]:
+    """A process that is born at `born` ms, restores `restored` and completes each step at its given ms."""
+    names = ("process", "script", "imported", "initialised", "built")
+    events = [Event(name, (born + offset) * MS, rank, pid) for offset, name in enumerate(names)]
+    events.append(Event("restored", (born + 5) * MS, rank, pid, restored))
+    return events + [Event("step", at * MS, rank, pid, step) for step, at in steps.items()]
+
+
+BEFORE = [
+    *life(0, 10, 0, restored=0, steps={1: 100, 2: 150, 3: 200}),
+    *life(1, 11, 0, restored=0, steps={1: 101, 2: 151}),
+]
+
+
+def recovered(*later: Event) -> object:
+    return recovery(
+        [*BEFORE, *later], killed_at_ns=190 * MS, survivors_gone_at_ns=220 * MS, old_pids={10, 11}, num_ranks=2
+    )
+
+
+def test_the_first_step_counts_when_the_last_rank_has_done_it() -> None:
+    assert first_step_at_ns(BEFORE, 2) == 101 * MS
+    assert first_step_at_ns([event for event in BEFORE if event.rank == 0], 2) is None
+
+
+def test_redone_steps_do_not_end_the_clock() -> None:
+    # The survivor completed step 3 after the kill, but the checkpoint holds step 2.
+    redone = [*life(0, 20, 230, restored=2, steps={3: 300}), *life(1, 21, 230, restored=2, steps={3: 301})]
+    assert recovered(*redone) is None
+
+
+def test_a_new_step_of_only_one_rank_is_not_a_recovery() -> None:
+    later = [*life(0, 20, 230, restored=3, steps={4: 300}), *life(1, 21, 230, restored=3, steps={})]
+    assert recovered(*later) is None
+
+
+def test_a_recovery_ends_with_the_slowest_rank_and_its_phases_add_up() -> None:
+    found = recovery(
+        [
+            *BEFORE,
+            *life(0, 20, 230, restored=2, steps={3: 300, 4: 350}),
+            *life(1, 21, 240, restored=2, steps={3: 301, 4: 352}),
+        ],
+        killed_at_ns=190 * MS,
+        survivors_gone_at_ns=220 * MS,
+        old_pids={10, 11},
+        num_ranks=2,
+    )
+    assert found is not None
+    assert found.seconds == 0.162
+    assert found.num_steps_lost == 1
+    assert found.phases["survivors gone"] == 0.030
+    assert found.phases["rendezvous, spawn"] == 0.020
+    assert found.phases["to new step"] == 0.107
+    assert round(sum(found.phases.values()), 9) == found.seconds
+
+
+def test_a_birth_rounded_into_the_past_does_not_make_a_phase_negative() -> None:
+    found = recovery(
+        [*BEFORE, *life(0, 20, 215, restored=3, steps={4: 300}), *life(1, 21, 215, restored=3, steps={4: 300})],
+        killed_at_ns=190 * MS,
+        survivors_gone_at_ns=220 * MS,
+        old_pids={10, 11},
+        num_ranks=2,
+    )
+    assert found is not None
+    assert min(found.phases.values()) >= 0
+    assert round(sum(found.phases.values()), 9) == found.seconds == 0.110
+
+
+def test_a_job_has_lives_to_kill_once_every_rank_trains() -> None:
+    assert lives(BEFORE, 2) == {0: 10, 1: 11}
+    assert lives([*BEFORE, *life(1, 21, 230, restored=2, steps={})], 2) == {}
+    assert num_steps_since(BEFORE, [10, 11]) == 2
+
+
+def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    line = json.dumps({"event": "step", "at_ns": 5, "rank": 0, "pid": 10, "restart": 0, "step": 1})
+    file = tmp_path / "rank0.jsonl"
+    file.write_text(line + "\n" + line[:7])
+    folder = EventFolder(tmp_path)
+    assert folder.refresh() == [Event("step", 5, 0, 10, 1)]
+    file.write_text(line + "\n" + line + "\n")
+    assert len(folder.refresh()) == 2

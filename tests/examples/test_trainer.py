@@ -1,0 +1,31 @@
+"""The example trainer runs without any launcher and resumes from its checkpoint."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAINER = Path(__file__).resolve().parents[2] / "examples" / "gpt" / "train.py"
+
+
+@pytest.mark.timeout(120)
+def test_the_trainer_runs_three_steps_alone_and_resumes(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    small = ["--width=16", "--layers=1", "--heads=2", "--batch-size=2", "--context=16", "--checkpoint-every=2"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+
+    def train(num_steps: int) -> str:
+        command = [sys.executable, str(TRAINER), f"--steps={num_steps}", f"--dir={tmp_path}", *small]
+        command.append(f"--metrics={tmp_path / 'metrics.jsonl'}")
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "step 3/3: loss" in train(3)
+    assert "resumed from step 3" in train(4)
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in metrics if entry["event"] == "step"] == [1, 2, 3, 4]
+    assert not list(tmp_path.glob("*.tmp"))
