@@ -1,0 +1,189 @@
+"""
+The nodes of a job: who is there, in which life, and on which rank.
+
+A node id is one launch, a node rank is a slot that outlives it, and an incarnation counts the lives of an agent on that
+slot. Everything that arrives names all it needs to be told apart from a message of a former life; `current` is the one
+door that checks it. A live node holds its rank; a node that went or left keeps it only until somebody else takes it.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from msgspec import Struct
+
+from dlrover.core.turn import micros
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages import Attach, Desired, Incarnation, Micros, NodeId, NodeRank, Round, Wait
+
+GONE_AFTER_BREAK = 5.0
+"""Seconds after which a node whose stream broke counts as gone [DECISIONS 13]."""
+GONE_AFTER_BREAK_WITH_SPARE = 1.0
+"""The same where a warm node waits to take its place."""
+REATTACH_WINDOW = 40.0
+"""Seconds that every node has for coming back after a master start: nobody is suspected before a window of silence."""
+
+
+class NodeLife(enum.StrEnum):
+    ALIVE = "alive"
+    GONE = "gone"
+    """Given up: its stream broke, or nothing was heard of it."""
+    LEFT = "left"
+    """It said goodbye."""
+
+
+class Node(Struct, kw_only=True):
+    """One launch of a node."""
+
+    id: NodeId
+    rank: NodeRank
+    launch: str
+    host: str
+    incarnation: Incarnation
+    local_world_size: int
+    life: NodeLife = NodeLife.ALIVE
+    finished_round: Round = Round(0)
+    """Round in which all its workers ended well; 0: not yet. A finished node is never started again."""
+    step: int | None = None
+    """Greatest step that one of its reports named."""
+    desired: Desired = Desired(number=0, master_epoch=0, wish=Wait("not decided yet"))
+
+    @property
+    def label(self) -> str:
+        return f"node rank {self.rank} ({self.host})"
+
+
+class Broken(Struct, frozen=True):
+    """A live node without a stream."""
+
+    gone_at: Micros
+    """When it is given up at the latest."""
+    broken_at: Micros | None
+    """When the stream broke; None if the master restarted, which says nothing about the node."""
+
+
+class Nodes(Struct):
+    """All nodes that matter, live ones and the newest former holder of each free rank."""
+
+    live: dict[NodeId, Node] = {}
+    holders: dict[NodeRank, NodeId] = {}
+    """Rank to live node: exactly one entry for each of `live`."""
+    former: dict[NodeRank, Node] = {}
+    """Gone or left, and nobody took the rank since. So the table never outgrows the number of ranks."""
+    launches: dict[str, NodeRank] = {}
+    """Launch to the rank of its node in `live` or `former`."""
+    broken: dict[NodeId, Broken] = {}
+    """The live nodes that have no stream now."""
+    incarnations: dict[NodeRank, Incarnation] = {}
+    """Highest incarnation ever given on a rank."""
+    next_id: NodeId = NodeId(1)
+    first_free: int = 0
+    """All ranks below are held by live nodes: spares the search for the lowest free one."""
+
+    def current(self, node: NodeId, incarnation: Incarnation) -> Node:
+        """The live node in exactly this life, or `Rejected`: a message of a former life changes nothing (I6)."""
+        found = self.live.get(node)
+        if found is None:
+            raise Rejected(
+                f"Node {node} is not part of the job any more: it was given up, replaced, or has left. Attach again.",
+                code="stale-incarnation",
+            )
+        if found.incarnation != incarnation:
+            raise Rejected(
+                f"The message is of incarnation {incarnation} of {found.label}, which is in incarnation "
+                f"{found.incarnation} now.",
+                code="stale-incarnation",
+            )
+        return found
+
+    def of_launch(self, launch: str) -> Node | None:
+        """The node of this launch, live or former; None if it never came or its rank was taken by another."""
+        rank = self.launches.get(launch)
+        if rank is None:
+            return None
+        holder = self.holders.get(rank)
+        return self.live[holder] if holder is not None else self.former[rank]
+
+    def holder(self, rank: NodeRank) -> Node | None:
+        node = self.holders.get(rank)
+        return None if node is None else self.live[node]
+
+    def is_connected(self, node: NodeId) -> bool:
+        return node in self.live and node not in self.broken
+
+    def lowest_free_rank(self) -> NodeRank:
+        rank = self.first_free
+        while NodeRank(rank) in self.holders:
+            rank += 1
+        return NodeRank(rank)
+
+    def admit(self, attach: Attach, rank: NodeRank) -> Node:
+        """A launch that nobody knows takes a free rank; the former holder is forgotten."""
+        assert rank not in self.holders, f"node rank {rank} is held by node {self.holders[rank]}"
+        former = self.former.pop(rank, None)
+        if former is not None:
+            del self.launches[former.launch]
+        node = Node(
+            id=self.next_id,
+            rank=rank,
+            launch=attach.launch,
+            host=attach.host,
+            incarnation=self._next_incarnation(rank, attach.incarnation),
+            local_world_size=attach.local_world_size,
+        )
+        self.next_id = NodeId(self.next_id + 1)
+        self.launches[attach.launch] = rank
+        self._hold(node)
+        return node
+
+    def renew(self, node: Node, attach: Attach) -> None:
+        """The agent of a known launch begins a new life; a former node is live again on its old rank."""
+        node.incarnation = self._next_incarnation(node.rank, attach.incarnation)
+        node.host = attach.host
+        node.local_world_size = attach.local_world_size
+        if node.life is not NodeLife.ALIVE:
+            node.life = NodeLife.ALIVE
+            del self.former[node.rank]
+            self._hold(node)
+        self.broken.pop(node.id, None)
+
+    def retire(self, node: Node, life: NodeLife) -> None:
+        """A live node goes; its rank is free from now on."""
+        assert life is not NodeLife.ALIVE, "only the dead retire"
+        node.life = life
+        del self.live[node.id]
+        del self.holders[node.rank]
+        self.broken.pop(node.id, None)
+        self.former[node.rank] = node
+        self.first_free = min(self.first_free, node.rank)
+
+    def stream_broke(self, node: Node, now: Micros) -> None:
+        self.broken[node.id] = Broken(gone_at=Micros(now + micros(GONE_AFTER_BREAK)), broken_at=now)
+
+    def master_restarted(self, now: Micros) -> None:
+        """Nobody is connected to a new master, and nobody is to blame for that."""
+        window = Broken(gone_at=Micros(now + micros(REATTACH_WINDOW)), broken_at=None)
+        self.broken = dict.fromkeys(self.live, window)
+
+    def gone_at(self, node: NodeId, *, has_spare: bool) -> Micros:
+        """When a node without a stream is given up."""
+        broken = self.broken[node]
+        if has_spare and broken.broken_at is not None:
+            return Micros(min(broken.gone_at, broken.broken_at + micros(GONE_AFTER_BREAK_WITH_SPARE)))
+        return broken.gone_at
+
+    def in_rank_order(self) -> list[Node]:
+        """Live and former nodes."""
+        return sorted([*self.live.values(), *self.former.values()], key=lambda node: node.rank)
+
+    def _hold(self, node: Node) -> None:
+        self.live[node.id] = node
+        self.holders[node.rank] = node.id
+        if node.rank == self.first_free:
+            self.first_free = self.lowest_free_rank()
+
+    def _next_incarnation(self, rank: NodeRank, claimed: Incarnation) -> Incarnation:
+        """A claim beyond what we gave out comes from a life under a master whose journal was lost; stay above it."""
+        given = Incarnation(max(self.incarnations.get(rank, 0), claimed) + 1)
+        self.incarnations[rank] = given
+        return given

@@ -1,0 +1,88 @@
+"""
+Observations: what is known of the nodes right now and need not survive the master.
+
+Heartbeats come far too often for a journal, and nothing may depend on them after a restart. So they are kept here,
+apart from the job, and can only lead to a finding, which enters the job as an ordinary command with its evidence.
+
+Silence is judged on the master's own clock, and a master that was itself asleep (swapped out, stopped, starved) must
+not take its own absence for the nodes': each tick that comes late moves all deadlines by its lateness.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from dlrover.core.turn import micros
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages import Heartbeat, Incarnation, Micros, NodeId, NodeSilent
+
+SILENCE = 40.0
+"""Seconds after the last heartbeat received: eight heartbeats of 5 s [DECISIONS 13]."""
+
+
+class Seen(Struct):
+    """What was last heard of a node."""
+
+    incarnation: Incarnation
+    last_seen_at: Micros
+    lateness_then: int
+    """The master's own lateness up to that moment: what came later is granted on top."""
+    step: int | None = None
+
+
+class Observations:
+    """Volatile. A new master starts with an empty one, so nobody is suspected before a full window."""
+
+    def __init__(self, started_at: Micros, *, silence: float = SILENCE) -> None:
+        self._started_at = started_at
+        self._silence = micros(silence)
+        self._seen: dict[NodeId, Seen] = {}
+        self._lateness = 0
+        """Microseconds by which all ticks together came late."""
+
+    def attached(self, node: NodeId, incarnation: Incarnation, now: Micros) -> None:
+        """From now on the node has to be heard of."""
+        known = self._seen.get(node)
+        step = known.step if known is not None and known.incarnation == incarnation else None
+        self._seen[node] = Seen(incarnation, now, self._lateness, step)
+
+    def heard(self, heartbeat: Heartbeat, now: Micros) -> None:
+        """Raises `Rejected` for a life that is over or was never attached to this master."""
+        seen = self._seen.get(heartbeat.node)
+        if seen is None or seen.incarnation != heartbeat.incarnation:
+            raise Rejected(
+                f"A heartbeat of node {heartbeat.node} in incarnation {heartbeat.incarnation}, which is not attached.",
+                code="stale-incarnation",
+            )
+        seen.last_seen_at = now
+        seen.lateness_then = self._lateness
+        if heartbeat.step is not None and (seen.step is None or heartbeat.step > seen.step):
+            seen.step = heartbeat.step
+
+    def forget(self, node: NodeId) -> None:
+        """Its stream broke or it left: the job has its own deadline for that."""
+        self._seen.pop(node, None)
+
+    def tick(self, now: Micros, due_at: Micros) -> list[NodeSilent]:
+        """Who has been silent too long, each found once. `due_at` is when this tick should have come."""
+        self._lateness += max(0, now - due_at)
+        findings = [
+            NodeSilent(node=node, incarnation=seen.incarnation, last_seen_at=seen.last_seen_at)
+            for node, seen in sorted(self._seen.items())
+            if self._silent_at(seen) <= now
+        ]
+        for finding in findings:
+            del self._seen[finding.node]
+        return findings
+
+    def next_deadline(self) -> Micros | None:
+        """When the next node will be found silent if nothing is heard of it."""
+        return min((self._silent_at(seen) for seen in self._seen.values()), default=None)
+
+    def steps(self) -> dict[NodeId, int]:
+        """The newest step each node told of."""
+        return {node: seen.step for node, seen in sorted(self._seen.items()) if seen.step is not None}
+
+    def _silent_at(self, seen: Seen) -> Micros:
+        begins_at = max(seen.last_seen_at, self._started_at)
+        return Micros(begins_at + self._silence + self._lateness - seen.lateness_then)

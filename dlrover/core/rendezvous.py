@@ -1,0 +1,311 @@
+"""
+The rendezvous: nodes wait; when the right ones wait, a round completes and all of them get the same world.
+
+A completed world is immutable and stays until the next one replaces it: a newcomer's join waits beside it and can
+destroy nothing. Opening the next round is a decision of its own, taken by the job; only then members are asked to come
+back.
+
+Each live node that has not finished is in exactly one place: it waits, it is expected (asked to join and has not yet),
+or it is a member of a world whose successor is not open. The counts that decide a round are therefore lengths, and a
+join costs the same with ten nodes and with ten thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from dlrover.core.turn import micros
+from dlrover.protocol.messages import Limits, Micros, NodeId, NodeRank, Round, StopCause, WorldSpec
+
+NUM_USED_OFFERS = 64
+"""So many former coordinators are remembered: long enough for sockets of old rounds to be gone."""
+
+_NUM_NAMED = 8
+"""So many ranks are named in a sentence; naming a thousand helps nobody and makes each join cost a thousand."""
+
+
+class Joined(Struct, frozen=True):
+    """A node that waits for a world."""
+
+    node_rank: NodeRank
+    local_world_size: int
+    offer: str
+
+
+class Member(Struct, frozen=True):
+    """A node in a world; its position in the tuple is its group rank."""
+
+    node: NodeId
+    node_rank: NodeRank
+    local_world_size: int
+    first_global_rank: int
+    offer: str
+
+
+class World(Struct, frozen=True):
+    """What a completed round led to."""
+
+    round: Round
+    members: tuple[Member, ...]
+    world_size: int
+
+    @property
+    def coordinator(self) -> str:
+        return self.members[0].offer
+
+
+class Opening(Struct, frozen=True):
+    """Why the next round is open."""
+
+    cause: StopCause
+    reason: str
+
+
+class Rendezvous(Struct):
+    """Who waits, who is expected, and the newest world."""
+
+    round: Round = Round(0)
+    """The newest completed one; 0: none yet."""
+    world: World | None = None
+    """Of `round`. None before the first, or if an earlier master's journal was lost."""
+    group_ranks: dict[NodeId, int] = {}
+    """Member to position in `world`."""
+    opening: Opening | None = None
+    """Set: the next round is open, members of `world` shall come back. None: `world` is active, or nothing began."""
+    waiting: dict[NodeId, Joined] = {}
+    expected: dict[NodeId, NodeRank] = {}
+    finished: dict[NodeId, NodeRank] = {}
+    """Members of `world` whose workers all ended well."""
+    lost: dict[NodeId, NodeRank] = {}
+    """Members of `world` that went or left before they finished."""
+    call_began_at: Micros = Micros(0)
+    """Newest join of a node that did not wait yet, or the opening of the round: first and last call count from here."""
+    below_min_since: Micros | None = None
+    """Since when too few nodes wait in the open round; None while enough do or nothing is open."""
+    used_offers: list[str] = []
+    """Coordinators of the last rounds, oldest first: a port is never used for two rounds [DECISIONS 12]."""
+    verdict: str = "no node has attached yet"
+
+    @property
+    def next_round(self) -> Round:
+        return Round(self.round + 1)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the members shall run the workers of `world` now."""
+        return self.world is not None and self.opening is None
+
+    def is_member(self, node: NodeId) -> bool:
+        """Whether the node belongs to the newest world and has not been lost from it."""
+        return node in self.group_ranks and node not in self.lost
+
+    def has_spare(self) -> bool:
+        """Whether somebody outside the newest world waits, warm."""
+        return self.world is not None and any(node not in self.group_ranks for node in self.waiting)
+
+    def spec(self, node: NodeId) -> WorldSpec:
+        """The member's place in the world."""
+        assert self.world is not None, "no world yet"
+        group_rank = self.group_ranks[node]
+        member = self.world.members[group_rank]
+        return WorldSpec(
+            round=self.world.round,
+            group_rank=group_rank,
+            group_world_size=len(self.world.members),
+            first_global_rank=member.first_global_rank,
+            local_world_size=member.local_world_size,
+            world_size=self.world.world_size,
+            coordinator=self.world.coordinator,
+            restart_count=self.world.round - 1,
+        )
+
+    def is_offer_used(self, node: NodeId, offer: str) -> bool:
+        if offer in self.used_offers:
+            return True
+        group_rank = self.group_ranks.get(node)
+        return self.world is not None and group_rank is not None and self.world.members[group_rank].offer == offer
+
+    def expect(self, node: NodeId, node_rank: NodeRank) -> None:
+        """The node is there and shall join; what it joined with before, if anything, is void."""
+        self.waiting.pop(node, None)
+        self.expected[node] = node_rank
+
+    def join(self, node: NodeId, joined: Joined, now: Micros) -> None:
+        if node not in self.waiting:  # a repeated join must not prolong the last call
+            self.call_began_at = now
+        self.waiting[node] = joined
+        self.expected.pop(node, None)
+
+    def open(self, opening: Opening, members: Iterable[NodeId], now: Micros) -> None:
+        """Begin the next round and expect these members of the newest world back."""
+        assert self.opening is None, f"round {self.next_round} is open already"
+        self.opening = opening
+        self.call_began_at = now
+        self.below_min_since = None
+        for node in members:
+            assert self.world is not None, "members without a world"
+            self.expected[node] = self.world.members[self.group_ranks[node]].node_rank
+
+    def forget(self, node: NodeId, node_rank: NodeRank) -> None:
+        """The node will not come: nobody waits for it. A member counts as lost unless it has finished."""
+        self.waiting.pop(node, None)
+        self.expected.pop(node, None)
+        if node in self.group_ranks and node not in self.finished:
+            self.lost[node] = node_rank
+
+    def finish(self, node: NodeId, node_rank: NodeRank) -> None:
+        """The member's work is done: it is neither expected nor started again."""
+        self.waiting.pop(node, None)
+        self.expected.pop(node, None)
+        self.finished[node] = node_rank
+
+    def is_all_finished(self) -> bool:
+        return self.world is not None and len(self.finished) == len(self.world.members)
+
+    def complete(self, world: World) -> None:
+        """The chosen nodes have their world; the others go on waiting, their offers stay good."""
+        assert world.round == self.next_round, f"round {world.round} completed after round {self.round}"
+        self.round = world.round
+        self.world = world
+        self.group_ranks = {member.node: group_rank for group_rank, member in enumerate(world.members)}
+        for node in self.group_ranks:
+            del self.waiting[node]
+        self.opening = None
+        self.finished = {}
+        self.lost = {}
+        self.below_min_since = None
+        self.used_offers = [*self.used_offers, world.coordinator][-NUM_USED_OFFERS:]
+
+    def shift(self, outage: int) -> None:
+        """The master was away for so many microseconds, and nobody could join meanwhile."""
+        self.call_began_at = Micros(self.call_began_at + outage)
+        if self.below_min_since is not None:
+            self.below_min_since = Micros(self.below_min_since + outage)
+
+    def close(self) -> None:
+        """The job is over: nobody meets any more."""
+        self.opening = None
+        self.waiting = {}
+        self.expected = {}
+        self.below_min_since = None
+
+    def note_shortage(self, limits: Limits, now: Micros) -> None:
+        """Keep the clock of the join timeout: it runs while the open round is below the minimum."""
+        if num_usable(len(self.waiting), limits) >= limits.min_nodes:
+            self.below_min_since = None
+        elif self.below_min_since is None:
+            self.below_min_since = now
+
+    def gives_up_at(self, limits: Limits) -> Micros | None:
+        if self.opening is None or self.below_min_since is None:
+            return None
+        return Micros(self.below_min_since + micros(limits.join_timeout))
+
+    def call_ends_at(self, limits: Limits) -> Micros | None:
+        """Until when a round that could start holds the door open; None: there is nobody worth waiting for."""
+        num_waiting, num_expected = len(self.waiting), len(self.expected)
+        usable = num_usable(num_waiting, limits)
+        if self.opening is None or usable < limits.min_nodes:
+            return None
+        if num_usable(num_waiting + num_expected, limits) > usable or self._is_member_displaced(usable):
+            return Micros(self.call_began_at + micros(limits.last_call))
+        if self.round == 0 and num_waiting + num_expected < limits.max_nodes:
+            return Micros(self.call_began_at + micros(limits.first_call))
+        return None
+
+    def reason_to_grow(self, limits: Limits) -> str | None:
+        """Why the next round should open although the world is healthy; None: it should not.
+
+        Nobody is added once a member has finished: the job is in its last minutes and a restart would undo them.
+        """
+        if self.world is None or self.opening is not None or self.finished or not self.waiting:
+            return None
+        size = len(self.world.members)
+        possible = num_usable(size + len(self.waiting), limits)
+        if possible <= size:
+            return None
+        newcomers = _named([joined.node_rank for joined in self.waiting.values()])
+        return f"{newcomers} can join: the world grows from {size} to up to {possible} nodes"
+
+    def missing_ranks(self, limits: Limits) -> list[NodeRank]:
+        """Whom the open round lacks: former members, or before any world the lowest ranks."""
+        present = {joined.node_rank: None for joined in self.waiting.values()}
+        if self.world is not None:
+            wanted = [member.node_rank for member in self.world.members if member.node not in self.finished]
+        else:
+            wanted = [NodeRank(rank) for rank in range(limits.min_nodes)]
+        return [rank for rank in wanted if rank not in present]
+
+    def _is_member_displaced(self, usable: int) -> bool:
+        """Whether starting now would give a member's place to a stranger although the member is on its way.
+
+        A spare has joined long before; the members are only stopping their workers. They hold the state in memory.
+        """
+        if not any(node in self.group_ranks for node in self.expected):
+            return False
+        num_members = sum(1 for node in self.waiting if node in self.group_ranks)
+        return num_members < usable
+
+
+def num_usable(num_nodes: int, limits: Limits) -> int:
+    """How many of so many nodes a world can have."""
+    capped = min(num_nodes, limits.max_nodes)
+    return capped - capped % limits.node_unit
+
+
+def choose_world(rdzv: Rendezvous, limits: Limits, now: Micros) -> tuple[World | None, str]:
+    """Decide whether the open round completes, and say why or why not."""
+    num_waiting = len(rdzv.waiting)
+    label = f"Round {rdzv.next_round}"
+    usable = num_usable(num_waiting, limits)
+    if usable < limits.min_nodes:
+        unit = f", in multiples of {limits.node_unit}" if limits.node_unit > 1 else ""
+        return None, f"{label}: {num_waiting} of at least {limits.min_nodes} nodes wait{unit}."
+    ends_at = rdzv.call_ends_at(limits)
+    if ends_at is not None and now < ends_at:
+        if rdzv.expected:
+            whom = _named(rdzv.expected.values())
+            return None, f"{label}: {_nodes(num_waiting)} wait; last call of {limits.last_call:g} s for {whom}."
+        return None, (
+            f"{label}: {_nodes(num_waiting)} of at most {limits.max_nodes} wait; "
+            f"first call of {limits.first_call:g} s for more."
+        )
+    # Members of the newest world first: they hold its state. Otherwise, and in the world, ranks give the order.
+    candidates = sorted(rdzv.waiting.items(), key=lambda item: (item[0] not in rdzv.group_ranks, item[1].node_rank))
+    chosen = sorted(candidates[:usable], key=lambda item: item[1].node_rank)
+    members: list[Member] = []
+    first_global_rank = 0
+    for node, joined in chosen:
+        members.append(Member(node, joined.node_rank, joined.local_world_size, first_global_rank, joined.offer))
+        first_global_rank += joined.local_world_size
+    world = World(round=rdzv.next_round, members=tuple(members), world_size=first_global_rank)
+    return world, f"{label}: {usable} of {_nodes(num_waiting, 'waiting ')} start with {first_global_rank} workers."
+
+
+def explain_timeout(rdzv: Rendezvous, limits: Limits) -> str:
+    """The final sentence of a round that stayed below the minimum for too long."""
+    num_waiting = len(rdzv.waiting)
+    missing = rdzv.missing_ranks(limits)
+    verb = "is" if len(missing) == 1 else "are"
+    lack = f"; {_named(missing)} {verb} missing" if missing else ""
+    log = "its log" if len(missing) == 1 else "their logs"
+    fewer = num_usable(num_waiting, limits)
+    remedy = f"or allow fewer with --nnodes {fewer}:{limits.max_nodes}" if fewer else "and whether they reach us"
+    return (
+        f"Round {rdzv.next_round}: {num_waiting} of at least {limits.min_nodes} nodes joined within "
+        f"{limits.join_timeout:g} s{lack}. See {log}, {remedy}."
+    )
+
+
+def _nodes(count: int, kind: str = "") -> str:
+    return f"{count} {kind}node{'' if count == 1 else 's'}"
+
+
+def _named(node_ranks: Iterable[NodeRank]) -> str:
+    ranks = list(node_ranks)
+    if len(ranks) > _NUM_NAMED:
+        return f"{len(ranks)} nodes"
+    listed = ", ".join(str(rank) for rank in sorted(ranks))
+    return f"node rank{'' if len(ranks) == 1 else 's'} {listed}"
