@@ -1,9 +1,9 @@
 """
 Where the master is, who hosts it, what the job is called, and which token opens it [DECISIONS 14].
 
-The address comes from `DLROVER_MASTER_ADDR`, else `--rdzv-endpoint`, else `--master-addr:--master-port`, else it is loopback.
-The launcher for which that address is local and whose bind succeeds hosts the master; all others connect. So the same command
-on every node is enough, as with torchrun, and no node needs to know that it is the first.
+The address comes from `DLROVER_MASTER_ADDR`, else `--rdzv-endpoint`, else `--master-addr:--master-port`, else it is
+loopback. The launcher for which that address is local and whose bind succeeds hosts the master; all others connect. So
+the same command on every node is enough, as with torchrun, and no node needs to know that it is the first.
 """
 
 from __future__ import annotations
@@ -31,31 +31,46 @@ class Seat:
     """
     A port that is ours for the life of the job.
 
-    The socket is bound but does not listen: the master can bind beside it (both allow address reuse, and only one listens),
-    while the kernel gives the port to nobody else, even between two lives of the master.
+    Two sockets make it so. An abstract unix socket named after the address is the claim: other launchers on this host
+    see it even while the master is between two lives, and it ends with this process. The port itself is bound but does
+    not listen: the master can bind beside it (both allow address reuse, and only one listens), while the kernel gives
+    it to nobody else.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        """Raises `OSError` if somebody listens there already."""
+        """Raises `SeatTaken` if another launcher claims it, `OSError` if somebody listens there."""
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        # Binding alone would succeed beside a listener that allows reuse; listening tells. It ends at once, because a
-        # connection that arrived here would never be answered.
-        if port:
-            with socket.socket(family, socket.SOCK_STREAM) as trial:
-                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                trial.bind(target)
-                trial.listen(1)
+        self._claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
+            if port:
+                self._take_claim(target[0], port)
+                # Binding alone would succeed beside a listener that allows reuse; listening tells. It ends at once,
+                # because a connection that arrived here would never be answered.
+                with socket.socket(family, socket.SOCK_STREAM) as trial:
+                    trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    trial.bind(target)
+                    trial.listen(1)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind(target)
         except OSError:
-            self._socket.close()
+            self.close()
             raise
         self.port: int = self._socket.getsockname()[1]
 
+    def _take_claim(self, host: object, port: int) -> None:
+        try:
+            self._claim.bind(f"\0dlrover-master-{host}-{port}")
+        except OSError as error:
+            raise SeatTaken(error.errno, "another launcher hosts a master there") from error
+
     def close(self) -> None:
         self._socket.close()
+        self._claim.close()
+
+
+class SeatTaken(OSError):  # noqa: N818
+    """Another launcher on this host hosts a master at that address, or is about to."""
 
 
 class MasterPlace(Struct, frozen=True, kw_only=True):
@@ -83,7 +98,9 @@ def find_master(settings: Settings) -> tuple[MasterPlace, Seat | None]:
         )
     if not is_local(address.host):
         if address.port == 0:
-            raise ConfigError(f"{source} {address}: port 0 is for jobs on this host alone. Name the port of the master.")
+            raise ConfigError(
+                f"{source} {address}: port 0 is for jobs on this host alone. Name the port of the master."
+            )
         return MasterPlace(address=address, is_ours=False, is_shared=True), None
     if address.port == 0 and max_nodes > 1:
         raise ConfigError(f"{source} {address}: with several nodes all must know the port; give one other than 0.")
@@ -117,7 +134,7 @@ def name_job(settings: Settings, place: MasterPlace) -> str:
 def find_token(settings: Settings, place: MasterPlace, directory: NodeDirectory) -> str:
     """Raises `ConfigError` where other hosts could reach the master and there is no secret they could share."""
     if settings.environment.job_token:
-        return settings.environment.job_token
+        return check_token(settings.environment.job_token, "The variable DLROVER_JOB_TOKEN")
     if settings.job_token_file:
         return read_token_file(settings.job_token_file)
     if settings.rdzv_id and not settings.is_standalone:
@@ -125,9 +142,9 @@ def find_token(settings: Settings, place: MasterPlace, directory: NodeDirectory)
     if not place.is_shared or is_loopback(place.address.host):
         return directory.share_token()
     raise ConfigError(
-        f"The master at {place.address} can be reached from other hosts, and the job has no token to keep strangers out. Set "
-        "DLROVER_JOB_TOKEN to the same secret on all nodes (or --job-token-file FILE), or give the job an --rdzv-id that is "
-        "hard to guess."
+        f"The master at {place.address} can be reached from other hosts, and the job has no token to keep strangers "
+        "out. Set DLROVER_JOB_TOKEN to the same secret on all nodes (or --job-token-file FILE), or give the job an "
+        "--rdzv-id that is hard to guess."
     )
 
 
@@ -138,8 +155,13 @@ def read_token_file(path: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"The token file {path} cannot be read: {reason}.") from error
-    if not token or not token.isascii() or not token.isprintable():
-        raise ConfigError(f"The token file {path} must hold one line of printable ASCII characters.")
+    return check_token(token, f"The token file {path}")
+
+
+def check_token(token: str, source: str) -> str:
+    """It travels in the metadata of calls, which takes printable ASCII only."""
+    if not token or not token.isascii() or not token.isprintable() or token != token.strip():
+        raise ConfigError(f"{source} must hold one line of printable ASCII characters, without blanks around it.")
     return token
 
 
@@ -214,12 +236,11 @@ def _address(settings: Settings) -> tuple[Address | None, str]:
 def _check_who_listens(settings: Settings, address: Address, source: str, error: OSError) -> None:
     """The port is taken: fine if that is our job's master, started by another launcher or by hand."""
     is_alone = settings.terms.limits.max_nodes == 1 and not settings.environment.master_addr
-    if not is_alone and (settings.tls is not None or speaks_http2(address)):
+    if not is_alone and (isinstance(error, SeatTaken) or settings.tls is not None or speaks_http2(address)):
         return
-    what = "another program" if is_alone or answers(address) else f"somebody ({error.strerror})"
     raise ConfigError(
-        f"{source} {address}: the port is in use by {what}, which is not the master of this job. Stop that program, or choose "
-        "another port (the same on all nodes)."
+        f"{source} {address}: the port cannot be used ({error.strerror}), and what holds it is not the master of this "
+        "job. Stop that program, or choose another port, the same on all nodes."
     ) from error
 
 

@@ -1,12 +1,12 @@
 """
 The environment variables that the launcher reads, read once.
 
-Nothing below the launcher looks at these again: values travel in the settings. (`PET_*` are read by `options`, because there
-they are defaults of flags.)
+Nothing below the launcher looks at these again: values travel in the settings. (`PET_*` are read by `options`, because
+there they are defaults of flags.)
 
-Which variables count is a matter of care. `RANK` and `WORLD_SIZE` mean node rank and node count in a pod of a PyTorchJob, but
-rank and size of a *worker* when somebody starts `dlrover-run` from inside another launcher's worker; they are used only where
-nothing else explains them.
+Which variables count is a matter of care. `RANK` and `WORLD_SIZE` mean node rank and node count in a pod of a
+PyTorchJob, but rank and size of a *worker* when somebody starts `dlrover-run` from inside another launcher's worker;
+they are used only where nothing else explains them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ DEFAULT_LOG_LEVEL = "WARNING"
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 # A process that has one of these was started by a launcher, so RANK in it belongs to a worker.
-_MARKS_OF_A_WORKER = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "DLROVER_AGENT_SOCKET", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+_MARKS_OF_A_WORKER = (
+    "LOCAL_RANK",
+    "TORCHELASTIC_RUN_ID",
+    "DLROVER_AGENT_SOCKET",
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK",
+)
 
 
 class Environment(Struct, frozen=True, kw_only=True):
@@ -60,7 +66,9 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         pod_ip=environ.get("POD_IP", ""),
         host_ports=_ports(environ.get("HOST_PORTS", "")),
         interpreter=environ.get("PYTHON_EXEC", ""),
-        shutdown_timeout=None if shutdown_timeout is None else _seconds("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", shutdown_timeout),
+        shutdown_timeout=None
+        if shutdown_timeout is None
+        else _seconds("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", shutdown_timeout),
         log_level=level,
         agent_log_dir=environ.get("DLROVER_LOG_AGENT_DIR", ""),
         runtime_root=environ.get("XDG_RUNTIME_DIR", ""),

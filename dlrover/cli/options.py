@@ -1,10 +1,11 @@
 """
 The command line of `dlrover-run`, as one table.
 
-torchrun's options are repeated here in our own words because asking torch for them would cost the launcher its whole start
-(1.7 s and 219 MB); a test compares this table with `torch.distributed.run.get_args_parser()` of the installed torch, so the
-two cannot drift apart. The parser is written by hand for three reasons: it must know which values were given and from where
-(flag, environment, default), it must name the nearest option for a misspelt one, and `argparse` is not needed for the rest.
+torchrun's options are repeated here in our own words because asking torch for them would cost the launcher its whole
+start (1.7 s and 219 MB); a test compares this table with `torch.distributed.run.get_args_parser()` of the installed
+torch, so the two cannot drift apart. The parser is written by hand for three reasons: it must know which values were
+given and from where (flag, environment, default), it must name the nearest option for a misspelt one, and `argparse`
+is not needed for the rest.
 
 Every option also reads `PET_<NAME>`, as under torchrun. Abbreviations are not accepted.
 """
@@ -114,8 +115,8 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
         "--rdzv-id",
         Kind.TEXT,
         "none",
-        "Name of the job, equal on all nodes. The job token is derived from it if no other is given, and is then only as "
-        "hard to guess as this name.",
+        "Name of the job, equal on all nodes. The job token is derived from it if no other is given, and is then only "
+        "as hard to guess as this name.",
     ),
     _option(
         "--rdzv-conf",
@@ -134,8 +135,8 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
         "--max-restarts",
         Kind.INTEGER,
         0,
-        "Restarts of the workers after a failure before the job fails. Not given: as long as the job makes progress, at "
-        "most 3 in a row without any.",
+        "Restarts of the workers after a failure before the job fails. Not given: as long as the job makes progress, "
+        "at most 3 in a row without any.",
     ),
     _option(
         "--monitor-interval",
@@ -147,7 +148,8 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
         "--start-method",
         Kind.TEXT,
         "spawn",
-        "Accepted as torchrun accepts it; has no effect, because workers are forked from a warm process or started cold.",
+        "Accepted as torchrun accepts it; has no effect, because workers are forked from a warm process or started "
+        "cold.",
         choices=("spawn", "fork", "forkserver"),
     ),
     _option("--event-log-handler", Kind.TEXT, "null", "torchrun's plug-in for its own events; only null is available."),
@@ -160,12 +162,15 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
         False,
         "Run the script with runpy.run_path in the worker's own interpreter. Wins over --no-python.",
     ),
-    _option("--log-dir", Kind.TEXT, None, "Directory for the workers' log files, one sub-directory per run.", metavar="DIR"),
+    _option(
+        "--log-dir", Kind.TEXT, None, "Directory for the workers' log files, one sub-directory per run.", metavar="DIR"
+    ),
     _option(
         "--redirects",
         Kind.TEXT,
         "0",
-        "Streams that go to files instead of the console: 0 none, 1 stdout, 2 stderr, 3 both; or per local rank: 0:1,1:2.",
+        "Streams that go to files instead of the console: 0 none, 1 stdout, 2 stderr, 3 both; or per local rank: "
+        "0:1,1:2.",
         short="-r",
         metavar="N|RANK:N,...",
     ),
@@ -259,7 +264,12 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
 _OURS = "dlrover"
 OUR_OPTIONS: tuple[Option, ...] = (
     _option(
-        "--node-unit", Kind.INTEGER, 1, "The number of nodes of a world is a multiple of this.", group=_OURS, metavar="N"
+        "--node-unit",
+        Kind.INTEGER,
+        1,
+        "The number of nodes of a world is a multiple of this.",
+        group=_OURS,
+        metavar="N",
     ),
     _option(
         "--auto-config",
@@ -273,7 +283,8 @@ OUR_OPTIONS: tuple[Option, ...] = (
         "--preload",
         Kind.TEXT,
         "",
-        "Modules to import once, beside torch, before workers are forked. They may start no thread and touch no device.",
+        "Modules to import once, beside torch, before workers are forked. They may start no thread and touch no "
+        "device.",
         group=_OURS,
         metavar="MODULE,...",
     ),
@@ -422,7 +433,10 @@ _IMMEDIATE = ("-h", "--help", "--check-env", "--check_env")
 
 
 class Parsed(NamedTuple):
-    """The command line and the environment, read and converted; whether the values make sense is the matter of `settings`."""
+    """
+    The command line and the environment, read and converted; whether the values make sense is the matter of
+    `settings`.
+    """
 
     values: Mapping[str, Value]
     origins: Mapping[str, Origin]
@@ -496,8 +510,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Parsed:
 
     if index >= len(argv):
         raise ConfigError(
-            f"No training script is given. Use: {PROGRAM} [options] SCRIPT [arguments of the script]; {PROGRAM} --help lists "
-            "the options."
+            f"No training script is given. Use: {PROGRAM} [options] SCRIPT [arguments of the script]; {PROGRAM} "
+            "--help lists the options."
         )
     script, *rest = argv[index:]
     if rest and rest[0] == "--":
@@ -512,14 +526,14 @@ def unavailable(parsed: Parsed) -> ConfigError | None:
         if option.unavailable and parsed.is_given(option.dest) and parsed.values[option.dest] != option.default:
             shown = "" if option.is_flag else f" {parsed.values[option.dest]}"
             return ConfigError(
-                f"{option.names[0]}{shown} is not yet available in this version ({_where(option, parsed)}). Until then: "
-                f"{option.unavailable}."
+                f"{option.names[0]}{shown} is not yet available in this version ({_where(option, parsed)}). Until "
+                f"then: {option.unavailable}."
             )
     handler = parsed.text("event_log_handler")
     if handler != "null":
         return ConfigError(
-            f"--event-log-handler {handler} is not yet available in this version. Until then: leave it out; the job's events "
-            "are in the master's journal (`--journal DIR`, then `dlrover replay`)."
+            f"--event-log-handler {handler} is not yet available in this version. Until then: leave it out; the job's "
+            "events are in the master's journal (`--journal DIR`, then `dlrover replay`)."
         )
     return None
 
@@ -536,8 +550,9 @@ def describe() -> str:
     lines = [
         f"usage: {PROGRAM} [options] SCRIPT [arguments of the script]",
         "",
-        "Runs a script as torchrun does, on one node or several, and keeps it running: workers that die are replaced by",
-        "warm ones, nodes may come and go. Each option is also read from PET_<NAME>; dashes and underscores are the same.",
+        "Runs a script as torchrun does, on one node or several, and keeps it running: workers that die are",
+        "replaced by warm ones, nodes may come and go. Each option is also read from PET_<NAME>; dashes and",
+        "underscores are the same.",
     ]
     for group, title in (("torchrun", "torchrun's options"), (_OURS, "further options")):
         lines += ["", f"{title}:"]
@@ -560,7 +575,7 @@ def describe() -> str:
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """" Did you mean X?", or nothing."""
+    """ " Did you mean X?", or nothing."""
     import difflib
 
     matches = difflib.get_close_matches(word, known, n=1)
@@ -607,8 +622,8 @@ def _find(name: str) -> Option:
     if option is None:
         hint = nearest(name, (*_BY_NAME, *_IMMEDIATE))
         raise ConfigError(
-            f"{name} is no option of {PROGRAM}.{hint} Options of the training script go behind the script; {PROGRAM} --help "
-            "lists ours."
+            f"{name} is no option of {PROGRAM}.{hint} Options of the training script go behind the script; {PROGRAM} "
+            "--help lists ours."
         )
     return option
 

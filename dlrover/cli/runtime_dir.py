@@ -1,10 +1,10 @@
 """
 The directories of running jobs on this host: `<root>/dlrover-<uid>/<job>/node-<launch>`.
 
-Each launcher owns one node directory (configuration of its agent, sockets, error files, the journal if it hosts the master)
-and removes it at the end. What a launcher could not remove because it was killed together with everything else is removed
-by the next start of this user, or by `dlrover clean`: the owner's pid and start time are on record, so a dead owner is told
-from a pid that was given to somebody else.
+Each launcher owns one node directory (configuration of its agent, sockets, error files, the journal if it hosts the
+master) and removes it at the end. What a launcher could not remove because it was killed together with everything else
+is removed by the next start of this user, or by `dlrover clean`: the owner's pid and start time are on record, so a
+dead owner is told from a pid that was given to somebody else.
 
 All jobs of a user share one short-lived lock, so that creating, sharing the job's token and removing cannot interleave.
 """
@@ -179,7 +179,8 @@ def _kill_processes_of(paths: list[str]) -> None:
     SIGKILL every process of ours whose environment says that its agent lived in one of these directories.
 
     Only descendants that left their session can still be alive after everything of a job was killed at once. Their
-    environment is the one mark they cannot have lost; a pidfd makes sure that the pid is still the process that was read.
+    environment is the one mark they cannot have lost; a pidfd makes sure that the pid is still the process that was
+    read.
     """
     import signal
 
@@ -252,8 +253,8 @@ def _make_private(path: str) -> None:
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise ConfigError(
-            f"The runtime directory {path} belongs to somebody else (uid {found.st_uid}) or is no directory; what is in it "
-            "cannot be trusted. Remove it, or point XDG_RUNTIME_DIR or TMPDIR elsewhere."
+            f"The runtime directory {path} belongs to somebody else (uid {found.st_uid}) or is no directory; what is "
+            "in it cannot be trusted. Remove it, or point XDG_RUNTIME_DIR or TMPDIR elsewhere."
         )
     if stat.S_IMODE(found.st_mode) & 0o077:
         os.chmod(path, 0o700)

@@ -1,8 +1,8 @@
 """
 From the parsed command line and the environment to one frozen struct that is known to make sense.
 
-Everything a user can get wrong is found here, before anything starts, and answered in one paragraph: what was given, what it
-means, what to do. The log directory is probed last because that is the only check that may create something.
+Everything a user can get wrong is found here, before anything starts, and answered in one paragraph: what was given,
+what it means, what to do. The log directory is probed last because that is the only check that may create something.
 """
 
 from __future__ import annotations
@@ -209,7 +209,9 @@ def read_entry(parsed: Parsed) -> Entry:
         kind = EntryKind.RUN_PATH
     elif parsed.flag("no_python"):
         if parsed.flag("module"):
-            raise ConfigError("--no-python and --module exclude each other: a program is no Python module. Leave one out.")
+            raise ConfigError(
+                "--no-python and --module exclude each other: a program is no Python module. Leave one out."
+            )
         check_program(parsed.script)
         kind = EntryKind.PROGRAM
     elif parsed.flag("module"):
@@ -224,14 +226,16 @@ def check_script(path: str) -> None:
     if os.path.isdir(path):
         if os.path.isfile(os.path.join(path, "__main__.py")):
             return  # `python DIR` runs it
-        raise ConfigError(f"The training script {path} is a directory without a __main__.py. Name the Python file in it.")
+        raise ConfigError(
+            f"The training script {path} is a directory without a __main__.py. Name the Python file in it."
+        )
     try:
         with open(path, "rb") as script:
             script.read(1)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"The training script {path} does not exist (looked from {os.getcwd()}). Check the path; a module is run with -m, "
-            "a program that is not Python with --no-python."
+            f"The training script {path} does not exist (looked from {os.getcwd()}). Check the path; a module is run "
+            "with -m, a program that is not Python with --no-python."
         ) from error
     except OSError as error:
         raise ConfigError(
@@ -269,8 +273,8 @@ def probe_log_dir(path: str) -> None:
             except OSError:
                 break  # not created, or no longer empty
         raise ConfigError(
-            f"The log directory {path} cannot be written to: {error.strerror}. Choose another one with --log-dir, or change "
-            "its permissions."
+            f"The log directory {path} cannot be written to: {error.strerror}. Choose another one with --log-dir, or "
+            "change its permissions."
         ) from error
 
 
@@ -291,8 +295,8 @@ def _limits(parsed: Parsed, environment: Environment, notes: list[str]) -> Limit
     if parsed.flag("standalone") and max_nodes > 1:
         if min_nodes > 1:
             raise ConfigError(
-                f"--standalone with --nnodes {parsed.text('nnodes')}: a standalone job has one node. Leave out --standalone "
-                "and name a --rdzv-endpoint that all nodes reach."
+                f"--standalone with --nnodes {parsed.text('nnodes')}: a standalone job has one node. Leave out "
+                "--standalone and name a --rdzv-endpoint that all nodes reach."
             )
         max_nodes = 1  # nobody else can know the free port
     times = parse_rdzv_conf(parsed.text("rdzv_conf"), notes)

@@ -1,0 +1,509 @@
+"""
+The launcher: parent of this node's agent and, where the address is ours, of the job's master.
+
+It does little and must not fail: no torch, no gRPC, no threads but one that looks for a master elsewhere. It starts
+the agent first, because that begins to import torch at once; then the master. A master that dies is started again on
+the same port and journal; an agent that dies without a result is started again within a budget. However the job ends,
+nothing of it remains: not a process, adopted orphans included, and no file but the journal where it was asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from types import ModuleType
+from typing import NamedTuple
+
+import msgspec
+
+from dlrover.agent.config import AgentConfig, AgentResult
+from dlrover.cli import discovery, processes
+from dlrover.cli.console import say, say_block
+from dlrover.cli.discovery import MasterPlace, Seat
+from dlrover.cli.processes import SignalInbox
+from dlrover.cli.runtime_dir import NodeDirectory, job_directory_name, reap, user_root
+from dlrover.cli.settings import Settings
+from dlrover.protocol.addresses import Address
+from dlrover.protocol.errors import ConfigError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_PORT_IN_USE = 3
+"""Of the master, and only of it: it could not bind."""
+EXIT_MASTER_LOST = 23
+
+FIND_MASTER_TIMEOUT = 120.0
+"""Seconds that a launcher waits for a master on another host to answer for the first time [spec 05 §3]."""
+PROGRESS_PERIOD = 10.0
+MAX_AGENT_RESTARTS = 3
+"""In a row, each without `AGENT_LIVED_LONG` of life: an agent that always dies at once will not heal."""
+AGENT_LIVED_LONG = 60.0
+MAX_PORT_CHOICES = 5
+NUM_QUICK_DEATHS = 5
+"""Master deaths before it ever served, in a row, that are answered by an immediate start; then the pauses grow."""
+MAX_MASTER_PAUSE = 5.0
+AGENT_MARGIN = 10.0
+"""Seconds beyond the workers' grace that the agent has to end after a signal."""
+MASTER_FAREWELL = 2.0
+"""Seconds for a master to end by itself when its only node left, and for each further step of persuasion."""
+SHARED_MASTER_FAREWELL = 60.0
+"""The same where other nodes may still be on their way out: longer than the core waits for them."""
+SWEEP_TIMEOUT = 5.0
+
+
+class Programs(NamedTuple):
+    """What to start; `--config FILE` is appended. Tests put stand-ins here."""
+
+    # -P: the user's working directory must not shadow the standard library for *our* processes.
+    agent: tuple[str, ...] = (sys.executable, "-P", "-m", "dlrover.agent")
+    master: tuple[str, ...] = (sys.executable, "-P", "-m", "dlrover.master")
+
+
+def process_tree() -> ModuleType:
+    """Imported late: the agent's start must not wait for `ctypes`."""
+    from dlrover.agent import process_tree
+
+    return process_tree
+
+
+class Ended(NamedTuple):
+    exit_code: int
+    result: AgentResult | None
+    message: str = ""
+
+
+def launch(settings: Settings, environ: Mapping[str, str], *, programs: Programs | None = None) -> int:
+    """Run the job on this node to its end. Gives the exit code; raises `ConfigError` before anything starts."""
+    root = user_root(settings.environment)
+    place, seat = discovery.find_master(settings)
+    directory: NodeDirectory | None = None
+    try:
+        job_name = discovery.name_job(settings, place)
+        launch_id = discovery.new_launch()
+        directory = NodeDirectory(root, job_name, launch_id)
+        token_file = directory.write("token", discovery.find_token(settings, place, directory).encode())
+        with SignalInbox(settings.signals) as inbox:
+            launcher = Launcher(
+                settings,
+                inbox=inbox,
+                directory=directory,
+                job_name=job_name,
+                launch_id=launch_id,
+                token_file=token_file,
+                place=place,
+                seat=seat,
+                programs=programs or Programs(),
+                environ=environ,
+                root=root,
+            )
+            ended = launcher.run()
+        if settings.outcome_file and ended.result is not None:
+            _write_outcome(settings.outcome_file, ended)
+        return ended.exit_code
+    finally:
+        if seat is not None:
+            seat.close()
+        if directory is not None:
+            directory.remove()
+
+
+class Launcher:
+    """One run of one node. All state is touched by the main thread only."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        inbox: SignalInbox,
+        directory: NodeDirectory,
+        job_name: str,
+        launch_id: str,
+        token_file: str,
+        place: MasterPlace,
+        seat: Seat | None,
+        programs: Programs,
+        environ: Mapping[str, str],
+        root: str,
+    ) -> None:
+        self._settings = settings
+        self._inbox = inbox
+        self._directory = directory
+        self._job_name = job_name
+        self._launch_id = launch_id
+        self._token_file = token_file
+        self._place = place
+        self._seat = seat
+        self._programs = programs
+        self._root = root
+        # torchrun tells its workers which signals it handles; ours expect the same variable.
+        names = ",".join(signal.Signals(number).name for number in settings.signals)
+        self._environ = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": names}
+
+        self._agent: int | None = None
+        self._agent_started_at = 0.0
+        self._num_agent_deaths = 0  # in a row
+        self._master: int | None = None
+        self._master_starts_at: float | None = None  # a start that waits for its time
+        self._num_quick_master_deaths = 0  # in a row, each before the master served
+        self._has_master_served = False
+        self._num_port_choices = 1
+        self._probe: MasterProbe | None = None
+        self._stopped_by: int | None = None  # the first signal that asked us to end
+        self._kill_agent_at: float | None = None
+        self._ended: Ended | None = None
+
+    def run(self) -> Ended:
+        try:
+            self._start_agent()
+            process_tree().become_subreaper()
+            if self._place.is_ours:
+                self._start_master()
+            else:
+                self._probe = MasterProbe(self._place.address, self._inbox)
+            reap(self._root)  # leftovers of others, now that nothing waits for us
+            while self._ended is None:
+                self._turn()
+            return self._ended
+        finally:
+            if self._probe is not None:
+                self._probe.close()
+            self._clear_up()
+
+    def _turn(self) -> None:
+        for number in self._inbox.wait(self._until_next_deadline()):
+            if number != signal.SIGCHLD:
+                self._on_signal(number)
+        for pid, status in processes.reap_children().items():
+            self._on_exit(pid, status)
+        self._on_time(time.monotonic())
+
+    # The agent.
+
+    def _start_agent(self) -> None:
+        config = AgentConfig(
+            job_name=self._job_name,
+            run_id=self._job_name,
+            launch=self._launch_id,
+            master_addr=str(self._place.address),
+            token_file=self._token_file,
+            runtime_dir=self._directory.path,
+            host=discovery.own_host(self._settings, self._place),
+            terms=self._settings.terms,
+            local_world_size=self._settings.local_world_size,
+            entry=self._settings.entry,
+            node_rank=self._settings.node_rank,
+            role=self._settings.role,
+            interpreter=self._settings.interpreter,
+            is_warm=self._settings.is_warm,
+            preload=self._settings.preload,
+            log=self._settings.log,
+            tls=self._settings.tls,
+            shutdown_timeout=self._settings.shutdown_timeout,
+            master_grace=self._settings.master_grace,
+            host_ports=self._settings.environment.host_ports,
+            is_virtual_local_rank=self._settings.is_virtual_local_rank,
+            log_level=self._settings.environment.log_level,
+        )
+        path = self._directory.write("agent.json", msgspec.json.encode(config))
+        self._agent_started_at = time.monotonic()
+        self._agent = processes.spawn((*self._programs.agent, "--config", path), self._environ)
+
+    def _on_agent_exit(self, status: int) -> None:
+        self._agent = None
+        result = self._read_result()
+        if self._stopped_by is not None:
+            is_done = result is not None and result.exit_code == 0
+            self._ended = Ended(0 if is_done else 128 + self._stopped_by, result)
+            return
+        if result is not None:
+            self._ended = Ended(self._exit_code(result), result)
+            self._report(result)
+            return
+        how = processes.describe_status(status)
+        lived = time.monotonic() - self._agent_started_at
+        self._num_agent_deaths = 1 if lived >= AGENT_LIVED_LONG else self._num_agent_deaths + 1
+        self._sweep()
+        if self._num_agent_deaths > MAX_AGENT_RESTARTS:
+            message = (
+                f"The agent of this node ended {self._num_agent_deaths} times in a row without a result, the last "
+                f"time with {how} after {lived:.1f} s. See its output above, and `dlrover-run --check-env`."
+            )
+            self._fail(EXIT_FAILED, message)
+        else:
+            say(f"the agent ended ({how}); starting it again, its workers resume")
+            self._start_agent()
+
+    def _read_result(self) -> AgentResult | None:
+        path = os.path.join(self._directory.path, "result.json")
+        try:
+            with open(path, "rb") as file:
+                return msgspec.json.decode(file.read(), type=AgentResult)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as error:
+            say(f"the agent left a result that cannot be read: {error}")
+            return None
+
+    def _exit_code(self, result: AgentResult) -> int:
+        if result.exit_code == EXIT_FAILED and self._settings.is_exit_code_of_worker and result.worker_exit_code:
+            return result.worker_exit_code
+        return result.exit_code
+
+    def _report(self, result: AgentResult) -> None:
+        if result.exit_code != 0:
+            from dlrover.cli.report import failure_report
+
+            say_block(failure_report(self._job_name, result))
+
+    # The master.
+
+    def _start_master(self) -> None:
+        from dlrover.master.config import MasterConfig
+
+        self._master_starts_at = None
+        try:
+            os.unlink(self._ready_file)  # it speaks of one life only
+        except FileNotFoundError:
+            pass
+        config = MasterConfig(
+            job_name=self._job_name,
+            host=self._place.bind_host,
+            port=self._place.address.port,
+            token_file=self._token_file,
+            tls=self._settings.tls,
+            journal=self._journal_file(),
+            ready_file=self._ready_file,
+            log_file=self._master_log,
+            parent_death=True,
+        )
+        path = self._directory.write("master.json", msgspec.json.encode(config))
+        self._master = processes.spawn(
+            (*self._programs.master, "--config", path), self._environ, output=self._master_log
+        )
+
+    @property
+    def _ready_file(self) -> str:
+        return os.path.join(self._directory.path, "master.ready")
+
+    @property
+    def _master_log(self) -> str:
+        return os.path.join(self._directory.path, "master.log")
+
+    def _journal_file(self) -> str:
+        if not self._settings.journal:
+            return os.path.join(self._directory.path, "journal.sqlite")
+        # One file per launch: a journal of an ended job of the same name must not be taken for ours.
+        os.makedirs(self._settings.journal, exist_ok=True)
+        return os.path.join(self._settings.journal, f"{job_directory_name(self._job_name)}-{self._launch_id}.sqlite")
+
+    def _on_master_exit(self, status: int) -> None:
+        self._master = None
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
+            return  # the job is over and all nodes left; the agent is on its way out
+        if os.path.exists(self._ready_file):
+            self._has_master_served = True
+            self._num_quick_master_deaths = 0
+        else:
+            self._num_quick_master_deaths += 1
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == EXIT_PORT_IN_USE and not self._has_master_served:
+            self._on_port_taken()
+            return
+        is_hopeless = (
+            os.WIFEXITED(status)
+            and not self._has_master_served
+            and (os.WEXITSTATUS(status) == EXIT_USAGE or self._num_quick_master_deaths > NUM_QUICK_DEATHS)
+        )
+        how = processes.describe_status(status)
+        if is_hopeless:
+            self._fail(
+                EXIT_MASTER_LOST, f"The master could not start ({how}). Its log ends with:\n{self._master_tail()}"
+            )
+            return
+        excess = self._num_quick_master_deaths - NUM_QUICK_DEATHS
+        pause = min(MAX_MASTER_PAUSE, 0.1 * 2**excess) if excess > 0 else 0.0
+        say(
+            f"the master ended ({how}); starting it again"
+            + (f" in {pause:.1f} s" if pause else "")
+            + ", workers train on"
+        )
+        self._master_starts_at = time.monotonic() + pause
+
+    def _on_port_taken(self) -> None:
+        """Somebody listened first. With a port that nobody else knows, any other does as well."""
+        if not self._place.is_port_free_choice:
+            say(f"another launcher hosts the master at {self._place.address}; connecting to it")
+            self._place = msgspec.structs.replace(self._place, is_ours=False)
+            self._probe = MasterProbe(self._place.address, self._inbox)
+            return
+        self._num_port_choices += 1
+        if self._num_port_choices > MAX_PORT_CHOICES:
+            self._fail(
+                EXIT_FAILED, f"{MAX_PORT_CHOICES} free ports in a row were taken before the master could use them."
+            )
+            return
+        assert self._seat is not None, "a place that is ours has a seat"
+        self._seat.close()
+        self._seat = Seat(self._place.bind_host, 0)
+        self._num_quick_master_deaths = 0
+        self._place = msgspec.structs.replace(self._place, address=Address(self._place.address.host, self._seat.port))
+        if self._agent is not None:
+            processes.send(self._agent, signal.SIGKILL)
+            self._agent = None
+            self._sweep()
+        self._start_agent()
+        self._start_master()
+
+    def _master_tail(self) -> str:
+        try:
+            with open(self._master_log, encoding="utf-8", errors="replace") as file:
+                return "".join(file.readlines()[-15:]).rstrip()
+        except FileNotFoundError:
+            return "(nothing)"
+
+    # Events.
+
+    def _on_signal(self, number: int) -> None:
+        if self._stopped_by is None:
+            self._stopped_by = number
+            self._kill_agent_at = time.monotonic() + self._settings.shutdown_timeout + AGENT_MARGIN
+            if self._agent is not None:
+                processes.send(self._agent, signal.SIGTERM)
+        elif number == signal.SIGINT:
+            say("interrupted again: killing everything at once")
+            self._kill_agent_at = time.monotonic()
+
+    def _on_exit(self, pid: int, status: int) -> None:
+        if pid == self._agent:
+            self._on_agent_exit(status)
+        elif pid == self._master:
+            self._on_master_exit(status)
+
+    def _on_time(self, now: float) -> None:
+        if self._ended is not None:
+            return
+        if self._kill_agent_at is not None and now >= self._kill_agent_at and self._agent is not None:
+            processes.send(self._agent, signal.SIGKILL)
+            self._kill_agent_at = None
+        if self._master_starts_at is not None and now >= self._master_starts_at:
+            self._start_master()
+        if self._probe is not None and self._probe.is_over:
+            has_found = self._probe.has_found
+            self._probe = None
+            if not has_found and self._stopped_by is None:
+                message = (
+                    f"No master answered at {self._place.address} within {FIND_MASTER_TIMEOUT:.0f} s, and this host "
+                    "is not the one to host it. Check that the address is right and reachable from here, and that the "
+                    "node it belongs to has been started."
+                )
+                self._fail(EXIT_MASTER_LOST, message)
+
+    def _until_next_deadline(self) -> float | None:
+        deadlines = [at for at in (self._kill_agent_at, self._master_starts_at) if at is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _fail(self, exit_code: int, message: str) -> None:
+        result = AgentResult(exit_code=exit_code, message=message)
+        self._ended = Ended(exit_code, result, message)
+        say(message)
+
+    # The end.
+
+    def _sweep(self) -> None:
+        """Kill whatever is below us. Only the master stays."""
+        keep = [self._master] if self._master is not None else []
+        left = process_tree().kill_descendants(keep, deadline=SWEEP_TIMEOUT)
+        if left:
+            say(f"could not end the processes {left}: the kernel does not let them go")
+
+    def _clear_up(self) -> None:
+        if self._agent is not None:
+            # We end before the agent does: it gets its chance to stop the workers in good order.
+            processes.send(self._agent, signal.SIGTERM)
+            self._await_exit("_agent", MASTER_FAREWELL if self._stopped_by is None else 0.0)
+        self._master_starts_at = None
+        if self._master is not None:
+            is_shared = self._place.is_shared and self._settings.terms.limits.max_nodes > 1
+            has_ended_well = self._ended is not None and self._ended.result is not None and self._stopped_by is None
+            patience = SHARED_MASTER_FAREWELL if is_shared else MASTER_FAREWELL
+            self._await_exit("_master", patience if has_ended_well else 0.0)
+        if self._master is not None:
+            processes.send(self._master, signal.SIGTERM)
+            self._await_exit("_master", MASTER_FAREWELL)
+        self._master = None  # if it is still there, it goes with the rest
+        self._sweep()
+
+    def _await_exit(self, child: str, patience: float) -> None:
+        """Until that child has ended; a signal ends the patience."""
+        deadline = time.monotonic() + patience
+        while (pid := getattr(self, child)) is not None:
+            ended = processes.reap_children()
+            for name in ("_agent", "_master"):
+                if getattr(self, name) in ended:
+                    setattr(self, name, None)
+            remaining = deadline - time.monotonic()
+            if pid in ended or remaining <= 0:
+                return
+            if any(number != signal.SIGCHLD for number in self._inbox.wait(remaining)):
+                return
+
+
+class MasterProbe:
+    """
+    Looks in a thread whether a master elsewhere answers, and wakes the launcher when it knows.
+
+    There is no event for "somebody now listens on another host", so this is one of the few polls, with jitter.
+    """
+
+    def __init__(self, address: Address, inbox: SignalInbox) -> None:
+        self._address = address
+        self._inbox = inbox
+        self._is_closed = threading.Event()
+        self.has_found = False
+        self.is_over = False
+        self._thread = threading.Thread(target=self._run, name="master-probe", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_closed.set()
+
+    def _run(self) -> None:
+        begun = said_at = time.monotonic()
+        while not self._is_closed.is_set() and time.monotonic() - begun < FIND_MASTER_TIMEOUT:
+            if discovery.answers(self._address):
+                self.has_found = True
+                break
+            now = time.monotonic()
+            if now - said_at >= PROGRESS_PERIOD:
+                said_at = now
+                say(f"waiting for the master at {self._address}, {now - begun:.0f} s of {FIND_MASTER_TIMEOUT:.0f} s")
+            self._is_closed.wait(random.uniform(0.2, 1.0))
+        self.is_over = True
+        if not self._is_closed.is_set():
+            self._inbox.wake()
+
+
+def _write_outcome(path: str, ended: Ended) -> None:
+    from dlrover.cli.runtime_dir import write_private
+
+    assert ended.result is not None
+    write_private(path, msgspec.json.encode(ended.result))
+
+
+def main() -> int:
+    """`python -m dlrover.cli.launcher SETTINGS`: the child of a programmatic launch."""
+    with open(sys.argv[1], "rb") as file:
+        settings = msgspec.json.decode(file.read(), type=Settings)
+    try:
+        return launch(settings, os.environ)
+    except ConfigError as error:
+        _write_outcome(settings.outcome_file, Ended(EXIT_USAGE, AgentResult(exit_code=EXIT_USAGE, message=str(error))))
+        return EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""
+The last words of a failed job: one block that names the first failing worker, its cause, and where to look.
+
+Written by the launcher from what the agent left, in one write to stderr, so that it stands below everything the
+workers said.
+"""
+
+from __future__ import annotations
+
+import signal
+import textwrap
+
+from dlrover.agent.config import AgentResult
+from dlrover.protocol.messages import FailureKind, FirstFailure, JobEnd
+
+WIDTH = 100
+MAX_TAIL_LINES = 30
+_KINDS = {
+    FailureKind.EXCEPTION: "an exception",
+    FailureKind.EXIT_CODE: "it ended by itself",
+    FailureKind.SIGNAL: "a signal",
+    FailureKind.OUT_OF_MEMORY: "killed by the kernel: out of memory",
+    FailureKind.MEMORY_ERROR: "out of memory in Python or in the allocator",
+    FailureKind.PEER_LOST: "it lost the connection to another worker",
+    FailureKind.PORT_TAKEN: "the port of the coordinator was taken",
+    FailureKind.BAD_SCRIPT: "the script cannot run at all",
+    FailureKind.STOPPED_BY_US: "stopped by us",
+    FailureKind.START_FAILED: "it could not be started",
+}
+
+
+def failure_report(job_name: str, result: AgentResult) -> str:
+    end: JobEnd | None = result.end
+    lines = ["=" * WIDTH, f"Job {job_name} failed" + (f": {end.reason}" if end else "")]
+    message = (end.message if end else "") or result.message
+    if message:
+        lines += textwrap.wrap(message, WIDTH)
+    restarts = end.num_restarts if end else result.num_restarts
+    if restarts:
+        lines.append(f"Restarts before that: {restarts}")
+    if end is not None and end.first_failure is not None:
+        lines += ["-" * WIDTH, *_first_failure(end.first_failure)]
+    elif result.first_failed_rank is not None:
+        lines.append(f"First failure: global rank {result.first_failed_rank}, exit code {result.worker_exit_code}")
+    lines.append("=" * WIDTH)
+    return "\n".join(lines) + "\n"
+
+
+def _first_failure(first: FirstFailure) -> list[str]:
+    failure = first.failure
+    rows = [
+        ("first failure", f"global rank {failure.global_rank} (local rank {failure.local_rank}, pid {failure.pid})"),
+        ("node", f"rank {first.node_rank} on {first.host}"),
+        ("cause", _cause(first)),
+        ("round", str(first.round)),
+    ]
+    if first.step is not None:
+        rows.append(("step", str(first.step)))
+    if failure.log_file:
+        rows.append(("log file", failure.log_file))
+    if failure.error_file:
+        rows.append(("error file", failure.error_file))
+    lines = [f"{name:<14}{value}" for name, value in rows]
+    if failure.traceback:
+        lines += ["traceback", *_indented(failure.traceback)]
+    elif failure.log_tail:
+        lines += ["last output", *_indented(failure.log_tail)]
+    elif not failure.log_file:
+        lines.append("Nothing more is known of it. Keep its output in files with --log-dir DIR --tee 3.")
+    return lines
+
+
+def _cause(first: FirstFailure) -> str:
+    failure = first.failure
+    if failure.signal is not None:
+        try:
+            status = f"signal {failure.signal} ({signal.Signals(failure.signal).name})"
+        except ValueError:
+            status = f"signal {failure.signal}"
+    elif failure.exit_code is not None:
+        status = f"exit code {failure.exit_code}"
+    else:
+        status = "no exit status"
+    kind = "" if failure.kind in (FailureKind.EXIT_CODE, FailureKind.SIGNAL) else f", {_KINDS[failure.kind]}"
+    return f"{status}{kind}" + (f": {failure.message}" if failure.message else "")
+
+
+def _indented(text: str) -> list[str]:
+    lines = text.rstrip().splitlines()
+    left_out = len(lines) - MAX_TAIL_LINES
+    shown = (
+        [f"  ... {left_out} lines left out", *(f"  {line}" for line in lines[-MAX_TAIL_LINES:])] if left_out > 0 else []
+    )
+    return shown or [f"  {line}" for line in lines]

@@ -1,0 +1,54 @@
+"""
+`dlrover-run`: read the command line, check it, run the job. The first line of defence against slow starts:
+import little.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from dlrover.cli.console import say, say_block
+from dlrover.protocol.errors import ConfigError
+
+EXIT_USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    from dlrover.cli.options import describe, parse
+    from dlrover.cli.settings import effective_values, read_settings
+
+    try:
+        if not sys.platform.startswith("linux"):
+            raise ConfigError(f"dlrover-run needs Linux (kernel 5.4 or newer); this is {sys.platform}.")
+        immediate = parse(arguments, os.environ).immediate
+        if immediate == "--check-env":
+            from dlrover.cli.check_env import print_table
+
+            return print_table()
+        if immediate:
+            print(describe(), end="")
+            return 0
+        parsed, settings = read_settings(arguments, os.environ)
+        if settings.environment.log_level in ("INFO", "DEBUG"):
+            import logging
+            from importlib.metadata import version
+
+            logging.basicConfig(
+                stream=sys.stderr, level=settings.environment.log_level, format="dlrover-run: %(levelname)s %(message)s"
+            )
+            logging.getLogger(__name__).info("version=%s %s", version("dlrover"), effective_values(parsed))
+        for note in settings.notes:
+            say(note)
+        from dlrover.cli.launcher import launch
+
+        return launch(settings, os.environ)
+    except ConfigError as error:
+        say_block(f"dlrover-run: error: {error}\n")
+        return EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
