@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -183,7 +184,7 @@ class AgentChannel:
             outbox.put(Request(id=ATTACH_ID, body=self._attach()))
             leaving = asyncio.ensure_future(self._leaving.wait())
             connected = asyncio.ensure_future(stream.initial_metadata())
-            tasks: list[asyncio.Future[object]] = [leaving, connected]
+            tasks: list[asyncio.Future[Any]] = [leaving, connected]
             try:
                 await asyncio.wait(tasks, timeout=CONNECT_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
                 if leaving.done():

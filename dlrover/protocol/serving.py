@@ -76,17 +76,22 @@ class Desk(Protocol):
 
 
 class MasterServer:
-    """Serves agents' streams and one-shot questions on one port."""
+    """
+    Serves agents' streams and one-shot questions on one port.
 
-    def __init__(self, desk: Desk, *, token: str, tls: TlsConfig | None = None) -> None:
-        self._desk = desk
+    Binding and serving are apart: a master that finds its port taken must not have touched the journal of the one that
+    holds it. Who connects in between waits in the kernel's queue.
+    """
+
+    def __init__(self, *, token: str, tls: TlsConfig | None = None) -> None:
+        self._desk: Desk | None = None
         self._token = token.encode()
         self._tls = tls
         self._streams: list[AgentStream] = []
         self._server: grpc.aio.Server | None = None
 
-    async def start(self, host: str, port: int) -> int:
-        """Bind and serve; gives the port, which matters if 0 was asked for. Raises PortTaken or ConfigError."""
+    def bind(self, host: str, port: int) -> int:
+        """Gives the port, which matters if 0 was asked for. Raises PortTaken or ConfigError."""
         credentials = None if self._tls is None else server_credentials(self._tls)
         server = grpc.aio.server(options=SERVER_OPTIONS)
         server.add_generic_rpc_handlers(
@@ -109,9 +114,13 @@ class MasterServer:
             )
         except RuntimeError as error:
             raise _bind_error(host, port, error) from error
-        await server.start()
         self._server = server
         return int(bound)
+
+    async def start(self, desk: Desk) -> None:
+        assert self._server is not None, "bind first"
+        self._desk = desk
+        await self._server.start()
 
     async def stop(self) -> None:
         """End the streams after what was sent has left, then close the port."""
@@ -121,11 +130,13 @@ class MasterServer:
             await self._server.stop(FLUSH_TIMEOUT)
 
     async def _serve_agent(self, _: object, call: grpc.aio.ServicerContext) -> None:
+        desk = self._desk
+        assert desk is not None, "served before start"
         await self._admit(call)
         await call.send_initial_metadata(())
         stream = AgentStream(call.peer())
         self._streams.append(stream)
-        reader = asyncio.ensure_future(self._read(stream, call))
+        reader = asyncio.ensure_future(_read(stream, call, desk))
         writer = asyncio.ensure_future(stream._outbox.run(call.write))
         ended = asyncio.ensure_future(stream._ended.wait())
         try:
@@ -138,28 +149,21 @@ class MasterServer:
             await call.abort(_status_of(error), str(error))
         finally:
             self._streams.remove(stream)
-            self._desk.closed(stream)
+            desk.closed(stream)
             for task in (reader, writer, ended):
                 task.cancel()
             await asyncio.gather(reader, writer, ended, return_exceptions=True)
 
-    async def _read(self, stream: AgentStream, call: grpc.aio.ServicerContext) -> None:
-        while True:
-            data = await call.read()
-            if data is grpc.aio.EOF:
-                return
-            self._desk.receive(stream, decode_from_agent(data))
-            # A peer that sends without reading its answers must not fill our memory.
-            await stream._outbox.room()
-
     async def _serve_ask(self, data: bytes, call: grpc.aio.ServicerContext) -> bytes:
+        desk = self._desk
+        assert desk is not None, "served before start"
         await self._admit(call)
         try:
             question = QUESTION.decode(data)
         except Rejected as error:
             await call.abort(_status_of(error), str(error))
         try:
-            return VERDICT.encode(Answer(id=0, body=await self._desk.ask(question)))
+            return VERDICT.encode(Answer(id=0, body=await desk.ask(question)))
         except Rejected as error:
             return VERDICT.encode(Refusal(id=0, code=error.code, message=str(error)))
         except Unavailable as error:
@@ -184,6 +188,16 @@ class MasterServer:
             await call.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, explain_versions(protocol, str(said.get(VERSION_KEY, "unknown")))
             )
+
+
+async def _read(stream: AgentStream, call: grpc.aio.ServicerContext, desk: Desk) -> None:
+    while True:
+        data = await call.read()
+        if data is grpc.aio.EOF:
+            return
+        desk.receive(stream, decode_from_agent(data))
+        # A peer that sends without reading its answers must not fill our memory.
+        await stream._outbox.room()
 
 
 def explain_versions(protocol: str, version: str) -> str:

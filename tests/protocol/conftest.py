@@ -137,9 +137,11 @@ async def serve(desk: PlainDesk) -> AsyncIterator[Serve]:
     servers: list[MasterServer] = []
 
     async def start(port: int = 0, *, token: str = TOKEN, tls: TlsConfig | None = None) -> tuple[MasterServer, str]:
-        server = MasterServer(desk, token=token, tls=tls)
+        server = MasterServer(token=token, tls=tls)
+        bound = server.bind("127.0.0.1", port)
+        await server.start(desk)
         servers.append(server)
-        return server, f"127.0.0.1:{await server.start('127.0.0.1', port)}"
+        return server, f"127.0.0.1:{bound}"
 
     yield start
     for server in servers:

@@ -1,0 +1,104 @@
+"""
+`python -m dlrover.master --config FILE`: the process around one master.
+
+Exit codes: that of the job when it is over (0, 1, 22), 0 when asked to stop, and these, which no job has:
+2 the configuration is wrong, 3 the port is in use, 4 another master took over the journal, 5 the journal is unusable,
+70 a bug.
+
+It must serve again within a second after a kill, so nothing is imported here that the master does not need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+# gRPC's core would write a line for each stranger that sends it rubbish; what matters is told by our own log.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+from dlrover.master.config import (
+    EXIT_BUG,
+    EXIT_FENCED,
+    EXIT_JOURNAL,
+    EXIT_PORT_IN_USE,
+    EXIT_USAGE,
+    MasterConfig,
+    read_config,
+)
+from dlrover.master.journal import Fenced, JournalError
+from dlrover.master.service import serve
+from dlrover.protocol.errors import ConfigError, DLRoverError, Unavailable
+from dlrover.protocol.serving import PortTaken
+
+log = logging.getLogger("dlrover.master")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="dlrover.master", description="The master of one job.")
+    parser.add_argument("--config", required=True, type=Path, help="JSON file, see dlrover/master/config.py")
+    arguments = parser.parse_args()
+    try:
+        config = read_config(arguments.config)
+        _configure_logging(config)
+    except ConfigError as error:
+        print(f"dlrover.master: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    if config.parent_death and not _follow_parent(config.parent_pid):
+        log.error("the process that started us has ended")
+        return 0
+    try:
+        return asyncio.run(serve(config))
+    except DLRoverError as error:
+        log.error("%s", error)
+        return _code_of(error)
+    except Exception:  # the process edge: a bug ends the process, the launcher starts another
+        log.exception("bug in the master")
+        return EXIT_BUG
+
+
+def _code_of(error: DLRoverError) -> int:
+    match error:
+        case PortTaken():
+            return EXIT_PORT_IN_USE
+        case ConfigError():
+            return EXIT_USAGE
+        case Fenced():
+            return EXIT_FENCED
+        case JournalError() | Unavailable():
+            return EXIT_JOURNAL
+        case _:
+            return EXIT_BUG
+
+
+def _configure_logging(config: MasterConfig) -> None:
+    try:
+        output = open(config.log_file, "a", encoding="utf-8") if config.log_file else sys.stderr
+    except OSError as error:
+        raise ConfigError(f"log file {config.log_file}: {error.strerror}. Give a file that can be written") from error
+    logging.basicConfig(stream=output, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+
+
+def _follow_parent(parent_pid: int) -> bool:
+    """Have the kernel send SIGTERM when our parent ends. False: it has ended already."""
+    import ctypes
+
+    expected = parent_pid or os.getppid()
+    pr_set_pdeathsig = 1
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(pr_set_pdeathsig, int(signal.SIGTERM), 0, 0, 0) != 0:
+        log.warning("cannot follow the parent's death errno=%d", ctypes.get_errno())
+    return os.getppid() == expected
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    logging.shutdown()
+    # Not through interpreter shutdown: gRPC's threads and the journal's need not be waited for, all is durable.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

@@ -1,0 +1,90 @@
+"""What the launcher tells a master, once, as JSON: `python -m dlrover.master --config FILE`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from dlrover.protocol.addresses import LOOPBACK, TlsConfig, is_loopback
+from dlrover.protocol.errors import ConfigError
+
+EXIT_USAGE = 2
+EXIT_PORT_IN_USE = 3
+"""The launcher may then connect to whoever listens there."""
+EXIT_FENCED = 4
+EXIT_JOURNAL = 5
+EXIT_BUG = 70
+
+
+class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    job_name: str
+    journal: str
+    """Path of the SQLite file; a restarted master of the job continues from it."""
+    host: str = LOOPBACK
+    """Address to listen on; `0.0.0.0` or `::` for all. Loopback by default, because a job of one host needs no more."""
+    port: int = 0
+    """0: any free one, told in the ready file."""
+    token_file: str = ""
+    """File with the job token. Empty: nobody is asked for one, and only loopback is served."""
+    tls: TlsConfig | None = None
+    ready_file: str = ""
+    """Written whole once the master serves: `Ready` as JSON. Empty: not written."""
+    ready_fd: int = -1
+    """The same as one line into an inherited descriptor, which is then closed. -1: not written."""
+    log_file: str = ""
+    """Empty: standard error."""
+    parent_death: bool = False
+    """End (as by SIGTERM) when the process that started us ends."""
+    parent_pid: int = 0
+    """Who that is, so that a parent that died before we could ask for the signal is noticed. 0: whoever it is now."""
+
+
+class Ready(Struct, frozen=True, kw_only=True):
+    """The master serves."""
+
+    port: int
+    pid: int
+    master_epoch: int
+
+
+def read_config(path: Path) -> MasterConfig:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=MasterConfig)
+    except OSError as error:
+        raise ConfigError(f"master configuration {path}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"master configuration {path}: {error}") from error
+
+
+def read_token(config: MasterConfig) -> str:
+    """Raises ConfigError when there is none and the address can be reached from other hosts."""
+    if not config.token_file:
+        if not is_loopback(config.host):
+            raise ConfigError(
+                f"A master without a job token listens on loopback only, not on {config.host}: anybody who reaches it "
+                "could stop the job. Set DLROVER_JOB_TOKEN to the same secret on all nodes, or give a token file."
+            )
+        return ""
+    try:
+        token = Path(config.token_file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The token file {config.token_file} cannot be read: {error}.") from error
+    if not token:
+        raise ConfigError(f"The token file {config.token_file} is empty. Put the job's token into it.")
+    return token
+
+
+def announce(config: MasterConfig, ready: Ready) -> None:
+    """Whole or not at all: who waits for the file never sees half of it."""
+    data = msgspec.json.encode(ready)
+    if config.ready_file:
+        path = Path(config.ready_file)
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_bytes(data)
+        partial.rename(path)
+    if config.ready_fd >= 0:
+        os.write(config.ready_fd, data + b"\n")
+        os.close(config.ready_fd)

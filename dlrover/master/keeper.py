@@ -1,0 +1,91 @@
+"""
+The journal's thread: the desk awaits here what the disk does there.
+
+SQLite blocks, so everything that touches the file runs in one thread of its own, one call after the other, with
+values in and values out. A cancelled caller does not stop a write that has begun; nobody else writes meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from dlrover.core.job import DECISION_VERSION, Job
+from dlrover.core.sequence import Batch, JournalCorrupt, replay
+from dlrover.master.journal import ADVICE, Journal, JournalError, Stored
+
+T = TypeVar("T")
+
+
+class Keeper:
+    """Use `open`."""
+
+    def __init__(self, thread: ThreadPoolExecutor, journal: Journal) -> None:
+        self._thread = thread
+        self._journal = journal
+
+    @classmethod
+    async def open(cls, path: Path, *, job_name: str, max_pages: int = 0) -> Keeper:
+        """Takes the journal over from every earlier master. Raises Unavailable or JournalError."""
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
+
+        def start() -> Journal:
+            return Journal(path, job_name=job_name, decision_version=DECISION_VERSION, max_pages=max_pages)
+
+        try:
+            return cls(thread, await asyncio.get_running_loop().run_in_executor(thread, start))
+        except BaseException:
+            thread.shutdown(wait=False)
+            raise
+
+    @property
+    def master_epoch(self) -> int:
+        return self._journal.master_epoch
+
+    @property
+    def wants_snapshot(self) -> bool:
+        return self._journal.wants_snapshot
+
+    async def restore(self) -> Job:
+        """The state as the journal has it. Raises JournalError if it cannot be believed."""
+
+        def read() -> Job:
+            self._journal.reopen()
+            return rebuild(self._journal.load(), self._journal.path)
+
+        return await self._run(read)
+
+    async def append(self, batch: Batch) -> None:
+        await self._run(lambda: self._journal.append(batch.first_number, batch.records))
+
+    async def check_fence(self) -> None:
+        await self._run(self._journal.check_fence)
+
+    async def save_snapshot(self, number: int, data: bytes) -> None:
+        await self._run(lambda: self._journal.save_snapshot(number, data))
+
+    async def quarantine(self, command: bytes, error: str) -> None:
+        await self._run(lambda: self._journal.quarantine(command, error))
+
+    async def quarantined(self) -> set[bytes]:
+        return set(await self._run(self._journal.quarantined))
+
+    async def probe(self, size_bytes: int) -> None:
+        await self._run(lambda: self._journal.probe(size_bytes))
+
+    async def close(self) -> None:
+        await self._run(self._journal.close)
+        self._thread.shutdown(wait=True)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def rebuild(stored: Stored, path: Path) -> Job:
+    try:
+        return replay(stored.snapshot, stored.records).job
+    except JournalCorrupt as error:
+        raise JournalError(f"The journal {path} is damaged: {error}. {ADVICE}") from error

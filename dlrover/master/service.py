@@ -1,0 +1,76 @@
+"""
+The life of a master: bind, recover, serve, and end for one of four reasons.
+
+The port is bound before the journal is touched: opening the journal ends every earlier master's right to write, and a
+master that finds its port taken must not do that to the one that holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from dlrover.master.clock import MasterClock
+from dlrover.master.config import MasterConfig, Ready, announce, read_token
+from dlrover.master.desk import Desk
+from dlrover.master.keeper import Keeper
+from dlrover.protocol.serving import MasterServer
+
+log = logging.getLogger(__name__)
+
+
+async def serve(config: MasterConfig) -> int:
+    """
+    The exit code: of the job when it is over, 0 when we were asked to stop.
+
+    Raises ConfigError and PortTaken before anything was touched, JournalError, Unavailable when the journal cannot be
+    opened, and Fenced as soon as another master took over.
+    """
+    loop = asyncio.get_running_loop()
+    stopped: asyncio.Future[int] = loop.create_future()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _resolve, stopped, number)
+    token = read_token(config)
+    server = MasterServer(token=token, tls=config.tls)
+    port = server.bind(config.host, config.port)
+    keeper = await Keeper.open(Path(config.journal), job_name=config.job_name)
+    job = await keeper.restore()
+    desk = Desk(keeper, job, MasterClock(job.now), job_name=config.job_name)
+    await desk.begin(keeper.master_epoch)
+    await server.start(desk)
+    working = asyncio.ensure_future(desk.run())
+    announce(config, Ready(port=port, pid=os.getpid(), master_epoch=keeper.master_epoch))
+    log.info(
+        "serving job=%s address=%s port=%d master_epoch=%d journal=%s token=%s tls=%s",
+        config.job_name,
+        config.host,
+        port,
+        keeper.master_epoch,
+        config.journal,
+        "yes" if token else "no (loopback only; DLROVER_JOB_TOKEN or a token file allows more)",
+        "no" if config.tls is None else "mutual" if config.tls.ca else "yes",
+    )
+    waited: list[asyncio.Future[Any]] = [working, stopped, desk.finished]
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    if working.done() and not desk.finished.done():
+        # Fenced, or the journal is lost: say nothing more to anybody, the process ends at once.
+        working.result()
+    await server.stop()
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    await keeper.close()
+    if desk.finished.done():
+        end = desk.finished.result()
+        log.info("job over reason=%s exit_code=%d message=%s", end.reason, end.exit_code, end.message)
+        return end.exit_code
+    log.info("stopped signal=%s", signal.Signals(stopped.result()).name)
+    return 0
+
+
+def _resolve(future: asyncio.Future[int], number: int) -> None:
+    if not future.done():
+        future.set_result(number)
