@@ -13,6 +13,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -49,9 +50,18 @@ torch.manual_seed(1)
 
 # Telling the launcher how far we are lets it recognise a crash loop. It is optional, and other launchers do not ask.
 
-report_step = None
-if "DLROVER_AGENT_SOCKET" in os.environ:
-    from dlrover.trainer import report as report_step
+
+def find_reporter() -> Callable[[int], object] | None:
+    if "DLROVER_AGENT_SOCKET" not in os.environ:
+        return None
+    try:
+        from dlrover.trainer import report
+    except ImportError:
+        return None
+    return report
+
+
+report_step = find_reporter()
 
 
 def write_metrics(**fields: object) -> None:
@@ -125,10 +135,11 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, beta
 
 def learning_rate(step: int) -> float:
     """Rises over 10 steps, then falls along a cosine to a tenth."""
+    highest: float = options.learning_rate
     if step < 10:
-        return options.learning_rate * step / 10
+        return highest * step / 10
     done = min(1.0, (step - 10) / max(1, options.steps - 10))
-    return options.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+    return highest * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
 # Checkpoint: rank 0 writes beside and renames, so a reader sees the old one or the new one, never half of one.
