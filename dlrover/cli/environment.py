@@ -45,6 +45,7 @@ class Environment(Struct, frozen=True, kw_only=True):
     shutdown_timeout: float | None = None
     log_level: str = DEFAULT_LOG_LEVEL
     agent_log_dir: str = ""
+    line_prefix: str = ""
     runtime_root: str = ""
     """XDG_RUNTIME_DIR; whether it is usable is checked where it is used."""
     temp_dir: str = "/tmp"
@@ -71,6 +72,7 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         else _seconds("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", shutdown_timeout),
         log_level=level,
         agent_log_dir=environ.get("DLROVER_LOG_AGENT_DIR", ""),
+        line_prefix=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
         runtime_root=environ.get("XDG_RUNTIME_DIR", ""),
         temp_dir=environ.get("TMPDIR") or "/tmp",
     )

@@ -209,6 +209,7 @@ class Launcher:
             is_virtual_local_rank=self._settings.is_virtual_local_rank,
             log_level=self._settings.environment.log_level,
         )
+        self._directory.record(str(self._place.address))
         path = self._directory.write("agent.json", msgspec.json.encode(config))
         self._agent_started_at = time.monotonic()
         self._agent = processes.spawn((*self._programs.agent, "--config", path), self._environ)
@@ -280,6 +281,7 @@ class Launcher:
             ready_file=self._ready_file,
             log_file=self._master_log,
             parent_death=True,
+            parent_pid=os.getpid(),
         )
         path = self._directory.write("master.json", msgspec.json.encode(config))
         self._master = processes.spawn(

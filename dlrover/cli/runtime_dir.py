@@ -69,12 +69,18 @@ class NodeDirectory:
 
     def __init__(self, root: str, job_name: str, launch: str) -> None:
         self._root = root
+        self._job_name = job_name
         self.job_dir = os.path.join(root, job_directory_name(job_name))
         self.path = os.path.join(self.job_dir, f"node-{launch}")
         with locked(root):
             _make_private(self.job_dir)
             _make_private(self.path)
-            self.write(OWNER_FILE, msgspec.json.encode(describe_process(os.getpid(), job_name=job_name)))
+            self.record("")
+
+    def record(self, master_addr: str) -> None:
+        """Who owns the directory, and where the job's master is."""
+        owner = describe_process(os.getpid(), job_name=self._job_name, master_addr=master_addr)
+        self.write(OWNER_FILE, msgspec.json.encode(owner))
 
     def write(self, name: str, data: bytes) -> str:
         """A 0600 file that appears whole."""

@@ -369,6 +369,7 @@ def _log(parsed: Parsed, environment: Environment) -> LogConfig:
         local_ranks_filter=ranks,
         duplicate_stdout_filters=parsed.texts("duplicate_stdout_filters"),
         duplicate_stderr_filters=parsed.texts("duplicate_stderr_filters"),
+        line_prefix=environment.line_prefix,
     )
 
 

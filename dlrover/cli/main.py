@@ -1,0 +1,154 @@
+"""
+`dlrover`: what people do with jobs from a terminal, apart from starting one (`dlrover-run`).
+
+Each command imports what it needs when it runs, so that `dlrover version` does not pay for gRPC.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dlrover.protocol.errors import ConfigError, DLRoverError
+
+if TYPE_CHECKING:
+    from dlrover.protocol.messages import AskStatus, Reply, StopJob
+
+app = typer.Typer(
+    name="dlrover", help="Look at, steer and clean up training jobs.", no_args_is_help=True, add_completion=False
+)
+
+ASK_TIMEOUT = 10.0
+
+Job = Annotated[str, typer.Argument(help="Name of a job on this host; not needed if only one runs.")]
+Address = Annotated[str, typer.Option("--addr", "--master-addr", help="Master's HOST:PORT, or DLROVER_MASTER_ADDR.")]
+TokenFile = Annotated[str, typer.Option("--token-file", help="File with the job token, or DLROVER_JOB_TOKEN.")]
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def master(context: typer.Context) -> None:
+    """Start a master by hand; `dlrover master --help` lists its options."""
+    from dlrover.cli import master_command
+
+    raise typer.Exit(master_command.main(context.args))
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def replay(context: typer.Context) -> None:
+    """Print what a job's journal says: what was decided, when and why."""
+    from dlrover.cli import replay as replay_command
+
+    raise typer.Exit(replay_command.main(context.args))
+
+
+@app.command()
+def status(job: Job = "", addr: Address = "", token_file: TokenFile = "") -> None:
+    """Show a running job: its stage, its nodes, and the reason for what it does."""
+    from dlrover.protocol.messages import AskStatus
+
+    _show(_ask(job, addr, token_file, AskStatus()))
+
+
+@app.command()
+def stop(
+    job: Job = "",
+    addr: Address = "",
+    token_file: TokenFile = "",
+    message: Annotated[str, typer.Option(help="Reason, for the journal and the report.")] = "dlrover stop",
+) -> None:
+    """End a running job in good order, on all its nodes."""
+    from dlrover.protocol.messages import StopJob
+
+    _ask(job, addr, token_file, StopJob(message=message))
+    typer.echo("The job is stopping.")
+
+
+@app.command()
+def clean() -> None:
+    """Remove what killed jobs of yours left on this host: directories, and processes if any survived."""
+    from dlrover.cli.environment import read_environment
+    from dlrover.cli.runtime_dir import reap, user_root
+
+    removed = reap(user_root(read_environment(os.environ)), older_than=0.0)
+    for left in removed:
+        typer.echo(f"removed {left.path} (job {left.job_name or 'unknown'}, dead for at least {left.age:.0f} s)")
+    typer.echo(f"{len(removed)} left-over directories removed.")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib import metadata
+
+    typer.echo(metadata.version("dlrover"))
+
+
+def main() -> None:
+    """Console script."""
+    try:
+        app()
+    except DLRoverError as error:
+        sys.stderr.write(f"dlrover: error: {error}\n")
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _ask(job: str, addr: str, token_file: str, body: AskStatus | StopJob) -> Reply:
+    import asyncio
+
+    from dlrover.cli.discovery import read_token_file
+    from dlrover.cli.environment import read_environment
+    from dlrover.protocol.rpc import ask
+
+    environment = read_environment(os.environ)
+    token = read_token_file(token_file) if token_file else environment.job_token
+    address = addr or ("" if job else environment.master_addr)
+    if not address:
+        address, found_token_file = _find_local_job(job)
+        token = token or read_token_file(found_token_file)
+    return asyncio.run(ask(address, body, token=token, timeout=ASK_TIMEOUT))
+
+
+def _find_local_job(job: str) -> tuple[str, str]:
+    """Address and token file of a job of ours that runs on this host."""
+    from dlrover.cli.environment import read_environment
+    from dlrover.cli.runtime_dir import TOKEN_FILE, list_nodes, user_root
+
+    living, _ = list_nodes(user_root(read_environment(os.environ)))
+    jobs = {
+        owner.job_name: (owner.master_addr, os.path.join(path, TOKEN_FILE))
+        for path, owner in living
+        if owner.master_addr
+    }
+    if (job and job not in jobs) or (not job and len(jobs) != 1):
+        names = ", ".join(sorted(jobs)) or "none"
+        what = f"No job {job} of yours runs on this host" if job else "Name a job, or give --addr HOST:PORT"
+        raise ConfigError(f"{what}. Running here: {names}.")
+    return jobs[job] if job else next(iter(jobs.values()))
+
+
+def _show(reply: Reply) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from dlrover.protocol.messages import JobStatus
+
+    assert isinstance(reply, JobStatus), f"the master answered a question for its status with {type(reply).__name__}"
+    console = Console()
+    console.print(f"job {reply.job_name}: {reply.stage}, round {reply.round}, {reply.world_size} workers, ", end="")
+    console.print(f"{reply.num_restarts} restarts, master epoch {reply.master_epoch}")
+    console.print(f"because: {reply.verdict}", markup=False)
+    table = Table("node rank", "node", "incarnation", "host", "status", "wish", "step")
+    for node in reply.nodes:
+        step = "" if node.step is None else node.step
+        cells = (node.node_rank, node.node, node.incarnation, node.host, node.status, node.wish, step)
+        table.add_row(*(str(cell) for cell in cells))
+    console.print(table)
+    if reply.end is not None:
+        console.print(f"end: {reply.end.reason}: {reply.end.message}", markup=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""
+`dlrover master`: a master started by hand, for nodes that connect to it with DLROVER_MASTER_ADDR.
+
+Takes the option names of the original's master where their feature exists; those that arrive later are refused by
+name, because an option that does nothing is worse than an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from dlrover.cli import processes
+from dlrover.cli.console import say_block
+from dlrover.cli.discovery import Seat, check_token, new_launch, read_token_file
+from dlrover.cli.environment import read_environment
+from dlrover.cli.launcher import EXIT_USAGE, Programs
+from dlrover.cli.processes import SignalInbox
+from dlrover.cli.runtime_dir import NodeDirectory, user_root
+from dlrover.protocol.addresses import LOOPBACK, Address, TlsConfig
+from dlrover.protocol.errors import ConfigError
+
+STOP_TIMEOUT = 5.0
+
+# Options of the original's master that nothing here answers yet: (name, takes a value, the value that asks for
+# nothing).
+_LATER = (
+    ("--namespace", "default"),
+    ("--relaunch-error", "false"),
+    ("--pending-timeout", "900"),
+    ("--pending-fail-strategy", "1"),
+    ("--service-type", "grpc"),
+    ("--pre-check-ops", "[]"),
+    ("--hang-detection", "1"),
+    ("--hang-downtime", "5"),
+    ("--max-hang-downtime", "120"),
+    ("--xpu-type", "nvidia"),
+    ("--task-process-timeout", "1800"),
+    ("--training-elastic-mode", "base"),
+    ("--dynamic-failover-extension", ""),
+    ("--enable-dashboard", "false"),
+    ("--dashboard-port", "8080"),
+    ("--group-affinity", ""),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        for name, harmless in _LATER:
+            value = getattr(options, name[2:].replace("-", "_"))
+            if value.lower() != harmless:
+                raise ConfigError(f"{name} {value} is not yet available in this version. Leave it out.")
+        if options.platform != "local":
+            raise ConfigError(
+                f"--platform {options.platform} is not yet available in this version. Use: --platform local"
+            )
+        return run(options)
+    except ConfigError as error:
+        say_block(f"dlrover master: error: {error}")
+        return EXIT_USAGE
+
+
+def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int:
+    """Start the master, tell where it is, wait for its end."""
+    from dlrover.master.config import MasterConfig
+
+    environment = read_environment(os.environ)
+    tls = None
+    if options.tls_cert:
+        tls = TlsConfig(ca=options.tls_ca, cert=options.tls_cert, key=options.tls_key)
+    try:
+        seat = Seat(options.host, options.port)
+    except OSError as error:
+        raise ConfigError(f"--port {options.port}: {error.strerror or error}. Choose another port.") from error
+    address = Address(options.host, seat.port)
+    directory = NodeDirectory(user_root(environment), options.job_name, new_launch())
+    try:
+        directory.record(str(address))
+        token = environment.job_token and check_token(environment.job_token, "The variable DLROVER_JOB_TOKEN")
+        if options.token_file:
+            token = read_token_file(options.token_file)
+        token_file = directory.write("token", (token or directory.share_token()).encode())
+        journal = os.path.abspath(options.journal or os.path.join(directory.path, "journal.sqlite"))
+        config = MasterConfig(
+            job_name=options.job_name,
+            journal=journal,
+            host=options.host,
+            port=seat.port,
+            token_file=token_file,
+            tls=tls,
+            ready_file=os.path.join(directory.path, "master.ready"),
+            parent_death=True,
+            parent_pid=os.getpid(),
+        )
+        path = directory.write("master.json", msgspec.json.encode(config))
+        with SignalInbox((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)) as inbox:
+            pid = processes.spawn((*(programs or Programs()).master, "--config", path), os.environ)
+            hint = "" if token else f", token in {token_file}"
+            say_block(f"dlrover master: job {options.job_name} at {address}{hint}; set DLROVER_MASTER_ADDR={address}")
+            return _wait(pid, inbox)
+    finally:
+        seat.close()
+        directory.remove()
+
+
+def _wait(pid: int, inbox: SignalInbox) -> int:
+    stopped_by: int | None = None
+    while True:
+        came = [number for number in inbox.wait(STOP_TIMEOUT if stopped_by else None) if number != signal.SIGCHLD]
+        ended = processes.reap_children()
+        if pid in ended:
+            if stopped_by is not None:
+                return 128 + stopped_by
+            status = ended[pid]
+            return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+        if stopped_by is not None:
+            processes.send(pid, signal.SIGKILL)  # asked before, and either its time is up or somebody insists
+        elif came:
+            stopped_by = came[0]
+            processes.send(pid, signal.SIGTERM)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dlrover master", description="Start a master by hand.", allow_abbrev=False)
+
+    def add(name: str, **keywords: object) -> None:
+        spellings = dict.fromkeys((name, "--" + name[2:].replace("-", "_")))
+        parser.add_argument(*spellings, **keywords)  # type: ignore[arg-type]
+
+    add("--job-name", required=True, help="name of the job")
+    add("--host", default=LOOPBACK, help=f"address to listen on ({LOOPBACK}; :: or 0.0.0.0 for all)")
+    add("--port", type=_port, default=0, help="port to listen on (0: any free one)")
+    add("--node-num", type=_positive, default=1, help="accepted; the nodes themselves tell how many there are")
+    add("--platform", default="local", help="where nodes come from; only local is available")
+    add("--journal", default="", metavar="FILE", help="keep the journal there and continue from it")
+    add("--token-file", default="", metavar="FILE", help="file with the job token (or DLROVER_JOB_TOKEN)")
+    add("--tls-ca", default="", metavar="FILE", help="certificates that clients must come from")
+    add("--tls-cert", default="", metavar="FILE", help="our certificate")
+    add("--tls-key", default="", metavar="FILE", help="its key")
+    for name, harmless in _LATER:
+        add(name, default=harmless, help=argparse.SUPPRESS)
+    return parser
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port")
+    return port
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

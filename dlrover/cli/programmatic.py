@@ -1,0 +1,250 @@
+"""
+Launch from Python: `ElasticLaunch(config, function)(*args)` gives a map from global rank to what the function returned.
+
+The user's process stays what it was: the launcher runs as its child, because it must be a subreaper, own the signals
+and may not be surprised by threads. The function and its arguments travel as a pickle in a private directory from the
+user's process to its own workers, and the return values come back the same way; no socket carries a pickle.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import msgspec
+
+from dlrover.agent.config import AgentResult, Entry, EntryKind, LogConfig
+from dlrover.cli.discovery import new_launch
+from dlrover.cli.environment import Environment, read_environment
+from dlrover.cli.runtime_dir import NodeDirectory, user_root
+from dlrover.cli.settings import Settings, check_program, check_script, parse_rdzv_conf, parse_signals, probe_log_dir
+from dlrover.protocol.errors import ConfigError, JobError
+from dlrover.protocol.messages import JobTerms, Limits, RestartPolicy
+
+EXIT_USAGE = 2
+
+
+@dataclass
+class ElasticLaunchConfig:
+    """torch's `LaunchConfig` by its field names, with ours behind it. A `LaunchConfig` itself is taken, too."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    nproc_per_node: int | str = 1
+    run_id: str = ""
+    role: str = "default"
+    rdzv_endpoint: str = ""
+    rdzv_backend: str = ""
+    """Accepted; nodes always meet at the master."""
+    rdzv_configs: dict[str, Any] = field(default_factory=dict)
+    max_restarts: int | None = None
+    """None: as long as the job makes progress."""
+    monitor_interval: float = 0.1
+    start_method: str = "spawn"
+    local_addr: str | None = None
+    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    duplicate_stdout_filters: list[str] | None = None
+    duplicate_stderr_filters: list[str] | None = None
+    virtual_local_rank: bool = False
+    shutdown_timeout: int | None = None
+    # Ours. torch puts the first four into its `logs_specs`.
+    log_dir: str = ""
+    redirects: int | dict[int, int] = 0
+    tee: int | dict[int, int] = 0
+    local_ranks_filter: Sequence[int] = ()
+    node_unit: int = 1
+    node_rank: int | None = None
+    is_warm: bool = True
+    preload: Sequence[str] = ()
+    master_grace: float = 600.0
+
+
+class ElasticLaunch:
+    """A launch that is ready to be called with the arguments of its entry point."""
+
+    def __init__(
+        self, config: ElasticLaunchConfig, entrypoint: Callable[..., Any] | str, use_dlrover_launch: bool = True
+    ) -> None:
+        self._config = config
+        self._entrypoint = entrypoint
+        self._use_dlrover_launch = use_dlrover_launch
+
+    def __call__(self, *args: Any) -> dict[int, Any]:
+        if self._use_dlrover_launch:
+            return launch_agent(self._config, self._entrypoint, list(args))
+        return _launch_with_torch(self._config, self._entrypoint, list(args))
+
+
+def launch_agent(
+    config: ElasticLaunchConfig, entrypoint: Callable[..., Any] | str | None, args: Sequence[Any]
+) -> dict[int, Any]:
+    """
+    Run the entry point on this node's share of the job and wait for the end of the job.
+
+    Gives the return values of this node's workers by global rank; commands return nothing. Raises `ConfigError` if
+    nothing could be started, `JobError` if the job failed.
+    """
+    if entrypoint is None:
+        raise ConfigError("The entry point is None: give a function, or a command as text.")
+    environment = read_environment(os.environ)
+    directory = NodeDirectory(user_root(environment), f"call-{os.getpid()}", new_launch())
+    try:
+        target = os.path.join(directory.path, "call.pickle")
+        entry = _entry(entrypoint, args, target)
+        outcome_file = os.path.join(directory.path, "outcome.json")
+        settings = _settings(config, environment, entry=entry, outcome_file=outcome_file)
+        probe_log_dir(settings.log.log_dir)
+        settings_file = directory.write("settings.json", msgspec.json.encode(settings))
+        exit_code = _run_launcher(settings_file)
+        _raise_if_failed(exit_code, outcome_file)
+        return _return_values(directory.path, target)
+    finally:
+        directory.remove()
+
+
+def _run_launcher(settings_file: str) -> int:
+    child = subprocess.Popen([sys.executable, "-P", "-m", "dlrover.cli.launcher", settings_file])
+    while True:
+        try:
+            return child.wait()
+        except KeyboardInterrupt:
+            # The terminal sent it to the launcher as well, and that one is ending the job in good order.
+            continue
+
+
+def _raise_if_failed(exit_code: int, outcome_file: str) -> None:
+    if exit_code == 0:
+        return
+    if exit_code == 128 + 2:
+        raise KeyboardInterrupt
+    try:
+        with open(outcome_file, "rb") as file:
+            result = msgspec.json.decode(file.read(), type=AgentResult)
+    except FileNotFoundError:
+        raise JobError(f"The launcher ended with exit code {exit_code} and left no result.") from None
+    message = (result.end.message if result.end else "") or result.message or f"exit code {exit_code}"
+    if exit_code == EXIT_USAGE:
+        raise ConfigError(message)
+    raise JobError(message)
+
+
+def _return_values(directory: str, target: str) -> dict[int, Any]:
+    from dlrover.trainer.function import read_result
+
+    prefix = f"{os.path.basename(target)}.result."
+    ranks = sorted(
+        int(name.removeprefix(prefix))
+        for name in os.listdir(directory)
+        if name.startswith(prefix) and name.removeprefix(prefix).isdigit()
+    )
+    return {rank: read_result(os.path.join(directory, f"{prefix}{rank}")) for rank in ranks}
+
+
+def _entry(entrypoint: Callable[..., Any] | str, args: Sequence[Any], target: str) -> Entry:
+    if callable(entrypoint):
+        from dlrover.trainer.function import write_call
+
+        write_call(target, entrypoint, tuple(args))
+        return Entry(kind=EntryKind.FUNCTION, target=target)
+    words = tuple(str(arg) for arg in args)
+    if entrypoint == sys.executable and words[:1] == ("-u",) and len(words) > 1:
+        # What torch's own launcher makes of a script; undone, so that it can start warm.
+        if words[1] == "-m" and len(words) > 2:
+            return Entry(kind=EntryKind.MODULE, target=words[2], args=words[3:])
+        check_script(words[1])
+        return Entry(kind=EntryKind.SCRIPT, target=words[1], args=words[2:])
+    check_program(entrypoint)
+    return Entry(kind=EntryKind.PROGRAM, target=entrypoint, args=words)
+
+
+def _settings(config: ElasticLaunchConfig, environment: Environment, *, entry: Entry, outcome_file: str) -> Settings:
+    ours = ElasticLaunchConfig()
+
+    def ask(name: str) -> Any:
+        """torch's `LaunchConfig` lacks our fields: their defaults hold."""
+        return getattr(config, name, getattr(ours, name))
+
+    conf = ",".join(f"{key}={value}" for key, value in ask("rdzv_configs").items())
+    times = parse_rdzv_conf(conf, [])
+    if "last_call" in times:
+        times["first_call"] = times["last_call"]
+    try:
+        limits = Limits(min_nodes=ask("min_nodes"), max_nodes=ask("max_nodes"), node_unit=ask("node_unit"), **times)
+    except ValueError as error:
+        raise ConfigError(f"{error}.") from error
+    run_id = ask("run_id")
+    shutdown_timeout = ask("shutdown_timeout")
+    return Settings(
+        terms=JobTerms(limits=limits, restarts=RestartPolicy(max_restarts=ask("max_restarts"))),
+        entry=entry,
+        local_world_size=ask("nproc_per_node"),
+        node_rank=ask("node_rank") if ask("node_rank") is not None else environment.node_rank,
+        role=ask("role"),
+        interpreter=environment.interpreter,
+        is_warm=ask("is_warm"),
+        preload=tuple(ask("preload")),
+        log=_log(config, environment),
+        shutdown_timeout=30.0 if shutdown_timeout is None else float(shutdown_timeout),
+        master_grace=ask("master_grace"),
+        is_virtual_local_rank=ask("virtual_local_rank"),
+        signals=parse_signals(ask("signals_to_handle")),
+        rdzv_endpoint=ask("rdzv_endpoint"),
+        rdzv_id="" if run_id == "none" else run_id,
+        local_addr=ask("local_addr") or "",
+        environment=environment,
+        outcome_file=outcome_file,
+    )
+
+
+def _log(config: ElasticLaunchConfig, environment: Environment) -> LogConfig:
+    """
+    Ours has the four values as fields; torch's keeps them inside `logs_specs`, in attributes without a
+    public reader.
+    """
+    specs = getattr(config, "logs_specs", None)
+    if specs is None:
+        log_dir, redirects, tee = config.log_dir, config.redirects, config.tee
+        ranks: Iterable[int] = config.local_ranks_filter
+    else:
+        redirects, tee = getattr(specs, "_redirects", 0), getattr(specs, "_tee", 0)
+        ranks = getattr(specs, "_local_ranks_filter", None) or ()
+        log_dir = getattr(specs, "_root_log_dir", None) or ""
+    redirect_default, redirect_map = _streams(redirects)
+    tee_default, tee_map = _streams(tee)
+    return LogConfig(
+        log_dir=os.path.abspath(log_dir) if log_dir else "",
+        redirects=redirect_map,
+        redirect_default=redirect_default,
+        tee=tee_map,
+        tee_default=tee_default,
+        local_ranks_filter=tuple(sorted(ranks)),
+        duplicate_stdout_filters=tuple(config.duplicate_stdout_filters or ()),
+        duplicate_stderr_filters=tuple(config.duplicate_stderr_filters or ()),
+        line_prefix=getattr(config, "log_line_prefix_template", None) or environment.line_prefix,
+    )
+
+
+def _streams(value: int | Mapping[int, int]) -> tuple[int, dict[int, int]]:
+    if isinstance(value, Mapping):
+        return 0, {int(rank): int(streams) for rank, streams in value.items()}
+    return int(value), {}
+
+
+def _launch_with_torch(
+    config: ElasticLaunchConfig, entrypoint: Callable[..., Any] | str, args: list[Any]
+) -> dict[int, Any]:
+    """The way out: torch's own agent, with what of the configuration it knows."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if isinstance(config, ElasticLaunchConfig):
+        known = {item.name for item in fields(LaunchConfig)}
+        values = {name: value for name, value in vars(config).items() if name in known and value is not None}
+        values["rdzv_backend"] = config.rdzv_backend or "c10d"
+        values["rdzv_endpoint"] = config.rdzv_endpoint or "localhost:0"
+        config = LaunchConfig(**values)
+    values_by_rank: dict[int, Any] = elastic_launch(config, entrypoint)(*args)
+    return values_by_rank

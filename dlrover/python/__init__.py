@@ -1,0 +1,77 @@
+"""
+The import paths of the original DLRover that users have in their scripts.
+
+One finder, one table: an old module is made on demand from the names that it had, each taken from where it lives now,
+at first use. Importing this package (Python does it for every path below) puts the finder in place. A path that is not
+in the table does not exist.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+
+ALIASES: Mapping[str, Mapping[str, str]] = {
+    # old module: {old name: "new module:new name"}
+    "dlrover.python.elastic_agent.torch.training": {
+        "ElasticLaunchConfig": "dlrover.trainer.torch.elastic_run:ElasticLaunchConfig",
+        "launch_agent": "dlrover.trainer.torch.elastic_run:launch_agent",
+    },
+    "dlrover.python.master.main": {"main": "dlrover.cli.master_command:main"},
+}
+
+
+class _OldModule(ModuleType):
+    def __getattr__(self, name: str) -> object:
+        target = ALIASES.get(self.__name__, {}).get(name)
+        if target is None:
+            raise AttributeError(f"{self.__name__} has no {name!r} in this implementation of DLRover")
+        module, _, attribute = target.partition(":")
+        value: object = getattr(importlib.import_module(module), attribute)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *ALIASES.get(self.__name__, {})})
+
+
+class _OldModuleLoader(InspectLoader):
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _OldModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__all__"] = sorted(ALIASES.get(module.__name__, ()))
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """For `python -m`."""
+        target = ALIASES.get(fullname, {}).get("main")
+        if target is None:
+            raise ImportError(f"{fullname} cannot be run", name=fullname)
+        module, _, attribute = target.partition(":")
+        return compile(f"import sys\nfrom {module} import {attribute}\nsys.exit({attribute}())\n", fullname, "exec")
+
+    def get_source(self, fullname: str) -> str | None:
+        return None
+
+    def is_package(self, fullname: str) -> bool:
+        return fullname not in ALIASES
+
+
+class OldPathFinder(MetaPathFinder):
+    """Knows the modules of the table and the packages above them."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        is_package = any(old.startswith(f"{fullname}.") for old in ALIASES)
+        if not fullname.startswith(f"{__name__}.") or not (is_package or fullname in ALIASES):
+            return None
+        return ModuleSpec(fullname, _OldModuleLoader(), origin="alias table", is_package=is_package)
+
+
+if not any(isinstance(finder, OldPathFinder) for finder in sys.meta_path):
+    sys.meta_path.append(OldPathFinder())
