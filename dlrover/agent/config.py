@@ -58,6 +58,8 @@ class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Only these local ranks may write to the console; empty: all."""
     duplicate_stdout_filters: tuple[str, ...] = ()
     duplicate_stderr_filters: tuple[str, ...] = ()
+    line_prefix: str = ""
+    """TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE with ${role_name}, ${rank}, ${local_rank}; empty: `[${role_name}${local_rank}]:`."""
 
 
 class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,5 @@
+"""Inside the training process."""
+
+from dlrover.trainer.progress import report
+
+__all__ = ["report"]

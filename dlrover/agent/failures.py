@@ -1,0 +1,277 @@
+"""
+Why a worker ended, as far as this node can tell.
+
+The kernel says how (exit code or signal, oom_kill counter of the cgroup), the error file of torch's `@record` or of
+our own worker entry says what the exception was, the end of the log says it where there is no such file. Patterns
+decide only between kinds of failure that the master treats differently; when nothing matches, the plain kind stays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from dataclasses import dataclass
+
+from dlrover.agent.process_tree import Exit
+from dlrover.protocol.messages import MAX_FAILURE_BYTES, FailureKind, Micros, WorkerFailure
+
+_MAX_MESSAGE_CHARACTERS = 500
+
+_PEER_LOST_TEXTS = (
+    r"connection closed by (remote )?peer",
+    r"connection reset by (remote )?peer",
+    r"connection (was likely )?closed",
+    r"connection refused",
+    r"connect(ion)? timed? ?out",
+    r"socket (closed|timeout)",
+    r"broken pipe",
+    r"remote process exit(ed|ing)",
+    r"timed out waiting|wait(ing)? timeout|timed out after \d+ ?ms|application timeout",
+    r"watchdog caught collective operation timeout",
+    r"ncclremoteerror|ncclsystemerror|nccl communicator was aborted",
+    r"failed to recv|recv(value|bytes) failed",
+    r"the client socket has (failed|timed out)",
+    r"store.*(timeout|timed out)",
+    r"connectfullmesh failed",
+)
+_PEER_LOST = re.compile("|".join(_PEER_LOST_TEXTS), re.IGNORECASE)
+_PEER_EXCEPTIONS = re.compile(
+    r"(RuntimeError|DistError|DistBackendError|DistNetworkError|DistStoreError|Connection\w*Error)\b"
+)
+"""A user's own exception may mention anything; only what torch and sockets raise counts."""
+_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_MEMORY = re.compile(
+    r"\b(MemoryError|OutOfMemoryError)\b|CUDA out of memory|DefaultCPUAllocator: (can't|not enough)|std::bad_alloc",
+)
+_BAD_SCRIPT = re.compile(r"^(SyntaxError|IndentationError|TabError|ModuleNotFoundError)\b")
+_CANNOT_OPEN = re.compile(r"can't open file .*: \[Errno \d+\]|: No module named ")
+_SYNTAX_ERROR = re.compile(r"^  File .*\n(?:.*\n){1,4}?(?:SyntaxError|IndentationError|TabError): .*$", re.MULTILINE)
+_CHAINED = re.compile(r"(During handling of the above|direct cause of the following) exception")
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+"""What torch's own hook puts before each line once a process group exists."""
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known of one ended worker."""
+
+    global_rank: int
+    local_rank: int
+    exit: Exit
+    exited_at: Micros
+    error_file: str = ""
+    log_tail: str = ""
+    log_file: str = ""
+    was_signalled: bool = False
+    """We had sent it a signal before."""
+    num_oom_kills: int = 0
+    """By how much the cgroup's oom_kill counter grew while it ran."""
+    hosts_coordinator: bool = False
+    """It binds the coordinator's port."""
+
+
+def describe_failure(evidence: Evidence) -> WorkerFailure:
+    recorded = read_error_file(evidence.error_file)
+    traceback = recorded.traceback if recorded else last_traceback(evidence.log_tail)
+    exception = recorded.message if recorded and recorded.message else last_line(traceback)
+    kind = classify(evidence, exception)
+    return WorkerFailure(
+        global_rank=evidence.global_rank,
+        local_rank=evidence.local_rank,
+        pid=evidence.exit.pid,
+        kind=kind,
+        exited_at=evidence.exited_at,
+        exit_code=evidence.exit.exit_code,
+        signal=evidence.exit.signal,
+        message=one_line(_message(evidence, kind, exception)),
+        # Both texts together stay within the limit of a report.
+        traceback=keep_tail(traceback, MAX_FAILURE_BYTES // 2),
+        log_tail=keep_tail(evidence.log_tail, MAX_FAILURE_BYTES // 2 - 8192),
+        log_file=evidence.log_file,
+        error_file=evidence.error_file if recorded else "",
+    )
+
+
+def could_not_start(*, global_rank: int, local_rank: int, message: str, at: Micros, pid: int = 0) -> WorkerFailure:
+    return WorkerFailure(
+        global_rank=global_rank,
+        local_rank=local_rank,
+        pid=pid,
+        kind=FailureKind.START_FAILED,
+        exited_at=at,
+        message=one_line(message),
+    )
+
+
+def classify(evidence: Evidence, exception: str) -> FailureKind:
+    ended = evidence.exit
+    if evidence.was_signalled:
+        return FailureKind.STOPPED_BY_US
+    if ended.signal == signal.SIGKILL and evidence.num_oom_kills > 0:
+        return FailureKind.OUT_OF_MEMORY
+    tail = last_lines(evidence.log_tail, 50)
+    if ended.signal is not None:
+        if ended.signal == signal.SIGABRT:
+            # C++ code that lost its peer, or memory, ends with terminate(): its reason is in the log only.
+            if _MEMORY.search(tail):
+                return FailureKind.MEMORY_ERROR
+            if _PEER_LOST.search(tail):
+                return FailureKind.PEER_LOST
+        return FailureKind.SIGNAL
+    if not exception:
+        return FailureKind.BAD_SCRIPT if _CANNOT_OPEN.search(tail) else FailureKind.EXIT_CODE
+    if _MEMORY.search(exception):
+        return FailureKind.MEMORY_ERROR
+    if evidence.hosts_coordinator and _PORT_TAKEN.search(exception):
+        return FailureKind.PORT_TAKEN
+    if _BAD_SCRIPT.match(_without_module(exception)):
+        return FailureKind.BAD_SCRIPT
+    if _PEER_EXCEPTIONS.search(exception) and _PEER_LOST.search(exception):
+        return FailureKind.PEER_LOST
+    return FailureKind.EXCEPTION
+
+
+def _message(evidence: Evidence, kind: FailureKind, exception: str) -> str:
+    ended = evidence.exit
+    if ended.signal is not None:
+        name = signal_name(ended.signal)
+        match kind:
+            case FailureKind.OUT_OF_MEMORY:
+                return f"killed by the kernel ({name}): the memory limit of the container was reached"
+            case FailureKind.STOPPED_BY_US:
+                return f"stopped by the agent with {name}"
+        core = ", core dumped" if ended.has_core else ""
+        said = f": {exception}" if exception else ""
+        return f"ended by {name}{core}{said}"
+    if exception:
+        return exception
+    if kind is FailureKind.BAD_SCRIPT:
+        return last_line(evidence.log_tail)
+    return f"exit code {ended.exit_code}"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Content of an error file."""
+
+    message: str
+    traceback: str
+
+
+def read_error_file(path: str) -> Recorded | None:
+    """None if there is none. A corrupt one counts as a failure without details."""
+    if not path:
+        return None
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            data = json.loads(file.read(4 * MAX_FAILURE_BYTES))
+    except OSError:
+        return None
+    except ValueError:
+        return Recorded("", "")
+    message = data.get("message") if isinstance(data, dict) else None
+    if isinstance(message, str):
+        return Recorded(message, "")
+    if not isinstance(message, dict):
+        return Recorded("", "")
+    details = message.get("extraInfo")
+    traceback = details.get("py_callstack", "") if isinstance(details, dict) else ""
+    return Recorded(str(message.get("message", "")), str(traceback))
+
+
+def last_traceback(text: str) -> str:
+    """The newest Python traceback of a log, up to the line that names the exception."""
+    text = _RANK_PREFIX.sub("", text)
+    start = text.rfind(_TRACEBACK)
+    if start < 0:
+        return _last_syntax_error(text)
+    # A chain ("During handling of...") belongs together: go back as long as the texts between say so.
+    while True:
+        before = text.rfind(_TRACEBACK, 0, start)
+        if before < 0 or not _CHAINED.search(text[before:start]):
+            break
+        start = before
+    lines = text[start:].splitlines()
+    end = 1
+    for number, line in enumerate(lines[1:], 1):
+        if re.match(r"[A-Za-z_][\w.]*(:|$)", line):
+            end = number + 1
+            if not any(_TRACEBACK in later for later in lines[end:]):
+                break
+    return "\n".join(lines[:end]) + "\n"
+
+
+def _last_syntax_error(text: str) -> str:
+    """The interpreter shows an error in the script itself without the usual headline."""
+    found = _SYNTAX_ERROR.findall(text)
+    return f"{found[-1]}\n" if found else ""
+
+
+def last_line(text: str) -> str:
+    stripped = text.rstrip()
+    return stripped[stripped.rfind("\n") + 1 :]
+
+
+def last_lines(text: str, count: int) -> str:
+    return "\n".join(text.splitlines()[-count:])
+
+
+def one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_MESSAGE_CHARACTERS else line[: _MAX_MESSAGE_CHARACTERS - 1] + "…"
+
+
+def keep_tail(text: str, limit_bytes: int) -> str:
+    """The last bytes of the text that fit, without half a character."""
+    raw = text.encode("utf-8", "replace")
+    return text if len(raw) <= limit_bytes else raw[-limit_bytes:].decode("utf-8", "ignore")
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _without_module(exception: str) -> str:
+    """`torch.OutOfMemoryError: …` as the bare class name and the rest."""
+    return re.sub(r"^[\w.]*\.(?=\w+(:|$))", "", exception)
+
+
+def count_oom_kills(cgroup_file: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int:
+    """How many processes of our memory cgroup the kernel has killed for memory so far; 0 where nobody counts."""
+    try:
+        with open(cgroup_file) as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    candidates = []
+    for line in lines:
+        _number, controllers, path = line.split(":", 2)
+        if controllers == "":
+            places = (f"{root}{path}", f"{root}/unified{path}", root)
+            candidates += [f"{place}/memory.events" for place in places]
+        elif "memory" in controllers.split(","):
+            # Inside a container the mount shows our own cgroup at its top.
+            candidates += [f"{root}/memory{path}/memory.oom_control", f"{root}/memory/memory.oom_control"]
+    for candidate in candidates:
+        count = _read_counter(os.path.normpath(candidate))
+        if count is not None:
+            return count
+    return 0
+
+
+def _read_counter(path: str) -> int | None:
+    try:
+        with open(path) as file:
+            for line in file:
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value)
+    except (OSError, ValueError):
+        return None
+    return None

@@ -1,0 +1,451 @@
+"""
+What workers print: to the console, into files, and the last of it kept for the report of a failure.
+
+Options, file names and line prefixes are torchrun's. Unlike there a stream that goes to the console and is kept as
+well passes through a pipe of ours instead of a file that is polled. One thread copies all of them, because a console
+that does not take its bytes must block the worker that prints and not the agent's event loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import shutil
+import string
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from dlrover.agent.config import LogConfig, Streams
+from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.messages import MAX_FAILURE_BYTES
+
+_log = logging.getLogger(__name__)
+
+TAIL_BYTES = MAX_FAILURE_BYTES
+_CHUNK = 65536
+_DEFAULT_PREFIX = "[${role_name}${local_rank}]:"
+
+
+@dataclass
+class WorkerFiles:
+    """What one worker is started with, and where its words can be found afterwards."""
+
+    local_rank: int
+    stdin: int
+    stdout: int
+    stderr: int
+    error_file: str
+    result_file: str
+    log_file: str = ""
+    """Where its stderr goes, or else its stdout; empty if neither has a file."""
+    copies: list[_Copy] = field(default_factory=list)
+
+    def close_descriptors(self) -> None:
+        """The worker has its own by now; ours would keep pipes from ever ending."""
+        for descriptor in {self.stdin, self.stdout, self.stderr} - {-1}:
+            os.close(descriptor)
+        self.stdin = self.stdout = self.stderr = -1
+
+    def tail(self) -> str:
+        """The last that it printed, errors preferred; empty where it wrote straight to a terminal."""
+        by_stream = {copy.number: bytes(copy.tail) for copy in self.copies}
+        raw = by_stream.get(2) or by_stream.get(1) or b""
+        if not raw and self.log_file:
+            raw = _read_tail(self.log_file)
+        return raw.decode("utf-8", "replace")
+
+
+class WorkerOutput:
+    """Console and log files of this node's workers, over all attempts."""
+
+    def __init__(self, config: LogConfig, *, role: str, run_id: str, runtime_dir: str) -> None:
+        self._config = config
+        self._role = role
+        self._run_id = run_id
+        self._runtime_dir = runtime_dir
+        self._run_dir = ""
+        self._pump = _Pump()
+        self._current: list[WorkerFiles] = []
+        self._filtered: dict[int, _Sink] = {}
+
+    @property
+    def log_dir(self) -> str:
+        """Directory of this run's log files; empty if nothing is logged to files."""
+        return self._run_dir if self._has_files else ""
+
+    @property
+    def _has_files(self) -> bool:
+        config = self._config
+        if config.log_dir == os.devnull:
+            return False
+        wanted = (config.redirect_default, config.tee_default, *config.redirects.values(), *config.tee.values())
+        return bool(config.log_dir) or any(wanted)
+
+    def open_attempt(self, attempt: int, global_ranks: Sequence[int]) -> list[WorkerFiles]:
+        """Files and pipes for the workers of one start. Errors here are the user's to solve, so they say how."""
+        assert not self._current, "the streams of the former attempt are still open"
+        try:
+            directory = self._make_attempt_dir(attempt)
+            self._filtered = self._open_filtered(directory)
+            for local_rank, global_rank in enumerate(global_ranks):
+                self._current.append(self._open_worker(directory, local_rank, global_rank))
+        except OSError as error:
+            self.abandon_attempt()
+            where = self._config.log_dir or self._runtime_dir
+            raise ConfigError(
+                f"The workers' log files cannot be created under {where}: {error.strerror} ({error.filename}). "
+                "Give a directory with room that this user may write to as --log-dir, or drop --redirects and --tee."
+            ) from error
+        return self._current
+
+    async def drain(self, files: WorkerFiles, timeout: float = 1.0) -> None:
+        """
+        Until all that the worker had printed when this was called has been copied.
+
+        A process it left behind may hold the pipe open, so this does not wait for its end; a blocked console ends the
+        wait.
+        """
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        is_drained = asyncio.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop may be gone when a blocked console wakes up
+                loop.call_soon_threadsafe(is_drained.set)
+
+        if not files.copies:
+            return
+        self._pump.drain(files.copies, tell)
+        try:
+            async with asyncio.timeout(timeout):
+                await is_drained.wait()
+        except TimeoutError:
+            _log.warning("The output of local rank %d could not be copied within %g s.", files.local_rank, timeout)
+
+    async def close_attempt(self) -> None:
+        """All workers are gone: copy the rest and close."""
+        for files in self._current:
+            await self.drain(files)
+        self.abandon_attempt()
+
+    def abandon_attempt(self) -> None:
+        for files in self._current:
+            files.close_descriptors()
+        self._pump.drop([copy for files in self._current for copy in files.copies], list(self._filtered.values()))
+        self._current = []
+        self._filtered = {}
+
+    def close(self) -> None:
+        self.abandon_attempt()
+        self._pump.close()
+
+    def _make_attempt_dir(self, attempt: int) -> str:
+        if not self._run_dir:
+            if self._has_files:
+                # Without --log-dir torchrun too leaves a temporary directory behind: somebody asked for these files.
+                base = self._config.log_dir or tempfile.mkdtemp(prefix="dlrover_logs_")
+                os.makedirs(base, exist_ok=True)
+                # The name is only torchrun's prefix; a job name may hold what a file name may not.
+                prefix = self._run_id.replace(os.sep, "_")
+                self._run_dir = tempfile.mkdtemp(prefix=f"{prefix}_", dir=base)
+                _log.info("log directory set to: %s", self._run_dir)
+            else:
+                self._run_dir = os.path.join(self._runtime_dir, "attempts")
+        directory = os.path.join(self._run_dir, f"attempt_{attempt}")
+        shutil.rmtree(directory, ignore_errors=True)
+        os.makedirs(directory)
+        if not self._has_files:
+            # Error files only, and a job may restart thousands of times: keep those of this start and the one before.
+            newest = {f"attempt_{number}" for number in (attempt, attempt - 1)}
+            for name in set(os.listdir(self._run_dir)) - newest:
+                shutil.rmtree(os.path.join(self._run_dir, name), ignore_errors=True)
+        return directory
+
+    def _open_filtered(self, directory: str) -> dict[int, _Sink]:
+        if not self._has_files:
+            return {}
+        wanted = {1: self._config.duplicate_stdout_filters, 2: self._config.duplicate_stderr_filters}
+        names = {1: "filtered_stdout.log", 2: "filtered_stderr.log"}
+        return {
+            number: _Sink.open(os.path.join(directory, names[number])) for number, needles in wanted.items() if needles
+        }
+
+    def _open_worker(self, directory: str, local_rank: int, global_rank: int) -> WorkerFiles:
+        config = self._config
+        own = os.path.join(directory, str(local_rank))
+        os.mkdir(own)
+        redirects = Streams(config.redirects.get(local_rank, config.redirect_default))
+        tee = Streams(config.tee.get(local_rank, config.tee_default))
+        if not self._has_files:
+            redirects = tee = Streams.NONE
+        is_shown = not config.local_ranks_filter or local_rank in config.local_ranks_filter
+        files = WorkerFiles(
+            local_rank=local_rank,
+            stdin=os.dup(0),
+            stdout=-1,
+            stderr=-1,
+            error_file=os.path.join(own, "error.json"),
+            result_file=os.path.join(own, "result.pickle"),
+        )
+        try:
+            for number, name, flag in ((1, "stdout", Streams.OUT), (2, "stderr", Streams.ERR)):
+                path = os.path.join(own, f"{name}.log") if (redirects | tee) & flag else ""
+                is_teed = bool(tee & flag)
+                prefix = self._prefix(local_rank, global_rank) if is_teed else b""
+                setattr(files, name, self._open_stream(files, number, path, prefix, is_teed=is_teed, is_shown=is_shown))
+                files.log_file = path or files.log_file
+        except OSError:
+            files.close_descriptors()
+            raise
+        return files
+
+    def _open_stream(
+        self, files: WorkerFiles, number: int, path: str, prefix: bytes, *, is_teed: bool, is_shown: bool
+    ) -> int:
+        """The descriptor that the worker gets as its stdout or stderr."""
+        if path and not (is_teed and is_shown):
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        if not path and is_shown and (number == 1 or os.isatty(2)):
+            return os.dup(number)
+        if not path and not is_shown and number == 1:
+            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        needles = self._config.duplicate_stdout_filters if number == 1 else self._config.duplicate_stderr_filters
+        copy = _Copy(
+            number=number,
+            console=number if is_shown else None,
+            prefix=prefix,
+            file=_Sink.open(path) if path else None,
+            filtered=self._filtered.get(number) if is_teed else None,
+            needles=tuple(os.fsencode(needle) for needle in needles),
+        )
+        reader, writer = os.pipe()
+        copy.descriptor = reader
+        os.set_blocking(reader, False)
+        files.copies.append(copy)
+        self._pump.add(copy)
+        return writer
+
+    def _prefix(self, local_rank: int, global_rank: int) -> bytes:
+        template = string.Template(self._config.line_prefix or _DEFAULT_PREFIX)
+        return template.safe_substitute(role_name=self._role, local_rank=local_rank, rank=global_rank).encode()
+
+
+@dataclass
+class _Sink:
+    """A log file that stops taking bytes after its first error instead of ending the job."""
+
+    path: str
+    file: BinaryIO | None
+
+    @classmethod
+    def open(cls, path: str) -> _Sink:
+        return cls(path, open(path, "wb", buffering=0))
+
+    def write(self, data: bytes) -> None:
+        if self.file is None:
+            return
+        try:
+            _write_all(self.file.fileno(), data)
+        except OSError as error:
+            _log.warning("%s cannot be written any more (%s); training goes on without it.", self.path, error.strerror)
+            self.close()
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+
+@dataclass(eq=False)
+class _Copy:
+    """One pipe from a worker and where its bytes go. Belongs to the pump's thread once added."""
+
+    number: int
+    console: int | None
+    prefix: bytes
+    """Before each line on the console; empty: bytes are passed on as they come."""
+    file: _Sink | None
+    filtered: _Sink | None
+    needles: tuple[bytes, ...]
+    descriptor: int = -1
+    tail: bytearray = field(default_factory=bytearray)
+    line: bytearray = field(default_factory=bytearray)
+    """The unfinished line of a prefixed stream."""
+    has_begun_line: bool = False
+    """Part of an overlong line is out already."""
+
+    def take(self, data: bytes) -> None:
+        self.tail += data
+        if len(self.tail) > 2 * TAIL_BYTES:
+            del self.tail[:-TAIL_BYTES]
+        if self.file is not None:
+            self.file.write(data)
+        if not self.prefix:
+            self._show(data)
+            return
+        self.line += data
+        *lines, rest = self.line.split(b"\n")
+        out = bytearray()
+        for line in lines:
+            out += self._finished(bytes(line) + b"\n")
+            self.has_begun_line = False
+        if len(rest) > _CHUNK:
+            out += self._finished(bytes(rest))
+            self.has_begun_line, rest = True, bytearray()
+        self.line = bytearray(rest)
+        self._show(bytes(out))
+
+    def finish(self) -> None:
+        if self.line:
+            self._show(self._finished(bytes(self.line)))
+            self.line = bytearray()
+        if self.file is not None:
+            self.file.close()
+
+    def _finished(self, line: bytes) -> bytes:
+        shown = line if self.has_begun_line else self.prefix + line
+        if self.filtered is not None and any(needle in line for needle in self.needles):
+            self.filtered.write(shown)
+        return shown
+
+    def _show(self, data: bytes) -> None:
+        if self.console is None or not data:
+            return
+        try:
+            _write_all(self.console, data)
+        except OSError:
+            self.console = None  # whoever read our console has gone; there is nobody left to tell
+
+
+class _Pump:
+    """The thread that copies. It starts with the first pipe and ends with `close`."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()
+        """
+        Guards `_calls`, the only thing both threads touch; a queue could not be waited for together with the pipes.
+        """
+        self._calls: list[Callable[[], None]] = []
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_writer, False)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+
+    def add(self, copy: _Copy) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="worker-output", daemon=True)
+            self._thread.start()
+        self._call(lambda: self._selector.register(copy.descriptor, selectors.EVENT_READ, copy))
+
+    def drain(self, copies: Sequence[_Copy], then: Callable[[], None]) -> None:
+        def now() -> None:
+            for copy in copies:
+                self._read(copy)
+            then()
+
+        self._call(now)
+
+    def drop(self, copies: Sequence[_Copy], sinks: Sequence[_Sink]) -> None:
+        """Copy what is there and forget these pipes."""
+
+        def now() -> None:
+            for copy in copies:
+                self._read(copy)
+                self._end(copy)
+            for sink in sinks:
+                sink.close()
+
+        if copies or sinks:
+            self._call(now)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._call(self._stop)
+            self._thread.join(timeout=2.0)  # a blocked console must not keep the agent from leaving
+            if self._thread.is_alive():
+                return
+        else:
+            self._work_off()
+        self._selector.close()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
+
+    def _stop(self) -> None:
+        self._is_closing = True
+
+    def _call(self, function: Callable[[], object]) -> None:
+        with self._lock:
+            self._calls.append(function)  # type: ignore[arg-type]
+        if self._thread is None:
+            return
+        with contextlib.suppress(BlockingIOError):  # full of wake-ups already
+            os.write(self._wake_writer, b".")
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            for key, _events in self._selector.select():
+                if key.data is None:
+                    os.read(self._wake_reader, 4096)
+                else:
+                    self._read(key.data, at_most=1)
+            self._work_off()
+
+    def _work_off(self) -> None:
+        with self._lock:
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+    def _read(self, copy: _Copy, at_most: int = 64) -> None:
+        """Until nothing is there now. Bounded, so that one who prints without end does not starve the others."""
+        for _ in range(at_most):
+            if copy.descriptor < 0:
+                return
+            try:
+                data = os.read(copy.descriptor, _CHUNK)
+            except BlockingIOError:
+                return
+            if not data:
+                self._end(copy)
+                return
+            copy.take(data)
+
+    def _end(self, copy: _Copy) -> None:
+        if copy.descriptor < 0:
+            return
+        with contextlib.suppress(KeyError):  # dropped before it was ever registered
+            self._selector.unregister(copy.descriptor)
+        os.close(copy.descriptor)
+        copy.descriptor = -1
+        copy.finish()
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(descriptor, view) :]
+        except BlockingIOError:
+            # Somebody made our console non-blocking (a terminal is shared with whoever started us): wait until it
+            # takes more.
+            with selectors.DefaultSelector() as selector:
+                selector.register(descriptor, selectors.EVENT_WRITE)
+                selector.select(timeout=1.0)
+
+
+def _read_tail(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - TAIL_BYTES))
+            return file.read(TAIL_BYTES)
+    except OSError:
+        return b""

@@ -1,0 +1,403 @@
+"""
+Processes below us: who they are, how each ended, and how to end them all.
+
+The agent is a subreaper: whatever a worker leaves behind, however often it forked and whatever session it opened,
+becomes our child in the end. So "everything that belongs to the job here" is simply "our descendants", and nothing
+else is ever touched. A process is named by pid *and* start time and signalled through a pidfd, so that a reused pid
+is never hit.
+
+Read from /proc by hand and not with psutil: the launcher and the agent's first lines use this, and psutil opens
+several files per process where one will do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import select
+import signal
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from dlrover.protocol.messages import StopCause
+
+if TYPE_CHECKING:
+    import asyncio
+
+_log = logging.getLogger(__name__)
+
+_PR_SET_CHILD_SUBREAPER = 36
+HAS_PIDFD = hasattr(os, "pidfd_open")
+"""Python was built with it; the kernel is asked at the first use."""
+
+GRACE_WITHOUT_HANDLER = 0.2
+GRACE_AFTER_FAILURE = 3.0
+GRACE_FOR_MEMBERSHIP = 5.0
+_KILL_DEADLINE = 10.0
+"""
+Seconds to wait for processes after SIGKILL; one that sleeps uninterruptibly in the kernel cannot be waited for for
+ever.
+"""
+
+
+class Process(NamedTuple):
+    pid: int
+    parent_pid: int
+    state: str
+    started_at_ticks: int
+    """Since boot; with the pid it names a process for good."""
+
+
+class Exit(NamedTuple):
+    """How a child ended."""
+
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    has_core: bool
+    at: float
+    """Wall clock, when we were told."""
+
+
+def become_subreaper() -> None:
+    """From now on orphans among our descendants become our children."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(number)}; Linux 3.4 or newer is needed")
+
+
+def look_up(pid: int) -> Process | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            line = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = line[line.rindex(b")") + 2 :].split()  # the name before may hold blanks and brackets
+    return Process(pid, int(fields[1]), fields[0].decode(), int(fields[19]))
+
+
+def all_processes() -> list[Process]:
+    found = (look_up(int(name)) for name in os.listdir("/proc") if name.isdecimal())
+    return [process for process in found if process is not None]
+
+
+def descendants(of: int, *, keep: Collection[int] = ()) -> list[Process]:
+    """Children, their children and so on, parents first; without the `keep` ones and all that is below them."""
+    by_parent: dict[int, list[Process]] = {}
+    for process in all_processes():
+        by_parent.setdefault(process.parent_pid, []).append(process)
+    found: list[Process] = []
+    layer = [of]
+    while layer:
+        children = [child for pid in layer for child in by_parent.get(pid, ()) if child.pid not in keep]
+        found += children
+        layer = [child.pid for child in children]
+    return found
+
+
+def send_signal(process: Process, number: int) -> bool:
+    """Whether it was there to be signalled."""
+    try:
+        descriptor = _open_pidfd(process.pid)
+    except ProcessLookupError:
+        return False
+    try:
+        now = look_up(process.pid)
+        if now is None or now.started_at_ticks != process.started_at_ticks:
+            return False
+        if descriptor is None:
+            os.kill(process.pid, number)
+        else:
+            signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        _log.warning("pid %d belongs to the job but changed its user; it cannot be signalled.", process.pid)
+        return False
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+    return True
+
+
+def kill_descendants(keep: Collection[int] = (), *, deadline: float = _KILL_DEADLINE) -> list[int]:
+    """
+    Kill everything below us but `keep` and what is below those, and reap it; without an event loop, for the launcher.
+
+    Returns the pids that could not be got rid of in time (uninterruptible sleep in the kernel).
+    """
+    until = time.monotonic() + deadline
+    while True:
+        remaining = _kill_once(keep)
+        if not remaining or time.monotonic() >= until:
+            return [process.pid for process in remaining]
+        # Wait for one that must go; its children become ours and are met in the next turn.
+        _wait_gone(remaining[0], min(until - time.monotonic(), 0.5))
+
+
+def _kill_once(keep: Collection[int]) -> list[Process]:
+    """SIGKILL to all, reap what is dead; returns those that are still to be waited for."""
+    own_pid = os.getpid()
+    remaining = []
+    for process in descendants(own_pid, keep=keep):
+        if process.state != "Z":
+            send_signal(process, signal.SIGKILL)
+            remaining.append(process)
+        elif process.parent_pid == own_pid:
+            _reap(process.pid)
+        # A zombie of another parent: the parent is on the list too, and then the zombie is ours.
+        else:
+            remaining.append(process)
+    return remaining
+
+
+def _wait_gone(process: Process, timeout: float) -> None:
+    try:
+        descriptor = _open_pidfd(process.pid)
+    except ProcessLookupError:
+        return
+    if descriptor is None:
+        time.sleep(min(timeout, 0.005))  # without pidfd the kernel has no way to tell about a grandchild
+        return
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.poll(max(timeout, 0.0) * 1000)
+    finally:
+        os.close(descriptor)
+
+
+def _reap(pid: int) -> None:
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return
+
+
+def _open_pidfd(pid: int) -> int | None:
+    """None where the kernel has no pidfds."""
+    if not HAS_PIDFD:
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EPERM, errno.EINVAL):
+            return None  # an old kernel, or a sandbox that forbids the call
+        raise
+
+
+class ProcessTree:
+    """
+    The processes of this node's agent, seen from its event loop.
+
+    Watches workers through pidfds (or SIGCHLD where there are none), reaps orphans that end by themselves while
+    training runs, and stops trees. `keep` names pids that are never touched: the zygote of the moment.
+    """
+
+    def __init__(self, keep: Callable[[], Collection[int]] = tuple) -> None:
+        import asyncio
+
+        self._keep = keep
+        self._loop = asyncio.get_running_loop()
+        self._watched: dict[int, _Watch] = {}
+        self._loop.add_signal_handler(signal.SIGCHLD, self._on_child)
+
+    def close(self) -> None:
+        self._loop.remove_signal_handler(signal.SIGCHLD)
+        for watch in list(self._watched.values()):
+            self._forget(watch)
+
+    def watch(self, pid: int) -> asyncio.Future[Exit]:
+        """Resolves when this child has ended; it is reaped then, by nobody else."""
+        assert pid not in self._watched, f"pid {pid} is watched already"
+        process = look_up(pid)
+        if process is None or process.parent_pid != os.getpid():
+            raise ProcessLookupError(errno.ESRCH, f"pid {pid} is no child of ours")
+        descriptor = _open_pidfd(pid)
+        watch = _Watch(process, descriptor, self._loop.create_future())
+        self._watched[pid] = watch
+        if descriptor is not None:
+            self._loop.add_reader(descriptor, self._collect, watch)
+        else:
+            self._loop.call_soon(self._collect, watch)
+        return watch.exit
+
+    def _collect(self, watch: _Watch) -> None:
+        """Read the status of a watched child, if it has ended."""
+        if watch.process.pid not in self._watched:
+            return
+        at = time.time()
+        if watch.descriptor is not None:
+            result = os.waitid(os.P_PIDFD, watch.descriptor, os.WEXITED | os.WNOHANG)
+        else:
+            result = os.waitid(os.P_PID, watch.process.pid, os.WEXITED | os.WNOHANG)
+        if result is None:
+            return
+        is_normal = result.si_code == os.CLD_EXITED
+        ended = Exit(
+            pid=watch.process.pid,
+            exit_code=result.si_status if is_normal else None,
+            signal=None if is_normal else result.si_status,
+            has_core=result.si_code == os.CLD_DUMPED,
+            at=at,
+        )
+        self._forget(watch)
+        if not watch.exit.done():
+            watch.exit.set_result(ended)
+
+    def _forget(self, watch: _Watch) -> None:
+        self._watched.pop(watch.process.pid, None)
+        if watch.descriptor is not None:
+            self._loop.remove_reader(watch.descriptor)
+            os.close(watch.descriptor)
+            watch.descriptor = None
+
+    def _on_child(self) -> None:
+        for watch in [watch for watch in self._watched.values() if watch.descriptor is None]:
+            self._collect(watch)
+        self.reap_orphans()
+
+    def reap_orphans(self) -> None:
+        """Adopted processes that ended by themselves: nobody else would take them out of the process table."""
+        keep = self._keep()
+        own_pid = os.getpid()
+        for process in all_processes():
+            is_dead_child = process.parent_pid == own_pid and process.state == "Z"
+            if is_dead_child and process.pid not in self._watched and process.pid not in keep:
+                _reap(process.pid)
+
+    async def stop(
+        self, pids: Iterable[int], *, cause: StopCause, shutdown_timeout: float, number: int = signal.SIGTERM
+    ) -> None:
+        """
+        End these watched workers with all that is below them, then every other descendant but the kept ones.
+
+        First the signal and the time that the cause allows, then SIGKILL. When this returns nothing of the job is
+        left here (or it sleeps in the kernel beyond our reach, which is logged).
+        """
+        import asyncio
+
+        # Taken now and not later: when a worker ends, what it started is no longer below it.
+        members: dict[tuple[int, int], Process] = {}
+        grace: dict[int, float] = {}
+        for pid in pids:
+            watch = self._watched.get(pid)
+            if watch is None:
+                continue
+            grace[pid] = grace_for(cause, pid, shutdown_timeout)
+            for process in (watch.process, *descendants(pid)):
+                members[process.pid, process.started_at_ticks] = process
+        for process in members.values():
+            send_signal(process, number)
+            if process.state == "T":
+                send_signal(process, signal.SIGCONT)  # a stopped process takes no signal but SIGKILL
+        began_at = self._loop.time()
+        for pid, seconds in sorted(grace.items(), key=lambda item: item[1]):
+            watch = self._watched.get(pid)
+            if watch is not None:
+                left = max(0.0, began_at + seconds - self._loop.time())
+                await asyncio.wait([watch.exit], timeout=left)
+                if not watch.exit.done():
+                    for process in (watch.process, *descendants(pid)):
+                        send_signal(process, signal.SIGKILL)
+        await self.sweep()
+
+    def kill(self) -> None:
+        """SIGKILL to every descendant but the kept ones, without waiting for their ends."""
+        for process in descendants(os.getpid(), keep=self._keep()):
+            if process.state != "Z":
+                send_signal(process, signal.SIGKILL)
+
+    async def sweep(self, *, deadline: float = _KILL_DEADLINE) -> None:
+        """Kill and reap every descendant but the kept ones, until none is left."""
+        import asyncio
+
+        until = self._loop.time() + deadline
+        while True:
+            remaining = []
+            own_pid = os.getpid()
+            for process in descendants(own_pid, keep=self._keep()):
+                if process.pid in self._watched:
+                    if process.state != "Z":
+                        send_signal(process, signal.SIGKILL)
+                    remaining.append(process)
+                elif process.state == "Z" and process.parent_pid == own_pid:
+                    _reap(process.pid)
+                else:
+                    send_signal(process, signal.SIGKILL)
+                    remaining.append(process)
+            if not remaining:
+                return
+            left = until - self._loop.time()
+            if left <= 0:
+                stuck = ", ".join(f"{process.pid} ({process.state})" for process in remaining)
+                _log.error(
+                    "SIGKILL has not ended these processes within %g s: %s. They may wait for a device.",
+                    deadline,
+                    stuck,
+                )
+                return
+            waits: list[Awaitable[object]] = [self._gone(process, left) for process in remaining]
+            await asyncio.gather(*waits)
+
+    async def _gone(self, process: Process, timeout: float) -> None:
+        """Until the process is dead or, if watched, collected."""
+        import asyncio
+
+        watch = self._watched.get(process.pid)
+        if watch is not None:
+            await asyncio.wait([watch.exit], timeout=timeout)
+            return
+        try:
+            descriptor = _open_pidfd(process.pid)
+        except ProcessLookupError:
+            return
+        if descriptor is None:
+            await asyncio.sleep(min(timeout, 0.005))  # no pidfd and maybe not our child: nothing can tell us
+            return
+        is_dead = asyncio.Event()
+        self._loop.add_reader(descriptor, is_dead.set)
+        try:
+            async with asyncio.timeout(timeout):
+                await is_dead.wait()
+        except TimeoutError:
+            return
+        finally:
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
+
+
+class _Watch:
+    def __init__(self, process: Process, descriptor: int | None, future: asyncio.Future[Exit]) -> None:
+        self.process = process
+        self.descriptor = descriptor
+        self.exit = future
+
+
+def grace_for(cause: StopCause, pid: int, shutdown_timeout: float) -> float:
+    """Seconds between the signal and SIGKILL."""
+    match cause:
+        case StopCause.FAILURE:
+            # Inside a collective no Python handler runs, and without one the default action needs no time at all.
+            return min(
+                GRACE_AFTER_FAILURE if has_handler(pid, signal.SIGTERM) else GRACE_WITHOUT_HANDLER, shutdown_timeout
+            )
+        case StopCause.MEMBERSHIP:
+            return min(GRACE_FOR_MEMBERSHIP, shutdown_timeout)
+        case StopCause.END_OF_JOB | StopCause.PREEMPTION:
+            return shutdown_timeout
+
+
+def has_handler(pid: int, number: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            for line in file:
+                if line.startswith("SigCgt:"):
+                    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return False

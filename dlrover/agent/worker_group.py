@@ -1,0 +1,381 @@
+"""
+The workers of one node in one world: started together, watched, stopped together.
+
+A group lives for one round. It does not decide anything: it says how the workers ended, and the agent and the master
+decide what that means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import random
+import signal
+import socket
+import string
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dlrover.agent.config import AgentConfig, EntryKind
+from dlrover.agent.failures import Evidence, could_not_start, count_oom_kills, describe_failure
+from dlrover.agent.output import WorkerFiles, WorkerOutput
+from dlrover.agent.process_tree import Exit, ProcessTree
+from dlrover.agent.spawner import Leash, Spawner, StartFailed
+from dlrover.agent.worker_socket import WorkerSocket
+from dlrover.protocol.messages import Micros, NodeRank, StopCause, WorkerFailure, WorldSpec
+
+_log = logging.getLogger(__name__)
+
+SIMULTANEOUS = 0.05
+"""Seconds to wait after the first failure for others that die with it, so that one report names them all."""
+_PORTS = range(20_000, 30_000)
+"""
+Below the range from which the kernel takes source ports of outgoing connections: none can take an offered port by
+chance.
+"""
+_TORCHELASTIC_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All workers ended with exit code 0."""
+
+    step: int | None
+    result_files: dict[int, str] = field(default_factory=dict)
+    """By global rank: where a launched function left its return value."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """At least one did not. The others still run until `stop`."""
+
+    failures: tuple[WorkerFailure, ...]
+    """Earliest first; never empty."""
+    step: int | None
+    lived: float
+
+
+@dataclass
+class _Worker:
+    local_rank: int
+    global_rank: int
+    files: WorkerFiles
+    pid: int = 0
+    exit: asyncio.Future[Exit] | None = None
+    failure: WorkerFailure | None = None
+
+
+class WorkerGroup:
+    def __init__(
+        self,
+        config: AgentConfig,
+        world: WorldSpec,
+        *,
+        node_rank: NodeRank,
+        spawner: Spawner,
+        tree: ProcessTree,
+        output: WorkerOutput,
+        worker_socket: WorkerSocket,
+        master_now: Callable[[], Micros],
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self.world = world
+        self._config = config
+        self._node_rank = node_rank
+        self._spawner = spawner
+        self._tree = tree
+        self._output = output
+        self._socket = worker_socket
+        self._master_now = master_now
+        self._environ = dict(os.environ if environ is None else environ)
+        self._workers: list[_Worker] = []
+        self._started_at = 0.0
+        self._num_oom_kills = 0
+        self._is_signalled = False
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the workers that were started, by local rank."""
+        return tuple(worker.pid for worker in self._workers if worker.pid)
+
+    @property
+    def step(self) -> int | None:
+        """Greatest step that any of them reported."""
+        return self._socket.step(self.world.round)
+
+    async def start(self, offer: PortOffer | None = None) -> None:
+        """
+        Start all workers. One that cannot be started counts as failed, and `wait` says so.
+
+        `offer` is our reserved port; it is given up in any case, and at the last moment if global rank 0 is here.
+        """
+        assert not self._workers, "a group is started once"
+        try:
+            world = self.world
+            ranks = range(world.first_global_rank, world.first_global_rank + world.local_world_size)
+            self._socket.open_round(world.round)
+            files = self._output.open_attempt(world.restart_count, ranks)
+            self._workers = [_Worker(local, rank, files[local]) for local, rank in enumerate(ranks)]
+            self._num_oom_kills = count_oom_kills()
+            self._started_at = time.monotonic()
+            self._log_thread_rule()
+            leashes = await asyncio.gather(*(self._fork(worker) for worker in self._workers))
+        finally:
+            if offer is not None:
+                offer.release()
+        await asyncio.gather(*(self._release(*pair) for pair in zip(self._workers, leashes, strict=True)))
+
+    async def wait(self) -> Finished | Failed:
+        """Until all have ended well or one has not. The rest is left running: the caller stops it."""
+        pending = {worker.exit for worker in self._workers if worker.exit is not None and not worker.failure}
+        while pending and not self._has_failed():
+            _done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if not self._has_failed():
+            files = {worker.global_rank: worker.files.result_file for worker in self._workers}
+            return Finished(self.step, files if self._config.entry.kind is EntryKind.FUNCTION else {})
+        lived = time.monotonic() - self._started_at
+        if pending:
+            await asyncio.wait(pending, timeout=SIMULTANEOUS)
+        failed = [worker for worker in self._workers if worker.failure or _has_ended_badly(worker)]
+        await asyncio.gather(*(self._output.drain(worker.files) for worker in failed))
+        failures = sorted((self._describe(worker) for worker in failed), key=lambda failure: failure.exited_at)
+        return Failed(tuple(failures), self.step, lived)
+
+    async def stop(self, cause: StopCause, with_signal: int = signal.SIGTERM) -> None:
+        """End the workers and everything they ever started. Harmless when they have ended already."""
+        self._is_signalled = True
+        await self._tree.stop(
+            self.pids, cause=cause, shutdown_timeout=self._config.shutdown_timeout, number=with_signal
+        )
+        await self._output.close_attempt()
+
+    def kill(self) -> None:
+        """SIGKILL, at once and without waiting: for an agent that is leaving through an error."""
+        self._is_signalled = True
+        self._tree.kill()
+        self._output.abandon_attempt()
+
+    def _has_failed(self) -> bool:
+        return any(worker.failure or _has_ended_badly(worker) for worker in self._workers)
+
+    def _log_thread_rule(self) -> None:
+        if self.world.restart_count == 0 and self.world.local_world_size > 1 and "OMP_NUM_THREADS" not in self._environ:
+            _log.warning(
+                "OMP_NUM_THREADS is not set: each of the %d workers of this node gets 1, so that they do not fight for "
+                "the processors. Set it to tune.",
+                self.world.local_world_size,
+            )
+
+    async def _fork(self, worker: _Worker) -> Leash | None:
+        entry = self._config.entry
+        environ = worker_environment(
+            self._environ,
+            self._config,
+            self.world,
+            node_rank=self._node_rank,
+            local_rank=worker.local_rank,
+            files=worker.files,
+            agent_socket=self._socket.path,
+        )
+        substituted = [string.Template(word).safe_substitute(local_rank=worker.local_rank) for word in entry.args]
+        files = worker.files
+        try:
+            leash = await self._spawner.spawn(
+                kind=entry.kind,
+                target=entry.target,
+                args=substituted,
+                environ={os.fsencode(name): os.fsencode(value) for name, value in environ.items()},
+                streams=(files.stdin, files.stdout, files.stderr),
+            )
+        except StartFailed as error:
+            self._note_start_failure(worker, str(error))
+            return None
+        finally:
+            files.close_descriptors()
+        try:
+            worker.exit = self._tree.watch(leash.pid)
+        except ProcessLookupError:
+            leash.close()
+            self._note_start_failure(worker, f"the worker (pid {leash.pid}) was killed before it began")
+            return None
+        worker.pid = leash.pid
+        return leash
+
+    async def _release(self, worker: _Worker, leash: Leash | None) -> None:
+        if leash is None:
+            return
+        try:
+            await leash.release()
+        except StartFailed as error:
+            self._note_start_failure(worker, str(error))
+
+    def _note_start_failure(self, worker: _Worker, message: str) -> None:
+        worker.failure = could_not_start(
+            global_rank=worker.global_rank,
+            local_rank=worker.local_rank,
+            message=f"cannot start {self._config.entry.target}: {message}",
+            at=self._master_now(),
+            pid=worker.pid,
+        )
+
+    def _describe(self, worker: _Worker) -> WorkerFailure:
+        if worker.failure is None:
+            assert worker.exit is not None, "a worker that never was started has its failure noted"
+            ended = worker.exit.result()
+            ago = max(0.0, time.time() - ended.at)
+            worker.failure = describe_failure(
+                Evidence(
+                    global_rank=worker.global_rank,
+                    local_rank=worker.local_rank,
+                    exit=ended,
+                    exited_at=Micros(self._master_now() - int(ago * 1e6)),
+                    error_file=worker.files.error_file,
+                    log_tail=worker.files.tail(),
+                    log_file=worker.files.log_file,
+                    was_signalled=self._is_signalled,
+                    num_oom_kills=count_oom_kills() - self._num_oom_kills,
+                    hosts_coordinator=worker.global_rank == 0,
+                )
+            )
+        return worker.failure
+
+
+def _has_ended_badly(worker: _Worker) -> bool:
+    return worker.exit is not None and worker.exit.done() and worker.exit.result().exit_code != 0
+
+
+def worker_environment(
+    base: Mapping[str, str],
+    config: AgentConfig,
+    world: WorldSpec,
+    *,
+    node_rank: int,
+    local_rank: int,
+    files: WorkerFiles,
+    agent_socket: str,
+) -> dict[str, str]:
+    """
+    What a worker finds in its environment: torchrun's names and values, and ours beside them.
+
+    Values that differ from torchrun's on purpose: run id, address and port, file names, and the store, which is never
+    the agent's because an agent that restarts would take the job's store with it.
+    """
+    global_rank = world.first_global_rank + local_rank
+    host, port = split_address(world.coordinator)
+    environ = dict(base)
+    if "OMP_NUM_THREADS" not in environ and world.local_world_size > 1:
+        environ["OMP_NUM_THREADS"] = "1"
+    environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", _TORCHELASTIC_SIGNALS)
+    environ.update(
+        {
+            "RANK": str(global_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(world.world_size),
+            "LOCAL_WORLD_SIZE": str(world.local_world_size),
+            "GROUP_RANK": str(world.group_rank),
+            "GROUP_WORLD_SIZE": str(world.group_world_size),
+            "ROLE_NAME": config.role,
+            "ROLE_RANK": str(global_rank),
+            "ROLE_WORLD_SIZE": str(world.world_size),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RESTART_COUNT": str(world.restart_count),
+            # Without --max-restarts torchrun says 0 here; our own rule has no number to tell.
+            "TORCHELASTIC_MAX_RESTARTS": str(config.terms.restarts.max_restarts or 0),
+            "TORCHELASTIC_RUN_ID": config.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCHELASTIC_ERROR_FILE": files.error_file,
+            "DLROVER_AGENT_SOCKET": agent_socket,
+            "DLROVER_JOB_NAME": config.job_name,
+            "DLROVER_ROUND": str(world.round),
+            "DLROVER_NODE_RANK": str(node_rank),
+            "DLROVER_LOCAL_RANK": str(local_rank),
+            "DLROVER_PARAL_CONFIG_PATH": os.path.join(config.runtime_dir, "auto_paral_config.json"),
+            "RUNTIME_METRICS_PATH": os.path.join(config.runtime_dir, "runtime_metrics.json"),
+        }
+    )
+    if config.entry.kind is EntryKind.FUNCTION:
+        environ["DLROVER_RESULT_FILE"] = files.result_file
+    if config.is_virtual_local_rank:
+        environ["LOCAL_RANK"] = "0"
+        environ["CUDA_VISIBLE_DEVICES"] = _visible_device(base.get("CUDA_VISIBLE_DEVICES"), local_rank)
+    return environ
+
+
+def _visible_device(visible: str | None, local_rank: int) -> str:
+    if visible is None:
+        return str(local_rank)
+    devices = visible.split(",")
+    if local_rank >= len(devices):
+        raise StartFailed(
+            f"--virtual-local-rank: local rank {local_rank} has no device in CUDA_VISIBLE_DEVICES={visible}. "
+            "Start fewer workers on this node or show them more devices."
+        )
+    return devices[local_rank].strip()
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """host and port; brackets of an IPv6 host are for the text only."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), port
+
+
+class PortOffer:
+    """
+    A port of this node, bound and not listening, so that nobody else gets it before our workers do.
+
+    Bound without SO_REUSEADDR: with it two agents on one host could hold the same port, neither of them listening.
+    And not listening, because a worker of another node that is early must be refused and try again, not connect to
+    us.
+    """
+
+    def __init__(self, host: str, sock: socket.socket) -> None:
+        self._socket = sock
+        port = sock.getsockname()[1]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    @classmethod
+    def bind(cls, host: str, ports: Sequence[int] = ()) -> PortOffer:
+        """The first free one of `ports`, or any. Raises OSError when none is free."""
+        if ports:
+            # A port that we used before may still have connections in their last minute: allowed in the second turn
+            # only.
+            attempts = [(port, False) for port in ports] + [(port, True) for port in ports]
+        else:
+            attempts = [(port, False) for port in random.sample(_PORTS, 64)] + [(0, False)]
+        for port, is_reused in attempts:
+            try:
+                return cls(host, _bind(port, is_reused=is_reused))
+            except OSError as error:
+                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise
+        raise OSError(errno.EADDRINUSE, f"none of the ports {', '.join(map(str, ports))} is free")
+
+    def release(self) -> None:
+        """May be called again."""
+        self._socket.close()
+
+
+def _bind(port: int, *, is_reused: bool) -> socket.socket:
+    for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:
+            continue  # a kernel without IPv6
+        try:
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            if is_reused:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((address, port))
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.EADDRNOTAVAIL and family == socket.AF_INET6:
+                continue  # IPv6 is compiled in and switched off
+            raise
+        return sock
+    raise OSError(errno.EAFNOSUPPORT, "this host has neither IPv6 nor IPv4")

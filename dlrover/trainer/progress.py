@@ -1,0 +1,92 @@
+"""
+`report(step)`: the worker tells its agent how far training is.
+
+Progress is what decides whether a restart was worth it, so every script should report; it costs a few microseconds
+and never raises into training. Nothing is waited for: what the socket does not take at once is replaced by the next
+report.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import msgspec
+
+from dlrover.protocol.local import pack
+from dlrover.protocol.messages import Hello, ReportStep
+from dlrover.trainer import environment
+
+_CONNECT_TIMEOUT = 1.0
+_MAX_CONNECT_ATTEMPTS = 3
+"""An agent that refuses so often is not going to answer; training must not pay for it at every step."""
+
+
+class ProgressReporter:
+    """One connection to the agent, opened at the first report. Belongs to the process that opened it."""
+
+    def __init__(self, where: environment.WorkerEnvironment | None) -> None:
+        self._where = where
+        self._socket: socket.socket | None = None
+        self._pid = 0
+        self._rest = b""
+        """What the socket has not taken yet of a frame that it took the beginning of."""
+        self._num_attempts = 0
+
+    def report(self, step: int) -> None:
+        if self._where is None:
+            return
+        if self._pid != os.getpid():
+            # Never used, or we are a fork (a DataLoader worker) of the process that did: its connection is not ours.
+            self._socket, self._rest, self._num_attempts, self._pid = None, b"", 0, os.getpid()
+        try:
+            self._send(pack(msgspec.msgpack.encode(ReportStep(step=int(step)))), self._where)
+        except BlockingIOError:
+            return  # the agent is busy; the next step says it all
+        except OSError:
+            self.close()
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, self._rest = None, b""
+
+    def _send(self, frame: bytes, where: environment.WorkerEnvironment) -> None:
+        if self._socket is None:
+            if self._num_attempts >= _MAX_CONNECT_ATTEMPTS:
+                return
+            self._num_attempts += 1
+            self._connect(where)
+        assert self._socket is not None, "connected above"
+        if self._rest:
+            sent = self._socket.send(self._rest)
+            self._rest = self._rest[sent:]
+            if self._rest:
+                return
+        sent = self._socket.send(frame)
+        self._rest = frame[sent:]
+
+    def _connect(self, where: environment.WorkerEnvironment) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(_CONNECT_TIMEOUT)
+            sock.connect(where.agent_socket)
+            hello = Hello(local_rank=where.local_rank, round=where.round, pid=os.getpid())
+            sock.sendall(pack(msgspec.msgpack.encode(hello)))
+            sock.setblocking(False)
+        except OSError:
+            sock.close()
+            raise
+        self._socket = sock
+        self._num_attempts = 0
+
+
+_reporter: ProgressReporter | None = None
+
+
+def report(step: int) -> None:
+    """The optimizer has finished this step. Does nothing outside `dlrover-run`."""
+    global _reporter
+    if _reporter is None:
+        _reporter = ProgressReporter(environment.current())
+    _reporter.report(step)

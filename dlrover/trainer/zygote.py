@@ -1,0 +1,298 @@
+"""
+The zygote: a process that has imported torch once, and from which workers are forked in milliseconds.
+
+Started by the agent's first lines with one end of a socket pair. It stays single-threaded and never touches a device,
+gRPC or an event loop, because whatever it holds every worker inherits. Each worker is forked twice, so that the agent
+(a subreaper) adopts it and can read its exit status, and then waits on a leash until the agent knows of it. A zygote
+that cannot or shall not be warm executes itself anew without the imports and then only forks and executes: one way to
+start any worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from dlrover.protocol.local import receive_frame, send_frame
+from dlrover.protocol.spawning import CountDevices, Counted, Forked, ForkWorker, FromZygote, Prepared, Refused, ToZygote
+from dlrover.trainer import worker
+
+_PID = struct.Struct("!q")
+_READ_AT_IMPORT = ("GOMP_", "KMP_", "LD_", "MALLOC_", "PYTHON", "PYTORCH_", "TORCH_")
+"""Variables that libraries or the interpreter read once, when they are loaded: too late to change in a fork."""
+_READ_LATER = ("TORCH_NCCL_", "TORCHELASTIC_")
+
+
+def main() -> None:
+    """Runs in the zygote until the agent hangs up, and in every worker that is forked from it, to its end."""
+    arguments = _parse(sys.argv[1:])
+    worker.set_death_signal(arguments.agent_pid)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        # The agent decides when we end: it closes the socket or kills us. Ctrl-C in a terminal must not.
+        signal.signal(number, signal.SIG_IGN)
+    worker.close_all_but({0, 1, 2, arguments.fd})
+    worker.show_as(b"dlrover zygote" + (b" (warm)" if arguments.is_warm else b""))
+    os.set_inheritable(arguments.fd, False)
+    order = _Zygote(arguments).serve()
+    if order is not None:
+        del arguments
+        worker.run(order.kind, os.fsdecode(order.target), [os.fsdecode(argument) for argument in order.args])
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dlrover zygote", allow_abbrev=False)
+    parser.add_argument("--fd", type=int, required=True, help="our end of the agent's socket pair")
+    parser.add_argument("--agent-pid", type=int, required=True)
+    parser.add_argument("--warm", dest="is_warm", action="store_true")
+    parser.add_argument("--preload", default="", help="modules to import beside torch, separated by commas")
+    parser.add_argument("--search-path", default="", help="where preloaded modules are looked for first")
+    parser.add_argument("--note", default="", help="why this zygote is not warm")
+    parser.add_argument("--room", default="", help="room for the title of the process")
+    return parser.parse_args(argv)
+
+
+class _CannotWarmError(Exception):
+    """Forking from this process would not be safe, or torch is not there."""
+
+
+@dataclass
+class _Birth:
+    """A fork under way: the process in the middle tells the worker's pid and ends."""
+
+    id: int
+    middle_pid: int
+    reader: int
+
+
+class _Zygote:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._socket = socket.socket(fileno=arguments.fd)
+        self._decode = msgspec.msgpack.Decoder(ToZygote).decode
+        self._is_warm: bool = arguments.is_warm
+        self._library_descriptors: frozenset[int] = frozenset()
+        self._environ = {name: value for name, value in os.environb.items() if _is_read_at_import(name)}
+
+    def serve(self) -> ForkWorker | None:
+        """Returns None when the agent has hung up, or in a forked child the order that it has become."""
+        self._prepare()
+        while True:
+            batch = self._receive()
+            if batch is None:
+                return None
+            births = []
+            for message, descriptors in batch:
+                match message:
+                    case ForkWorker():
+                        is_warm = self._is_warm and message.is_warm and self._suits(message)
+                        birth = self._fork(message, descriptors)
+                        if birth is None:
+                            self._socket.detach()
+                            worker.become(message, descriptors, self._library_descriptors, is_warm=is_warm)
+                            gc.enable()
+                            return message
+                        births.append(birth)
+                    case CountDevices():
+                        self._count(message)
+            for birth in births:
+                self._finish(birth)
+
+    def _prepare(self) -> None:
+        started_at = time.monotonic()
+        if self._is_warm:
+            known = _open_descriptors()
+            try:
+                self._import_all()
+            except _CannotWarmError as obstacle:
+                self._restart_cold(str(obstacle))
+            self._library_descriptors = frozenset(_open_descriptors() - known)
+            gc.collect()
+            gc.freeze()
+            gc.disable()  # a collection here would touch, and so copy, pages shared with all workers
+        self._reply(Prepared(is_warm=self._is_warm, seconds=time.monotonic() - started_at, note=self._arguments.note))
+
+    def _import_all(self) -> None:
+        try:
+            import torch
+        except Exception as error:
+            raise _CannotWarmError(
+                f"torch cannot be imported by {sys.executable} ({type(error).__name__}: {error})"
+            ) from error
+        if torch.distributed.is_available():
+            importlib.import_module("torch.distributed")
+        try:
+            importlib.import_module("torch._dynamo")
+        except Exception as error:
+            # Some builds lack it; the first optimizer of a worker then pays for what it finds.
+            print(f"dlrover: torch._dynamo is not preloaded ({type(error).__name__}: {error})", file=sys.stderr)
+        _check_forkable("torch")
+        search_path = self._arguments.search_path
+        if search_path:
+            sys.path.insert(0, search_path)
+        for name in filter(None, self._arguments.preload.split(",")):
+            try:
+                importlib.import_module(name)
+            except (Exception, SystemExit) as error:
+                raise _CannotWarmError(f"--preload {name} failed ({type(error).__name__}: {error})") from error
+            _check_forkable(f"--preload {name}")
+        if search_path:
+            sys.path.remove(search_path)
+
+    def _restart_cold(self, note: str) -> None:
+        """A clean process without the imports; requests that wait in the socket stay there."""
+        os.set_inheritable(self._socket.fileno(), True)
+        arguments = [
+            "--fd", str(self._socket.fileno()), "--agent-pid", str(self._arguments.agent_pid), "--note", note,
+            "--room", self._arguments.room,
+        ]  # fmt: skip
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:4], *arguments])
+
+    def _receive(self) -> list[tuple[ToZygote, list[int]]] | None:
+        """One request, and whatever else already waits: forks of one world then run side by side."""
+        batch: list[tuple[ToZygote, list[int]]] = []
+        while True:
+            try:
+                frame = receive_frame(self._socket)
+            except ConnectionError:
+                frame = None
+            if frame is None:
+                return None
+            batch.append((self._decode(frame[0]), frame[1]))
+            if not select.select([self._socket], [], [], 0)[0]:
+                return batch
+
+    def _suits(self, order: ForkWorker) -> bool:
+        if order.kind == "program":
+            return False
+        wanted = {name: value for name, value in order.environ.items() if _is_read_at_import(name)}
+        return wanted == self._environ
+
+    def _fork(self, order: ForkWorker, descriptors: list[int]) -> _Birth | None:
+        """None in the worker."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        reader, writer = os.pipe()
+        try:
+            middle_pid = os.fork()
+        except OSError as error:
+            os.close(reader)
+            os.close(writer)
+            middle_pid, reader = -(error.errno or 1), -1
+        if middle_pid == 0:
+            try:
+                pid = os.fork()
+                if pid:
+                    os.write(writer, _PID.pack(pid))
+            except OSError as error:
+                os.write(writer, _PID.pack(-(error.errno or 1)))
+                pid = -1
+            if pid:
+                os._exit(0)
+            return None
+        if reader >= 0:
+            os.close(writer)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return _Birth(order.id, middle_pid, reader)
+
+    def _finish(self, birth: _Birth) -> None:
+        pid = birth.middle_pid
+        if birth.reader >= 0:
+            raw = os.read(birth.reader, _PID.size)
+            os.close(birth.reader)
+            os.waitpid(birth.middle_pid, 0)  # from here on the worker's parent is the agent
+            pid = _PID.unpack(raw)[0] if raw else 0
+        if pid > 0:
+            self._reply(Forked(id=birth.id, pid=pid))
+        else:
+            reason = os.strerror(-pid) if pid else "the process in the middle died"
+            self._reply(Refused(id=birth.id, message=f"fork failed: {reason}"))
+
+    def _count(self, request: CountDevices) -> None:
+        """In a child that is thrown away: asking for devices may initialise them, which no fork survives."""
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                answer: FromZygote = _count_devices(request)
+            except Exception as error:  # the edge of the throw-away process
+                answer = Refused(id=request.id, message=str(error) or type(error).__name__)
+            with open(writer, "wb") as file:
+                file.write(msgspec.msgpack.encode(answer))
+            os._exit(0)
+        os.close(writer)
+        with open(reader, "rb") as file:
+            raw = file.read()
+        os.waitpid(pid, 0)
+        if raw:
+            send_frame(self._socket, raw)
+        else:
+            self._reply(Refused(id=request.id, message=f"the process that counts {request.kind} devices died"))
+
+    def _reply(self, message: FromZygote) -> None:
+        send_frame(self._socket, msgspec.msgpack.encode(message))
+
+
+def _is_read_at_import(name: bytes) -> bool:
+    text = os.fsdecode(name)
+    return text.startswith(_READ_AT_IMPORT) and not text.startswith(_READ_LATER)
+
+
+def _open_descriptors() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/fd")}
+
+
+def _check_forkable(culprit: str) -> None:
+    num_threads = len(os.listdir("/proc/self/task"))
+    if num_threads > 1:
+        raise _CannotWarmError(
+            f"{culprit} started {num_threads - 1} thread(s) when imported; a fork would lose them and keep their locks"
+        )
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise _CannotWarmError(f"{culprit} initialised CUDA when imported; a forked worker could not use the device")
+
+
+def _count_devices(request: CountDevices) -> Counted:
+    """torchrun's rules and words."""
+    import torch
+
+    num_cpus = len(os.sched_getaffinity(0))
+    kind = request.kind
+    match kind:
+        case "cpu":
+            return Counted(id=request.id, count=num_cpus, device="cpu")
+        case "gpu":
+            if not torch.cuda.is_available():
+                raise ValueError("Cuda is not available.")
+            return Counted(id=request.id, count=torch.cuda.device_count(), device="gpu")
+        case "xpu":
+            if not torch.xpu.is_available():
+                raise ValueError("Xpu is not available.")
+            return Counted(id=request.id, count=torch.xpu.device_count(), device="xpu")
+        case "auto":
+            accelerator = getattr(torch, "accelerator", None)  # since torch 2.6
+            if accelerator is not None and accelerator.is_available():
+                return Counted(
+                    id=request.id, count=accelerator.device_count(), device=accelerator.current_accelerator().type
+                )
+            if accelerator is None and torch.cuda.is_available():
+                return Counted(id=request.id, count=torch.cuda.device_count(), device="gpu")
+            return Counted(id=request.id, count=num_cpus, device="cpu")
+    if kind == torch._C._get_privateuse1_backend_name():
+        module = getattr(torch, kind)
+        if not module.is_available():
+            raise ValueError(f"{kind} is not available.")
+        return Counted(id=request.id, count=module.device_count(), device=kind)
+    raise ValueError(f"Unsupported nproc_per_node value: {kind}")
