@@ -77,10 +77,11 @@ def _code_of(error: DLRoverError) -> int:
 
 def _configure_logging(config: MasterConfig) -> None:
     try:
-        output = open(config.log_file, "a", encoding="utf-8") if config.log_file else sys.stderr
+        output = logging.FileHandler(config.log_file, encoding="utf-8") if config.log_file else logging.StreamHandler()
     except OSError as error:
         raise ConfigError(f"log file {config.log_file}: {error.strerror}. Give a file that can be written") from error
-    logging.basicConfig(stream=output, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    form = "%(asctime)s %(levelname)s %(name)s %(message)s"
+    logging.basicConfig(handlers=[output], level=logging.INFO, format=form)
 
 
 def _follow_parent(parent_pid: int) -> bool:

@@ -357,7 +357,7 @@ class Desk:
         log.warning("journal can be written again")
 
     async def _quarantine(self, work: Work, fault: CoreFault) -> None:
-        """The core failed in the middle of a command, so its state is worth nothing: read it again, without that one."""
+        """The core failed in the middle of a command: its state is worth nothing, read it again without that one."""
         log.error("core fault command=%s", type(work.body).__name__, exc_info=fault)
         command = msgspec.msgpack.encode(work.body)
         self._poison.add(command)
@@ -394,7 +394,7 @@ class Desk:
         if isinstance(request.body, Attach | Query):
             self._enqueue(Work(request.body, line=line, id=request.id))
             return
-        if line.node is None:
+        if line.node is None or line.incarnation is None:
             text = "attach first: the stream's first request must be an Attach"
             line.stream.send(Refusal(id=request.id, code="not-attached", message=text))
             return

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import sqlite3
@@ -50,7 +51,7 @@ class JournalError(DLRoverError):
     """The file cannot be used as a journal; a person must decide what to do with it."""
 
 
-class Fenced(DLRoverError):
+class Fenced(DLRoverError):  # noqa: N818 - named like its siblings in protocol/errors.py
     """Another master took over this journal. We must not act any more."""
 
 
@@ -325,7 +326,7 @@ def _trim_archive(connection: sqlite3.Connection, *, newest: int) -> None:
     numbers = [row[0] for row in connection.execute("SELECT number FROM snapshots ORDER BY number")]
     starts = sorted({1, *numbers})
     sizes = []
-    for start, end in zip(starts, starts[1:], strict=False):
+    for start, end in itertools.pairwise(starts):
         if end > newest:
             break
         size = connection.execute(

@@ -46,11 +46,11 @@ class Line:
 
     stream: AgentStream
     node: NodeId | None = None
-    incarnation: Incarnation = Incarnation(0)
+    incarnation: Incarnation | None = None
     gate: Gate = field(default_factory=Gate)
     is_open: bool = True
     told: int = -1
-    told_at: Micros = Micros(0)
+    told_at: int = 0
     acknowledged: int = -1
 
 
@@ -83,6 +83,7 @@ class Roster:
         if line.node is None or self._current.get(line.node) is not line:
             return None
         del self._current[line.node]
+        assert line.incarnation is not None, "attached without an incarnation"
         return NodeDisconnected(node=line.node, incarnation=line.incarnation)
 
     def end(self, node: NodeId) -> None:

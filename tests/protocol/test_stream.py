@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 import pytest
-from tests.protocol.conftest import TOKEN, Agent, PlainDesk, Serve
 
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.frames import Ack, Answer, Beat, Refusal, Request
@@ -25,6 +24,7 @@ from dlrover.protocol.messages import (
     Round,
 )
 from dlrover.protocol.rpc import ask
+from tests.protocol.conftest import TOKEN, Agent, PlainDesk, Serve
 
 Connect = Callable[..., Agent]
 
