@@ -33,8 +33,6 @@ from dlrover.protocol.errors import ConfigError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-EXIT_PORT_IN_USE = 3
-"""Of the master, and only of it: it could not bind."""
 EXIT_MASTER_LOST = 23
 
 FIND_MASTER_TIMEOUT = 120.0
@@ -47,13 +45,18 @@ MAX_PORT_CHOICES = 5
 NUM_QUICK_DEATHS = 5
 """Master deaths before it ever served, in a row, that are answered by an immediate start; then the pauses grow."""
 MAX_MASTER_PAUSE = 5.0
-AGENT_MARGIN = 10.0
-"""Seconds beyond the workers' grace that the agent has to end after a signal."""
-MASTER_FAREWELL = 2.0
-"""Seconds for a master to end by itself when its only node left, and for each further step of persuasion."""
-SHARED_MASTER_FAREWELL = 60.0
-"""The same where other nodes may still be on their way out: longer than the core waits for them."""
 SWEEP_TIMEOUT = 5.0
+
+
+class Patience(NamedTuple):
+    """How long others may take to end."""
+
+    agent_margin: float = 10.0
+    """Seconds beyond the workers' grace that the agent has after a signal."""
+    master: float = 2.0
+    """Seconds for a master to end by itself when its only node left, and after SIGTERM."""
+    shared_master: float = 60.0
+    """The same where other nodes may still be on their way out: longer than the core waits for them."""
 
 
 class Programs(NamedTuple):
@@ -77,7 +80,13 @@ class Ended(NamedTuple):
     message: str = ""
 
 
-def launch(settings: Settings, environ: Mapping[str, str], *, programs: Programs | None = None) -> int:
+def launch(
+    settings: Settings,
+    environ: Mapping[str, str],
+    *,
+    programs: Programs | None = None,
+    patience: Patience | None = None,
+) -> int:
     """Run the job on this node to its end. Gives the exit code; raises `ConfigError` before anything starts."""
     root = user_root(settings.environment)
     place, seat = discovery.find_master(settings)
@@ -98,6 +107,7 @@ def launch(settings: Settings, environ: Mapping[str, str], *, programs: Programs
                 place=place,
                 seat=seat,
                 programs=programs or Programs(),
+                patience=patience or Patience(),
                 environ=environ,
                 root=root,
             )
@@ -127,6 +137,7 @@ class Launcher:
         place: MasterPlace,
         seat: Seat | None,
         programs: Programs,
+        patience: Patience,
         environ: Mapping[str, str],
         root: str,
     ) -> None:
@@ -139,6 +150,7 @@ class Launcher:
         self._place = place
         self._seat = seat
         self._programs = programs
+        self._patience = patience
         self._root = root
         # torchrun tells its workers which signals it handles; ours expect the same variable.
         names = ",".join(signal.Signals(number).name for number in settings.signals)
@@ -304,24 +316,23 @@ class Launcher:
         return os.path.join(self._settings.journal, f"{job_directory_name(self._job_name)}-{self._launch_id}.sqlite")
 
     def _on_master_exit(self, status: int) -> None:
+        from dlrover.master.config import EXIT_BUG, EXIT_JOURNAL, EXIT_PORT_IN_USE
+
         self._master = None
-        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
-            return  # the job is over and all nodes left; the agent is on its way out
+        code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+        how = processes.describe_status(status)
         if os.path.exists(self._ready_file):
             self._has_master_served = True
             self._num_quick_master_deaths = 0
+            if code is not None and code not in (EXIT_JOURNAL, EXIT_BUG):
+                return  # every other code is the job's own: it is over, and the agent on its way out
         else:
             self._num_quick_master_deaths += 1
-        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == EXIT_PORT_IN_USE and not self._has_master_served:
+        if code == EXIT_PORT_IN_USE and not self._has_master_served:
             self._on_port_taken()
             return
-        is_hopeless = (
-            os.WIFEXITED(status)
-            and not self._has_master_served
-            and (os.WEXITSTATUS(status) == EXIT_USAGE or self._num_quick_master_deaths > NUM_QUICK_DEATHS)
-        )
-        how = processes.describe_status(status)
-        if is_hopeless:
+        is_first_start = code is not None and not self._has_master_served
+        if is_first_start and (code == EXIT_USAGE or self._num_quick_master_deaths > NUM_QUICK_DEATHS):
             self._fail(
                 EXIT_MASTER_LOST, f"The master could not start ({how}). Its log ends with:\n{self._master_tail()}"
             )
@@ -372,7 +383,7 @@ class Launcher:
     def _on_signal(self, number: int) -> None:
         if self._stopped_by is None:
             self._stopped_by = number
-            self._kill_agent_at = time.monotonic() + self._settings.shutdown_timeout + AGENT_MARGIN
+            self._kill_agent_at = time.monotonic() + self._settings.shutdown_timeout + self._patience.agent_margin
             if self._agent is not None:
                 processes.send(self._agent, signal.SIGTERM)
         elif number == signal.SIGINT:
@@ -424,20 +435,21 @@ class Launcher:
 
     def _clear_up(self) -> None:
         if self._agent is not None:
-            # We end before the agent does: it gets its chance to stop the workers in good order.
+            # We end before the agent does (the master is out of reach): it may still stop its workers in good order.
             processes.send(self._agent, signal.SIGTERM)
-            self._await_exit("_agent", MASTER_FAREWELL if self._stopped_by is None else 0.0)
-        self._master_starts_at = None
+            self._await_exit("_agent", self._patience.master)
         if self._master is not None:
-            is_shared = self._place.is_shared and self._settings.terms.limits.max_nodes > 1
             has_ended_well = self._ended is not None and self._ended.result is not None and self._stopped_by is None
-            patience = SHARED_MASTER_FAREWELL if is_shared else MASTER_FAREWELL
-            self._await_exit("_master", patience if has_ended_well else 0.0)
+            is_shared = self._place.is_shared and self._settings.terms.limits.max_nodes > 1
+            if has_ended_well:
+                self._await_exit("_master", self._patience.shared_master if is_shared else self._patience.master)
         if self._master is not None:
             processes.send(self._master, signal.SIGTERM)
-            self._await_exit("_master", MASTER_FAREWELL)
+            self._await_exit("_master", self._patience.master)
         self._master = None  # if it is still there, it goes with the rest
         self._sweep()
+        if self._seat is not None:
+            self._seat.close()
 
     def _await_exit(self, child: str, patience: float) -> None:
         """Until that child has ended; a signal ends the patience."""

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+DEADLINE = 20.0
+STANDINS = Path(__file__).parent / "standins"
+
+
+class StandinJob:
+    """A launcher whose agent and master are stand-ins. They tell what they do through a pipe."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.tmp_path = tmp_path
+        self.runtime = tmp_path / "run"
+        self.runtime.mkdir(mode=0o700)
+        self.script = tmp_path / "train.py"
+        self.script.touch()
+        self.events = tmp_path / "events"
+        self.gate = tmp_path / "gate"
+        os.mkfifo(self.events)
+        os.mkfifo(self.gate)
+        # Read and write: the pipe never ends, whoever comes and goes.
+        self._reader = os.open(self.events, os.O_RDWR | os.O_NONBLOCK)
+        self._buffer = b""
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, *args: str, behaviour: str, **environ: str) -> subprocess.Popen[str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+        self.process = subprocess.Popen(
+            [sys.executable, str(STANDINS / "launch.py"), *args, str(self.script), behaviour],
+            env={
+                **kept,
+                "XDG_RUNTIME_DIR": str(self.runtime),
+                "STANDIN_EVENTS": str(self.events),
+                "STANDIN_GATE": str(self.gate),
+                **environ,
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return self.process
+
+    def event(self, kind: str) -> list[str]:
+        """The next event of this kind; others before it are skipped."""
+        until = time.monotonic() + DEADLINE
+        while True:
+            while b"\n" in self._buffer:
+                line, _, self._buffer = self._buffer.partition(b"\n")
+                words = line.decode().split()
+                if words[0] == kind:
+                    return words[1:]
+            assert select.select([self._reader], [], [], max(0.0, until - time.monotonic()))[0], f"no event {kind}"
+            self._buffer += os.read(self._reader, 4096)
+
+    def finish(self) -> tuple[int, str]:
+        """Exit code and what was said."""
+        assert self.process is not None
+        _, errors = self.process.communicate(timeout=DEADLINE)
+        return self.process.returncode, errors
+
+    def open_gate(self) -> None:
+        with open(self.gate, "w", encoding="utf-8"):
+            pass
+
+    def files_left(self) -> list[str]:
+        return [str(path) for path in self.runtime.rglob("*") if path.name not in (".lock", f"dlrover-{os.getuid()}")]
+
+    def close(self) -> None:
+        os.close(self._reader)
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.communicate(timeout=5)
+            self.process.kill()
+            self.process.communicate()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[StandinJob]:
+    standin = StandinJob(tmp_path)
+    yield standin
+    standin.close()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

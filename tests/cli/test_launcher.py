@@ -1,0 +1,153 @@
+"""The launcher with real processes: who is started again, who is told to stop, and that nothing remains."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.cli.conftest import StandinJob, is_alive
+
+
+def test_a_job_that_ends_well_gives_zero_and_leaves_nothing(job: StandinJob) -> None:
+    job.start(behaviour="ok")
+    _, is_session_leader, signals = job.event("agent")
+    assert is_session_leader == "True"
+    assert signals == "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    assert job.finish() == (0, "")
+    assert job.files_left() == []
+
+
+@pytest.mark.parametrize(("option", "expected"), [("one", 1), ("worker", 7)])
+def test_a_failed_job_is_reported_and_gives_the_exit_code_asked_for(
+    job: StandinJob, option: str, expected: int
+) -> None:
+    job.start("--exit-code", option, behaviour="fail")
+    exit_code, said = job.finish()
+    assert exit_code == expected
+    assert "worker 3 had enough" in said
+    assert "global rank 3, exit code 7" in said
+    assert job.files_left() == []
+
+
+def test_a_killed_master_comes_back_at_once_on_the_same_port_and_journal(job: StandinJob) -> None:
+    """Twenty times, as fast as they come."""
+    job.start(behaviour="wait")
+    job.event("waiting")
+    pid, port, journal = job.event("master")
+    for _ in range(20):
+        os.kill(int(pid), signal.SIGKILL)
+        pid, next_port, next_journal = job.event("master")
+        assert (next_port, next_journal) == (port, journal)
+    job.open_gate()
+    exit_code, said = job.finish()
+    assert exit_code == 0
+    assert said.count("the master ended (killed by SIGKILL)") == 20
+    assert not is_alive(int(pid))
+    assert job.files_left() == []
+
+
+def test_a_master_that_refuses_its_configuration_ends_the_job_with_its_words(job: StandinJob) -> None:
+    process = job.start(behaviour="wait", STANDIN_MASTER="refuse")
+    exit_code, said = job.finish()
+    assert exit_code == 23
+    assert "could not start (exit code 2)" in said
+    assert "nonsense" in said
+    assert process.returncode == 23
+    assert job.files_left() == []
+
+
+def test_a_free_port_that_was_taken_after_all_is_replaced_for_both(job: StandinJob) -> None:
+    job.start(behaviour="wait", STANDIN_MASTER="port-in-use-once")
+    [first_port] = job.event("master-port")
+    _, port, _ = job.event("master")
+    assert port != first_port
+    address = f"127.0.0.1:{port}"
+    while job.event("waiting") != [address]:
+        pass
+    job.open_gate()
+    assert job.finish()[0] == 0
+
+
+def test_an_agent_that_is_killed_is_started_again_and_its_orphans_are_swept(job: StandinJob) -> None:
+    job.start(behaviour="crash-once")
+    first, *_ = job.event("agent")
+    [orphan] = job.event("orphan")
+    second, *_ = job.event("agent")
+    assert first != second
+    assert not is_alive(int(orphan))
+    exit_code, said = job.finish()
+    assert exit_code == 0
+    assert "the agent ended (killed by SIGKILL)" in said
+
+
+def test_an_agent_that_always_crashes_is_given_up(job: StandinJob) -> None:
+    job.start(behaviour="crash")
+    for _ in range(4):
+        job.event("agent")
+    exit_code, said = job.finish()
+    assert exit_code == 1
+    assert "ended 4 times in a row without a result" in said
+    assert job.files_left() == []
+
+
+def test_orphans_that_changed_their_session_end_with_the_job(job: StandinJob) -> None:
+    job.start(behaviour="orphan")
+    [orphan] = job.event("orphan")
+    assert job.finish()[0] == 0
+    assert not is_alive(int(orphan))
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)]
+)
+def test_a_signal_stops_the_agent_in_good_order(job: StandinJob, number: int, expected: int) -> None:
+    process = job.start(behaviour="wait")
+    agent, *_ = job.event("agent")
+    job.event("waiting")
+    process.send_signal(number)
+    job.event("stopped")
+    assert job.finish()[0] == expected
+    assert not is_alive(int(agent))
+    assert job.files_left() == []
+
+
+def test_a_second_interrupt_kills_an_agent_that_does_not_listen(job: StandinJob) -> None:
+    process = job.start(behaviour="stubborn")
+    agent, *_ = job.event("agent")
+    job.event("waiting")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    exit_code, _ = job.finish()
+    assert exit_code in (130, 143)  # two signals that are pending together arrive in the kernel's order
+    assert not is_alive(int(agent))
+    assert job.files_left() == []
+
+
+def test_an_agent_that_does_not_listen_is_killed_after_its_time(job: StandinJob) -> None:
+    process = job.start("--shutdown-timeout", "0", behaviour="stubborn")
+    agent, *_ = job.event("agent")
+    job.event("waiting")
+    process.send_signal(signal.SIGTERM)
+    assert job.finish()[0] == 143
+    assert not is_alive(int(agent))
+
+
+def test_signals_that_are_not_asked_for_keep_their_meaning(job: StandinJob) -> None:
+    process = job.start("--signals-to-handle", "SIGUSR1", behaviour="wait")
+    job.event("waiting")
+    process.send_signal(signal.SIGUSR1)
+    job.event("stopped")
+    assert job.finish()[0] == 128 + signal.SIGUSR1
+
+
+def test_the_journal_is_kept_where_it_was_asked_for(job: StandinJob) -> None:
+    directory = job.tmp_path / "journals"
+    job.start("--journal", str(directory), "--rdzv-id", "my-job", behaviour="wait")
+    job.event("waiting")
+    _, _, journal = job.event("master")
+    job.open_gate()
+    assert job.finish()[0] == 0
+    assert os.path.dirname(journal) == str(directory)
+    assert os.path.basename(journal).startswith("my-job-")

@@ -1,0 +1,168 @@
+"""The table of options against torch's own parser, and the parser against its own contract."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from dlrover.cli.options import OPTIONS, OUR_OPTIONS, TORCHRUN_OPTIONS, Kind, Origin, describe, parse, unavailable
+from dlrover.protocol.errors import ConfigError
+
+torch_run = pytest.importorskip("torch.distributed.run")
+
+_TYPES = {Kind.TEXT: str, Kind.INTEGER: int, Kind.NUMBER: float}
+
+
+@pytest.fixture(scope="module")
+def torch_actions() -> dict[str, argparse.Action]:
+    actions = torch_run.get_args_parser()._actions
+    return {action.dest: action for action in actions if action.option_strings and action.dest != "help"}
+
+
+@pytest.mark.peer
+def test_the_table_has_exactly_torchruns_options(torch_actions: dict[str, argparse.Action]) -> None:
+    assert {option.dest for option in TORCHRUN_OPTIONS} == set(torch_actions)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("option", TORCHRUN_OPTIONS, ids=lambda option: option.dest)
+def test_an_option_of_torchrun_has_torchs_names_default_and_type(
+    option: object, torch_actions: dict[str, argparse.Action]
+) -> None:
+    from dlrover.cli.options import Option
+
+    assert isinstance(option, Option)
+    action = torch_actions[option.dest]
+    ours = {*option.names, option.short} - {""}
+    assert ours == set(action.option_strings)
+    default = list(option.default) if isinstance(option.default, tuple) else option.default
+    assert default == action.default
+    if option.is_flag:
+        assert action.nargs == 0
+    else:
+        assert action.nargs is None
+    if option.kind is Kind.LIST:
+        assert list(parse([option.names[0], "a,,b,c", "x.py"], {}).texts(option.dest)) == action.type("a,,b,c")  #
+        type: ignore[operator] elif not option.is_flag:
+        assert action.type is _TYPES[option.kind]
+    assert list(option.choices) == list(action.choices or ())
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["train.py"],
+        ["--nnodes", "1:2", "--nproc_per_node=4", "train.py", "--lr", "0.1", "--nnodes", "9"],
+        ["-m", "pkg.module", "-x", "--", "y"],
+        ["-r3", "-t", "0:1,1:2", "train.py"],
+        ["--node-rank", "-1", "train.py", "-"],
+        ["--", "train.py", "--help"],
+        ["--standalone", "--max-restarts=2", "--duplicate-stdout-filters", "a,b", "./prog", "-h"],
+    ],
+    ids=" ".join,
+)
+def test_a_command_line_means_the_same_as_under_torchrun(argv: list[str]) -> None:
+    theirs = vars(torch_run.parse_args(argv))
+    ours = parse(argv, {})
+    assert (ours.script, list(ours.script_args)) == (theirs["training_script"], theirs["training_script_args"])
+    for option in TORCHRUN_OPTIONS:
+        value = ours.values[option.dest]
+        assert (list(value) if isinstance(value, tuple) else value) == theirs[option.dest], option.dest
+
+
+def test_all_names_are_distinct_and_come_in_both_spellings() -> None:
+    names = [name for option in OPTIONS for name in (*option.names, option.short) if name]
+    assert len(names) == len(set(names))
+    for option in OPTIONS:
+        for name in option.names:
+            assert "--" + name[2:].replace("-", "_") in option.names
+            assert "--" + name[2:].replace("_", "-") in option.names
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "network-check", "precheck", "comm-perf-test", "node-unit", "auto-config", "auto-tunning", "auto-tuning",
+        "exclude-straggler", "save-at-breakpoint", "accelerator", "training-port", "numa-affinity", "membind-policy",
+        "ucp-device-type",
+    ],
+)  # fmt: skip
+def test_every_option_of_the_original_is_known(name: str) -> None:
+    """spec 05 §2.1"""
+    known = {spelling for option in OUR_OPTIONS for spelling in option.names}
+    assert {f"--{name}", "--" + name.replace("-", "_")} <= known
+
+
+def test_an_explicit_option_wins_over_the_variable_and_the_variable_over_the_default() -> None:
+    environ = {"PET_NNODES": "2", "PET_STANDALONE": "1", "PET_NO_PYTHON": "0"}
+    from_variable = parse(["x.py"], environ)
+    assert from_variable.text("nnodes") == "2"
+    assert from_variable.origins["nnodes"] is Origin.ENVIRONMENT
+    assert from_variable.flag("standalone")
+    assert not from_variable.flag("no_python")
+    from_flag = parse(["--nnodes", "3", "x.py"], environ)
+    assert from_flag.text("nnodes") == "3"
+    assert from_flag.origins["nnodes"] is Origin.FLAG
+    assert parse(["x.py"], {}).origins["nnodes"] is Origin.DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "expected"),
+    [
+        (["--nodes", "2", "x.py"], {}, "Did you mean --nnodes"),
+        (["--nnode=2", "x.py"], {}, "Did you mean --nnodes"),
+        (["--stand", "x.py"], {}, "--stand is no option"),
+        (["-q", "x.py"], {}, "-q is no option"),
+        (["--standalone=1", "x.py"], {}, "takes no value"),
+        (["--nnodes"], {}, "needs a value"),
+        (["--nnodes", "--standalone", "x.py"], {}, "needs a value"),
+        (["--max-restarts", "many", "x.py"], {}, "an integer"),
+        (["--start-method", "thread", "x.py"], {}, "one of spawn, fork, forkserver"),
+        ([], {}, "No training script"),
+        (["--standalone"], {}, "No training script"),
+        (["x.py"], {"PET_MAX_RESTARTS": "many"}, "PET_MAX_RESTARTS=many"),
+        (["x.py"], {"PET_STANDALONE": "yes"}, "PET_STANDALONE=yes"),
+        (["x.py"], {"PET_EXIT_CODE": "two"}, "PET_EXIT_CODE=two"),
+    ],
+)
+def test_a_bad_command_line_is_answered_with_what_is_wrong(
+    argv: list[str], environ: dict[str, str], expected: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(argv, environ)
+    assert expected in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--network-check"], ["--precheck", "1"], ["--comm_perf_test"], ["--exclude-straggler"],
+        ["--save_at_breakpoint"], ["--auto-tuning"], ["--auto_tunning"], ["--numa-affinity"], ["--membind-policy",
+        "bind"], ["--training-port", "6"], ["--ucp_device_type", "cuda"], ["--accelerator", "ascend-npu"],
+        ["--standby", "1"], ["--numa-binding", "node"], ["--logs-specs", "mine"], ["--event-log-handler", "console"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_an_option_whose_feature_arrives_later_is_refused(argv: list[str]) -> None:
+    error = unavailable(parse([*argv, "x.py"], {}))
+    assert error is not None
+    assert "not yet available" in str(error)
+
+
+@pytest.mark.parametrize("argv", [["--precheck", "0"], ["--standby=0"], ["--accelerator", "nvidia.com/gpu"], []])
+def test_an_option_of_the_future_at_its_default_is_harmless(argv: list[str]) -> None:
+    assert unavailable(parse([*argv, "x.py"], {})) is None
+
+
+def test_a_variable_that_asks_for_the_future_is_named() -> None:
+    assert "PET_NETWORK_CHECK" in str(unavailable(parse(["x.py"], {"PET_NETWORK_CHECK": "1"})))
+
+
+def test_help_names_every_option() -> None:
+    text = describe()
+    for option in OPTIONS:
+        assert option.names[0] in text
+    assert max(map(len, text.splitlines())) <= 120
