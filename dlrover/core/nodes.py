@@ -45,8 +45,12 @@ class Node(Struct, kw_only=True):
     finished_round: Round = Round(0)
     """Round in which all its workers ended well; 0: not yet. A finished node is never started again."""
     step: int | None = None
-    """Greatest step that one of its reports named."""
+    """Greatest step that anybody told of it."""
     desired: Desired = Desired(number=0, master_epoch=0, wish=Wait("not decided yet"))
+
+    def reached(self, step: int | None) -> None:
+        if step is not None and (self.step is None or step > self.step):
+            self.step = step
 
     @property
     def label(self) -> str:

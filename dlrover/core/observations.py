@@ -79,6 +79,11 @@ class Observations:
         """When the next node will be found silent if nothing is heard of it."""
         return min((self._silent_at(seen) for seen in self._seen.values()), default=None)
 
+    def step(self, node: NodeId) -> int | None:
+        """The newest step the node told of; ask before it is forgotten, as evidence for `NodeDisconnected`."""
+        seen = self._seen.get(node)
+        return None if seen is None else seen.step
+
     def steps(self) -> dict[NodeId, int]:
         """The newest step each node told of."""
         return {node: seen.step for node, seen in sorted(self._seen.items()) if seen.step is not None}

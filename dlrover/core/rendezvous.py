@@ -5,13 +5,14 @@ A completed world is immutable and stays until the next one replaces it: a newco
 destroy nothing. Opening the next round is a decision of its own, taken by the job; only then members are asked to come
 back.
 
-Each live node that has not finished is in exactly one place: it waits, it is expected (asked to join and has not yet),
-or it is a member of a world whose successor is not open. The counts that decide a round are therefore lengths, and a
-join costs the same with ten nodes and with ten thousand.
+Each live node that has not finished is in exactly one place: it waits, it is absent (joined, but its stream is broken),
+it is expected (asked to join and has not yet), or it is a member of a world whose successor is not open. The counts
+that decide a round are therefore lengths, and a join costs the same with ten nodes and with ten thousand.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from msgspec import Struct
@@ -72,9 +73,13 @@ class Rendezvous(Struct):
     """Of `round`. None before the first, or if an earlier master's journal was lost."""
     group_ranks: dict[NodeId, int] = {}
     """Member to position in `world`."""
+    completed_at: Micros = Micros(0)
+    """When `world` began."""
     opening: Opening | None = None
     """Set: the next round is open, members of `world` shall come back. None: `world` is active, or nothing began."""
     waiting: dict[NodeId, Joined] = {}
+    absent: dict[NodeId, Joined] = {}
+    """Joined, but without a stream now. No world starts with them; they wait again when they are back."""
     expected: dict[NodeId, NodeRank] = {}
     finished: dict[NodeId, NodeRank] = {}
     """Members of `world` whose workers all ended well."""
@@ -96,6 +101,17 @@ class Rendezvous(Struct):
     def is_active(self) -> bool:
         """Whether the members shall run the workers of `world` now."""
         return self.world is not None and self.opening is None
+
+    @property
+    def num_coming(self) -> int:
+        """How many nodes are there and do not wait yet."""
+        return len(self.expected) + len(self.absent)
+
+    def coming(self) -> str:
+        """Those nodes in words."""
+        if self.num_coming > _NUM_NAMED:
+            return _nodes(self.num_coming)
+        return _named([*self.expected.values(), *(joined.node_rank for joined in self.absent.values())])
 
     def is_member(self, node: NodeId) -> bool:
         """Whether the node belongs to the newest world and has not been lost from it."""
@@ -129,14 +145,22 @@ class Rendezvous(Struct):
 
     def expect(self, node: NodeId, node_rank: NodeRank) -> None:
         """The node is there and shall join; what it joined with before, if anything, is void."""
-        self.waiting.pop(node, None)
+        self._drop(node)
         self.expected[node] = node_rank
 
     def join(self, node: NodeId, joined: Joined, now: Micros) -> None:
         if node not in self.waiting:  # a repeated join must not prolong the last call
             self.call_began_at = now
+        self._drop(node)
         self.waiting[node] = joined
-        self.expected.pop(node, None)
+
+    def stream_broke(self, node: NodeId) -> None:
+        if node in self.waiting:
+            self.absent[node] = self.waiting.pop(node)
+
+    def stream_back(self, node: NodeId) -> None:
+        if node in self.absent:
+            self.waiting[node] = self.absent.pop(node)
 
     def open(self, opening: Opening, members: Iterable[NodeId], now: Micros) -> None:
         """Begin the next round and expect these members of the newest world back."""
@@ -150,25 +174,24 @@ class Rendezvous(Struct):
 
     def forget(self, node: NodeId, node_rank: NodeRank) -> None:
         """The node will not come: nobody waits for it. A member counts as lost unless it has finished."""
-        self.waiting.pop(node, None)
-        self.expected.pop(node, None)
+        self._drop(node)
         if node in self.group_ranks and node not in self.finished:
             self.lost[node] = node_rank
 
     def finish(self, node: NodeId, node_rank: NodeRank) -> None:
         """The member's work is done: it is neither expected nor started again."""
-        self.waiting.pop(node, None)
-        self.expected.pop(node, None)
+        self._drop(node)
         self.finished[node] = node_rank
 
     def is_all_finished(self) -> bool:
         return self.world is not None and len(self.finished) == len(self.world.members)
 
-    def complete(self, world: World) -> None:
+    def complete(self, world: World, now: Micros) -> None:
         """The chosen nodes have their world; the others go on waiting, their offers stay good."""
         assert world.round == self.next_round, f"round {world.round} completed after round {self.round}"
         self.round = world.round
         self.world = world
+        self.completed_at = now
         self.group_ranks = {member.node: group_rank for group_rank, member in enumerate(world.members)}
         for node in self.group_ranks:
             del self.waiting[node]
@@ -178,8 +201,10 @@ class Rendezvous(Struct):
         self.below_min_since = None
         self.used_offers = [*self.used_offers, world.coordinator][-NUM_USED_OFFERS:]
 
-    def shift(self, outage: int) -> None:
-        """The master was away for so many microseconds, and nobody could join meanwhile."""
+    def master_restarted(self, outage: int) -> None:
+        """The master was away for so many microseconds; nobody could join meanwhile, and nobody has a stream yet."""
+        self.absent.update(self.waiting)
+        self.waiting = {}
         self.call_began_at = Micros(self.call_began_at + outage)
         if self.below_min_since is not None:
             self.below_min_since = Micros(self.below_min_since + outage)
@@ -188,6 +213,7 @@ class Rendezvous(Struct):
         """The job is over: nobody meets any more."""
         self.opening = None
         self.waiting = {}
+        self.absent = {}
         self.expected = {}
         self.below_min_since = None
 
@@ -205,13 +231,13 @@ class Rendezvous(Struct):
 
     def call_ends_at(self, limits: Limits) -> Micros | None:
         """Until when a round that could start holds the door open; None: there is nobody worth waiting for."""
-        num_waiting, num_expected = len(self.waiting), len(self.expected)
+        num_waiting, num_coming = len(self.waiting), self.num_coming
         usable = num_usable(num_waiting, limits)
         if self.opening is None or usable < limits.min_nodes:
             return None
-        if num_usable(num_waiting + num_expected, limits) > usable or self._is_member_displaced(usable):
+        if num_usable(num_waiting + num_coming, limits) > usable or self._is_member_displaced(usable):
             return Micros(self.call_began_at + micros(limits.last_call))
-        if self.round == 0 and num_waiting + num_expected < limits.max_nodes:
+        if self.round == 0 and num_waiting + num_coming < limits.max_nodes:
             return Micros(self.call_began_at + micros(limits.first_call))
         return None
 
@@ -243,10 +269,16 @@ class Rendezvous(Struct):
 
         A spare has joined long before; the members are only stopping their workers. They hold the state in memory.
         """
-        if not any(node in self.group_ranks for node in self.expected):
+        if not any(node in self.group_ranks for node in itertools.chain(self.expected, self.absent)):
             return False
         num_members = sum(1 for node in self.waiting if node in self.group_ranks)
         return num_members < usable
+
+    def _drop(self, node: NodeId) -> None:
+        """Out of whichever place it is in."""
+        self.waiting.pop(node, None)
+        self.absent.pop(node, None)
+        self.expected.pop(node, None)
 
 
 def num_usable(num_nodes: int, limits: Limits) -> int:
@@ -265,9 +297,10 @@ def choose_world(rdzv: Rendezvous, limits: Limits, now: Micros) -> tuple[World |
         return None, f"{label}: {num_waiting} of at least {limits.min_nodes} nodes wait{unit}."
     ends_at = rdzv.call_ends_at(limits)
     if ends_at is not None and now < ends_at:
-        if rdzv.expected:
-            whom = _named(rdzv.expected.values())
-            return None, f"{label}: {_nodes(num_waiting)} wait; last call of {limits.last_call:g} s for {whom}."
+        if rdzv.num_coming:
+            return None, (
+                f"{label}: {_nodes(num_waiting)} wait; last call of {limits.last_call:g} s for {rdzv.coming()}."
+            )
         return None, (
             f"{label}: {_nodes(num_waiting)} of at most {limits.max_nodes} wait; "
             f"first call of {limits.first_call:g} s for more."

@@ -172,10 +172,10 @@ def is_charged(incident: Incident) -> bool:
 
 
 def made_progress(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> bool:
-    """A greater step than ever before; a job that never reports steps has to live long instead [DECISIONS 23]."""
+    """A greater step than ever before; workers that never told a step have to live long instead [DECISIONS 23]."""
     if incident.step is not None:
         return restarts.best_step is None or incident.step > restarts.best_step
-    return restarts.best_step is None and incident.lived >= policy.lived_long
+    return incident.lived >= policy.lived_long
 
 
 def decide(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> Decision:

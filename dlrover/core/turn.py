@@ -1,15 +1,12 @@
 """
-What goes around a command: who sent it, what came out of it, and the scratch paper while it is applied.
-
-The scratch paper (`Turn`) is the one place where effects, verdicts and touched nodes gather, so that no room of the
-core needs to know who else is interested, and nothing of it can leak into the state or survive a rejected command.
+One turn of the job, seen from outside: who sent the command, and what came out of it.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from dlrover.protocol.messages import Effect, Incarnation, Micros, NodeId, Reply
+from dlrover.protocol.messages import Effect, Incarnation, NodeId, Reply
 
 MICROS_PER_SECOND = 1_000_000
 
@@ -38,21 +35,3 @@ class Outcome(Struct, frozen=True):
     effects: tuple[Effect, ...] = ()
     verdicts: tuple[str, ...] = ()
     """The reasons of the decisions taken, a sentence each."""
-
-
-class Turn:
-    """One command being applied."""
-
-    def __init__(self, now: Micros) -> None:
-        self.now = now
-        self.effects: list[Effect] = []
-        self.verdicts: list[str] = []
-        self.touched: dict[NodeId, None] = {}
-        """Nodes whose wish may have changed; a dict because the order of a set is not reproducible."""
-        self.is_all_touched = False
-
-    def touch(self, node: NodeId) -> None:
-        self.touched[node] = None
-
-    def touch_all(self) -> None:
-        self.is_all_touched = True

@@ -325,6 +325,8 @@ class NodeDisconnected(Struct, tag=True, frozen=True, kw_only=True):
 
     node: NodeId
     incarnation: Incarnation
+    step: int | None = None
+    """Greatest step its heartbeats told of: if the agent died, nobody else can say whether there was progress."""
 
 
 class NodeSilent(Struct, tag=True, frozen=True, kw_only=True):

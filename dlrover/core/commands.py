@@ -1,0 +1,296 @@
+"""
+What each command does: a function per command, and the table of them.
+
+Each function checks first and raises `Rejected`; below the empty line it only changes, and cannot refuse any more. So a
+command is applied whole or not at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from dlrover.core import restarts as blame
+from dlrover.core.course import Course, is_running
+from dlrover.core.nodes import NodeLife
+from dlrover.core.rendezvous import Joined
+from dlrover.core.state import JobState
+from dlrover.core.turn import Origin, micros
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages import (
+    Attach,
+    Attached,
+    Command,
+    DeadlineKind,
+    DeadlinePassed,
+    Done,
+    ExitReason,
+    FinishJob,
+    FirstFailure,
+    JobTerms,
+    JoinRendezvous,
+    LeaveJob,
+    LeaveReason,
+    MasterStarted,
+    Micros,
+    NodeDisconnected,
+    NodeId,
+    NodeSilent,
+    Reply,
+    ReportFailure,
+    ReportFinished,
+    Stage,
+    StopJob,
+)
+
+_LARGEST = 2**53
+"""No counter of an agent comes near; beyond it is rubbish, and adding to it must not overflow the encoding."""
+
+
+def check_sender(command: Command, origin: Origin | None) -> None:
+    """What a command says of its node must be what the stream says of its sender."""
+    if origin is None or not isinstance(command, JoinRendezvous | ReportFailure | ReportFinished | LeaveJob):
+        return
+    if (command.node, command.incarnation) != (origin.node, origin.incarnation):
+        raise Rejected(
+            f"Node {origin.node} in incarnation {origin.incarnation} may not speak for node {command.node} in "
+            f"incarnation {command.incarnation}.",
+            code="wrong-sender",
+        )
+
+
+def _master_started(command: MasterStarted, course: Course) -> Reply:
+    state = course.state
+    if command.master_epoch <= state.master_epoch:
+        raise Rejected(
+            f"Master epoch {command.master_epoch} is not beyond {state.master_epoch}: another master took over.",
+            code="old-epoch",
+        )
+    if command.job_name and state.job_name and command.job_name != state.job_name:
+        raise Rejected(
+            f"The journal belongs to job {state.job_name!r}, not to {command.job_name!r}.", code="job-differs"
+        )
+    outage = course.now - state.now if state.master_epoch else 0
+    state.master_epoch = command.master_epoch
+    state.job_name = state.job_name or command.job_name
+    state.nodes.master_restarted(course.now)
+    state.rendezvous.master_restarted(outage)
+    if state.drains_at is not None:
+        state.drains_at = Micros(state.drains_at + outage)
+    course.touch_all()
+    if state.end is not None and state.stage is Stage.STOPPED:
+        # The former master may have died between its commit and its exit.
+        course.effects.append(FinishJob(state.end))
+    return Done()
+
+
+def _attach(command: Attach, course: Course) -> Reply:
+    state, nodes = course.state, course.state.nodes
+    _check_attach(command)
+    if state.terms is not None and command.terms != state.terms:
+        raise Rejected(_differing_terms(state.terms, command.terms, command.host), code="terms-differ")
+    node = nodes.of_launch(command.launch)
+    if node is not None and 0 < command.incarnation < node.incarnation:
+        raise Rejected(
+            f"Incarnation {command.incarnation} of {node.label} is over; {node.incarnation} is the newest.",
+            code="stale-incarnation",
+        )
+    holder = None
+    if node is None and command.node_rank is not None:
+        holder = nodes.holder(command.node_rank)
+        if holder is not None and nodes.is_connected(holder.id):
+            raise Rejected(
+                f"Node rank {command.node_rank} is asked for by {command.host} and held by {holder.host}, which is "
+                "alive. Give each node its own --node-rank, or none.",
+                code="rank-held",
+            )
+
+    if state.terms is None:
+        state.terms = command.terms
+    if holder is not None:
+        course.lose(holder, NodeLife.GONE, f"{holder.label} is replaced by {command.host}")
+    if node is None:
+        node = course.admit(command)
+    elif node.life is NodeLife.ALIVE and command.incarnation == node.incarnation:
+        course.reattach(node, command)
+    else:
+        course.renew(node, command)
+    course.touch(node.id)
+    course.advance()
+    return Attached(
+        node=node.id,
+        node_rank=node.rank,
+        incarnation=node.incarnation,
+        master_epoch=state.master_epoch,
+        job_name=state.job_name,
+        now=course.now,
+        desired=node.desired,  # `apply` puts in the newest when all wishes are known
+    )
+
+
+def _join(command: JoinRendezvous, course: Course) -> Reply:
+    rdzv = course.state.rendezvous
+    node = course.state.nodes.current(command.node, command.incarnation)
+    if course.state.end is not None:
+        raise Rejected(f"The job has ended: {course.state.end.message}", code="job-ended")
+    if command.round != rdzv.next_round or (rdzv.opening is None and rdzv.is_member(node.id)):
+        state = "open" if rdzv.opening is not None else "not open"
+        raise Rejected(
+            f"{node.label} wants to join round {command.round}; round {rdzv.next_round} is next and {state}.",
+            code="stale-round",
+        )
+    if node.finished_round:
+        raise Rejected(f"{node.label} has finished in round {node.finished_round}.", code="finished")
+    if command.local_world_size < 1 or not command.offer:
+        raise Rejected("A join needs at least one worker and an offer of host:port.", code="malformed")
+    if rdzv.is_offer_used(node.id, command.offer):
+        raise Rejected(
+            f"{command.offer} served an earlier round; a port is never used for two. Bind another.",
+            code="offer-used",
+        )
+
+    node.local_world_size = command.local_world_size
+    rdzv.join(node.id, Joined(node.rank, command.local_world_size, command.offer), course.now)
+    course.touch(node.id)
+    course.advance()
+    return Done()
+
+
+def _report_failure(command: ReportFailure, course: Course) -> Reply:
+    rdzv, restarts = course.state.rendezvous, course.state.restarts
+    node = course.state.nodes.current(command.node, command.incarnation)
+    if not command.failures:
+        raise Rejected("A failure report names at least one failure.", code="malformed")
+    if command.round > rdzv.round or command.round < 1:
+        raise Rejected(f"There was no round {command.round} yet; the newest is {rdzv.round}.", code="unknown-round")
+
+    node.reached(command.step)
+    lived = command.lived if math.isfinite(command.lived) else 0.0
+    first = FirstFailure(
+        failure=blame.first_of(command.failures),
+        node_rank=node.rank,
+        host=node.host,
+        round=command.round,
+        step=command.step,
+    )
+    incident = restarts.incident
+    if incident is not None and incident.round == command.round:
+        course.hear_more(incident, first, lived)
+    elif is_running(course.state, node) and command.round == rdzv.round:
+        course.begin_incident(first, lived)
+    course.advance()
+    return Done()
+
+
+def _report_finished(command: ReportFinished, course: Course) -> Reply:
+    rdzv = course.state.rendezvous
+    node = course.state.nodes.current(command.node, command.incarnation)
+    if command.round > rdzv.round or command.round < 1:
+        raise Rejected(f"There was no round {command.round} yet; the newest is {rdzv.round}.", code="unknown-round")
+
+    node.reached(command.step)
+    if command.round == rdzv.round:
+        course.finish_node(node)
+    course.advance()
+    return Done()
+
+
+def _leave(command: LeaveJob, course: Course) -> Reply:
+    state = course.state
+    node = state.nodes.current(command.node, command.incarnation)
+
+    why = f"{node.label} left ({command.reason.value})" + (f": {command.message}" if command.message else "")
+    course.lose(node, NodeLife.LEFT, why)
+    is_final = command.reason in (LeaveReason.STOPPED_BY_USER, LeaveReason.FAILED, LeaveReason.JOB_ENDED)
+    if state.end is None and not state.nodes.live and is_final:
+        by_user = command.reason is LeaveReason.STOPPED_BY_USER
+        course.end_job(
+            ExitReason.STOPPED_BY_USER if by_user else ExitReason.WORKER_ERROR,
+            f"{why[0].upper()}{why[1:]}, and no other node is there.",
+        )
+    course.advance()
+    return Done()
+
+
+def _node_disconnected(command: NodeDisconnected, course: Course) -> Reply:
+    nodes = course.state.nodes
+    node = nodes.current(command.node, command.incarnation)
+    node.reached(command.step)
+    if nodes.is_connected(node.id):
+        nodes.stream_broke(node, course.now)
+        course.state.rendezvous.stream_broke(node.id)
+    return Done()
+
+
+def _node_silent(command: NodeSilent, course: Course) -> Reply:
+    node = course.state.nodes.current(command.node, command.incarnation)
+    silence = (course.now - command.last_seen_at) / micros(1.0)
+    course.lose(node, NodeLife.GONE, f"{node.label} was silent for {silence:.0f} s")
+    course.advance()
+    return Done()
+
+
+def _deadline_passed(command: DeadlinePassed, course: Course) -> Reply:
+    """A deadline that is no longer due (somebody joined, came back) is a harmless no-op."""
+    state = course.state
+    match command.kind:
+        case DeadlineKind.NODE_GONE:
+            node = state.nodes.live.get(NodeId(command.id))
+            if node is not None and node.id in state.nodes.broken and _gone_at(state, node.id) <= course.now:
+                course.lose(node, NodeLife.GONE, f"{node.label} lost its connection and did not come back")
+        case DeadlineKind.DRAIN:
+            if state.drains_at is not None and state.drains_at <= course.now:
+                for _, node in sorted(state.nodes.live.items()):
+                    course.lose(node, NodeLife.GONE, f"{node.label} did not leave in time")
+        case DeadlineKind.LAST_CALL | DeadlineKind.JOIN_TIMEOUT:
+            pass  # the rendezvous looks at the clock itself, just below
+    course.advance()
+    return Done()
+
+
+def _stop_job(command: StopJob, course: Course) -> Reply:
+    if course.state.end is None:
+        why = f": {command.message}" if command.message else "."
+        course.end_job(ExitReason.STOPPED_BY_USER, f"The job was stopped on request{why}")
+        course.advance()
+    return Done()
+
+
+def _gone_at(state: JobState, node: NodeId) -> Micros:
+    return state.nodes.gone_at(node, has_spare=state.rendezvous.has_spare())
+
+
+def _check_attach(command: Attach) -> None:
+    counters = (command.incarnation, command.running_round, command.node_rank or 0)
+    if not command.launch or command.local_world_size < 1 or min(counters) < 0 or max(counters) > _LARGEST:
+        raise Rejected(
+            "An attach needs a launch, at least one worker, and no negative or absurd number in node_rank, "
+            "incarnation and running_round.",
+            code="malformed",
+        )
+
+
+def _differing_terms(ours: JobTerms, theirs: JobTerms, host: str) -> str:
+    differences = [
+        f"{field} is {getattr(part, field)!r} in the job and {getattr(other, field)!r} there"
+        for part, other in ((ours.limits, theirs.limits), (ours.restarts, theirs.restarts))
+        for field in part.__struct_fields__
+        if getattr(part, field) != getattr(other, field)
+    ]
+    return f"{host} was started with other options than the job: {'; '.join(differences)}. Start all nodes alike."
+
+
+HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
+    MasterStarted: _master_started,
+    Attach: _attach,
+    JoinRendezvous: _join,
+    ReportFailure: _report_failure,
+    ReportFinished: _report_finished,
+    LeaveJob: _leave,
+    NodeDisconnected: _node_disconnected,
+    NodeSilent: _node_silent,
+    DeadlinePassed: _deadline_passed,
+    StopJob: _stop_job,
+}
+"""A test holds it against the union of commands."""

@@ -1,0 +1,341 @@
+"""
+The course of a job while one command is applied: the decisions that several commands share.
+
+A command checks and then says what happened (a node was lost, workers failed, somebody joined); what follows from it is
+decided here, on the state, with everything that shall leave the core gathered on the way: effects, verdicts, and the
+nodes whose wish may be another one now. A course lives for one command, so nothing of it can leak into the next.
+
+What a node shall do is a function of the state (`wish_of`). Whoever may have got another wish is only marked; at the
+end all marked nodes are looked at once, and those whose wish did change are told.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from dlrover.core import restarts as blame
+from dlrover.core.nodes import Node, NodeLife
+from dlrover.core.rendezvous import Opening, choose_world, explain_timeout, num_usable
+from dlrover.core.restarts import Incident
+from dlrover.core.state import JobState
+from dlrover.core.turn import micros
+from dlrover.protocol.messages import (
+    Attach,
+    Desired,
+    Effect,
+    End,
+    ExitReason,
+    FailureKind,
+    FinishJob,
+    FirstFailure,
+    Idle,
+    JobEnd,
+    JobTerms,
+    Join,
+    Limits,
+    Micros,
+    NodeId,
+    Run,
+    Stage,
+    StopCause,
+    TellNode,
+    Wait,
+    Wish,
+    WorkerFailure,
+)
+
+DRAIN = 30.0
+"""Seconds that nodes have for leaving after the end: the stop grace of workers at the end of a job [DECISIONS 19]."""
+EXIT_TRAINING = 1
+EXIT_RENDEZVOUS_TIMEOUT = 22
+_SIGKILL = 9
+
+
+class Course:
+    """One command being applied."""
+
+    def __init__(self, state: JobState, now: Micros) -> None:
+        self.state = state
+        self.now = now
+        self.effects: list[Effect] = []
+        self.verdicts: list[str] = []
+        self._touched: dict[NodeId, None] = {}
+        """A dict because the order of a set is not reproducible."""
+        self._is_all_touched = False
+
+    def touch(self, node: NodeId) -> None:
+        """The wish of this node may be another one now."""
+        self._touched[node] = None
+
+    def touch_all(self) -> None:
+        self._is_all_touched = True
+
+    def admit(self, command: Attach) -> Node:
+        """A launch that nobody knows becomes a node, and is asked to join."""
+        state, nodes, rdzv = self.state, self.state.nodes, self.state.rendezvous
+        rank = nodes.lowest_free_rank() if command.node_rank is None else command.node_rank
+        former = nodes.former.get(rank)
+        if former is not None:
+            state.senders.forget(former.id)
+        node = nodes.admit(command, rank)
+        state.senders.begin(node.id, node.incarnation)
+        if state.end is None:
+            if rdzv.world is None and command.running_round > rdzv.round:
+                # Rounds of a life whose journal was lost must not be numbered again: their stores may still answer.
+                rdzv.round = command.running_round
+                self.touch_all()
+            rdzv.expect(node.id, node.rank)
+            if rdzv.world is None and rdzv.opening is None:
+                self._open(StopCause.MEMBERSHIP, "the job begins")
+        return node
+
+    def reattach(self, node: Node, command: Attach) -> None:
+        """The same life on a new stream: nothing restarts."""
+        rdzv = self.state.rendezvous
+        self.state.nodes.broken.pop(node.id, None)
+        rdzv.stream_back(node.id)
+        node.host = command.host
+        if command.is_finished and command.running_round == rdzv.round:
+            self.finish_node(node)  # its report may have been lost with the stream
+
+    def renew(self, node: Node, command: Attach) -> None:
+        """A new life of the agent: the workers of the old one are dead [DECISIONS 17]."""
+        state, rdzv = self.state, self.state.rendezvous
+        was_running = is_running(self.state, node)
+        state.nodes.renew(node, command)
+        state.senders.begin(node.id, node.incarnation)
+        if state.end is not None or node.finished_round:
+            return
+        if was_running:
+            failure = WorkerFailure(
+                global_rank=rdzv.spec(node.id).first_global_rank,
+                local_rank=0,
+                pid=0,
+                kind=FailureKind.SIGNAL,
+                signal=_SIGKILL,
+                exited_at=self.now,
+                message="the agent of the node was restarted and its workers died with the old one",
+            )
+            first = FirstFailure(failure=failure, node_rank=node.rank, host=node.host, round=rdzv.round, step=node.step)
+            self.begin_incident(first, lived=(self.now - rdzv.completed_at) / micros(1.0))
+        else:
+            rdzv.expect(node.id, node.rank)
+
+    def begin_incident(self, first: FirstFailure, lived: float) -> None:
+        """The first report of a round's failures: decide, and open the next round without waiting for the others."""
+        state = self.state
+        incident = Incident(round=first.round, first=first, began_at=self.now, step=first.step, lived=lived)
+        state.restarts.incident = incident
+        if blame.is_secondary(first.failure):
+            self._say(f"{blame.describe(first)} The next round opens; the first failure may still be reported.")
+        elif not self._judge(incident):
+            return
+        self._open(StopCause.FAILURE, blame.describe(first))
+
+    def hear_more(self, incident: Incident, first: FirstFailure, lived: float) -> None:
+        """A further report of a round that has failed already. It never costs a second restart."""
+        state = self.state
+        is_late = self.now - incident.began_at > micros(blame.LATE_FAILURE)
+        if is_late and (incident.is_settled or state.end is not None):
+            return
+        is_better = blame.improve(incident, first)
+        if incident.is_settled:
+            if is_better:
+                self._say(f"{blame.describe(incident.first)} It was the first failure of the round.")
+            return
+        blame.note(incident, first.step, lived)
+        if state.end is not None:
+            if state.end.first_failure is not None and is_better:
+                message = f"{blame.describe(incident.first)} {state.end_sentence}"
+                state.end = replace(state.end, first_failure=incident.first, message=message)
+                self.touch_all()
+        elif is_better and not blame.is_secondary(incident.first.failure):
+            self._judge(incident)
+
+    def _judge(self, incident: Incident) -> bool:
+        """Restart or end the job after this incident. Returns whether it goes on."""
+        state = self.state
+        assert state.terms is not None, "workers ran before any node attached"
+        decision = blame.decide(state.terms.restarts, state.restarts, incident)
+        self._say(f"{blame.describe(incident.first)} {decision.sentence}")
+        if decision.reason is not None:
+            self.end_job(decision.reason, decision.sentence, first=incident.first)
+        return decision.reason is None
+
+    def finish_node(self, node: Node) -> None:
+        """All workers of the node ended well in the newest round: it waits at the exit barrier."""
+        rdzv = self.state.rendezvous
+        if self.state.end is not None or node.finished_round or not rdzv.is_member(node.id):
+            return
+        node.finished_round = rdzv.round
+        rdzv.finish(node.id, node.rank)
+        self.touch(node.id)
+        if rdzv.is_all_finished():
+            self.end_job(ExitReason.COMPLETED, f"All {len(rdzv.finished)} nodes finished.")
+
+    def lose(self, node: Node, life: NodeLife, why: str) -> None:
+        """A live node is there no more; if its world needs it, the others meet again, at no cost of the budget."""
+        state, rdzv = self.state, self.state.rendezvous
+        was_running = is_running(self.state, node)
+        state.nodes.retire(node, life)
+        rdzv.forget(node.id, node.rank)
+        if state.end is not None:
+            return
+        self._say(f"{why[0].upper()}{why[1:]}.")
+        if was_running:
+            self._open(StopCause.MEMBERSHIP, why)
+
+    def _open(self, cause: StopCause, reason: str) -> None:
+        state, rdzv = self.state, self.state.rendezvous
+        members = [
+            member.node
+            for member in (rdzv.world.members if rdzv.world is not None else ())
+            if member.node in state.nodes.live and member.node not in rdzv.finished
+        ]
+        rdzv.open(Opening(cause, reason), members, self.now)
+        for node in members:
+            self.touch(node)
+
+    def advance(self) -> None:
+        """After each command: let the rendezvous go as far as it can, and the ended job end."""
+        state, rdzv = self.state, self.state.rendezvous
+        if state.end is not None:
+            self._finish_job(state.end)
+            return
+        if state.terms is None:
+            return
+        limits = state.terms.limits
+        if rdzv.opening is None:
+            reason = rdzv.reason_to_grow(limits)
+            if reason is None:
+                return
+            self._say(f"{reason[0].upper()}{reason[1:]}.")
+            self._open(StopCause.MEMBERSHIP, reason)
+        if rdzv.finished and num_usable(len(rdzv.waiting) + rdzv.num_coming, limits) < limits.min_nodes:
+            self._end_unfinished(limits)
+            self.advance()
+            return
+        rdzv.note_shortage(limits, self.now)
+        gives_up_at = rdzv.gives_up_at(limits)
+        if gives_up_at is not None and gives_up_at <= self.now:
+            is_anybody_there = bool(state.nodes.live)
+            reason_ = ExitReason.RENDEZVOUS_TIMEOUT if is_anybody_there else ExitReason.NOT_ENOUGH_NODES
+            self.end_job(reason_, explain_timeout(rdzv, limits), exit_code=EXIT_RENDEZVOUS_TIMEOUT)
+            self.advance()
+            return
+        self._try_world(state.terms)
+
+    def _try_world(self, terms: JobTerms) -> None:
+        """Complete the open round if its time has come, and charge what led to it."""
+        state, rdzv, restarts = self.state, self.state.rendezvous, self.state.restarts
+        world, sentence = choose_world(rdzv, terms.limits, self.now)
+        if world is None:
+            if rdzv.waiting and sentence != rdzv.verdict:  # that nobody waits yet is no news
+                self._say(sentence)
+            rdzv.verdict = sentence
+            return
+        incident = restarts.open_incident(rdzv.round)
+        if incident is not None and blame.is_secondary(incident.first.failure):
+            # No better failure was reported. If a member is missing, that is the cause and nobody's budget pays.
+            incident.is_member_lost = any(not state.nodes.is_connected(node) for node in rdzv.group_ranks)
+            if not self._judge(incident):
+                self.advance()
+                return
+        restarts.settle(terms.restarts)
+        rdzv.complete(world, self.now)
+        rdzv.verdict = sentence
+        self._say(sentence)
+        state.stage = Stage.RUNNING
+        for member in world.members:
+            self.touch(member.node)
+        for node in rdzv.expected:
+            self.touch(node)  # they missed it and are asked for the next
+
+    def _end_unfinished(self, limits: Limits) -> None:
+        """Some nodes finished, another failed or was lost, and too few are left for a world."""
+        rdzv = self.state.rendezvous
+        incident = self.state.restarts.open_incident(rdzv.round)
+        num_left = len(rdzv.waiting) + rdzv.num_coming
+        num_finished = len(rdzv.finished)
+        assert rdzv.opening is not None, "nothing failed"
+        sentence = (
+            f"{num_finished} node{'' if num_finished == 1 else 's'} had finished already, and the {num_left} left "
+            f"cannot form a world of at least {limits.min_nodes}."
+        )
+        if incident is not None:
+            self.end_job(ExitReason.WORKER_ERROR, sentence, first=incident.first)
+        else:
+            why = rdzv.opening.reason
+            self.end_job(ExitReason.NOT_ENOUGH_NODES, f"{why[0].upper()}{why[1:]}. {sentence}")
+
+    def end_job(
+        self,
+        reason: ExitReason,
+        sentence: str,
+        *,
+        first: FirstFailure | None = None,
+        exit_code: int | None = None,
+    ) -> None:
+        state = self.state
+        assert state.end is None, f"the job ended twice: {state.end} and {sentence}"
+        if exit_code is None:
+            exit_code = 0 if reason is ExitReason.COMPLETED else EXIT_TRAINING
+        state.end_sentence = sentence
+        state.end = JobEnd(
+            reason=reason,
+            exit_code=exit_code,
+            message=sentence if first is None else f"{blame.describe(first)} {sentence}",
+            first_failure=first,
+            num_restarts=state.restarts.num_restarts,
+            num_rounds=state.rendezvous.round,
+        )
+        state.stage = Stage.STOPPING
+        state.drains_at = Micros(self.now + micros(DRAIN))
+        state.rendezvous.close()
+        self._say(f"The job ends ({reason.value}): {sentence}")
+        self.touch_all()
+
+    def _finish_job(self, end: JobEnd) -> None:
+        """The last node has left: the master may go, too."""
+        state = self.state
+        if state.stage is Stage.STOPPING and not state.nodes.live:
+            state.stage = Stage.STOPPED
+            state.drains_at = None
+            self.effects.append(FinishJob(end))
+
+    def tell_nodes(self) -> None:
+        """Give new wishes to the touched nodes, and have those told whose wish is another one than before."""
+        state, live = self.state, self.state.nodes.live
+        for id_ in sorted(live if self._is_all_touched else self._touched):
+            node = live.get(id_)
+            if node is None:
+                continue
+            wish = wish_of(state, node)
+            if wish != node.desired.wish or node.desired.master_epoch != state.master_epoch or not node.desired.number:
+                node.desired = Desired(node.desired.number + 1, state.master_epoch, wish)
+                self.effects.append(TellNode(node.id))
+
+    def _say(self, verdict: str) -> None:
+        self.verdicts.append(verdict)
+
+
+def wish_of(state: JobState, node: Node) -> Wish:
+    """What a live node shall be doing."""
+    rdzv = state.rendezvous
+    if state.end is not None:
+        return End(state.end)
+    if node.finished_round:
+        return Idle(f"your workers finished in round {node.finished_round}; others still work")
+    if node.id in rdzv.waiting or node.id in rdzv.absent:
+        return Wait("you have joined; a round will start with you when there is room")
+    if rdzv.is_active and rdzv.is_member(node.id):
+        return Run(rdzv.spec(node.id))
+    if rdzv.opening is not None and rdzv.is_member(node.id):
+        return Join(rdzv.next_round, rdzv.opening.cause, rdzv.opening.reason)
+    return Join(rdzv.next_round, StopCause.MEMBERSHIP, f"round {rdzv.next_round} is the next to form")
+
+
+def is_running(state: JobState, node: Node) -> bool:
+    """Whether the node shall run workers of the active world right now."""
+    rdzv = state.rendezvous
+    return state.end is None and rdzv.is_active and rdzv.is_member(node.id) and not node.finished_round

@@ -1,0 +1,47 @@
+"""
+The state of a job: plain data, nothing else.
+
+Its encoding is the snapshot of a journal, its digest is what a replay is compared with. The rooms below it own their
+part and change it through their methods; there is no set in it, because the order of one differs between two runs.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from dlrover.core.nodes import Nodes
+from dlrover.core.rendezvous import Rendezvous
+from dlrover.core.restarts import Restarts
+from dlrover.core.senders import Senders
+from dlrover.protocol.messages import JobEnd, JobTerms, Micros, Stage
+
+DECISION_VERSION = 1
+"""Grows when the same commands would lead to another state: then only the snapshots of a journal can be used."""
+
+
+class JobState(Struct, kw_only=True):
+    """All that is durable. Plain data: its encoding is the snapshot, its digest is compared after a replay."""
+
+    decision_version: int = DECISION_VERSION
+    number: int = 0
+    """Commands applied so far = number of the last record in the journal."""
+    now: Micros = Micros(0)
+    """When the last command was applied. Never goes back."""
+    master_epoch: int = 0
+    job_name: str = ""
+    terms: JobTerms | None = None
+    """Set by the first node that attaches."""
+    stage: Stage = Stage.INIT
+    end: JobEnd | None = None
+    """Set from stage STOPPING on."""
+    end_sentence: str = ""
+    """The part of the end's message that stays when a better first failure is found."""
+    drains_at: Micros | None = None
+    """When nodes that have not left after the end are given up."""
+    verdict: str = ""
+    """The newest one."""
+    nodes: Nodes = msgspec.field(default_factory=Nodes)
+    rendezvous: Rendezvous = msgspec.field(default_factory=Rendezvous)
+    restarts: Restarts = msgspec.field(default_factory=Restarts)
+    senders: Senders = msgspec.field(default_factory=Senders)
