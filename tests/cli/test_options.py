@@ -43,8 +43,9 @@ def test_an_option_of_torchrun_has_torchs_names_default_and_type(
     else:
         assert action.nargs is None
     if option.kind is Kind.LIST:
-        assert list(parse([option.names[0], "a,,b,c", "x.py"], {}).texts(option.dest)) == action.type("a,,b,c")  #
-        type: ignore[operator] elif not option.is_flag:
+        assert callable(action.type)
+        assert list(parse([option.names[0], "a,,b,c", "x.py"], {}).texts(option.dest)) == action.type("a,,b,c")
+    elif not option.is_flag:
         assert action.type is _TYPES[option.kind]
     assert list(option.choices) == list(action.choices or ())
 

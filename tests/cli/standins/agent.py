@@ -39,12 +39,12 @@ def leave_orphan() -> int:
     return int(subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True).stdout)
 
 
-class Stopped(Exception):
+class StopError(Exception):
     pass
 
 
 def on_term(number: int, frame: object) -> None:
-    raise Stopped
+    raise StopError
 
 
 if behaviour == "stubborn":
@@ -74,6 +74,6 @@ try:
             with open(os.environ["STANDIN_GATE"], encoding="utf-8") as gate:
                 gate.read()
             finish(0)
-except Stopped:
+except StopError:
     tell("stopped")
     finish(143)
