@@ -1,0 +1,286 @@
+"""Real masters: in this process with a real journal and a real port, or as processes that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+from dlrover.core.job import Job
+from dlrover.master.clock import MasterClock
+from dlrover.master.config import MasterConfig, Ready
+from dlrover.master.desk import Desk
+from dlrover.master.keeper import Keeper
+from dlrover.protocol.messages import (
+    AskStatus,
+    Attach,
+    Attached,
+    Desired,
+    Incarnation,
+    JobStatus,
+    JobTerms,
+    JoinRendezvous,
+    Limits,
+    NodeId,
+    NodeRank,
+    Reply,
+    Round,
+)
+from dlrover.protocol.rpc import AgentChannel, ask
+from dlrover.protocol.serving import MasterServer
+
+TOKEN = "token of the test"
+TWO_NODES = JobTerms(limits=Limits(min_nodes=2, max_nodes=2))
+
+
+class Agent:
+    """Follows the channel's contract, and does only what the test tells it."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        launch: str = "l0",
+        terms: JobTerms = TWO_NODES,
+        token: str = TOKEN,
+        node_rank: NodeRank | None = None,
+    ) -> None:
+        self._launch = launch
+        self._asked_rank = node_rank
+        self._terms = terms
+        self._incarnation = Incarnation(0)
+        self._num_offers = 0
+        self.node = NodeId(-1)
+        self.node_rank = NodeRank(-1)
+        self.attachments: asyncio.Queue[Attached] = asyncio.Queue()
+        self.levels: asyncio.Queue[Desired] = asyncio.Queue()
+        self.channel = AgentChannel(
+            address,
+            token=token,
+            tls=None,
+            attach=self._attach,
+            on_attached=self._on_attached,
+            on_desired=self.levels.put_nowait,
+        )
+        self.running = asyncio.ensure_future(self.channel.run())
+
+    def _attach(self) -> Attach:
+        return Attach(
+            launch=self._launch,
+            host=f"host-{self._launch}",
+            terms=self._terms,
+            local_world_size=1,
+            node_rank=self._asked_rank,
+            incarnation=self._incarnation,
+        )
+
+    def _on_attached(self, attached: Attached) -> None:
+        self.node, self._incarnation, self.node_rank = attached.node, attached.incarnation, attached.node_rank
+        self.attachments.put_nowait(attached)
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self._incarnation
+
+    async def attached(self) -> Attached:
+        waiting = asyncio.ensure_future(self.attachments.get())
+        await asyncio.wait({waiting, self.running}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        if self.running.done():
+            waiting.cancel()
+            self.running.result()
+        return await asyncio.wait_for(waiting, 0.1)
+
+    async def wish(self, kind: type) -> Desired:
+        async with asyncio.timeout(20):
+            while True:
+                desired = await self.levels.get()
+                if isinstance(desired.wish, kind):
+                    return desired
+
+    def a_join(self, round_number: int = 1) -> JoinRendezvous:
+        self._num_offers += 1
+        return JoinRendezvous(
+            node=self.node,
+            incarnation=self._incarnation,
+            round=Round(round_number),
+            local_world_size=1,
+            offer=f"host-{self._launch}:{self._num_offers}",
+        )
+
+    async def join(self, round_number: int = 1, *, timeout: float = 20) -> Reply:
+        return await self.channel.call(self.a_join(round_number), timeout=timeout)
+
+    async def leave(self) -> None:
+        await self.channel.close()
+        await asyncio.wait({self.running}, timeout=10)
+
+
+Connect = Callable[..., Agent]
+
+
+@pytest_asyncio.fixture
+async def connect() -> AsyncIterator[Connect]:
+    agents: list[Agent] = []
+
+    def start(address: str, **options: object) -> Agent:
+        agents.append(Agent(address, **options))  # type: ignore[arg-type]
+        return agents[-1]
+
+    yield start
+    for agent in agents:
+        await agent.leave()
+
+
+@dataclass
+class Master:
+    """A master inside the test's process."""
+
+    address: str
+    desk: Desk
+    keeper: Keeper
+    server: MasterServer
+    working: asyncio.Future[None]
+    is_stopped: bool = False
+
+    async def status(self) -> JobStatus:
+        return await status_of(self.address)
+
+    async def stop(self) -> None:
+        if self.is_stopped:
+            return
+        self.is_stopped = True
+        await self.server.stop()
+        self.working.cancel()
+        await asyncio.gather(self.working, return_exceptions=True)
+        await self.keeper.close()
+
+
+StartMaster = Callable[..., Awaitable[Master]]
+
+
+@pytest_asyncio.fixture
+async def start_master(tmp_path: Path) -> AsyncIterator[StartMaster]:
+    masters: list[Master] = []
+
+    async def start(*, port: int = 0, make_job: Callable[[Job], Job] = lambda job: job) -> Master:
+        server = MasterServer(token=TOKEN)
+        bound = server.bind("127.0.0.1", port)
+        keeper = await Keeper.open(tmp_path / "journal.sqlite", job_name="job")
+        job = make_job(await keeper.restore())
+        desk = Desk(keeper, job, MasterClock(job.now), job_name="job")
+        await desk.begin(keeper.master_epoch)
+        await server.start(desk)
+        working = asyncio.ensure_future(desk.run())
+        masters.append(Master(f"127.0.0.1:{bound}", desk, keeper, server, working))
+        return masters[-1]
+
+    yield start
+    for master in masters:
+        await master.stop()
+
+
+class MasterProcess:
+    """A master as users have it. `start` returns when it serves."""
+
+    def __init__(self, directory: Path, *, token: str = TOKEN, **options: object) -> None:
+        self._directory = directory
+        self.journal = directory / "journal.sqlite"
+        token_file = directory / "token"
+        token_file.write_text(token)
+        fields: dict[str, object] = {"job_name": "job", "journal": str(self.journal), "token_file": str(token_file)}
+        self._fields = fields | options
+        self.process: subprocess.Popen[bytes] | None = None
+        self.ready: Ready | None = None
+
+    @property
+    def address(self) -> str:
+        assert self.ready is not None
+        return f"127.0.0.1:{self.ready.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self) -> Ready:
+        """On the port it had before, if it had one."""
+        read_fd, write_fd = os.pipe()
+        try:
+            if self.ready is not None:
+                self._fields["port"] = self.ready.port
+            self._spawn({**self._fields, "ready_fd": write_fd}, write_fd)
+        finally:
+            os.close(write_fd)
+        with os.fdopen(read_fd, "rb") as pipe:
+            is_readable, _, _ = select.select([pipe], [], [], 30)
+            line = pipe.readline() if is_readable else b""
+        assert line, f"the master did not start: {self.log()}"
+        self.ready = msgspec.json.decode(line, type=Ready)
+        return self.ready
+
+    def run_to_end(self) -> int:
+        """For starts that must fail."""
+        self._spawn(self._fields, None)
+        return self.wait()
+
+    def _spawn(self, fields: dict[str, object], write_fd: int | None) -> None:
+        config = self._directory / f"master-{id(self)}.json"
+        config.write_bytes(msgspec.json.encode(msgspec.convert(fields, MasterConfig)))
+        with open(self._directory / f"master-{id(self)}.log", "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "dlrover.master", "--config", str(config)],
+                stdout=log,
+                stderr=log,
+                pass_fds=() if write_fd is None else (write_fd,),
+            )
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        assert self.process is not None
+        return self.process.wait(timeout=30)
+
+    def log(self) -> str:
+        return (self._directory / f"master-{id(self)}.log").read_text()
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(timeout=30)
+
+
+MakeMaster = Callable[..., MasterProcess]
+
+
+@pytest.fixture
+def make_master(tmp_path: Path) -> Iterator[MakeMaster]:
+    masters: list[MasterProcess] = []
+
+    def make(directory: Path = tmp_path, **options: object) -> MasterProcess:
+        masters.append(MasterProcess(directory, **options))  # type: ignore[arg-type]
+        return masters[-1]
+
+    yield make
+    for master in masters:
+        master.close()
+
+
+async def status_of(address: str) -> JobStatus:
+    status = await ask(address, AskStatus(), token=TOKEN, timeout=10)
+    assert isinstance(status, JobStatus)
+    return status

@@ -1,0 +1,239 @@
+"""The master's shell with a real core, a real journal and real connections, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from dlrover.core.job import Job
+from dlrover.core.sequence import decode_record
+from dlrover.core.turn import Origin, Outcome
+from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.messages import (
+    Attach,
+    Command,
+    Done,
+    End,
+    Heartbeat,
+    JobTerms,
+    Join,
+    JoinRendezvous,
+    LeaveJob,
+    LeaveReason,
+    Limits,
+    MasterStarted,
+    Micros,
+    NodeDisconnected,
+    Ping,
+    Pong,
+    ReportFinished,
+    Round,
+    Run,
+    StopJob,
+)
+from dlrover.protocol.rpc import ask
+from tests.master.conftest import TOKEN, Connect, StartMaster
+
+
+def journalled(path: Path) -> list[Command]:
+    with sqlite3.connect(path) as connection:
+        rows = connection.execute("SELECT data FROM records ORDER BY number").fetchall()
+    connection.close()
+    return [decode_record(data).command for (data,) in rows]
+
+
+async def test_two_agents_meet_and_are_told_their_world(start_master: StartMaster, connect: Connect) -> None:
+    master = await start_master()
+    agents = [connect(master.address, launch=name) for name in ("a", "b")]
+    for agent in agents:
+        await agent.attached()
+        await agent.wish(Join)
+        assert await agent.join() == Done()
+    worlds = [(await agent.wish(Run)).wish.world for agent in agents]  # type: ignore[union-attr]
+    assert {world.group_rank for world in worlds} == {0, 1}
+    assert {(world.round, world.world_size) for world in worlds} == {(1, 2)}
+    status = await master.status()
+    assert [node.wish for node in status.nodes] == ["run", "run"]
+
+
+async def test_the_step_of_a_heartbeat_is_seen_and_not_journalled(
+    start_master: StartMaster, connect: Connect, tmp_path: Path
+) -> None:
+    master = await start_master()
+    agent = connect(master.address)
+    await agent.attached()
+    digest = (await master.status()).digest
+    agent.channel.beat(Heartbeat(node=agent.node, incarnation=agent.incarnation, step=41))
+    agent.channel.beat(Heartbeat(node=agent.node, incarnation=agent.incarnation, step=42))
+    assert isinstance(await agent.channel.call(Ping(), timeout=10), Pong)  # behind the beats on the same stream
+    status = await master.status()
+    assert status.nodes[0].step == 42
+    assert status.digest == digest
+    assert [type(command) for command in journalled(tmp_path / "journal.sqlite")] == [MasterStarted, Attach]
+
+
+async def test_a_finished_job_ends_the_master(start_master: StartMaster, connect: Connect) -> None:
+    master = await start_master()
+    agent = connect(master.address, terms=JobTerms())
+    await agent.attached()
+    await agent.join()
+    await agent.wish(Run)
+    finished = ReportFinished(node=agent.node, incarnation=agent.incarnation, round=Round(1), step=9)
+    assert await agent.channel.call(finished, timeout=10) == Done()
+    end = await agent.wish(End)
+    assert end.wish.end.exit_code == 0  # type: ignore[union-attr]
+    assert not master.desk.finished.done()
+    leave = LeaveJob(node=agent.node, incarnation=agent.incarnation, reason=LeaveReason.JOB_ENDED)
+    assert await agent.channel.call(leave, timeout=10) == Done()
+    assert (await asyncio.wait_for(master.desk.finished, 10)).exit_code == 0
+
+
+async def test_a_deadline_of_the_job_passes_by_itself(start_master: StartMaster, connect: Connect) -> None:
+    master = await start_master()
+    terms = JobTerms(limits=Limits(min_nodes=2, max_nodes=2, join_timeout=0.2))
+    agent = connect(master.address, terms=terms)
+    await agent.attached()
+    await agent.join()
+    end = await agent.wish(End)
+    assert "1" in end.wish.end.message  # type: ignore[union-attr]
+
+
+async def test_a_broken_stream_is_a_finding_and_a_newer_stream_supersedes_it(
+    start_master: StartMaster, connect: Connect, tmp_path: Path
+) -> None:
+    master = await start_master()
+    agent = connect(master.address)
+    first = await agent.attached()
+    await agent.channel.reattach()
+    second = await agent.attached()
+    assert (first.node, first.incarnation) == (second.node, second.incarnation)
+    assert [node.status for node in (await master.status()).nodes] == ["alive"]
+    await agent.leave()
+    async with asyncio.timeout(10):
+        while [node.status for node in (await master.status()).nodes] != ["disconnected"]:
+            continue  # each question is a turn of the desk
+    assert NodeDisconnected(node=first.node, incarnation=first.incarnation) in journalled(tmp_path / "journal.sqlite")
+
+
+async def test_a_command_sent_again_after_a_broken_stream_is_applied_once(
+    start_master: StartMaster, connect: Connect, tmp_path: Path
+) -> None:
+    master = await start_master()
+    agent = connect(master.address)
+    await agent.attached()
+    lock = sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)
+    lock.execute("BEGIN IMMEDIATE")  # holds the commit back while the stream breaks
+    call = asyncio.ensure_future(agent.join())
+    await agent.channel.reattach()
+    lock.execute("ROLLBACK")
+    lock.close()
+    await agent.attached()
+    assert await call == Done()
+    joins = [command for command in journalled(tmp_path / "journal.sqlite") if isinstance(command, JoinRendezvous)]
+    assert len(joins) == 1
+
+
+async def test_a_command_is_not_answered_before_it_is_durable(
+    start_master: StartMaster, connect: Connect, tmp_path: Path
+) -> None:
+    master = await start_master()
+    agent = connect(master.address)
+    await agent.attached()
+    lock = sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)
+    lock.execute("BEGIN IMMEDIATE")
+    call = asyncio.ensure_future(agent.join())
+    done, _ = await asyncio.wait({call}, timeout=0.5)
+    assert not done
+    lock.execute("ROLLBACK")
+    lock.close()
+    assert await call == Done()
+
+
+async def test_more_requests_than_fit_are_refused_for_now_and_all_answered_in_the_end(
+    start_master: StartMaster, connect: Connect, tmp_path: Path
+) -> None:
+    master = await start_master()
+    agent = connect(master.address)
+    await agent.attached()
+    lock = sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)
+    lock.execute("BEGIN IMMEDIATE")
+    calls = [asyncio.ensure_future(agent.join()) for _ in range(600)]
+    done, _ = await asyncio.wait(calls, timeout=0.3)
+    assert not done
+    with pytest.raises(Unavailable, match="256 requests in work"):
+        await ask(master.address, Ping(), token=TOKEN, timeout=0.3)
+    lock.execute("ROLLBACK")
+    lock.close()
+    assert await asyncio.gather(*calls) == [Done()] * 600
+    joins = [command for command in journalled(tmp_path / "journal.sqlite") if isinstance(command, JoinRendezvous)]
+    assert [join.offer for join in joins] == [f"host-l0:{number}" for number in range(1, 601)]
+
+
+async def test_a_restarted_master_continues_and_the_agent_does_not_notice(
+    start_master: StartMaster, connect: Connect
+) -> None:
+    master = await start_master()
+    agent = connect(master.address)
+    first = await agent.attached()
+    await agent.join()
+    before = await master.status()
+    await master.stop()
+    again = await start_master(port=int(master.address.split(":")[1]))
+    second = await agent.attached()
+    assert (second.node, second.incarnation, second.node_rank) == (first.node, first.incarnation, first.node_rank)
+    assert second.master_epoch == first.master_epoch + 1
+    after = await again.status()
+    assert [node.node for node in after.nodes] == [node.node for node in before.nodes]
+
+
+class FragileJob(Job):
+    """Breaks in the middle of one particular command, as a bug would."""
+
+    def apply(self, command: Command, now: Micros, origin: Origin | None = None) -> Outcome:
+        if command == StopJob(message="break"):
+            self.state.job_name = "half changed"
+            raise ZeroDivisionError("a bug")
+        return super().apply(command, now, origin)
+
+
+async def test_a_command_that_breaks_the_core_changes_nothing_and_is_refused_from_then_on(
+    start_master: StartMaster, connect: Connect, tmp_path: Path
+) -> None:
+    master = await start_master(make_job=lambda job: FragileJob(job.state))
+    agent = connect(master.address)
+    await agent.attached()
+    before = await master.status()
+    others = [asyncio.ensure_future(agent.join()) for _ in range(3)]
+    with pytest.raises(Rejected, match="StopJob broke the master") as caught:
+        await ask(master.address, StopJob(message="break"), token=TOKEN, timeout=10)
+    assert caught.value.code == "internal"
+    assert await asyncio.gather(*others) == [Done()] * 3
+    after = await master.status()
+    assert after.job_name == before.job_name
+    with pytest.raises(Rejected, match="broke the master once"):  # now with the rebuilt job, which could do it
+        await ask(master.address, StopJob(message="break"), token=TOKEN, timeout=10)
+    await master.stop()
+    again = await start_master(port=int(master.address.split(":")[1]))
+    with pytest.raises(Rejected, match="broke the master once"):
+        await ask(again.address, StopJob(message="break"), token=TOKEN, timeout=10)
+    assert isinstance(await ask(again.address, StopJob(message="other"), token=TOKEN, timeout=10), Done)
+
+
+async def test_an_agent_speaks_for_itself_only(start_master: StartMaster, connect: Connect) -> None:
+    master = await start_master()
+    one, other = connect(master.address, launch="a"), connect(master.address, launch="b")
+    await one.attached()
+    await other.attached()
+    with pytest.raises(Rejected, match="may not speak for"):
+        await one.channel.call(other.a_join(), timeout=10)
+
+
+async def test_a_rank_that_a_live_node_holds_is_refused_for_good(start_master: StartMaster, connect: Connect) -> None:
+    master = await start_master()
+    await connect(master.address, launch="a", node_rank=0).attached()
+    with pytest.raises(Rejected, match="held by host-a") as caught:
+        await connect(master.address, launch="b", node_rank=0).attached()
+    assert caught.value.code == "rank-held"
