@@ -311,11 +311,13 @@ def render_progress(demo: Demo) -> Panel:
     grid = Table.grid(padding=(0, 2))
     grid.add_row("step", f"{number} / {demo.num_steps}")
     grid.add_row("loss", f"{metrics.steps[-1].loss:.3f}" if metrics.steps else "-")
-    style = "green" if num_alive == NUM_WORKERS else "bold red"
+    is_well = num_alive == NUM_WORKERS or number == demo.num_steps  # after the last step they leave as they should
+    style = "green" if is_well else "bold red"
     grid.add_row("workers alive", Text(f"{num_alive} of {NUM_WORKERS}", style=style))
     grid.add_row("restarts", str(metrics.num_restarts))
     grid.add_row("time", f"{time.monotonic() - demo.began_at:.1f} s")
-    bar = ProgressBar(total=demo.num_steps, completed=number)
+    bar = Table.grid(expand=True)  # a bar by itself ends without a line break
+    bar.add_row(ProgressBar(total=demo.num_steps, completed=number))
     return Panel(Group(grid, bar, Text(demo.stage(), style="bold")), title="a small GPT on 2 workers", width=76)
 
 
