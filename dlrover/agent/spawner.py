@@ -329,7 +329,7 @@ class Spawner:
     def _disconnect(self) -> None:
         if self._socket is None:
             return
-        if self._loop is not None:
+        if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._socket.fileno())
             self._loop.remove_writer(self._socket.fileno())
         self._socket.close()

@@ -143,9 +143,9 @@ def reopen_standard_streams() -> None:
     flavours = [(stream.encoding, stream.errors or "strict") for stream in old]
     raw = io.FileIO(0, "r", closefd=False)
     raw.name = "<stdin>"
-    sys.stdin = sys.__stdin__ = io.TextIOWrapper(  # type: ignore[misc]
-        io.BufferedReader(raw), encoding=flavours[0][0], errors=flavours[0][1], line_buffering=raw.isatty()
-    )
+    stdin = io.TextIOWrapper(io.BufferedReader(raw), encoding=flavours[0][0], errors=flavours[0][1], write_through=True)
+    stdin.mode = "r"  # type: ignore[misc]
+    sys.stdin = sys.__stdin__ = stdin  # type: ignore[misc]
     for number, name in ((1, "stdout"), (2, "stderr")):
         raw = io.FileIO(number, "w", closefd=False)
         raw.name = f"<{name}>"
@@ -238,30 +238,35 @@ def run(kind: str, target: str, args: Sequence[str]) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        error.__traceback__ = _without_own_frames(error.__traceback__)
-        if isinstance(error, Exception):
-            write_error_file(error)
-        report_uncaught(error)
-        if isinstance(error, KeyboardInterrupt):
-            # Has been shown; now the interpreter shall end the way it does for Ctrl-C: by the signal itself.
-            sys.excepthook = _say_nothing
-            raise
-        ended_badly = True
+        uncaught: BaseException | None = error
     else:
-        ended_badly = False
-    if ended_badly:
-        sys.exit(1)
+        uncaught = None
+    # Not inside the handler: what a hook raises would be shown as raised "during handling" of the first.
+    if uncaught is not None:
+        _end_badly(uncaught)
+
+
+def _end_badly(error: BaseException) -> NoReturn:
+    error.__traceback__ = _without_own_frames(error.__traceback__)
+    if isinstance(error, Exception):
+        write_error_file(error)
+    report_uncaught(error)
+    if isinstance(error, KeyboardInterrupt):
+        # Has been shown; now the interpreter shall end the way it does for Ctrl-C: by the signal itself.
+        sys.excepthook = _say_nothing
+        raise error
+    sys.exit(1)
 
 
 def _run_script(module: types.ModuleType, target: str, args: Sequence[str]) -> None:
     import pkgutil
 
     sys.argv = [target, *args]
-    path = os.path.abspath(target)
+    path = _absolute(target)
     if os.path.isdir(path) or _is_archive(path):
         import runpy
 
-        sys.path.insert(0, target)
+        sys.path.insert(0, path)
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
         return
     if not sys.flags.safe_path:
@@ -281,6 +286,11 @@ def _run_script(module: types.ModuleType, target: str, args: Sequence[str]) -> N
         compiled = compile(source, path, "exec", dont_inherit=True)
     module.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
     exec(compiled, module.__dict__)
+
+
+def _absolute(path: str) -> str:
+    """As the interpreter does it: joined to the current directory, but not cleaned."""
+    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path.removeprefix("./"))
 
 
 def _is_archive(path: str) -> bool:

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from dlrover.agent.process_tree import ProcessTree
+from dlrover.agent.spawner import Spawner
+
+
+@pytest.fixture(scope="session")
+def spawner() -> Iterator[Spawner]:
+    """A warm zygote for all tests of this directory: its imports cost seconds."""
+    spawner = Spawner.start()
+    yield spawner
+    spawner.close()
+
+
+@pytest.fixture
+async def tree(spawner: Spawner) -> AsyncIterator[ProcessTree]:
+    tree = ProcessTree(keep=lambda: spawner.zygote_pids)
+    yield tree
+    await tree.sweep()
+    tree.close()

@@ -1,0 +1,3 @@
+from tests.agent.conftest import spawner, tree
+
+__all__ = ["spawner", "tree"]
