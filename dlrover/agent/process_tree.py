@@ -289,8 +289,9 @@ class ProcessTree:
             if watch is None:
                 continue
             grace[pid] = grace_for(cause, pid, shutdown_timeout)
-            for process in (watch.process, *descendants(pid)):
-                members[process.pid, process.started_at_ticks] = process
+            for process in (look_up(pid), *descendants(pid)):
+                if process is not None:
+                    members[process.pid, process.started_at_ticks] = process
         for process in members.values():
             send_signal(process, number)
             if process.state == "T":

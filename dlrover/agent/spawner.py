@@ -60,7 +60,7 @@ class Spawner:
         self._interpreter = interpreter or sys.executable
         self._wants_warm = is_warm and os.path.abspath(self._interpreter) == os.path.abspath(sys.executable)
         self._preload = tuple(preload)
-        self._search_path = search_path
+        self._search_path = os.path.abspath(search_path)
         self._environ = dict(os.environb if environ is None else environ)
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -92,9 +92,14 @@ class Spawner:
         return spawner
 
     @property
-    def zygote_pids(self) -> tuple[int, ...]:
-        """Processes of ours that are no workers: what a `ProcessTree` keeps. Empty after `close`."""
-        return () if self._process is None else (self._process.pid,)
+    def zygote_pid(self) -> int:
+        """Of the zygote of the moment, which a `ProcessTree` keeps; 0 after `close`."""
+        return 0 if self._process is None else self._process.pid
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment that the agent was started with, before it changed anything for itself."""
+        return {os.fsdecode(name): os.fsdecode(value) for name, value in self._environ.items()}
 
     @property
     def is_warm(self) -> bool:

@@ -90,7 +90,7 @@ class WorkerGroup:
         self._output = output
         self._socket = worker_socket
         self._master_now = master_now
-        self._environ = dict(os.environ if environ is None else environ)
+        self._environ = dict(spawner.environ if environ is None else environ)
         self._workers: list[_Worker] = []
         self._started_at = 0.0
         self._num_oom_kills = 0

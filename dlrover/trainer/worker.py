@@ -99,8 +99,9 @@ def command_line(order: ForkWorker) -> list[bytes]:
         case "module":
             return [order.interpreter, b"-u", b"-m", order.target, *order.args]
         case _:
-            own = os.fsencode(__spec__.name if __spec__ else "dlrover.trainer.worker")
-            return [order.interpreter, b"-u", b"-m", own, order.kind.encode(), order.target, *order.args]
+            # torchrun too runs these in its own interpreter, whatever PYTHON_EXEC says.
+            own = [os.fsencode(sys.executable), b"-u", b"-m", b"dlrover.trainer.worker"]
+            return [*own, order.kind.encode(), order.target, *order.args]
 
 
 def _execute(order: ForkWorker) -> NoReturn:

@@ -18,7 +18,7 @@ def spawner() -> Iterator[Spawner]:
 
 @pytest.fixture
 async def tree(spawner: Spawner) -> AsyncIterator[ProcessTree]:
-    tree = ProcessTree(keep=lambda: spawner.zygote_pids)
+    tree = ProcessTree(keep=lambda: (spawner.zygote_pid,))
     yield tree
     await tree.sweep()
     tree.close()

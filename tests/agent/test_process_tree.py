@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dlrover.agent import process_tree
+from dlrover.agent.process_tree import ProcessTree, descendants, grace_for, has_handler, look_up
+from dlrover.agent.spawner import Spawner
+from dlrover.protocol.messages import StopCause
+from tests.agent.lab import is_alive, is_gone, until, write
+
+FAMILY = """
+    # A process with a child, a grandchild in a session of its own, and a daemon that nobody waits for.
+    import os, signal, sys, time
+    report = sys.argv[1]
+    if "ignore" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    def note():
+        with open(report, "a") as file:
+            file.write(f"{os.getpid()}\\n")
+    def stay():
+        note()
+        while True:
+            time.sleep(60)
+    if os.fork() == 0:
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                stay()
+            os._exit(0)
+        stay()
+    stay()
+"""
+
+
+async def start_family(tmp_path: Path, tree: ProcessTree, *options: str) -> tuple[int, list[int], asyncio.Future]:
+    script = write(tmp_path / "family.py", FAMILY)
+    report = tmp_path / "pids"
+    process = subprocess.Popen([sys.executable, script, str(report), *options], start_new_session=True)
+    exited = tree.watch(process.pid)
+    process.returncode = 0  # the tree reaps it, not this object
+    pids = await until(lambda: report.exists() and len(report.read_text().split()) == 3 and report.read_text().split())
+    return process.pid, [int(pid) for pid in pids], exited
+
+
+@pytest.mark.parametrize("cause", [StopCause.FAILURE, StopCause.END_OF_JOB])
+async def test_a_stop_reaches_children_in_other_sessions_and_daemons(
+    spawner: Spawner, tree: ProcessTree, tmp_path: Path, cause: StopCause
+) -> None:
+    pid, family, exited = await start_family(tmp_path, tree)
+    await asyncio.wait_for(tree.stop([pid], cause=cause, shutdown_timeout=20), 10)
+    assert all(is_gone(member) for member in family)
+    assert exited.result().signal == signal.SIGTERM
+    assert is_alive(spawner.zygote_pid)
+
+
+async def test_who_ignores_sigterm_is_killed_after_the_grace(tree: ProcessTree, tmp_path: Path) -> None:
+    pid, family, exited = await start_family(tmp_path, tree, "ignore")
+    began_at = time.monotonic()
+    await asyncio.wait_for(tree.stop([pid], cause=StopCause.END_OF_JOB, shutdown_timeout=0.3), 10)
+    assert 0.3 <= time.monotonic() - began_at < 3
+    assert exited.result().signal == signal.SIGKILL
+    assert all(is_gone(member) for member in family)
+
+
+async def test_a_stopped_process_is_woken_to_take_the_signal(tree: ProcessTree, tmp_path: Path) -> None:
+    pid, family, exited = await start_family(tmp_path, tree)
+    os.kill(pid, signal.SIGSTOP)
+    await until(lambda: look_up(pid).state == "T")
+    await asyncio.wait_for(tree.stop([pid], cause=StopCause.MEMBERSHIP, shutdown_timeout=20), 10)
+    assert exited.result().signal == signal.SIGTERM
+    assert all(is_gone(member) for member in family)
+
+
+async def test_processes_that_are_not_ours_are_not_touched(spawner: Spawner, tree: ProcessTree, tmp_path: Path) -> None:
+    pid, _family, _exited = await start_family(tmp_path, tree)
+    ours = {process.pid for process in descendants(os.getpid(), keep=(spawner.zygote_pid,))}
+    assert pid in ours
+    assert os.getpid() not in ours
+    assert os.getppid() not in ours
+    assert spawner.zygote_pid not in ours
+
+
+async def test_orphans_that_end_by_themselves_are_reaped(tree: ProcessTree, tmp_path: Path) -> None:
+    script = write(
+        tmp_path / "orphan.py",
+        """
+        import os, sys, time
+        if os.fork() == 0:
+            parent = os.getppid()
+            with open(sys.argv[1] + ".part", "w") as file: file.write(str(os.getpid()))
+            os.rename(sys.argv[1] + ".part", sys.argv[1])
+            sys.stdin.read()  # until the test lets go
+            os._exit(0)
+        os._exit(7)
+        """,
+    )
+    report = tmp_path / "pid"
+    process = subprocess.Popen([sys.executable, script, str(report)], stdin=subprocess.PIPE)
+    exited = tree.watch(process.pid)
+    process.returncode = 0
+    assert (await asyncio.wait_for(exited, 10)).exit_code == 7
+    await until(report.exists)
+    orphan = int(report.read_text())
+    assert look_up(orphan).parent_pid == os.getpid()
+    process.stdin.close()
+    await until(lambda: is_gone(orphan))
+
+
+async def test_without_pidfds_the_exit_arrives_by_sigchld(
+    tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_tree, "HAS_PIDFD", False)
+    pid, family, exited = await start_family(tmp_path, tree)
+    os.kill(pid, signal.SIGUSR1)
+    assert (await asyncio.wait_for(exited, 10)).signal == signal.SIGUSR1
+    await asyncio.wait_for(tree.sweep(), 10)
+    assert all(is_gone(member) for member in family)
+
+
+async def test_watching_a_process_that_is_no_child_is_refused(tree: ProcessTree) -> None:
+    with pytest.raises(ProcessLookupError):
+        tree.watch(1)
+
+
+def test_the_launcher_kills_descendants_without_a_loop(tmp_path: Path) -> None:
+    script = write(tmp_path / "family.py", FAMILY)
+    launcher = write(
+        tmp_path / "launcher.py",
+        f"""
+        import os, subprocess, sys, time
+        from dlrover.agent.process_tree import become_subreaper, descendants, kill_descendants
+        become_subreaper()
+        kept = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+        report = sys.argv[1]
+        subprocess.Popen([sys.executable, {script!r}, report])
+        while not os.path.exists(report) or len(open(report).read().split()) < 3:
+            time.sleep(0.01)
+        assert kill_descendants(keep=[kept.pid]) == []
+        assert [process.pid for process in descendants(os.getpid())] == [kept.pid]
+        assert "asyncio" not in sys.modules
+        assert kept.poll() is None
+        assert kill_descendants() == []
+        assert descendants(os.getpid()) == []
+        """,
+    )
+    report = tmp_path / "pids"
+    subprocess.run([sys.executable, launcher, str(report)], check=True, timeout=30)
+    pids = [int(pid) for pid in report.read_text().split()]
+    assert len(pids) == 3
+    assert all(is_gone(pid) for pid in pids)
+
+
+async def test_the_grace_depends_on_the_cause(tree: ProcessTree, tmp_path: Path) -> None:
+    script = write(
+        tmp_path / "handler.py",
+        "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *a: None)\nprint(1, flush=True)\nsys.stdin.read()",
+    )
+    process = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        process.stdout.readline()
+        assert has_handler(process.pid, signal.SIGTERM)
+        assert grace_for(StopCause.FAILURE, process.pid, 30) == 3.0
+        assert grace_for(StopCause.FAILURE, os.getpid(), 30) == 0.2
+        assert grace_for(StopCause.FAILURE, process.pid, 1) == 1
+        assert grace_for(StopCause.MEMBERSHIP, process.pid, 30) == 5.0
+        assert (
+            grace_for(StopCause.END_OF_JOB, process.pid, 30) == grace_for(StopCause.PREEMPTION, process.pid, 30) == 30
+        )
+        assert not has_handler(2**22 - 1, signal.SIGTERM)
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlrover.agent.config import EntryKind
+from dlrover.agent.process_tree import ProcessTree
+from dlrover.agent.spawner import Spawner, StartFailed
+from dlrover.protocol.errors import ConfigError
+from tests.agent.lab import environment, is_alive, is_gone, run_worker, until, write
+
+
+def test_starting_needs_neither_asyncio_nor_grpc() -> None:
+    code = """
+import sys
+from dlrover.agent.spawner import Spawner
+spawner = Spawner.start(is_warm=False)
+assert not {"asyncio", "grpc", "psutil", "torch", "dlrover.trainer"} & set(sys.modules), sorted(sys.modules)
+spawner.close()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+async def test_requests_may_come_while_the_zygote_still_imports(tmp_path: Path) -> None:
+    spawner = Spawner.start()
+    tree = ProcessTree(keep=lambda: (spawner.zygote_pid,))
+    try:
+        script = write(tmp_path / "early.py", "import sys; print('torch' in sys.modules, end='')")
+        big = environment(BULK="x" * 120_000)
+        early = [
+            asyncio.create_task(run_worker(spawner, tree, script, str(i), scratch=tmp_path, environ=big))
+            for i in range(4)
+        ]
+        prepared = await spawner.wait_prepared()
+        assert prepared.is_warm
+        assert prepared.note == ""
+        assert [(ended.code, ended.stdout) for ended in await asyncio.gather(*early)] == [(0, "True")] * 4
+    finally:
+        spawner.close()
+        tree.close()
+
+
+async def test_a_dead_zygote_harms_no_worker_and_is_replaced(
+    spawner: Spawner, tree: ProcessTree, tmp_path: Path
+) -> None:
+    script = write(tmp_path / "stay.py", "import os, sys; os.mkfifo(sys.argv[1]); print(open(sys.argv[1]).read())")
+    gate = tmp_path / "gate"
+    staying = asyncio.create_task(run_worker(spawner, tree, script, str(gate), scratch=tmp_path))
+    await until(gate.exists)
+    former = spawner.zygote_pid
+    os.kill(former, signal.SIGKILL)
+    ended = await run_worker(spawner, tree, write(tmp_path / "next.py", "print('next')"), scratch=tmp_path)
+    assert ended.stdout == "next\n"
+    assert spawner.zygote_pid != former
+    assert is_gone(former)
+    assert not staying.done()
+    await asyncio.to_thread(gate.write_text, "still here")
+    assert (await staying).stdout == "still here\n"
+
+
+async def test_a_request_that_the_dead_zygote_had_not_answered_is_repeated_once(
+    spawner: Spawner, tree: ProcessTree, tmp_path: Path
+) -> None:
+    await spawner.wait_prepared()
+    former = spawner.zygote_pid
+    marks = tmp_path / "marks"
+    script = write(tmp_path / "mark.py", f"open({str(marks)!r}, 'a').write('x')")
+    os.kill(former, signal.SIGSTOP)  # it will never read what we send now
+    asked = [asyncio.create_task(run_worker(spawner, tree, script, scratch=tmp_path)) for _ in range(2)]
+    await asyncio.sleep(0)
+    os.kill(former, signal.SIGKILL)
+    assert [ended.code for ended in await asyncio.gather(*asked)] == [0, 0]
+    assert marks.read_text() == "xx"
+
+
+async def test_a_worker_that_is_never_released_runs_nothing(
+    spawner: Spawner, tree: ProcessTree, tmp_path: Path
+) -> None:
+    mark = tmp_path / "mark"
+    script = write(tmp_path / "mark.py", f"open({str(mark)!r}, 'w')")
+    leash = await spawner.spawn(kind=EntryKind.SCRIPT, target=script, args=(), environ=environment(), streams=(0, 1, 2))
+    exited = tree.watch(leash.pid)
+    leash.close()
+    assert (await asyncio.wait_for(exited, 10)).exit_code == 0
+    assert not mark.exists()
+
+
+async def test_fifty_workers_leave_no_descriptor_behind(spawner: Spawner, tree: ProcessTree, tmp_path: Path) -> None:
+    await spawner.wait_prepared()
+    script = write(tmp_path / "short.py", "import os; os._exit(0)")
+    zygote = spawner.zygote_pid
+
+    def num_descriptors() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{zygote}/fd"))
+
+    await run_worker(spawner, tree, script, scratch=tmp_path)
+    before = num_descriptors()
+    for _ in range(25):
+        ended = await asyncio.gather(*(run_worker(spawner, tree, script, str(i), scratch=tmp_path) for i in range(2)))
+        assert [each.code for each in ended] == [0, 0]
+    assert num_descriptors() == before
+    assert spawner.zygote_pid == zygote
+    with open(f"/proc/{zygote}/task/{zygote}/children") as children:
+        assert children.read() == ""
+
+
+async def test_devices_are_counted_as_torchrun_counts_them(spawner: Spawner) -> None:
+    num_cpus = len(os.sched_getaffinity(0))
+    assert await spawner.count_devices("cpu") == num_cpus
+    assert await spawner.count_devices("auto") == num_cpus  # this test machine has no accelerator
+    with pytest.raises(ConfigError, match=r"nproc-per-node=gpu: Cuda is not available"):
+        await spawner.count_devices("gpu")
+    with pytest.raises(ConfigError, match="Unsupported nproc_per_node value: many"):
+        await spawner.count_devices("many")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "started 1 thread"),
+        ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
+        ("import no_such_thing", "No module named 'no_such_thing'"),
+    ],
+    ids=["thread", "error", "missing"],
+)
+async def test_a_preload_that_cannot_be_forked_is_refused_and_workers_start_cold(
+    tmp_path: Path, source: str, expected: str
+) -> None:
+    write(tmp_path / "bad_preload.py", source)
+    spawner = Spawner.start(preload=["bad_preload"], search_path=str(tmp_path))
+    tree = ProcessTree(keep=lambda: (spawner.zygote_pid,))
+    try:
+        script = write(tmp_path / "s.py", "import sys; print('torch' in sys.modules)")
+        ended = await run_worker(spawner, tree, script, scratch=tmp_path)
+        prepared = await spawner.wait_prepared()
+        assert not prepared.is_warm
+        assert "--preload bad_preload" in prepared.note
+        assert expected in prepared.note
+        assert (ended.code, ended.stdout) == (0, "False\n")
+    finally:
+        spawner.close()
+        tree.close()
+
+
+async def test_a_preload_is_there_when_the_worker_begins(tmp_path: Path) -> None:
+    write(tmp_path / "good_preload.py", "import os; pid = os.getpid()")
+    spawner = Spawner.start(preload=["good_preload", "json.tool"], search_path=str(tmp_path))
+    tree = ProcessTree(keep=lambda: (spawner.zygote_pid,))
+    try:
+        script = write(
+            tmp_path / "s.py", "import sys; print(sys.modules['good_preload'].pid, sys.path.count(sys.path[0]))"
+        )
+        ended = await run_worker(spawner, tree, script, scratch=tmp_path)
+        assert ended.stdout == f"{spawner.zygote_pid} 1\n", ended.stderr
+    finally:
+        spawner.close()
+        tree.close()
+
+
+async def test_another_interpreter_means_a_cold_start(tmp_path: Path) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.symlink_to(sys.executable)
+    spawner = Spawner.start(interpreter=str(interpreter))
+    tree = ProcessTree(keep=lambda: (spawner.zygote_pid,))
+    try:
+        script = write(tmp_path / "s.py", "import sys; print(sys.orig_argv)")
+        ended = await run_worker(spawner, tree, script, scratch=tmp_path)
+        assert ended.stdout == f"{[str(interpreter), '-u', script]}\n"
+        assert not spawner.is_warm
+        for kind, target in ((EntryKind.RUN_PATH, script), (EntryKind.MODULE, "this")):
+            ended = await run_worker(spawner, tree, target, scratch=tmp_path, kind=kind)
+            assert ended.code == 0, ended.stderr
+    finally:
+        spawner.close()
+        tree.close()
+
+
+async def test_closing_answers_everyone_who_waits(tmp_path: Path) -> None:
+    spawner = Spawner.start()
+    asked = asyncio.create_task(spawner.count_devices("cpu"))
+    waiting = asyncio.create_task(spawner.wait_prepared())
+    await asyncio.sleep(0)
+    pid = spawner.zygote_pid
+    spawner.close()
+    with pytest.raises(ConfigError, match="The agent ends"):
+        await asked
+    with pytest.raises(StartFailed):
+        await waiting
+    assert is_gone(pid)
+    assert spawner.zygote_pid == 0
+
+
+AGENT = """
+    import asyncio, os, sys
+    from dlrover.agent.spawner import Spawner
+    spawner = Spawner.start(is_warm="warm" in sys.argv)
+
+    async def main():
+        environ, streams = dict(os.environb), (0, 1, 2)
+        for _ in range(2):
+            leash = await spawner.spawn(kind="script", target=sys.argv[1], args=(), environ=environ, streams=streams)
+            await leash.release()
+            print(leash.pid, flush=True)
+        print(spawner.zygote_pid, flush=True)
+        await asyncio.Event().wait()
+
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("mode", ["warm", "cold"])
+async def test_sigkill_of_the_agent_ends_workers_and_zygote(tmp_path: Path, mode: str) -> None:
+    worker = write(tmp_path / "worker.py", "import signal; signal.pause()")
+    agent = write(tmp_path / "agent.py", AGENT)
+    process = subprocess.Popen([sys.executable, agent, worker, mode], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline()) for _ in range(3)]
+        assert all(is_alive(pid) for pid in pids)
+        process.kill()
+        process.wait()
+        await until(lambda: not any(is_alive(pid) for pid in pids), within=2)
+    finally:
+        process.kill()
+        process.communicate()
