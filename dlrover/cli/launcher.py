@@ -268,7 +268,9 @@ class Launcher:
         return result.exit_code
 
     def _report(self, result: AgentResult) -> None:
-        if result.exit_code != 0:
+        if result.exit_code == EXIT_USAGE:
+            say_block(f"dlrover-run: error: {result.message}")
+        elif result.exit_code != 0:
             from dlrover.cli.report import failure_report
 
             say_block(failure_report(self._job_name, result))
@@ -509,9 +511,13 @@ def _write_outcome(path: str, ended: Ended) -> None:
 
 
 def main() -> int:
-    """`python -m dlrover.cli.launcher SETTINGS`: the child of a programmatic launch."""
+    """`python -m dlrover.cli.launcher SETTINGS`: the child of a programmatic launch, ends with its parent."""
+    from dlrover.protocol.lifeline import follow_parent
+
     with open(sys.argv[1], "rb") as file:
         settings = msgspec.json.decode(file.read(), type=Settings)
+    if not follow_parent(signal.SIGTERM):
+        return EXIT_FAILED
     try:
         return launch(settings, os.environ)
     except ConfigError as error:

@@ -24,8 +24,11 @@ import msgspec
 from dlrover.cli.environment import Environment
 from dlrover.protocol.errors import ConfigError
 
-MAX_PATH_BYTES = 80
-"""A unix socket's address has 108 bytes; this leaves room for the names of sockets below the node directory."""
+MAX_PATH_BYTES = 96
+"""Of a node directory: a unix socket's name has at most 107 bytes, and `/agent.sock` must follow."""
+_NODE_BYTES = len("/node-00000000")
+_JOB_NAME_BYTES = range(12, 33)
+"""How much of a job's name is kept: as much as fits. Below the minimum another root is taken."""
 STALE_AFTER = 600.0
 """Seconds before a start removes the directory of a dead owner: somebody may want to look at it first."""
 OWNER_FILE = "owner.json"
@@ -47,21 +50,25 @@ def user_root(environment: Environment) -> str:
     candidates = [environment.runtime_root, environment.temp_dir]
     base = next((path for path in candidates if path and _is_usable(path)), "/tmp")
     root = os.path.join(base, f"dlrover-{os.getuid()}")
-    if len(os.fsencode(root)) > MAX_PATH_BYTES - 30:
+    if _job_room(root) < _JOB_NAME_BYTES[0]:
         root = f"/tmp/dlrover-{os.getuid()}"
     _make_private(root)
     return root
 
 
-def job_directory_name(job_name: str) -> str:
+def job_directory_name(job_name: str, length: int = _JOB_NAME_BYTES[-1]) -> str:
     """The job's name as far as it can be a short file name; a digest keeps two that become equal apart."""
-    plain = "".join(character if character.isalnum() or character in "._-" else "_" for character in job_name)[:24]
-    if plain == job_name and not plain.startswith("."):
+    plain = "".join(letter if (letter.isascii() and letter.isalnum()) or letter in "._-" else "_" for letter in job_name)
+    if plain == job_name and len(plain) <= length and not plain.startswith("."):
         return plain
     import hashlib
 
     digest = hashlib.blake2b(job_name.encode(), digest_size=3).hexdigest()
-    return f"{plain.lstrip('.')[:17]}-{digest}"
+    return f"{plain.lstrip('.')[: length - 7]}-{digest}"
+
+
+def _job_room(root: str) -> int:
+    return min(_JOB_NAME_BYTES[-1], MAX_PATH_BYTES - len(os.fsencode(root)) - 1 - _NODE_BYTES)
 
 
 class NodeDirectory:
@@ -70,7 +77,7 @@ class NodeDirectory:
     def __init__(self, root: str, job_name: str, launch: str) -> None:
         self._root = root
         self._job_name = job_name
-        self.job_dir = os.path.join(root, job_directory_name(job_name))
+        self.job_dir = os.path.join(root, job_directory_name(job_name, _job_room(root)))
         self.path = os.path.join(self.job_dir, f"node-{launch}")
         with locked(root):
             _make_private(self.job_dir)

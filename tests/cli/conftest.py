@@ -5,6 +5,7 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,9 @@ STANDINS = Path(__file__).parent / "standins"
 class StandinJob:
     """A launcher whose agent and master are stand-ins. They tell what they do through a pipe."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, runtime: Path) -> None:
         self.tmp_path = tmp_path
-        self.runtime = tmp_path / "run"
-        self.runtime.mkdir(mode=0o700)
+        self.runtime = runtime
         self.script = tmp_path / "train.py"
         self.script.touch()
         self.events = tmp_path / "events"
@@ -85,8 +85,15 @@ class StandinJob:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[StandinJob]:
-    standin = StandinJob(tmp_path)
+def short_dir() -> Iterator[Path]:
+    """pytest's own directories are too deep for unix sockets."""
+    with tempfile.TemporaryDirectory(prefix="dlr-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def job(tmp_path: Path, short_dir: Path) -> Iterator[StandinJob]:
+    standin = StandinJob(tmp_path, short_dir)
     yield standin
     standin.close()
 

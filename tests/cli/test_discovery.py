@@ -1,0 +1,277 @@
+"""Where the master is, who hosts it, and which token opens it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dlrover.cli import discovery
+from dlrover.cli.discovery import MasterPlace, Seat, SeatTaken, find_master, find_token, name_job, own_host
+from dlrover.cli.environment import Environment, read_environment
+from dlrover.cli.options import parse
+from dlrover.cli.runtime_dir import (
+    NodeDirectory,
+    describe_process,
+    is_alive,
+    job_directory_name,
+    list_nodes,
+    reap,
+    user_root,
+)
+from dlrover.cli.settings import Settings, build_settings
+from dlrover.protocol.addresses import Address
+from dlrover.protocol.errors import ConfigError
+
+ELSEWHERE = "192.0.2.1"  # reserved for documentation: nobody's address
+
+
+def settings_of(*argv: str, **environ: str) -> Settings:
+    return build_settings(parse([*argv, "-m", "job"], environ), read_environment(environ))
+
+
+@pytest.fixture
+def root(short_dir: Path) -> str:
+    return user_root(Environment(temp_dir=str(short_dir)))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    """A program that is no master."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def find(settings: Settings) -> MasterPlace:
+    place, seat = find_master(settings)
+    if seat is not None:
+        seat.close()
+    return place
+
+
+@pytest.mark.parametrize("argv", [[], ["--standalone"], ["--standalone", "--rdzv-endpoint", f"{ELSEWHERE}:1"]])
+def test_a_job_on_its_own_gets_a_free_loopback_port(argv: list[str]) -> None:
+    place = find(settings_of(*argv))
+    assert place.is_ours
+    assert place.is_port_free_choice
+    assert place.address.host == "127.0.0.1"
+    assert place.address.port > 0
+
+
+def test_the_order_of_sources() -> None:
+    """DECISIONS 14"""
+    everything = ["--rdzv-endpoint", f"{ELSEWHERE}:2", "--master-addr", ELSEWHERE, "--master-port", "3", "--nnodes=2"]
+    assert find(settings_of(*everything, DLROVER_MASTER_ADDR=f"{ELSEWHERE}:1")).address == Address(ELSEWHERE, 1)
+    assert find(settings_of(*everything)).address == Address(ELSEWHERE, 2)
+    assert find(settings_of(*everything[2:])).address == Address(ELSEWHERE, 3)
+
+
+def test_ports_that_are_not_given_are_torchruns() -> None:
+    assert find(settings_of("--rdzv-endpoint", ELSEWHERE, "--nnodes=2")).address.port == 29400
+    assert find(settings_of("--master-addr", ELSEWHERE, "--nnodes=2")).address.port == 29500
+
+
+def test_an_address_elsewhere_is_not_ours_to_host() -> None:
+    place = find(settings_of("--rdzv-endpoint", f"{ELSEWHERE}:2", "--nnodes=2"))
+    assert not place.is_ours
+
+
+def test_the_first_launcher_on_the_host_hosts_and_the_second_connects() -> None:
+    settings = settings_of("--rdzv-endpoint", f"localhost:{free_port()}", "--nnodes=1:2")
+    first, seat = find_master(settings)
+    assert seat is not None
+    second, no_seat = find_master(settings)
+    assert first.is_ours
+    assert not second.is_ours
+    assert no_seat is None
+    seat.close()
+    assert find(settings).is_ours
+
+
+def test_a_seat_lets_its_master_listen_and_nobody_else_be_given_the_port() -> None:
+    seat = Seat("127.0.0.1", 0)
+    with socket.create_server(("127.0.0.1", seat.port)) as master:  # allows reuse, as gRPC does
+        assert master.getsockname()[1] == seat.port
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("127.0.0.1", seat.port))
+    seat.close()
+
+
+def test_a_named_seat_is_claimed_even_while_nobody_listens() -> None:
+    port = free_port()
+    seat = Seat("127.0.0.1", port)
+    with pytest.raises(SeatTaken):
+        Seat("127.0.0.1", port)
+    seat.close()
+    Seat("127.0.0.1", port).close()
+
+
+@pytest.mark.parametrize("nnodes", ["1", "2"])
+def test_a_port_that_another_program_uses_is_refused(
+    listener: int, nnodes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "PROBE_TIMEOUT", 0.2)
+    with pytest.raises(ConfigError, match=str(listener)):
+        find_master(settings_of("--master-port", str(listener), "--nnodes", nnodes))
+
+
+def test_port_zero_needs_a_job_on_its_own() -> None:
+    assert find(settings_of("--rdzv-endpoint", "localhost:0")).is_port_free_choice
+    for endpoint in ("localhost:0", f"{ELSEWHERE}:0"):
+        with pytest.raises(ConfigError, match="port"):
+            find_master(settings_of("--rdzv-endpoint", endpoint, "--nnodes=2"))
+
+
+@pytest.mark.parametrize("address", ["host:port:1", "", "host:99999", "a b:1"])
+def test_a_malformed_address_is_refused(address: str) -> None:
+    if address:
+        with pytest.raises(ConfigError):
+            find_master(settings_of(DLROVER_MASTER_ADDR=address))
+    else:
+        assert find(settings_of(DLROVER_MASTER_ADDR=address)).is_ours
+
+
+def test_job_names() -> None:
+    shared = MasterPlace(address=Address("127.0.0.1", 29500), is_ours=True, is_shared=True)
+    alone = MasterPlace(address=Address("127.0.0.1", 4711), is_ours=True)
+    assert name_job(settings_of("--rdzv-id", "a", ELASTIC_JOB_NAME="b"), shared) == "b"
+    assert name_job(settings_of("--rdzv-id", "a"), shared) == "a"
+    assert name_job(settings_of("--rdzv-id", "none"), shared) == "port-29500"
+    assert name_job(settings_of(), alone).startswith("standalone_20")
+    assert name_job(settings_of("--standalone", "--rdzv-id", "a"), alone).startswith("standalone_20")
+
+
+def test_the_order_of_tokens(root: str, tmp_path: Path) -> None:
+    token_file = tmp_path / "secret"
+    token_file.write_text("from-file\n")
+    place = MasterPlace(address=Address(ELSEWHERE, 1), is_ours=False, is_shared=True)
+    directory = NodeDirectory(root, "job", "a")
+    with_file = ["--job-token-file", str(token_file), "--rdzv-id", "x"]
+    assert find_token(settings_of(*with_file, DLROVER_JOB_TOKEN="from-env"), place, directory) == "from-env"
+    assert find_token(settings_of(*with_file), place, directory) == "from-file"
+    derived = find_token(settings_of("--rdzv-id", "x"), place, directory)
+    assert derived == discovery.derive_token("x") != discovery.derive_token("y")
+    with pytest.raises(ConfigError, match="DLROVER_JOB_TOKEN"):
+        find_token(settings_of(), place, directory)
+
+
+@pytest.mark.parametrize("content", ["", "zwei\nZeilen", "größe"])
+def test_a_token_file_must_hold_one_plain_line(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="secret"):
+        discovery.read_token_file(str(path))
+    with pytest.raises(ConfigError, match="No such file"):
+        discovery.read_token_file(str(tmp_path / "nothing"))
+
+
+def test_launchers_of_one_local_job_share_a_token_that_only_their_user_can_read(root: str) -> None:
+    place = MasterPlace(address=Address("127.0.0.1", 29500), is_ours=True, is_shared=True)
+    first, second = NodeDirectory(root, "job", "a"), NodeDirectory(root, "job", "b")
+    token = find_token(settings_of(), place, first)
+    assert len(token) >= 32
+    assert find_token(settings_of(), place, second) == token
+    path = Path(first.job_dir) / "token"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    first.remove()
+    assert path.exists()
+    second.remove()
+    assert not Path(first.job_dir).exists()
+
+
+def test_own_host_is_what_torchrun_would_say() -> None:
+    alone = MasterPlace(address=Address("127.0.0.1", 1), is_ours=True)
+    loopback = MasterPlace(address=Address("localhost", 29500), is_ours=True, is_shared=True)
+    assert own_host(settings_of(), alone) == "localhost"
+    assert own_host(settings_of("--local-addr", "10.1.1.1"), alone) == "10.1.1.1"
+    assert own_host(settings_of("--nnodes=2"), loopback) == "127.0.0.1"
+    assert own_host(settings_of("--nnodes=2", POD_IP="10.2.2.2"), loopback) == "10.2.2.2"
+
+
+def test_a_runtime_directory_is_private_and_ours(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(user_root(Environment(runtime_root="/no/such/place", temp_dir=str(short_dir))))
+    assert root.parent == short_dir
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    root.rename(short_dir / "dlrover-4711")
+    with pytest.raises(ConfigError, match="belongs to somebody else"):
+        user_root(Environment(temp_dir=str(short_dir)))
+
+
+def test_a_node_directory_leaves_room_for_the_name_of_a_socket(tmp_path: Path, short_dir: Path) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    name = "a job with a very long name indeed, longer than any"
+    for directory in (deep, short_dir, short_dir / "some" / "what" / "deeper"):
+        directory.mkdir(parents=True, exist_ok=True)
+        node = NodeDirectory(user_root(Environment(temp_dir=str(directory))), name, "0" * 8)
+        node.remove()
+        assert len(node.path) + len("/agent.sock") <= 107
+        assert node.path.startswith(f"{directory}/") == (directory != deep)
+
+
+def test_job_names_become_distinct_file_names() -> None:
+    names = ["job", "a/b", "a_b", "..", "x" * 60, "x" * 61, "größe"]
+    directories = [job_directory_name(name) for name in names]
+    assert len(set(directories)) == len(names)
+    assert all("/" not in name and not name.startswith(".") and len(name) <= 32 for name in directories)
+
+
+def test_what_a_dead_launcher_left_is_reaped_and_the_living_is_not(root: str) -> None:
+    living = NodeDirectory(root, "alive", "a")
+    code = (
+        "import sys; from dlrover.cli.runtime_dir import NodeDirectory; import os; "
+        "d = NodeDirectory(sys.argv[1], 'dead', 'b'); d.share_token(); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", code, root], check=True, timeout=30)
+    nodes, left = list_nodes(root)
+    assert [owner.job_name for _, owner in nodes] == ["alive"]
+    assert [entry.job_name for entry in left] == ["dead"]
+    assert reap(root) == []  # too young for a start to remove it
+    assert [entry.job_name for entry in reap(root, older_than=0.0)] == ["dead"]
+    assert sorted(path.name for path in Path(root).iterdir()) == [".lock", "alive"]
+    living.remove()
+
+
+def test_a_process_of_a_dead_job_is_killed_when_it_is_reaped(root: str) -> None:
+    code = (
+        "import sys; from dlrover.cli.runtime_dir import NodeDirectory; import os; "
+        "print(NodeDirectory(sys.argv[1], 'dead', 'b').path, flush=True); os._exit(0)"
+    )
+    path = subprocess.run(
+        [sys.executable, "-c", code, root], check=True, timeout=30, capture_output=True, text=True
+    ).stdout.strip()
+    environ = {**os.environ, "DLROVER_AGENT_SOCKET": f"{path}/agent.sock"}
+    waits = "import signal; print(flush=True); signal.pause()"
+    survivor = subprocess.Popen([sys.executable, "-c", waits], env=environ, stdout=subprocess.PIPE)
+    stranger = subprocess.Popen([sys.executable, "-c", waits], stdout=subprocess.PIPE)
+    assert survivor.stdout is not None
+    assert stranger.stdout is not None
+    try:
+        survivor.stdout.readline()
+        stranger.stdout.readline()
+        reap(root, older_than=0.0)
+        assert survivor.wait(timeout=10) == -9
+        assert stranger.poll() is None
+    finally:
+        for process in (survivor, stranger):
+            process.kill()
+            process.communicate()
+
+
+def test_a_reused_pid_is_not_the_owner() -> None:
+    me = describe_process(os.getpid())
+    assert is_alive(me)
+    assert not is_alive(type(me)(pid=me.pid, started="0@another boot"))

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from dlrover.agent.config import AgentResult
+from dlrover.cli.report import failure_report
+from dlrover.protocol.messages import (
+    ExitReason,
+    FailureKind,
+    FirstFailure,
+    JobEnd,
+    Micros,
+    NodeRank,
+    Round,
+    WorkerFailure,
+)
+
+
+def report_of(**fields: object) -> str:
+    failure = WorkerFailure(
+        **{
+            "global_rank": 5,
+            "local_rank": 1,
+            "pid": 77,
+            "kind": FailureKind.EXCEPTION,
+            "exited_at": Micros(0),
+            **fields,
+        }
+    )  # type: ignore[arg-type]
+    first = FirstFailure(failure=failure, node_rank=NodeRank(2), host="n2", round=Round(4), step=120)
+    end = JobEnd(
+        reason=ExitReason.CODE_ERROR,
+        exit_code=1,
+        message="The same crash 3 times.",
+        first_failure=first,
+        num_restarts=3,
+    )
+    return failure_report("my-job", AgentResult(exit_code=1, end=end))
+
+
+def test_the_report_names_culprit_cause_and_where_to_look() -> None:
+    text = report_of(
+        exit_code=1, message="ValueError: no", traceback="Traceback ...\nValueError: no", log_file="/l/stderr.log",
+        error_file="/l/error.json",
+    )  # fmt: skip
+    for part in (
+        "Job my-job failed: CodeError", "The same crash 3 times.", "Restarts before that: 3", "global rank 5 (local rank 1",
+        "rank 2 on n2", "exit code 1, an exception: ValueError: no", "120", "/l/stderr.log", "/l/error.json", "  Traceback",
+    ):  # fmt: skip
+        assert part in text
+
+
+def test_a_signal_has_its_name_and_the_log_is_shown_where_there_is_no_traceback() -> None:
+    text = report_of(kind=FailureKind.OUT_OF_MEMORY, signal=9, log_tail="\n".join(f"line {n}" for n in range(100)))
+    assert "signal 9 (SIGKILL), killed by the kernel: out of memory" in text
+    assert "line 99" in text
+    assert "line 69" not in text
+    assert "70 lines left out" in text
+
+
+def test_without_any_trace_the_report_says_how_to_get_one() -> None:
+    assert "--log-dir" in report_of(kind=FailureKind.SIGNAL, signal=11)
+
+
+def test_a_node_that_never_heard_of_the_end_still_reports() -> None:
+    text = failure_report("j", AgentResult(exit_code=23, message="The master is gone."))
+    assert "The master is gone." in text

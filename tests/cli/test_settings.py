@@ -1,0 +1,239 @@
+"""From words to settings: what is understood, and one paragraph for everything that is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlrover.agent.config import EntryKind
+from dlrover.cli.environment import read_environment
+from dlrover.cli.options import parse
+from dlrover.cli.settings import Settings, build_settings, effective_values, parse_streams, read_settings
+from dlrover.protocol.errors import ConfigError
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("print('hello')\n")
+    return str(path)
+
+
+def settings_of(*argv: str, **environ: str) -> Settings:
+    return build_settings(parse(argv, environ), read_environment(environ))
+
+
+def test_without_options_one_worker_runs_on_one_node_and_restarts_while_it_makes_progress(script: str) -> None:
+    settings = settings_of(script, "--lr", "1")
+    limits = settings.terms.limits
+    assert (limits.min_nodes, limits.max_nodes, settings.local_world_size) == (1, 1, 1)
+    assert settings.terms.restarts.max_restarts is None
+    assert settings.entry.kind is EntryKind.SCRIPT
+    assert settings.entry.args == ("--lr", "1")
+    assert settings.is_warm
+    assert settings.shutdown_timeout == 30.0
+    assert settings.node_rank is None
+    assert settings.rdzv_id == ""
+
+
+def test_torchruns_meaning_of_max_restarts_holds_once_it_is_given(script: str) -> None:
+    assert settings_of("--max-restarts", "0", script).terms.restarts.max_restarts == 0
+    assert settings_of(script, PET_MAX_RESTARTS="3").terms.restarts.max_restarts == 3
+
+
+@pytest.mark.parametrize(("text", "bounds"), [("3", (3, 3)), ("1:4", (1, 4)), ("2:2", (2, 2))])
+def test_nnodes(script: str, text: str, bounds: tuple[int, int]) -> None:
+    limits = settings_of("--nnodes", text, script).terms.limits
+    assert (limits.min_nodes, limits.max_nodes) == bounds
+
+
+def test_the_last_call_of_rdzv_conf_holds_for_the_first_round_too(script: str) -> None:
+    settings = settings_of("--rdzv-conf", "join_timeout=900, lastcall_timeout=7,timeout=5,pend_timeout=60", script)
+    limits = settings.terms.limits
+    assert (limits.join_timeout, limits.last_call, limits.first_call) == (900, 7, 7)
+    assert any("timeout has no effect" in note for note in settings.notes)
+    assert any("pend_timeout" in note for note in settings.notes)
+
+
+@pytest.mark.parametrize(
+    ("option", "kind"),
+    [("--module", EntryKind.MODULE), ("-m", EntryKind.MODULE), ("--run-path", EntryKind.RUN_PATH)],
+)
+def test_entry_kinds(script: str, option: str, kind: EntryKind) -> None:
+    assert settings_of(option, script).entry.kind is kind
+
+
+def test_run_path_wins_over_no_python(script: str) -> None:
+    assert settings_of("--run-path", "--no-python", script).entry.kind is EntryKind.RUN_PATH
+
+
+def test_a_program_is_looked_for_on_the_path() -> None:
+    assert settings_of("--no-python", "sh", "-c", "true").entry.kind is EntryKind.PROGRAM
+
+
+def test_a_directory_with_a_main_module_is_a_script(tmp_path: Path) -> None:
+    (tmp_path / "__main__.py").touch()
+    assert settings_of(str(tmp_path)).entry.kind is EntryKind.SCRIPT
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0", (0, {})), ("3", (3, {})), ("0:1,1:2", (0, {0: 1, 1: 2})), ("5:3", (0, {5: 3}))],
+)
+def test_streams(text: str, expected: tuple[int, dict[int, int]]) -> None:
+    assert parse_streams("--tee", text) == expected
+
+
+def test_log_options_keep_torchruns_meaning(script: str, tmp_path: Path) -> None:
+    """A directory alone redirects nothing, as under torchrun."""
+    log = settings_of("--log-dir", str(tmp_path), "--local-ranks-filter", "2,0", script).log
+    assert (log.redirect_default, log.tee_default, log.local_ranks_filter) == (0, 0, (0, 2))
+    assert log.log_dir == str(tmp_path)
+
+
+def test_cpu_means_the_processors_that_we_may_use(script: str) -> None:
+    assert settings_of("--nproc-per-node=cpu", script).local_world_size == len(os.sched_getaffinity(0))
+    assert settings_of("--nproc-per-node=auto", script).local_world_size == "auto"
+
+
+def test_auto_config_never_overrides_what_was_given(script: str) -> None:
+    """spec 05 §4.3"""
+    automatic = settings_of("--auto-config", script, NODE_NUM="3")
+    assert automatic.terms.limits.max_nodes == 3
+    assert automatic.local_world_size == "auto"
+    explicit = settings_of("--auto-config", "--nnodes=1:2", "--nproc-per-node=4", script, NODE_NUM="3")
+    assert explicit.terms.limits.max_nodes == 2
+    assert explicit.local_world_size == 4
+
+
+def test_node_rank_of_the_platform_wins_and_says_so(script: str) -> None:
+    assert settings_of("--nnodes=4", "--node-rank=1", script).node_rank == 1
+    assert settings_of("--nnodes=4", script, WORKER_RANK="2").node_rank == 2
+    both = settings_of("--nnodes=4", "--node-rank=1", script, NODE_RANK="3", WORKER_RANK="2")
+    assert both.node_rank == 3
+    assert any("wins over" in note for note in both.notes)
+    assert settings_of("--standalone", script, NODE_RANK="3").node_rank is None
+
+
+def test_rank_counts_as_node_rank_only_in_a_pod_and_not_inside_another_launchers_worker(script: str) -> None:
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "RANK": "2", "WORLD_SIZE": "4"}
+    assert settings_of("--nnodes=4", script, **pod).node_rank == 2
+    assert settings_of(script, **pod).node_rank is None
+    assert settings_of("--nnodes=4", script, RANK="2", WORLD_SIZE="4").node_rank is None
+    assert settings_of("--nnodes=4", script, LOCAL_RANK="0", **pod).node_rank is None
+    assert settings_of("--nnodes=4", script, TORCHELASTIC_RUN_ID="x", **pod).node_rank is None
+
+
+def test_shutdown_timeout_comes_from_the_flag_then_torchs_variable(script: str) -> None:
+    assert settings_of(script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").shutdown_timeout == 7
+    assert settings_of("--shutdown-timeout=3", script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").shutdown_timeout == 3
+
+
+def test_signals(script: str) -> None:
+    assert settings_of("--signals-to-handle", "SIGTERM, SIGUSR1", script).signals == (signal.SIGTERM, signal.SIGUSR1)
+
+
+def test_a_standalone_job_has_one_node(script: str) -> None:
+    assert settings_of("--standalone", "--nnodes=1:4", script).terms.limits.max_nodes == 1
+
+
+def test_effective_values_name_their_origin(script: str) -> None:
+    text = effective_values(parse(["--nnodes=2", script], {"PET_ROLE": "actor"}))
+    assert "nnodes='2'(flag)" in text
+    assert "role='actor'(env)" in text
+
+
+BAD = [
+    (["--nnodes=3:2", "{script}"], {}, "--nnodes 3:2"),
+    (["--nnodes=0", "{script}"], {}, "--nnodes 0"),
+    (["--nnodes=abc", "{script}"], {}, "--nnodes abc"),
+    (["--nnodes=1:2:3", "{script}"], {}, "--nnodes 1:2:3"),
+    (["--nnodes=3", "--node-unit=2", "{script}"], {}, "--node-unit 2"),
+    (["--nproc-per-node=0", "{script}"], {}, "--nproc-per-node 0"),
+    (["--nproc-per-node=some", "{script}"], {}, "--nproc-per-node some"),
+    (["--max-restarts=-1", "{script}"], {}, "--max-restarts -1"),
+    (["--standalone", "--nnodes=2", "{script}"], {}, "--standalone"),
+    (["--rdzv-conf=join_timout=1", "{script}"], {}, "Did you mean join_timeout"),
+    (["--rdzv-conf=join_timeout", "{script}"], {}, "KEY=VALUE"),
+    (["--rdzv-conf=join_timeout=soon", "{script}"], {}, "number of seconds"),
+    (["--rdzv-conf=join_timeout=inf", "{script}"], {}, "finite"),
+    (["--redirects=7", "{script}"], {}, "--redirects 7"),
+    (["--tee=0:x", "{script}"], {}, "--tee 0:x"),
+    (["--local-ranks-filter=a", "{script}"], {}, "--local-ranks-filter a"),
+    (["--signals-to-handle=SIGTREM", "{script}"], {}, "Did you mean SIGTERM"),
+    (["--signals-to-handle=SIGKILL", "{script}"], {}, "cannot be handled"),
+    (["--shutdown-timeout=-1", "{script}"], {}, "--shutdown-timeout"),
+    (["--master-port=70000", "{script}"], {}, "--master-port 70000"),
+    (["--node-rank=-2", "{script}"], {}, "--node-rank -2"),
+    (["--preload=a-b", "{script}"], {}, "--preload a-b"),
+    (["--tls-cert=/nowhere/cert.pem", "{script}"], {}, "/nowhere/cert.pem"),
+    (["--journal={script}", "{script}"], {}, "give a directory"),
+    (["--no-python", "--module", "{script}"], {}, "exclude each other"),
+    (["--no-python", "./no-such-program"], {}, "./no-such-program"),
+    (["--no-python", "no-such-program"], {}, "not found on the PATH"),
+    (["--no-python", "{script}"], {}, "not executable"),
+    (["no-such-script.py"], {}, "no-such-script.py"),
+    (["{directory}"], {}, "is a directory"),
+    (["--log-dir=/proc/nowhere", "{script}"], {}, "/proc/nowhere"),
+    (["--log-dir={script}/below", "{script}"], {}, "cannot be written"),
+    (["--network-check", "{script}"], {}, "not yet available"),
+    (["{script}"], {"NODE_RANK": "first"}, "NODE_RANK=first"),
+    (["{script}"], {"HOST_PORTS": "1,x"}, "HOST_PORTS=1,x"),
+    (["{script}"], {"DLROVER_LOG_LEVEL": "LOUD"}, "DLROVER_LOG_LEVEL=LOUD"),
+    (["{script}"], {"PET_NNODES": "0"}, "--nnodes 0"),
+]
+
+
+@pytest.mark.parametrize(("argv", "environ", "expected"), BAD, ids=lambda value: str(value)[:40])
+def test_bad_input_is_answered_with_one_paragraph_before_anything_starts(
+    argv: list[str], environ: dict[str, str], expected: str, script: str, tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    words = [word.format(script=script, directory=tmp_path) for word in argv]
+    with pytest.raises(ConfigError) as raised:
+        read_settings(words, environ)
+    assert expected in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_unreadable_script_is_named(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("this user may read everything (root)")
+    path = tmp_path / "secret.py"
+    path.touch(mode=0)
+    with pytest.raises(ConfigError, match=r"secret\.py cannot be read"):
+        settings_of(str(path))
+
+
+def test_a_log_directory_is_created_and_found_writable(script: str, tmp_path: Path) -> None:
+    read_settings(["--log-dir", str(tmp_path / "a" / "b"), script], {})
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+@pytest.mark.parametrize(("argv", "code"), [(["--bad"], 2), ([], 2), (["--help"], 0), (["--check-env"], 0)])
+def test_the_command_gives_the_exit_code_and_no_traceback(argv: list[str], code: int, tmp_path: Path) -> None:
+    environ = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "dlrover.cli.run", *argv], env=environ, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == (1 if code else 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_launcher_starts_light(tmp_path: Path) -> None:
+    """Everything that it imports delays the first worker."""
+    code = (
+        "import sys; from dlrover.cli import launcher, run, settings, options; import dlrover.master.config; "
+        "print(sorted({name.partition('.')[0] for name in sys.modules} "
+        "& {'torch', 'grpc', 'rich', 'typer', 'asyncio', 'psutil', 'numpy', 'subprocess', 'argparse', 'hashlib'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "[]"
