@@ -68,11 +68,20 @@ class Stored:
 class Journal:
     """The writing end. One per master life; opening it ends the right to write of every earlier one."""
 
-    def __init__(self, path: Path, *, job_name: str, decision_version: int, max_pages: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        job_name: str,
+        decision_version: int,
+        archive_bytes: int = ARCHIVE_BYTES,
+        max_pages: int = 0,
+    ) -> None:
         """`max_pages` bounds the file, as a small disk would; 0: no bound."""
         self.path = path
         self._job_name = job_name
         self._decision_version = decision_version
+        self._archive_bytes = archive_bytes
         self._max_pages = max_pages
         self._records_since_snapshot = 0
         self._bytes_since_snapshot = 0
@@ -114,7 +123,7 @@ class Journal:
                 (number, data, checksum(data)),
             )
             connection.execute("UPDATE meta SET value = ? WHERE key = 'decision_version'", (self._decision_version,))
-            _trim_archive(connection, newest=number)
+            _trim_archive(connection, newest=number, bound_bytes=self._archive_bytes)
         self._records_since_snapshot = 0
         self._bytes_since_snapshot = 0
 
@@ -286,14 +295,14 @@ def read_stored(connection: sqlite3.Connection, path: Path, *, oldest: bool = Fa
         snapshot, first_number = None, 1
     else:
         first_number, snapshot = row[0], row[1]
-        if checksum(snapshot) != row[2]:
+        if not isinstance(snapshot, bytes) or checksum(snapshot) != row[2]:
             raise JournalError(f"The journal {path} is damaged: snapshot {first_number} fails its checksum. {ADVICE}")
     rows = connection.execute(
         "SELECT number, data FROM records WHERE number >= ? ORDER BY number", (first_number,)
     ).fetchall()
-    for expected, (number, _) in enumerate(rows, start=first_number):
-        if number != expected:
-            raise JournalError(f"The journal {path} is damaged: record {expected} is missing. {ADVICE}")
+    for expected, (number, data) in enumerate(rows, start=first_number):
+        if number != expected or not isinstance(data, bytes):
+            raise JournalError(f"The journal {path} is damaged: record {expected} is missing or unreadable. {ADVICE}")
     return Stored(snapshot, first_number, tuple(data for _, data in rows))
 
 
@@ -321,7 +330,7 @@ def explain(error: sqlite3.Error, path: Path) -> DLRoverError:
     return JournalError(f"The journal {path} is damaged or not a journal: {error}. {ADVICE}")
 
 
-def _trim_archive(connection: sqlite3.Connection, *, newest: int) -> None:
+def _trim_archive(connection: sqlite3.Connection, *, newest: int, bound_bytes: int) -> None:
     """Drop the oldest segments beyond the bound. The newest snapshot and what follows it are no archive."""
     numbers = [row[0] for row in connection.execute("SELECT number FROM snapshots ORDER BY number")]
     starts = sorted({1, *numbers})
@@ -336,7 +345,7 @@ def _trim_archive(connection: sqlite3.Connection, *, newest: int) -> None:
             "SELECT coalesce(sum(length(data)), 0) FROM snapshots WHERE number = ?", (start,)
         ).fetchone()[0]
         sizes.append((end, size + snapshot))
-    excess = sum(size for _, size in sizes) - ARCHIVE_BYTES
+    excess = sum(size for _, size in sizes) - bound_bytes
     for end, size in sizes:
         if excess <= 0:
             return

@@ -1,0 +1,390 @@
+"""The master as a process: killed at any moment, fenced, on a taken port, on a full disk, beside bad clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import select
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import msgspec
+import pytest
+
+from dlrover.core.sequence import load, walk
+from dlrover.master.config import EXIT_FENCED, EXIT_JOURNAL, EXIT_PORT_IN_USE, EXIT_USAGE, MasterConfig
+from dlrover.master.journal import read_stored
+from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.messages import (
+    Done,
+    End,
+    JobTerms,
+    LeaveJob,
+    LeaveReason,
+    Ping,
+    Pong,
+    ReportFinished,
+    Round,
+    Run,
+    StopJob,
+)
+from dlrover.protocol.rpc import ask
+from dlrover.protocol.transport import AGENT_METHOD, SERVICE, call_metadata
+from tests.master.conftest import TOKEN, Agent, Connect, MakeMaster, status_of
+
+
+async def test_a_master_killed_at_any_moment_has_forgotten_nothing_that_anybody_saw(
+    make_master: MakeMaster, connect: Connect
+) -> None:
+    """Everything answered is in the journal, every digest seen is a state of the replay, and the agent stays attached."""
+    master = make_master()
+    master.start()
+    agent = connect(master.address)
+    first = await agent.attached()
+    chance = random.Random(3)
+    answered: list[str] = []
+    digests: list[str] = []
+    pauses: list[float] = []
+
+    async def keep_busy() -> None:
+        while True:
+            join = agent.a_join()
+            await agent.channel.call(join, timeout=30)
+            answered.append(join.offer)
+
+    async def keep_asking() -> None:
+        while True:
+            with contextlib.suppress(Unavailable):
+                digests.append((await status_of(master.address)).digest)
+
+    tasks = [asyncio.ensure_future(keep_busy()), asyncio.ensure_future(keep_asking())]
+    try:
+        for _ in range(8):
+            # Not a wait for something: the moment of the kill is what is drawn.
+            await asyncio.sleep(chance.uniform(0.0, 0.15))
+            master.kill()
+            killed_at = time.monotonic()
+            await asyncio.to_thread(master.start)
+            again = await agent.attached()
+            pauses.append(time.monotonic() - killed_at)
+            assert (again.node, again.incarnation) == (first.node, first.incarnation)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, asyncio.CancelledError) for result in results), results
+    master.kill()
+    offers, states = replayed(master.journal)
+    assert len(answered) > 8
+    assert [offer for offer in answered if offer not in offers] == []
+    assert len(offers) == len(set(offers)), "a command was applied twice"
+    assert [digest for digest in digests if digest not in states] == []
+    assert sorted(pauses)[len(pauses) // 2] < 1.0, f"serving again took {pauses}"
+
+
+def replayed(journal: Path) -> tuple[list[str], set[str]]:
+    """The offers of all joins in order, and the digest of every state on the way."""
+    connection = sqlite3.connect(journal)
+    stored = read_stored(connection, journal)
+    connection.close()
+    job = load(stored.snapshot)
+    states = {job.digest().hex()}
+    offers = []
+    for step in walk(job, stored.records):
+        states.add(job.digest().hex())
+        offer = getattr(step.record.command, "offer", None)
+        if offer is not None:
+            offers.append(offer)
+    return offers, states
+
+
+async def test_the_master_ends_with_the_exit_code_of_the_job(make_master: MakeMaster, connect: Connect) -> None:
+    master = make_master()
+    master.start()
+    agent = connect(master.address, terms=JobTerms())
+    await agent.attached()
+    await agent.join()
+    await agent.wish(Run)
+    assert isinstance(await ask(master.address, StopJob(message="enough"), token=TOKEN, timeout=10), Done)
+    await agent.wish(End)
+    leave = LeaveJob(node=agent.node, incarnation=agent.incarnation, reason=LeaveReason.JOB_ENDED)
+    assert await agent.channel.call(leave, timeout=10) == Done()
+    assert await asyncio.to_thread(master.wait) == 1
+    assert "job over reason=StoppedByUser" in master.log()
+    # A master that died after its last commit and before its exit says the same again.
+    assert await asyncio.to_thread(master.run_to_end) == 1
+
+
+async def test_a_good_end_is_exit_code_0(make_master: MakeMaster, connect: Connect) -> None:
+    master = make_master()
+    master.start()
+    agent = connect(master.address, terms=JobTerms())
+    await agent.attached()
+    await agent.join()
+    await agent.wish(Run)
+    finished = ReportFinished(node=agent.node, incarnation=agent.incarnation, round=Round(1))
+    await agent.channel.call(finished, timeout=10)
+    await agent.wish(End)
+    leave = LeaveJob(node=agent.node, incarnation=agent.incarnation, reason=LeaveReason.JOB_ENDED)
+    await agent.channel.call(leave, timeout=10)
+    assert await asyncio.to_thread(master.wait) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop_it_stops_cleanly(make_master: MakeMaster, number: signal.Signals, tmp_path: Path) -> None:
+    master = make_master()
+    master.start()
+    assert master.kill(number) == 0
+    left = {file.name for file in tmp_path.iterdir() if "journal" in file.name}
+    assert left == {"journal.sqlite"}, "the write-ahead log is folded in"
+
+
+def test_a_port_in_use_is_told_apart_and_harms_nobody(make_master: MakeMaster) -> None:
+    master = make_master()
+    ready = master.start()
+    second = make_master(port=ready.port)
+    assert second.run_to_end() == EXIT_PORT_IN_USE
+    assert f"Port {ready.port} of 127.0.0.1 is in use" in second.log()
+    # Same journal: had the second one touched it, the first would be fenced now.
+    status = asyncio.run(status_of(master.address))
+    assert status.master_epoch == 1
+
+
+def test_the_port_can_be_held_for_the_master_by_a_socket_that_does_not_listen(make_master: MakeMaster) -> None:
+    with socket.socket() as seat:
+        seat.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        seat.bind(("127.0.0.1", 0))
+        master = make_master(port=seat.getsockname()[1])
+        master.start()
+        master.kill()
+        assert master.start().port == seat.getsockname()[1]
+
+
+async def test_a_second_master_on_the_journal_ends_the_first(make_master: MakeMaster, connect: Connect) -> None:
+    first, second = make_master(), make_master()
+    first.start()
+    agent = connect(first.address)
+    await agent.attached()
+    second.start()
+    with pytest.raises(Unavailable):  # even a question is not answered any more
+        await status_of(first.address)
+    assert await asyncio.to_thread(first.wait) == EXIT_FENCED
+    assert "took over the journal" in first.log()
+    assert (await status_of(second.address)).master_epoch == 2
+
+
+def test_a_damaged_journal_is_never_replaced(make_master: MakeMaster) -> None:
+    master = make_master()
+    master.start()
+    master.kill(signal.SIGTERM)
+    data = bytearray(master.journal.read_bytes())
+    data[:100] = b"\0" * 100
+    master.journal.write_bytes(data)
+    master = make_master()
+    assert master.run_to_end() == EXIT_JOURNAL
+    assert "damaged or not a journal" in master.log()
+    assert "Restore it from a copy" in master.log()
+    assert master.journal.read_bytes() == data
+
+
+def test_a_changed_record_is_found_by_its_digest(make_master: MakeMaster) -> None:
+    master = make_master()
+    master.start()
+    master.kill(signal.SIGTERM)
+    with sqlite3.connect(master.journal) as connection:
+        (data,) = connection.execute("SELECT data FROM records WHERE number = 1").fetchone()
+        assert data.count(b"job") > 0
+        connection.execute("UPDATE records SET data = ? WHERE number = 1", (data.replace(b"\xa3job", b"\xa3jab"),))
+    connection.close()
+    assert master.run_to_end() == EXIT_JOURNAL
+    assert "record 1" in master.log().lower()
+
+
+def test_without_a_token_only_loopback_is_served(make_master: MakeMaster) -> None:
+    open_to_all = make_master(token_file="", host="0.0.0.0")
+    assert open_to_all.run_to_end() == EXIT_USAGE
+    assert "DLROVER_JOB_TOKEN" in open_to_all.log()
+    local = make_master(token_file="")
+    local.start()
+    assert isinstance(asyncio.run(ask(local.address, Ping(), token="", timeout=10)), Pong)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"job_name": "j", "jurnal": "x"}, "jurnal"),
+        ({"job_name": "j"}, "journal"),
+        ({"job_name": "j", "journal": "x", "token_file": "/no/such/file"}, "/no/such/file"),
+        ({"job_name": "j", "journal": "/proc/nothing/journal", "port": 0}, "/proc/nothing"),
+        ({"job_name": "j", "journal": "x", "host": "192.0.2.7", "token_file": __file__}, "192.0.2.7"),
+        ({"job_name": "j", "journal": "x", "log_file": "/proc/nothing/log"}, "/proc/nothing/log"),
+        ({"job_name": "j", "journal": "x", "tls": {"cert": "/no/cert", "key": "/no/key"}}, "/no/"),
+    ],
+)
+def test_a_bad_configuration_is_one_clear_sentence(tmp_path: Path, config: dict[str, object], says: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(msgspec.json.encode(config))
+    command = [sys.executable, "-m", "dlrover.master", "--config", str(file)]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode in (EXIT_USAGE, EXIT_JOURNAL)
+    assert says in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+
+
+PARENT = """
+import os, subprocess, sys
+ready_read, ready_write, held = map(int, sys.argv[1:])
+command = [sys.executable, "-m", "dlrover.master", "--config", "config.json"]
+subprocess.Popen(command, pass_fds=(ready_write, held))
+os.close(ready_write)
+os.write(1, os.read(ready_read, 1000))
+os._exit(0)
+"""
+
+
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
+    held_read, held_write = os.pipe()  # the end of the last holder, which is the master, closes it
+    ready_read, ready_write = os.pipe()
+    config = MasterConfig(
+        job_name="job",
+        journal=str(tmp_path / "journal.sqlite"),
+        ready_file=str(tmp_path / "ready"),
+        ready_fd=ready_write,
+        parent_death=True,
+    )
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    parent = subprocess.run(
+        [sys.executable, "-c", PARENT, str(ready_read), str(ready_write), str(held_write)],
+        cwd=tmp_path,
+        pass_fds=(ready_read, ready_write, held_write),
+        stdout=subprocess.PIPE,
+        timeout=30,
+        check=True,
+    )
+    for descriptor in (held_write, ready_read, ready_write):
+        os.close(descriptor)
+    with os.fdopen(held_read, "rb") as pipe:
+        assert select.select([pipe], [], [], 30)[0], "the master outlived its parent"
+        assert pipe.read() == b""
+    assert (tmp_path / "ready").read_bytes() + b"\n" == parent.stdout
+
+
+async def test_bad_clients_do_not_harm_it(make_master: MakeMaster, connect: Connect) -> None:
+    master = make_master()
+    ready = master.start()
+    agent = connect(master.address)
+    await agent.attached()
+    peak_before = peak_kib(ready.pid)
+    reader, writer = await asyncio.open_connection("127.0.0.1", ready.port)
+    writer.write(random.Random(5).randbytes(100_000))
+    with contextlib.suppress(ConnectionError):
+        await reader.read()
+    writer.close()
+    with pytest.raises(Rejected, match="token"):
+        await ask(master.address, Ping(), token="guess", timeout=10)
+    options = [("grpc.max_send_message_length", -1), ("grpc.enable_http_proxy", 0)]
+    async with grpc.aio.insecure_channel(master.address, options=options) as channel:
+        stream = channel.stream_stream(f"/{SERVICE}/{AGENT_METHOD}")(metadata=call_metadata(TOKEN))
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            await stream.write(bytes(1 << 30))
+            await stream.read()
+        assert await stream.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert peak_kib(ready.pid) - peak_before < 64 * 1024, "room was made for a message that is too large"
+    assert await agent.join() == Done()
+    assert agent.channel.outage() == 0.0
+    assert "Traceback" not in master.log()
+
+
+def peak_kib(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1])
+    raise AssertionError(f"no VmHWM for {pid}")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 1 MiB."""
+    point = tmp_path / "disk"
+    point.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("needs root to mount a small file system")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(point)], check=False, timeout=10)
+    if mounted.returncode != 0:
+        pytest.skip("this environment does not allow mounting a small file system")
+    yield point
+    subprocess.run(["umount", "--lazy", str(point)], check=True, timeout=10)
+
+
+async def test_a_full_disk_stops_commands_only_and_passes_by_itself(
+    make_master: MakeMaster, small_disk: Path, connect: Connect
+) -> None:
+    master = make_master(journal=str(small_disk / "journal.sqlite"))
+    master.start()
+    agent = connect(master.address)
+    await agent.attached()
+    assert await agent.join() == Done()
+    filler = fill(small_disk)
+
+    async def join_on_and_on() -> None:
+        while True:  # what the write-ahead log has room for passes; then nothing more does
+            await agent.join(timeout=2)
+
+    with pytest.raises(Unavailable):
+        await join_on_and_on()
+    seen = await status_of(master.address)
+    assert seen == await status_of(master.address), "an undurable decision was visible"
+    assert agent.channel.outage() == 0.0
+    with pytest.raises(Unavailable, match="changed nothing"):
+        await ask(master.address, StopJob(), token=TOKEN, timeout=0.5)
+    filler.unlink()
+    assert await agent.join() == Done()
+    said = [line for line in master.log().splitlines() if "journal can" in line]
+    assert len(said) == 2, said
+    master.kill()
+    master.journal = small_disk / "journal.sqlite"
+    offers, states = replayed(master.journal)
+    assert len(offers) == len(set(offers))
+    assert seen.digest in states
+
+
+def test_a_disk_that_is_full_at_the_start_is_one_clear_sentence(make_master: MakeMaster, small_disk: Path) -> None:
+    fill(small_disk)
+    master = make_master(journal=str(small_disk / "journal.sqlite"))
+    assert master.run_to_end() == EXIT_JOURNAL
+    assert "full" in master.log()
+    assert "Free some space" in master.log()
+    assert "Traceback" not in master.log()
+
+
+def fill(disk: Path) -> Path:
+    filler = disk / "filler"
+    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    return filler
+
+
+async def test_an_agent_is_bridged_over_a_restart_quickly(make_master: MakeMaster) -> None:
+    master = make_master()
+    master.start()
+    agent = Agent(master.address)
+    await agent.attached()
+    began_at = time.monotonic()
+    master.kill()
+    await asyncio.to_thread(master.start)
+    await agent.attached()
+    assert time.monotonic() - began_at < 2.0
+    await agent.leave()
