@@ -10,14 +10,12 @@ nothing of it remains: not a process, adopted orphans included, and no file but 
 from __future__ import annotations
 
 import os
-import random
 import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -31,13 +29,13 @@ from dlrover.cli.settings import Settings
 from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError
 
+if TYPE_CHECKING:
+    from dlrover.cli.master_probe import MasterProbe
+
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_MASTER_LOST = 23
 
-FIND_MASTER_TIMEOUT = 120.0
-"""Seconds that a launcher waits for a master on another host to answer for the first time [spec 05 §3]."""
-PROGRESS_PERIOD = 10.0
 MAX_AGENT_RESTARTS = 3
 """In a row, each without `AGENT_LIVED_LONG` of life: an agent that always dies at once will not heal."""
 AGENT_LIVED_LONG = 60.0
@@ -49,8 +47,10 @@ SWEEP_TIMEOUT = 5.0
 
 
 class Patience(NamedTuple):
-    """How long others may take to end."""
+    """How long others may take to come and to end."""
 
+    find_master: float = 120.0
+    """Seconds for a master that another launcher hosts to answer for the first time [spec 05 §3]."""
     agent_margin: float = 10.0
     """Seconds beyond the workers' grace that the agent has after a signal."""
     master: float = 2.0
@@ -176,7 +176,7 @@ class Launcher:
             if self._place.is_ours:
                 self._start_master()
             else:
-                self._probe = MasterProbe(self._place.address, self._inbox)
+                self._look_for_master()
             reap(self._root)  # leftovers of others, now that nothing waits for us
             while self._ended is None:
                 self._turn()
@@ -277,6 +277,11 @@ class Launcher:
 
     # The master.
 
+    def _look_for_master(self) -> None:
+        from dlrover.cli.master_probe import MasterProbe  # late: it needs threads, the usual job does not
+
+        self._probe = MasterProbe(self._place.address, self._inbox, timeout=self._patience.find_master)
+
     def _start_master(self) -> None:
         from dlrover.master.config import MasterConfig
 
@@ -353,7 +358,7 @@ class Launcher:
         if not self._place.is_port_free_choice:
             say(f"another launcher hosts the master at {self._place.address}; connecting to it")
             self._place = msgspec.structs.replace(self._place, is_ours=False)
-            self._probe = MasterProbe(self._place.address, self._inbox)
+            self._look_for_master()
             return
         self._num_port_choices += 1
         if self._num_port_choices > MAX_PORT_CHOICES:
@@ -407,11 +412,10 @@ class Launcher:
         if self._master_starts_at is not None and now >= self._master_starts_at:
             self._start_master()
         if self._probe is not None and self._probe.is_over:
-            has_found = self._probe.has_found
-            self._probe = None
-            if not has_found and self._stopped_by is None:
+            probe, self._probe = self._probe, None
+            if not probe.has_found and self._stopped_by is None:
                 message = (
-                    f"No master answered at {self._place.address} within {FIND_MASTER_TIMEOUT:.0f} s, and this host "
+                    f"No master answered at {self._place.address} within {probe.timeout:.0f} s, and this host "
                     "is not the one to host it. Check that the address is right and reachable from here, and that the "
                     "node it belongs to has been started."
                 )
@@ -466,41 +470,6 @@ class Launcher:
                 return
             if any(number != signal.SIGCHLD for number in self._inbox.wait(remaining)):
                 return
-
-
-class MasterProbe:
-    """
-    Looks in a thread whether a master elsewhere answers, and wakes the launcher when it knows.
-
-    There is no event for "somebody now listens on another host", so this is one of the few polls, with jitter.
-    """
-
-    def __init__(self, address: Address, inbox: SignalInbox) -> None:
-        self._address = address
-        self._inbox = inbox
-        self._is_closed = threading.Event()
-        self.has_found = False
-        self.is_over = False
-        self._thread = threading.Thread(target=self._run, name="master-probe", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._is_closed.set()
-
-    def _run(self) -> None:
-        begun = said_at = time.monotonic()
-        while not self._is_closed.is_set() and time.monotonic() - begun < FIND_MASTER_TIMEOUT:
-            if discovery.answers(self._address):
-                self.has_found = True
-                break
-            now = time.monotonic()
-            if now - said_at >= PROGRESS_PERIOD:
-                said_at = now
-                say(f"waiting for the master at {self._address}, {now - begun:.0f} s of {FIND_MASTER_TIMEOUT:.0f} s")
-            self._is_closed.wait(random.uniform(0.2, 1.0))
-        self.is_over = True
-        if not self._is_closed.is_set():
-            self._inbox.wake()
 
 
 def _write_outcome(path: str, ended: Ended) -> None:

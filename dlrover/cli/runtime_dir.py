@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -58,7 +57,9 @@ def user_root(environment: Environment) -> str:
 
 def job_directory_name(job_name: str, length: int = _JOB_NAME_BYTES[-1]) -> str:
     """The job's name as far as it can be a short file name; a digest keeps two that become equal apart."""
-    plain = "".join(letter if (letter.isascii() and letter.isalnum()) or letter in "._-" else "_" for letter in job_name)
+    plain = "".join(
+        letter if (letter.isascii() and letter.isalnum()) or letter in "._-" else "_" for letter in job_name
+    )
     if plain == job_name and len(plain) <= length and not plain.startswith("."):
         return plain
     import hashlib
@@ -109,7 +110,7 @@ class NodeDirectory:
 
     def remove(self) -> None:
         with locked(self._root):
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove_tree(self.path)
             _remove_empty_job(self.job_dir)
 
 
@@ -169,7 +170,7 @@ def reap(root: str, *, older_than: float = STALE_AFTER) -> list[LeftBehind]:
         if stale:
             _kill_processes_of([left.path for left in stale])
         for left in stale:
-            shutil.rmtree(left.path, ignore_errors=True)
+            _remove_tree(left.path)
         for job in _subdirectories(root):
             _remove_empty_job(job)
     return stale
@@ -222,7 +223,13 @@ def _remove_empty_job(job_dir: str) -> None:
     """The last node of a job takes the shared token with it. Called under the lock."""
     if any(True for _ in _subdirectories(job_dir)):
         return
-    shutil.rmtree(job_dir, ignore_errors=True)
+    _remove_tree(job_dir)
+
+
+def _remove_tree(path: str) -> None:
+    import shutil  # late: the start of the workers would wait for it
+
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _subdirectories(path: str) -> Iterator[str]:

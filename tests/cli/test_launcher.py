@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 
 import pytest
 
@@ -151,3 +152,31 @@ def test_the_journal_is_kept_where_it_was_asked_for(job: StandinJob) -> None:
     assert job.finish()[0] == 0
     assert os.path.dirname(journal) == str(directory)
     assert os.path.basename(journal).startswith("my-job-")
+
+
+def test_a_master_elsewhere_that_never_answers_ends_the_wait_with_what_to_check(job: StandinJob) -> None:
+    job.start("--nnodes=2", "--rdzv-endpoint=192.0.2.1:29400", "--rdzv-id=x", behaviour="wait")
+    exit_code, said = job.finish()
+    assert exit_code == 23
+    assert "No master answered at 192.0.2.1:29400" in said
+    assert job.files_left() == []
+
+
+def test_two_launchers_on_one_host_share_one_master_and_its_token(job: StandinJob) -> None:
+    """The second sees that the seat is taken, and waits for its master."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    endpoint = ["--nnodes=1:2", f"--rdzv-endpoint=localhost:{port}"]
+    first = job.start(*endpoint, behaviour="wait")
+    job.event("waiting")
+    assert job.event("master")[1] == str(port)
+    second = job.start(*endpoint, behaviour="ok")
+    _, said = second.communicate(timeout=20)
+    assert (second.returncode, said) == (0, "")
+    assert (job.tmp_path / "master-lives").stat().st_size == 1
+    job.process = first
+    job.open_gate()
+    first.send_signal(signal.SIGTERM)
+    assert job.finish()[0] in (0, 143)
+    assert job.files_left() == []

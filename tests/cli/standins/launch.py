@@ -11,4 +11,6 @@ programs = Programs(
     agent=(sys.executable, os.path.join(here, "agent.py")), master=(sys.executable, os.path.join(here, "master.py"))
 )
 _, settings = read_settings(sys.argv[1:], os.environ)
-sys.exit(launch(settings, os.environ, programs=programs, patience=Patience(agent_margin=0.2, master=0.2)))
+sys.exit(
+    launch(settings, os.environ, programs=programs, patience=Patience(find_master=0.2, agent_margin=0.2, master=0.2))
+)
