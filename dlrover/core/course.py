@@ -126,11 +126,11 @@ class Course:
         state = self.state
         incident = Incident(round=first.round, first=first, began_at=self.now, step=first.step, lived=lived)
         state.restarts.incident = incident
+        self._open(StopCause.FAILURE, blame.describe(first))
         if blame.is_secondary(first.failure):
             self._say(f"{blame.describe(first)} The next round opens; the first failure may still be reported.")
-        elif not self._judge(incident):
-            return
-        self._open(StopCause.FAILURE, blame.describe(first))
+        elif not self._are_too_few_left():
+            self._judge(incident)
 
     def hear_more(self, incident: Incident, first: FirstFailure, lived: float) -> None:
         """A further report of a round that has failed already. It never costs a second restart."""
@@ -157,10 +157,11 @@ class Course:
         state = self.state
         assert state.terms is not None, "workers ran before any node attached"
         decision = blame.decide(state.terms.restarts, state.restarts, incident)
-        self._say(f"{blame.describe(incident.first)} {decision.sentence}")
         if decision.reason is not None:
             self.end_job(decision.reason, decision.sentence, first=incident.first)
-        return decision.reason is None
+            return False
+        self._say(f"{blame.describe(incident.first)} {decision.sentence}")
+        return True
 
     def finish_node(self, node: Node) -> None:
         """All workers of the node ended well in the newest round: it waits at the exit barrier."""
@@ -171,7 +172,7 @@ class Course:
         rdzv.finish(node.id, node.rank)
         self.touch(node.id)
         if rdzv.is_all_finished():
-            self.end_job(ExitReason.COMPLETED, f"All {len(rdzv.finished)} nodes finished.")
+            self.end_job(ExitReason.COMPLETED, "The workers of all nodes ended well.")
 
     def lose(self, node: Node, life: NodeLife, why: str) -> None:
         """A live node is there no more; if its world needs it, the others meet again, at no cost of the budget."""
@@ -211,7 +212,7 @@ class Course:
                 return
             self._say(f"{reason[0].upper()}{reason[1:]}.")
             self._open(StopCause.MEMBERSHIP, reason)
-        if rdzv.finished and num_usable(len(rdzv.waiting) + rdzv.num_coming, limits) < limits.min_nodes:
+        if self._are_too_few_left():
             self._end_unfinished(limits)
             self.advance()
             return
@@ -250,6 +251,13 @@ class Course:
             self.touch(member.node)
         for node in rdzv.expected:
             self.touch(node)  # they missed it and are asked for the next
+
+    def _are_too_few_left(self) -> bool:
+        """Whether the open round can lead to nothing, because some have finished and the rest is no world."""
+        rdzv, terms = self.state.rendezvous, self.state.terms
+        if not rdzv.finished or terms is None:
+            return False
+        return num_usable(len(rdzv.waiting) + rdzv.num_coming, terms.limits) < terms.limits.min_nodes
 
     def _end_unfinished(self, limits: Limits) -> None:
         """Some nodes finished, another failed or was lost, and too few are left for a world."""
@@ -292,7 +300,7 @@ class Course:
         state.stage = Stage.STOPPING
         state.drains_at = Micros(self.now + micros(DRAIN))
         state.rendezvous.close()
-        self._say(f"The job ends ({reason.value}): {sentence}")
+        self._say(f"The job ends ({reason.value}): {state.end.message}")
         self.touch_all()
 
     def _finish_job(self, end: JobEnd) -> None:

@@ -298,11 +298,9 @@ def choose_world(rdzv: Rendezvous, limits: Limits, now: Micros) -> tuple[World |
     ends_at = rdzv.call_ends_at(limits)
     if ends_at is not None and now < ends_at:
         if rdzv.num_coming:
-            return None, (
-                f"{label}: {_nodes(num_waiting)} wait; last call of {limits.last_call:g} s for {rdzv.coming()}."
-            )
+            return None, (f"{label}: {_waiting(num_waiting)}; last call of {limits.last_call:g} s for {rdzv.coming()}.")
         return None, (
-            f"{label}: {_nodes(num_waiting)} of at most {limits.max_nodes} wait; "
+            f"{label}: {_waiting(num_waiting)}, at most {limits.max_nodes} can start; "
             f"first call of {limits.first_call:g} s for more."
         )
     # Members of the newest world first: they hold its state. Otherwise, and in the world, ranks give the order.
@@ -314,7 +312,8 @@ def choose_world(rdzv: Rendezvous, limits: Limits, now: Micros) -> tuple[World |
         members.append(Member(node, joined.node_rank, joined.local_world_size, first_global_rank, joined.offer))
         first_global_rank += joined.local_world_size
     world = World(round=rdzv.next_round, members=tuple(members), world_size=first_global_rank)
-    return world, f"{label}: {usable} of {_nodes(num_waiting, 'waiting ')} start with {first_global_rank} workers."
+    workers = f"{first_global_rank} worker{'' if first_global_rank == 1 else 's'}"
+    return world, f"{label} starts: {usable} of {_nodes(num_waiting, 'waiting ')}, {workers}."
 
 
 def explain_timeout(rdzv: Rendezvous, limits: Limits) -> str:
@@ -334,6 +333,10 @@ def explain_timeout(rdzv: Rendezvous, limits: Limits) -> str:
 
 def _nodes(count: int, kind: str = "") -> str:
     return f"{count} {kind}node{'' if count == 1 else 's'}"
+
+
+def _waiting(count: int) -> str:
+    return "1 node waits" if count == 1 else f"{count} nodes wait"
 
 
 def _named(node_ranks: Iterable[NodeRank]) -> str:

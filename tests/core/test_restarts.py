@@ -1,0 +1,303 @@
+"""What a failure means and what it costs [DECISIONS 23, 24; spec 05 §9]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dlrover.core.restarts import describe, traceback_digest
+from dlrover.protocol.messages import (
+    ExitReason,
+    FailureKind,
+    JobTerms,
+    Join,
+    RestartPolicy,
+    Run,
+    StopCause,
+)
+from tests.core.scene import Scene, failure, terms
+
+PEER_LOST = FailureKind.PEER_LOST
+SIGNAL = FailureKind.SIGNAL
+TRACEBACK = 'File "train.py", line 7, in step\nRuntimeError: boom'
+
+
+def given(max_restarts: int, min_nodes: int = 2) -> JobTerms:
+    return terms(min_nodes, restarts=RestartPolicy(max_restarts=max_restarts))
+
+
+def crash(scene: Scene, name: str = "b", *, at: float | None = None, **report: Any) -> None:
+    """A worker of the node dies of an exception, and everybody comes back if the job goes on."""
+    if at is not None:
+        scene.at(at)
+    scene.fail(name, failure(at=scene.now / 1e6, global_rank=1, traceback=TRACEBACK), **report)
+    rejoin(scene)
+
+
+def rejoin(scene: Scene) -> None:
+    for name in scene.agents:
+        if isinstance(scene.wish(name), Join):
+            scene.join(name)
+
+
+class TestGivenNumber:
+    def test_it_is_counted_on_the_node_of_the_first_failure(self) -> None:
+        """Spec 05 §21 no. 1: failovers decrease only on that node."""
+        scene = Scene(given(1)).gather("a", "b")
+        crash(scene, "b")
+        crash(scene, "a")
+        assert scene.world("a").round == 3
+        assert scene.job.state.restarts.spent == {0: 1, 1: 1}
+        crash(scene, "b")
+        assert scene.end.reason is ExitReason.RESTART_OVER_LIMIT
+        assert scene.end.exit_code == 1
+        assert scene.end.num_restarts == 2
+        assert "All 1 restarts of node rank 1 are used up" in scene.end.message
+
+    def test_zero_ends_the_job_at_the_first_failure(self) -> None:
+        """Spec 05 §21 no. 2."""
+        scene = Scene(given(0)).gather("a", "b")
+        crash(scene, "b")
+        assert scene.end.reason is ExitReason.WORKER_ERROR
+        assert scene.end.first_failure is not None
+        assert scene.end.first_failure.node_rank == 1
+        assert scene.end.first_failure.host == "host-b"
+
+    def test_progress_restores_nothing(self) -> None:
+        scene = Scene(given(1)).gather("a", "b")
+        crash(scene, step=10)
+        crash(scene, step=20)
+        assert scene.end.reason is ExitReason.RESTART_OVER_LIMIT
+
+    def test_membership_changes_cost_nothing(self) -> None:
+        scene = Scene(terms(1, 2, RestartPolicy(max_restarts=0))).gather("a", "b")
+        for second in range(10, 100, 10):
+            scene.at(second).silent("b")
+            rejoin_a = scene.wish("a")
+            assert isinstance(rejoin_a, Join)
+            assert rejoin_a.cause is StopCause.MEMBERSHIP
+            scene.join("a")
+            del scene.agents["b"]
+            scene.attach("b", launch=f"launch-b{second}")
+            scene.join("b")
+            scene.join("a")
+            assert scene.world("b").group_world_size == 2
+
+    def test_a_restarted_agent_is_a_failure_of_its_node(self) -> None:
+        scene = Scene(given(1)).gather("a", "b")
+        scene.restart_agent("b")
+        rejoin(scene)
+        assert scene.job.state.restarts.spent == {1: 1}
+        scene.restart_agent("b")
+        assert scene.end.reason is ExitReason.RESTART_OVER_LIMIT
+        assert "agent of the node was restarted" in scene.end.message
+
+
+class TestAsLongAsThereIsProgress:
+    def test_three_in_a_row_without_progress(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        for _ in range(3):
+            scene.fail("b", failure(SIGNAL, signal=9))
+            rejoin(scene)
+        assert isinstance(scene.wish("a"), Run)
+        scene.fail("b", failure(SIGNAL, signal=9))
+        assert scene.end.reason is ExitReason.RESTART_OVER_LIMIT
+        assert "3 restarts in a row brought no progress" in scene.end.message
+
+    def test_a_greater_step_restores_the_budget(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        for step in range(1, 50):
+            crash(scene, step=step)
+        assert scene.world("a").restart_count == 49
+
+    def test_a_step_that_was_reached_before_is_no_progress(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        crash(scene, step=100)
+        for step in (98, 99):
+            crash(scene, step=step)
+            assert isinstance(scene.wish("a"), Run)
+        crash(scene, step=97)
+        assert scene.end.reason is ExitReason.RESTART_OVER_LIMIT
+
+    def test_workers_that_never_tell_a_step_have_to_live_long(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        for _ in range(10):
+            crash(scene, lived=60.0)
+        assert isinstance(scene.wish("a"), Run)
+        for _ in range(2):
+            crash(scene, lived=59.0)
+        assert isinstance(scene.wish("a"), Run)
+        crash(scene, lived=59.0)
+        assert scene.job.end is not None
+
+    def test_the_step_of_a_dead_agent_comes_with_its_broken_stream(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        for step in range(10, 100, 10):
+            scene.break_stream("b", step=step)
+            scene.restart_agent("b")
+            rejoin(scene)
+        assert isinstance(scene.wish("a"), Run)
+        assert scene.job.status().nodes[1].step == 90
+
+    def test_a_crash_loop_at_one_step_is_the_scripts_fault(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        for _ in range(4):
+            crash(scene, step=57)
+        assert scene.end.reason is ExitReason.CODE_ERROR
+        assert "the same traceback at step 57 for the 4th time" in scene.end.message
+        assert "Correct the script" in scene.end.message
+
+    def test_a_crash_loop_is_seen_through_progress_in_between(self) -> None:
+        policy = RestartPolicy(max_without_progress=100)
+        scene = Scene(terms(2, restarts=policy)).gather("a", "b")
+        for other_step in (58, 59, 60):
+            crash(scene, step=57)
+            scene.fail("b", failure(SIGNAL, signal=9), step=other_step)
+            rejoin(scene)
+        crash(scene, step=57)
+        assert scene.end.reason is ExitReason.CODE_ERROR
+
+    def test_a_crash_loop_before_any_step(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        for _ in range(4):
+            crash(scene)
+        assert scene.end.reason is ExitReason.CODE_ERROR
+        assert "before any step was reported" in scene.end.message
+
+
+class TestKinds:
+    def test_a_bad_script_ends_the_job_at_once(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        scene.fail("a", failure(FailureKind.BAD_SCRIPT, message="SyntaxError: invalid syntax (train.py, line 3)"))
+        assert (scene.end.reason, scene.end.exit_code) == (ExitReason.CODE_ERROR, 1)
+        assert "SyntaxError: invalid syntax (train.py, line 3)" in scene.end.message
+        assert scene.end.num_restarts == 0
+
+    def test_a_module_that_vanishes_later_is_an_ordinary_failure(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        scene.fail("a", failure(FailureKind.BAD_SCRIPT), step=10)
+        assert isinstance(scene.wish("a"), Join)
+
+    def test_a_taken_port_costs_nothing_but_not_for_ever(self) -> None:
+        scene = Scene(given(0)).gather("a", "b")
+        for _ in range(3):
+            scene.fail("a", failure(FailureKind.PORT_TAKEN))
+            rejoin(scene)
+        assert scene.world("a").round == 4
+        assert scene.job.state.restarts.spent == {}
+        scene.fail("a", failure(FailureKind.PORT_TAKEN))
+        assert scene.end.reason is ExitReason.WORKER_ERROR
+        assert "taken 4 times in a row" in scene.end.message
+
+    @pytest.mark.parametrize("kind", [FailureKind.OUT_OF_MEMORY, FailureKind.MEMORY_ERROR])
+    def test_lack_of_memory_is_named_as_the_reason(self, kind: FailureKind) -> None:
+        scene = Scene(given(1)).gather("a", "b")
+        for _ in range(2):
+            scene.fail("a", failure(kind))
+            rejoin(scene)
+        assert scene.end.reason is ExitReason.WORKER_OOM
+
+    @pytest.mark.parametrize("code", [14, 128, 201, 202])
+    def test_a_device_fault_is_named_and_restarted_in_place(self, code: int) -> None:
+        """Spec 05 §9.3: no platform can replace the node yet."""
+        scene = Scene(terms(2)).gather("a", "b")
+        scene.fail("b", failure(FailureKind.EXIT_CODE, exit_code=code, message=""))
+        assert f"exit code {code}, a device fault of that node" in scene.verdicts[0]
+        assert isinstance(scene.wish("a"), Join)
+
+    @pytest.mark.parametrize("kind", list(FailureKind))
+    def test_every_kind_has_a_sentence(self, kind: FailureKind) -> None:
+        scene = Scene(given(0)).gather("a", "b")
+        scene.fail("b", failure(kind, message="details", log_file="/logs/1.err"), step=3)
+        incident = scene.job.state.restarts.incident
+        assert incident is not None
+        sentence = describe(incident.first)
+        assert sentence.startswith("Round 1: global rank 0 on node rank 1 (host-b) failed at step 3: ")
+        assert "details" in sentence
+        assert sentence.endswith("Its log: /logs/1.err.")
+
+
+class TestFirstFailure:
+    def test_the_earliest_exit_that_is_no_consequence(self) -> None:
+        scene = Scene(given(0)).gather("a", "b")
+        scene.at(10).fail(
+            "b",
+            failure(PEER_LOST, at=9.0, global_rank=1),
+            failure(SIGNAL, at=9.5, global_rank=3, signal=9),
+            failure(at=9.6, global_rank=2),
+        )
+        assert scene.end.first_failure is not None
+        assert scene.end.first_failure.failure.global_rank == 3
+
+    def test_one_restart_per_round_however_many_report(self) -> None:
+        scene = Scene(given(5, min_nodes=3)).gather("a", "b", "c")
+        for name in "abc":
+            scene.fail(name)
+        for name in "abc":
+            scene.fail(name)
+        rejoin(scene)
+        assert scene.job.state.restarts.num_restarts == 1
+        assert sum(scene.job.state.restarts.spent.values()) == 1
+
+    def test_the_cause_pays_although_the_messenger_came_first(self) -> None:
+        scene = Scene(given(1)).gather("a", "b")
+        for _ in range(2):
+            scene.at(scene.now / 1e6 + 100)
+            seconds = scene.now / 1e6
+            scene.fail("a", failure(PEER_LOST, at=seconds))
+            assert isinstance(scene.wish("b"), Join), "nobody waits for the cause"
+            scene.fail("b", failure(SIGNAL, at=seconds - 0.1, global_rank=1, signal=9))
+            rejoin(scene)
+        assert scene.job.state.restarts.spent == {1: 1}
+        assert scene.end.first_failure is not None
+        assert scene.end.first_failure.node_rank == 1
+
+    def test_the_messenger_pays_if_nobody_else_tells_anything(self) -> None:
+        scene = Scene(given(1)).gather("a", "b")
+        scene.fail("a", failure(PEER_LOST))
+        rejoin(scene)
+        assert scene.job.state.restarts.spent == {0: 1}
+        scene.fail("a", failure(PEER_LOST))
+        assert scene.job.end is None, "the cause may still be reported"
+        rejoin(scene)
+        assert scene.end.reason is ExitReason.RESTART_OVER_LIMIT, "it was not, and no budget is left"
+
+    def test_an_earlier_exit_takes_the_blame_until_the_next_round_completes(self) -> None:
+        scene = Scene(given(1)).gather("a", "b")
+        scene.at(10).fail("a", failure(at=9.9))
+        scene.at(10.1).fail("b", failure(SIGNAL, at=9.8, global_rank=1, signal=9))
+        rejoin(scene)
+        assert scene.job.state.restarts.spent == {1: 1}
+
+    def test_after_the_round_only_the_record_improves_and_only_for_five_seconds(self) -> None:
+        scene = Scene(given(1)).gather("a", "b")
+        scene.at(10).fail("a", failure(at=9.9))
+        rejoin(scene)
+        scene.at(14).fail("b", failure(SIGNAL, at=9.8, global_rank=1, signal=9), round_=1)
+        incident = scene.job.state.restarts.incident
+        assert incident is not None
+        assert incident.first.node_rank == 1
+        assert scene.job.state.restarts.spent == {0: 1}
+        scene.at(15.1).fail("a", failure(at=9.7), round_=1)
+        assert incident.first.node_rank == 1
+        assert isinstance(scene.wish("a"), Run), "a report of a former round restarts nobody"
+
+    def test_the_end_names_the_better_first_failure_if_it_comes_in_time(self) -> None:
+        scene = Scene(given(0)).gather("a", "b")
+        scene.at(10).fail("a", failure(at=9.9))
+        scene.at(10.2).fail("b", failure(SIGNAL, at=9.8, global_rank=1, signal=9))
+        assert scene.end.first_failure is not None
+        assert scene.end.first_failure.node_rank == 1
+        assert "killed by signal 9 (SIGKILL)" in scene.end.message
+        assert "--max-restarts 0" in scene.end.message
+        scene.at(20).fail("a", failure(at=1.0))
+        assert scene.end.first_failure.node_rank == 1
+
+
+def test_the_same_bug_has_the_same_digest_on_every_rank_and_run() -> None:
+    one = failure(traceback="[rank0]: <Net at 0x7f00aa> failed")
+    two = failure(traceback="[rank3]: <Net at 0x7fff01> failed")
+    other = failure(traceback="[rank0]: <Net at 0x7f00aa> exploded")
+    assert traceback_digest(one) == traceback_digest(two) != traceback_digest(other)
+    assert traceback_digest(failure(traceback="")) == ""
