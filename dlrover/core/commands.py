@@ -151,7 +151,8 @@ def _join(command: JoinRendezvous, course: Course) -> Reply:
         )
 
     node.local_world_size = command.local_world_size
-    rdzv.join(node.id, Joined(node.rank, command.local_world_size, command.offer), course.now)
+    joined = Joined(node.rank, command.local_world_size, command.offer)
+    rdzv.join(node.id, joined, course.now, is_connected=course.state.nodes.is_connected(node.id))
     course.touch(node.id)
     course.advance()
     return Done()

@@ -148,11 +148,15 @@ class Rendezvous(Struct):
         self._drop(node)
         self.expected[node] = node_rank
 
-    def join(self, node: NodeId, joined: Joined, now: Micros) -> None:
-        if node not in self.waiting:  # a repeated join must not prolong the last call
+    def join(self, node: NodeId, joined: Joined, now: Micros, *, is_connected: bool) -> None:
+        """A join may have been on its way when the stream broke: then the node is absent at once."""
+        if node not in self.waiting and node not in self.absent:  # a repeated join must not prolong the last call
             self.call_began_at = now
         self._drop(node)
-        self.waiting[node] = joined
+        if is_connected:
+            self.waiting[node] = joined
+        else:
+            self.absent[node] = joined
 
     def stream_broke(self, node: NodeId) -> None:
         if node in self.waiting:

@@ -79,7 +79,6 @@ class Agent:
     node_rank: NodeRank
     incarnation: Incarnation
     sequence: int = 0
-    num_offers: int = 0
 
 
 @dataclass
@@ -89,6 +88,8 @@ class Scene:
     terms: JobTerms = field(default_factory=JobTerms)
     now: Micros = START
     agents: dict[str, Agent] = field(default_factory=dict)
+    num_offers: dict[str, int] = field(default_factory=dict)
+    """Ports bound on each host so far: none is offered twice."""
     journal: list[bytes] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -138,8 +139,7 @@ class Scene:
         reply = self.do(Attach(**fields)).reply
         assert isinstance(reply, Attached)
         if known is None or known.incarnation != reply.incarnation or known.node != reply.node:
-            offers = 0 if known is None else known.num_offers
-            self.agents[name] = Agent(name, reply.node, reply.node_rank, reply.incarnation, num_offers=offers)
+            self.agents[name] = Agent(name, reply.node, reply.node_rank, reply.incarnation)
         return reply
 
     def restart_agent(self, name: str, **details: Any) -> Attached:
@@ -150,8 +150,8 @@ class Scene:
     ) -> Outcome:
         agent = self.agents[name]
         if offer is None:
-            agent.num_offers += 1
-            offer = f"host-{name}:{agent.num_offers}"
+            self.num_offers[name] = self.num_offers.get(name, 0) + 1
+            offer = f"host-{name}:{self.num_offers[name]}"
         state = self.job.state
         known = state.nodes.live.get(agent.node)
         size = procs if procs is not None else known.local_world_size if known is not None else 1

@@ -323,6 +323,18 @@ class TestJoin:
         assert isinstance(scene.wish("b"), Run), "it is back with what it had joined with"
 
 
+    def test_a_join_that_was_on_its_way_when_the_stream_broke_counts_when_it_is_back(self) -> None:
+        scene = Scene(terms(2))
+        scene.attach("a")
+        scene.attach("b")
+        scene.join("b")
+        scene.break_stream("a")
+        scene.join("a")
+        assert isinstance(scene.wish("b"), Wait)
+        scene.attach("a")
+        assert isinstance(scene.wish("a"), Run)
+
+
 class TestLosingNodes:
     def test_five_seconds_for_a_broken_stream(self) -> None:
         scene = Scene(terms(1, 2)).gather("a", "b")
