@@ -33,6 +33,7 @@ from dlrover.master.config import (
 from dlrover.master.journal import Fenced, JournalError
 from dlrover.master.service import serve
 from dlrover.protocol.errors import ConfigError, DLRoverError, Unavailable
+from dlrover.protocol.lifeline import follow_parent
 from dlrover.protocol.serving import PortTaken
 
 log = logging.getLogger("dlrover.master")
@@ -48,7 +49,7 @@ def main() -> int:
     except ConfigError as error:
         print(f"dlrover.master: {error}", file=sys.stderr)
         return EXIT_USAGE
-    if config.parent_death and not _follow_parent(config.parent_pid):
+    if config.parent_death and not follow_parent(signal.SIGTERM, config.parent_pid):
         log.error("the process that started us has ended")
         return 0
     try:
@@ -82,18 +83,6 @@ def _configure_logging(config: MasterConfig) -> None:
         raise ConfigError(f"log file {config.log_file}: {error.strerror}. Give a file that can be written") from error
     form = "%(asctime)s %(levelname)s %(name)s %(message)s"
     logging.basicConfig(handlers=[output], level=logging.INFO, format=form)
-
-
-def _follow_parent(parent_pid: int) -> bool:
-    """Have the kernel send SIGTERM when our parent ends. False: it has ended already."""
-    import ctypes
-
-    expected = parent_pid or os.getppid()
-    pr_set_pdeathsig = 1
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(pr_set_pdeathsig, int(signal.SIGTERM), 0, 0, 0) != 0:
-        log.warning("cannot follow the parent's death errno=%d", ctypes.get_errno())
-    return os.getppid() == expected
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dlrover.core.job import Job
-from dlrover.core.observations import Observations
+from dlrover.core.observations import SILENCE, Observations
 from dlrover.core.sequence import Batch, CommitSequence, CoreFault
 from dlrover.core.turn import Origin, Outcome
 from dlrover.master.clock import MasterClock
@@ -99,12 +100,15 @@ class Work:
 class Desk:
     """Implements the seam of `protocol.serving`; `run` is its one task."""
 
-    def __init__(self, keeper: Keeper, job: Job, clock: MasterClock, *, job_name: str) -> None:
+    def __init__(
+        self, keeper: Keeper, job: Job, clock: MasterClock, *, job_name: str, silence: float = SILENCE
+    ) -> None:
+        """`silence`: seconds without a heartbeat after which a node is given up."""
         self._keeper = keeper
         self._clock = clock
         self._job_name = job_name
         self._roster = Roster()
-        self._observations = Observations(clock.now())
+        self._observations = Observations(clock.now(), silence=silence)
         self._queue: list[Work] = []
         self._findings: dict[NodeId, NodeDisconnected | NodeSilent] = {}  # kept until they are durable
         self._num_in_work = 0
@@ -198,6 +202,7 @@ class Desk:
         rejected: list[tuple[Work, Rejected]] = []
         now = self._clock.now()
         everything = [*self._due(now, due_at), *works]
+        began_at = time.thread_time()
         for index, work in enumerate(everything):
             try:
                 staged[self._stage(work, now)] = work
@@ -209,6 +214,7 @@ class Desk:
                 await self._quarantine(work, fault)
                 return
         batch = self._sequence.take()
+        self._keeper.spent(time.thread_time() - began_at)
         if batch is None and not rejected:
             return
         try:
@@ -293,10 +299,10 @@ class Desk:
     def _reject(self, work: Work, error: Rejected) -> None:
         self._settle(work)
         if not _is_from_outside(work) and isinstance(work.body, Command):
-            # A finding that came too late: the node is gone or back already. A rejected deadline must not come again.
-            log.info("finding refused command=%s reason=%s", type(work.body).__name__, error)
+            # It came too late: the node is gone or back already. Should a deadline stay due all the same, do not spin.
+            log.debug("finding refused command=%s reason=%s", type(work.body).__name__, error)
             if isinstance(work.body, DeadlinePassed):
-                self._poison.add(msgspec.msgpack.encode(work.body))
+                self._deadlines_from = Micros(self._clock.now() + LATE)
         else:
             log.info("refused command=%s code=%s reason=%s", type(work.body).__name__, error.code, error)
         work.fail(error)
@@ -309,7 +315,9 @@ class Desk:
             if self._findings.get(work.body.node) == work.body:
                 del self._findings[work.body.node]
             if isinstance(work.body, NodeSilent):
-                self._roster.end(work.body.node)  # should it wake up, it has to present itself anew
+                self._roster.end(
+                    work.body.node, work.body.incarnation
+                )  # should it wake up, it has to present itself anew
 
     def _with_steps(self, status: JobStatus) -> JobStatus:
         """The job knows the steps of reports only; heartbeats know newer ones."""

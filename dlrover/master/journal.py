@@ -87,8 +87,12 @@ class Journal:
         self._bytes_since_snapshot = 0
         with self._errors():
             self._connection = self._connect()
-            self._create()
-            self.master_epoch = self._take_over()
+            try:
+                self._create()
+                self.master_epoch = self._take_over()
+            except BaseException:
+                self._connection.close()
+                raise
 
     def load(self) -> Stored:
         """The newest snapshot and what was recorded after it."""

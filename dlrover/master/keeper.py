@@ -8,6 +8,7 @@ values in and values out. A cancelled caller does not stop a write that has begu
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,8 +17,12 @@ from typing import TypeVar
 from dlrover.core.job import DECISION_VERSION, Job
 from dlrover.core.sequence import Batch, JournalCorrupt, replay
 from dlrover.master.journal import ADVICE, Journal, JournalError, Stored
+from dlrover.protocol.errors import Unavailable
 
 T = TypeVar("T")
+
+REPLAY_BUDGET = 0.3
+"""Seconds of CPU that a replay may cost before a snapshot is taken, so that a killed master serves again within one."""
 
 
 class Keeper:
@@ -26,6 +31,7 @@ class Keeper:
     def __init__(self, thread: ThreadPoolExecutor, journal: Journal) -> None:
         self._thread = thread
         self._journal = journal
+        self._replay_seconds = 0.0
 
     @classmethod
     async def open(cls, path: Path, *, job_name: str, max_pages: int = 0) -> Keeper:
@@ -47,16 +53,26 @@ class Keeper:
 
     @property
     def wants_snapshot(self) -> bool:
-        return self._journal.wants_snapshot
+        return self._journal.wants_snapshot or self._replay_seconds >= REPLAY_BUDGET
+
+    def spent(self, seconds: float) -> None:
+        """CPU time that decisions took: a replay will need it again."""
+        self._replay_seconds += seconds
 
     async def restore(self) -> Job:
         """The state as the journal has it. Raises JournalError if it cannot be believed."""
 
-        def read() -> Job:
-            self._journal.reopen()
-            return rebuild(self._journal.load(), self._journal.path)
+        def read() -> tuple[Job, float]:
+            began_at = time.thread_time()
+            try:
+                stored = self._journal.load()
+            except Unavailable:
+                self._journal.reopen()
+                stored = self._journal.load()
+            return rebuild(stored, self._journal.path), time.thread_time() - began_at
 
-        return await self._run(read)
+        job, self._replay_seconds = await self._run(read)
+        return job
 
     async def append(self, batch: Batch) -> None:
         await self._run(lambda: self._journal.append(batch.first_number, batch.records))
@@ -66,6 +82,7 @@ class Keeper:
 
     async def save_snapshot(self, number: int, data: bytes) -> None:
         await self._run(lambda: self._journal.save_snapshot(number, data))
+        self._replay_seconds = 0.0
 
     async def quarantine(self, command: bytes, error: str) -> None:
         await self._run(lambda: self._journal.quarantine(command, error))

@@ -86,9 +86,10 @@ class Roster:
         assert line.incarnation is not None, "attached without an incarnation"
         return NodeDisconnected(node=line.node, incarnation=line.incarnation)
 
-    def end(self, node: NodeId) -> None:
-        """Close the node's stream, if it has one."""
-        if (line := self._current.get(node)) is not None:
+    def end(self, node: NodeId, incarnation: Incarnation) -> None:
+        """Close the stream of this life of the node, if it has one."""
+        line = self._current.get(node)
+        if line is not None and line.incarnation == incarnation:
             line.stream.end()
 
     def push(self, nodes: Iterable[NodeId], desired_of: Callable[[NodeId], Desired], now: Micros) -> None:

@@ -89,6 +89,7 @@ class MasterServer:
         self._tls = tls
         self._streams: list[AgentStream] = []
         self._server: grpc.aio.Server | None = None
+        self._num_strangers = 0
 
     def bind(self, host: str, port: int) -> int:
         """Gives the port, which matters if 0 was asked for. Raises PortTaken or ConfigError."""
@@ -175,7 +176,11 @@ class MasterServer:
         said = dict(call.invocation_metadata())
         token = said.get(TOKEN_KEY, b"")
         if self._token and not hmac.compare_digest(token if isinstance(token, bytes) else b"", self._token):
-            log.warning("stranger refused peer=%s reason=token", call.peer())
+            self._num_strangers += 1
+            if (
+                self._num_strangers & (self._num_strangers - 1) == 0
+            ):  # rarer and rarer: strangers shall not fill our disk
+                log.warning("strangers refused num=%d newest=%s reason=token", self._num_strangers, call.peer())
             await call.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
                 "the job token is missing or wrong. Give the job's token with DLROVER_JOB_TOKEN or its token file",
