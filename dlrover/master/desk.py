@@ -58,6 +58,9 @@ LONGEST_NAP = 5.0
 """Seconds. Also how closely the desk notices that it was itself stopped or starved."""
 LATE = 100_000
 """Microseconds by which a turn may be late before deadlines are held back by its lateness."""
+RETRY_PERIOD = 1_000_000
+"""Microseconds between two attempts to write a journal that could not be written."""
+NEVER = Micros(2**62)
 SHORTEST_RETRY = 0.05
 SERVICE_TIME = 0.0005
 """Rough seconds of work per request: those refused are told to come back spread over the time their number needs."""
@@ -116,7 +119,8 @@ class Desk:
         self._wake = asyncio.Event()
         self._poison: set[bytes] = set()  # commands that broke the core once
         self._failed_bytes = 0  # size of what could not be written; 0 while the journal works
-        self._deadlines_from = Micros(0)
+        self._retry_at = Micros(0)  # when the journal is tried again
+        self._deadlines_from = NEVER  # no deadline passes before `MasterStarted` has moved it by the outage
         self._verdict = ""
         self._adopt(job)
         self.finished: asyncio.Future[JobEnd] = asyncio.get_running_loop().create_future()
@@ -164,6 +168,7 @@ class Desk:
         await self._turn(self._clock.now())
         assert work.answer is not None
         await work.answer
+        self._deadlines_from = self._clock.now()
 
     async def run(self) -> None:
         """Until cancelled. Raises Fenced or JournalError: the process must end, and nothing more is released."""
@@ -171,10 +176,11 @@ class Desk:
             target = self._next_turn_at()
             nap = max(0.0, (target - self._clock.now()) / 1e6)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), nap)
+                async with asyncio.timeout(nap):
+                    await self._wake.wait()
             self._wake.clear()
             self._note_lateness(target)
-            if self._failed_bytes:
+            if self._failed_bytes and self._clock.now() >= self._retry_at:
                 await self._try_again()
             await self._turn(target)
 
@@ -182,7 +188,7 @@ class Desk:
         now = self._clock.now()
         longest = Micros(now + int(LONGEST_NAP * 1e6))
         if self._failed_bytes:
-            return Micros(now + 1_000_000)
+            return self._retry_at
         deadlines = [at for at in (self._job.next_deadline(), self._observations.next_deadline()) if at is not None]
         soonest = min(deadlines, default=longest)
         return Micros(min(longest, max(soonest, self._deadlines_from)))
@@ -238,12 +244,14 @@ class Desk:
 
     def _due(self, now: Micros, due_at: Micros) -> list[Work]:
         """What nobody sent but time or silence says."""
-        for finding in self._observations.tick(now, due_at):
-            self._findings[finding.node] = finding
+        is_trusted = now >= self._deadlines_from  # else what was sent in time may still be on its way to us
+        if is_trusted:
+            for finding in self._observations.tick(now, due_at):
+                self._findings[finding.node] = finding
         if self._failed_bytes:
             return []
         commands: list[Command] = list(self._findings.values())
-        if now >= self._deadlines_from:
+        if is_trusted:
             commands += [command for command in self._job.due(now) if not self._is_poison(command)]
         return [Work(command) for command in commands]
 
@@ -338,6 +346,7 @@ class Desk:
         if not self._failed_bytes:
             log.error("journal cannot be written, commands are refused until it can: %s", error)
         self._failed_bytes = max(64 * 1024, sum(map(len, batch.records)) if batch is not None else 0)
+        self._retry_at = Micros(self._clock.now() + RETRY_PERIOD)
         await self._rebuild()
         late, self._queue = self._queue, []
         for work in [*works, *late]:
@@ -360,6 +369,7 @@ class Desk:
         try:
             await self._keeper.probe(self._failed_bytes)
         except Unavailable:
+            self._retry_at = Micros(self._clock.now() + RETRY_PERIOD)
             return
         self._failed_bytes = 0
         log.warning("journal can be written again")

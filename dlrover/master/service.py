@@ -59,9 +59,10 @@ async def serve(config: MasterConfig) -> int:
     if working.done() and not desk.finished.done():
         # Fenced, or the journal is lost: say nothing more to anybody, the process ends at once.
         working.result()
-    await server.stop()
+    # Nothing is decided any more: that our own going closes the streams says nothing about the nodes.
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
+    await server.stop()
     await keeper.close()
     if desk.finished.done():
         end = desk.finished.result()

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest_asyncio
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from dlrover.core.job import Job
+from dlrover.core.observations import SILENCE
 from dlrover.master.clock import MasterClock
 from dlrover.master.config import MasterConfig, Ready
 from dlrover.master.desk import Desk
@@ -174,12 +176,19 @@ StartMaster = Callable[..., Awaitable[Master]]
 async def start_master(tmp_path: Path) -> AsyncIterator[StartMaster]:
     masters: list[Master] = []
 
-    async def start(*, port: int = 0, make_job: Callable[[Job], Job] = lambda job: job) -> Master:
+    async def start(
+        *,
+        port: int = 0,
+        make_job: Callable[[Job], Job] = lambda job: job,
+        silence: float = SILENCE,
+        hours_later: int = 0,
+    ) -> Master:
         server = MasterServer(token=TOKEN)
         bound = server.bind("127.0.0.1", port)
         keeper = await Keeper.open(tmp_path / "journal.sqlite", job_name="job")
         job = make_job(await keeper.restore())
-        desk = Desk(keeper, job, MasterClock(job.now), job_name="job")
+        clock = MasterClock(job.now, wall=lambda: time.time_ns() + hours_later * 3600 * 10**9)
+        desk = Desk(keeper, job, clock, job_name="job", silence=silence)
         await desk.begin(keeper.master_epoch)
         await server.start(desk)
         working = asyncio.ensure_future(desk.run())

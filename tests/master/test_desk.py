@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages import (
     Attach,
     Command,
+    DeadlinePassed,
     Done,
     End,
     Heartbeat,
@@ -27,6 +29,7 @@ from dlrover.protocol.messages import (
     MasterStarted,
     Micros,
     NodeDisconnected,
+    NodeSilent,
     Ping,
     Pong,
     ReportFinished,
@@ -118,6 +121,41 @@ async def test_a_broken_stream_is_a_finding_and_a_newer_stream_supersedes_it(
     assert NodeDisconnected(node=first.node, incarnation=first.incarnation) in journalled(tmp_path / "journal.sqlite")
 
 
+async def test_a_silent_node_is_given_up_and_has_to_present_itself_anew(
+    start_master: StartMaster, connect: Connect, tmp_path: Path
+) -> None:
+    master = await start_master(silence=0.3)
+    agent = connect(master.address)
+    first = await agent.attached()
+    second = await agent.attached()  # nothing was heard of it, so its stream was ended, and it came back
+    assert second.incarnation == first.incarnation + 1
+    silent = [command for command in journalled(tmp_path / "journal.sqlite") if isinstance(command, NodeSilent)]
+    assert [(finding.node, finding.incarnation) for finding in silent[:1]] == [(first.node, first.incarnation)]
+
+
+async def test_a_node_that_beats_is_not_given_up(start_master: StartMaster, connect: Connect, tmp_path: Path) -> None:
+    master = await start_master(silence=0.3)
+    agent = connect(master.address)
+    await agent.attached()
+    end_at = time.monotonic() + 1.0
+    while time.monotonic() < end_at:
+        agent.channel.beat(Heartbeat(node=agent.node, incarnation=agent.incarnation))
+        await master.status()
+    assert not any(isinstance(command, NodeSilent) for command in journalled(tmp_path / "journal.sqlite"))
+
+
+async def test_a_master_that_was_starved_blames_nobody_for_it(
+    start_master: StartMaster, connect: Connect, tmp_path: Path
+) -> None:
+    master = await start_master(silence=0.5)
+    agent = connect(master.address)
+    await agent.attached()
+    time.sleep(0.8)  # noqa: ASYNC251 - the event loop, and with it the master, stands still
+    agent.channel.beat(Heartbeat(node=agent.node, incarnation=agent.incarnation))
+    assert isinstance(await agent.channel.call(Ping(), timeout=10), Pong)
+    assert not any(isinstance(command, NodeSilent) for command in journalled(tmp_path / "journal.sqlite"))
+
+
 async def test_a_command_sent_again_after_a_broken_stream_is_applied_once(
     start_master: StartMaster, connect: Connect, tmp_path: Path
 ) -> None:
@@ -187,6 +225,20 @@ async def test_a_restarted_master_continues_and_the_agent_does_not_notice(
     assert second.master_epoch == first.master_epoch + 1
     after = await again.status()
     assert [node.node for node in after.nodes] == [node.node for node in before.nodes]
+
+
+async def test_deadlines_do_not_pass_while_there_is_no_master(
+    start_master: StartMaster, connect: Connect, tmp_path: Path
+) -> None:
+    master = await start_master()
+    agent = connect(master.address)
+    first = await agent.attached()
+    await agent.join()
+    await master.stop()
+    again = await start_master(port=int(master.address.split(":")[1]), hours_later=5)
+    assert (await agent.attached()).incarnation == first.incarnation
+    assert (await again.status()).end is None
+    assert not any(isinstance(command, DeadlinePassed) for command in journalled(tmp_path / "journal.sqlite"))
 
 
 class FragileJob(Job):
