@@ -1,0 +1,142 @@
+"""
+`python -m dlrover.agent --config FILE`: the process around one agent.
+
+The order of the first lines is a promise: the zygote begins to import torch before this process imports asyncio and gRPC,
+and before it has any thread. Everything else here happens while torch loads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dlrover.agent.config import AgentConfig, AgentResult, EntryKind
+from dlrover.agent.spawner import Spawner
+from dlrover.protocol.lifeline import follow_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dlrover.agent.worker_group import WorkerGroup
+    from dlrover.protocol.messages import Micros, NodeRank, WorldSpec
+
+EXIT_USAGE = 2
+EXIT_BUG = 70
+"""The launcher starts another agent then: we leave no result."""
+
+log = logging.getLogger("dlrover.agent")
+
+
+def main() -> int:
+    config = _read_config(sys.argv)
+    if not follow_parent(signal.SIGTERM):
+        return 0  # the launcher has gone before we could ask to be told
+    spawner = Spawner.start(
+        is_warm=config.is_warm and config.entry.kind is not EntryKind.PROGRAM,
+        preload=config.preload,
+        interpreter=config.interpreter,
+        search_path=str(Path(config.entry.target).parent) if config.entry.kind is EntryKind.SCRIPT else "",
+    )
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=config.log_level,
+        format="dlrover-run: %(message)s"
+        if config.log_level == "WARNING"
+        else "%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    try:
+        result = _run(config, spawner)
+    except Exception:  # the process edge: a bug ends the process, and the launcher starts another
+        log.exception("bug in the agent")
+        return EXIT_BUG
+    _write_result(config, result)
+    return result.exit_code
+
+
+def _run(config: AgentConfig, spawner: Spawner) -> AgentResult:
+    import asyncio
+
+    return asyncio.run(_serve(config, spawner))
+
+
+async def _serve(config: AgentConfig, spawner: Spawner) -> AgentResult:
+    from dlrover.agent.agent import Agent
+    from dlrover.agent.devices import resolve_local_world_size
+    from dlrover.agent.output import WorkerOutput
+    from dlrover.agent.process_tree import ProcessTree
+    from dlrover.agent.worker_group import WorkerGroup
+    from dlrover.agent.worker_socket import WorkerSocket
+    from dlrover.protocol.errors import ConfigError
+
+    tree = ProcessTree(keep=lambda: spawner.zygote_pids)
+    output = WorkerOutput(config.log, role=config.role, run_id=config.run_id, runtime_dir=config.runtime_dir)
+    socket = await WorkerSocket.open(config.runtime_dir)
+
+    def build_group(world: WorldSpec, *, node_rank: NodeRank, master_now: Callable[[], Micros]) -> WorkerGroup:
+        return WorkerGroup(
+            config,
+            world,
+            node_rank=node_rank,
+            spawner=spawner,
+            tree=tree,
+            output=output,
+            worker_socket=socket,
+            master_now=master_now,
+        )
+
+    try:
+        agent = Agent(
+            config,
+            token=_read_token(config),
+            local_world_size=await resolve_local_world_size(config, spawner),
+            build_group=build_group,
+            step=socket.step,
+        )
+        return await agent.run()
+    except ConfigError as error:
+        return AgentResult(exit_code=EXIT_USAGE, message=str(error))
+    finally:
+        await socket.close()
+        await tree.sweep()
+        tree.close()
+        output.close()
+        spawner.close()
+
+
+def _read_config(argv: list[str]) -> AgentConfig:
+    if len(argv) != 3 or argv[1] != "--config":
+        sys.exit("usage: python -m dlrover.agent --config FILE (dlrover-run starts it)")
+    try:
+        return msgspec.json.decode(Path(argv[2]).read_bytes(), type=AgentConfig)
+    except (OSError, msgspec.MsgspecError) as error:
+        sys.exit(f"dlrover.agent: configuration {argv[2]}: {error}")
+
+
+def _read_token(config: AgentConfig) -> str:
+    return Path(config.token_file).read_text(encoding="utf-8").strip() if config.token_file else ""
+
+
+def _write_result(config: AgentConfig, result: AgentResult) -> None:
+    """Whole or not at all. A launcher that died has left the directory to us: then nobody would read it."""
+    folder = Path(config.runtime_dir)
+    if not folder.is_dir():
+        return
+    partial = folder / "result.json.part"
+    partial.write_bytes(msgspec.json.encode(result))
+    partial.rename(folder / "result.json")
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not through interpreter shutdown: gRPC's threads need not be waited for.
+    os._exit(exit_code)

@@ -1,0 +1,386 @@
+"""
+The agent of a node: follows what the master wants of it, and tells what happened here.
+
+The master's wish is a level: it may be repeated, or skipped when a newer one exists. `_follow` compares the newest wish and
+the newest facts (workers failed or finished, a signal came, the master is away for too long) and sets the target of the
+`WorkerDriver`. It never waits for workers to stop or for the master to answer: both happen in tasks of their own, so a
+master that is away delays nothing and workers train on without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Protocol, assert_never
+
+from dlrover.agent.config import AgentConfig, AgentResult
+from dlrover.agent.driver import WorkerDriver
+from dlrover.agent.worker_group import Failed, Finished, PortOffer, WorkerGroup
+from dlrover.protocol.errors import DLRoverError, JobError, Rejected, Unavailable
+from dlrover.protocol.messages import (
+    AgentCommand,
+    Attach,
+    Attached,
+    Desired,
+    End,
+    Heartbeat,
+    Idle,
+    Incarnation,
+    Join,
+    JoinRendezvous,
+    LeaveJob,
+    LeaveReason,
+    Micros,
+    NodeId,
+    NodeRank,
+    ReportFailure,
+    ReportFinished,
+    Round,
+    Run,
+    StopCause,
+    Wait,
+    WorldSpec,
+)
+from dlrover.protocol.rpc import AgentChannel
+
+log = logging.getLogger("dlrover.agent")
+
+HEARTBEAT_PERIOD = 5.0
+LEASE = 30.0
+"""An agent that did not run for so long (stopped, machine suspended) kills its workers before it talks to anybody."""
+FAREWELL = 2.0
+"""Seconds to tell the master that we go. Best effort: never worth a longer wait."""
+FINISHED_PATIENCE = 30.0
+"""A finished training is a success even if the master is gone for good: wait so long for it, then leave with 0."""
+
+EXIT_FAILED = 1
+EXIT_MASTER_LOST = 23
+EXIT_BY_SIGNAL = 128
+
+
+class BuildGroup(Protocol):
+    def __call__(self, world: WorldSpec, *, node_rank: NodeRank, master_now: Callable[[], Micros]) -> WorkerGroup: ...
+
+
+class Agent:
+    """One per node. Built by `__main__`, run once."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        *,
+        token: str,
+        local_world_size: int,
+        build_group: BuildGroup,
+        step: Callable[[], int | None],
+    ) -> None:
+        self._config = config
+        self._local_world_size = local_world_size
+        self._step = step
+        self._launcher_pid = os.getppid()
+        self._channel = AgentChannel(
+            config.master_addr,
+            token=token,
+            tls=config.tls,
+            attach=self._attach,
+            on_attached=self._on_attached,
+            on_desired=self._on_desired,
+        )
+        self._driver = WorkerDriver(
+            lambda world: build_group(world, node_rank=self._node_rank, master_now=self._master_now),
+            on_outcome=self._on_outcome,
+            on_error=self._on_broken,
+        )
+
+        # Who we are, as the master said.
+        self._node = NodeId(-1)
+        self._node_rank = NodeRank(-1)
+        self._incarnation = Incarnation(0)
+        self._clock_offset = 0
+        """Microseconds to add to our monotonic clock for the master's."""
+
+        self._desired: Desired | None = None
+        self._joined_round = Round(0)
+        self._offer: PortOffer | None = None
+        """The port we offered for `_joined_round`, held until the round's workers start."""
+        self._started_round = Round(0)
+        """Newest round whose workers we started. Each is started once: a repeated wish for it means nothing."""
+        self._finished_round = Round(0)
+        self._signal: signal.Signals | None = None
+        self._broken: DLRoverError | None = None
+        """This node cannot go on: the master refused it for good, or workers cannot be started here."""
+        self._news = asyncio.Event()
+
+    async def run(self) -> AgentResult:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        async with asyncio.TaskGroup() as self._tasks:
+            helpers = [
+                self._tasks.create_task(self._keep_channel(), name="channel"),
+                self._tasks.create_task(self._heartbeats(), name="heartbeats"),
+                self._tasks.create_task(self._driver.run(), name="driver"),
+            ]
+            result = await self._follow()
+            await self._channel.close()
+            for helper in helpers:
+                helper.cancel()
+            self._drop_offer()
+        return result
+
+    async def _follow(self) -> AgentResult:
+        followed: Desired | None = None
+        while True:
+            self._news.clear()
+            if self._signal is not None:
+                return await self._leave_by_signal(self._signal)
+            if self._broken is not None:
+                return await self._give_up(EXIT_FAILED, str(self._broken))
+            if self._has_lost_master():
+                return await self._without_master()
+            if self._desired is not None and self._desired is not followed:
+                followed = self._desired
+                if (result := await self._obey(followed)) is not None:
+                    return result
+            await self._wait_for_news()
+
+    async def _wait_for_news(self) -> None:
+        # The outage is the one fact that no event announces: look at it when it could have become too long.
+        outage = self._channel.outage()
+        patience = min(self._patience() - outage, 3600.0) if outage else 3600.0
+        try:
+            async with asyncio.timeout(max(0.05, patience)):
+                await self._news.wait()
+        except TimeoutError:
+            return
+
+    async def _obey(self, desired: Desired) -> AgentResult | None:
+        wish = desired.wish
+        match wish:
+            case Join():
+                self._enter_round(wish)
+            case Run():
+                self._run_world(wish.world)
+            case Wait() | Idle():
+                log.info("waiting: %s", wish.reason)
+            case End():
+                return await self._end(wish)
+            case _:
+                assert_never(wish)
+        return None
+
+    def _enter_round(self, join: Join) -> None:
+        if self._joined_round == join.round and self._offer is not None:
+            return
+        if self._driver.running_round:
+            log.warning("workers of round %d stop: %s", self._driver.running_round, join.reason)
+        self._driver.want_none(join.cause)
+        self._drop_offer()
+        try:
+            self._offer = PortOffer.bind(self._config.host, self._config.host_ports)
+        except OSError as error:
+            self._on_broken(JobError(f"This node can offer no port to its workers: {error}. Check HOST_PORTS."))
+            return
+        self._joined_round = join.round
+        self._tell(
+            JoinRendezvous(
+                node=self._node,
+                incarnation=self._incarnation,
+                round=join.round,
+                local_world_size=self._local_world_size,
+                offer=self._offer.address,
+            )
+        )
+
+    def _run_world(self, world: WorldSpec) -> None:
+        if world.round <= self._started_round:
+            return
+        self._started_round = world.round
+        offer, self._offer = self._offer, None
+        log.info(
+            "round=%d group_rank=%d of %d first_global_rank=%d world_size=%d coordinator=%s",
+            world.round,
+            world.group_rank,
+            world.group_world_size,
+            world.first_global_rank,
+            world.world_size,
+            world.coordinator,
+        )
+        self._driver.want(world, offer)
+
+    async def _end(self, wish: End) -> AgentResult:
+        self._driver.want_none(StopCause.END_OF_JOB)
+        await self._driver.settle()
+        await self._say_farewell(LeaveReason.JOB_ENDED)
+        end = wish.end
+        failure = end.first_failure.failure if end.first_failure else None
+        return AgentResult(
+            exit_code=end.exit_code,
+            message=end.message,
+            worker_exit_code=None if failure is None else _shell_code(failure.exit_code, failure.signal),
+            first_failed_rank=None if failure is None else failure.global_rank,
+            num_restarts=end.num_restarts,
+            end=end,
+        )
+
+    async def _leave_by_signal(self, number: signal.Signals) -> AgentResult:
+        # A launcher that died cannot clean up after us: be quick then. Otherwise workers get the grace the user asked for.
+        is_alone = os.getppid() != self._launcher_pid
+        cause = StopCause.FAILURE if is_alone else StopCause.END_OF_JOB
+        self._driver.want_none(cause, number)
+        farewell = asyncio.create_task(self._say_farewell(LeaveReason.STOPPED_BY_USER, f"{number.name} received"))
+        await self._driver.settle()
+        await farewell
+        return AgentResult(exit_code=EXIT_BY_SIGNAL + number, message=f"stopped by {number.name}")
+
+    async def _without_master(self) -> AgentResult:
+        if self._finished_round and not self._driver.running_round:
+            log.warning("training finished, but the master is gone: leaving without its word")
+            return AgentResult(exit_code=0, message="training finished; the master was gone")
+        return await self._give_up(
+            EXIT_MASTER_LOST,
+            f"No master at {self._config.master_addr} for {self._channel.outage():.0f} s (limit --master-grace "
+            f"{self._config.master_grace:g} s): the workers were stopped. Start the job again where the master's host is back.",
+        )
+
+    async def _give_up(self, exit_code: int, message: str) -> AgentResult:
+        self._driver.want_none(StopCause.FAILURE)
+        await self._driver.settle()
+        await self._say_farewell(LeaveReason.FAILED, message)
+        return AgentResult(exit_code=exit_code, message=message)
+
+    async def _say_farewell(self, reason: LeaveReason, message: str = "") -> None:
+        if self._node < 0 or self._channel.outage():
+            return
+        command = LeaveJob(node=self._node, incarnation=self._incarnation, reason=reason, message=message)
+        try:
+            await self._channel.call(command, timeout=FAREWELL)
+        except (Rejected, Unavailable) as error:
+            log.info("farewell not heard: %s", error)
+
+    # What the master and the workers tell us.
+
+    def _attach(self) -> Attach:
+        return Attach(
+            launch=self._config.launch,
+            host=self._config.host,
+            terms=self._config.terms,
+            local_world_size=self._local_world_size,
+            node_rank=None if self._config.node_rank is None else NodeRank(self._config.node_rank),
+            incarnation=self._incarnation,
+            running_round=max(self._driver.running_round, self._finished_round),
+            is_finished=self._finished_round > 0,
+        )
+
+    def _on_attached(self, attached: Attached) -> None:
+        if self._incarnation and attached.incarnation != self._incarnation:
+            # The master gave up our former life; whatever still runs belongs to it and may not disturb the new world.
+            log.warning("the master had given this node up: its workers stop, it joins anew")
+            self._forget_former_life()
+        self._node, self._node_rank, self._incarnation = attached.node, attached.node_rank, attached.incarnation
+        self._clock_offset = attached.now - time.monotonic_ns() // 1000
+        log.info(
+            "attached node=%d node_rank=%d incarnation=%d", attached.node, attached.node_rank, attached.incarnation
+        )
+
+    def _on_desired(self, desired: Desired) -> None:
+        newest = self._desired
+        if newest is None or (desired.master_epoch, desired.number) >= (newest.master_epoch, newest.number):
+            self._desired = desired
+            self._news.set()
+
+    def _on_outcome(self, round_: Round, outcome: Finished | Failed) -> None:
+        if isinstance(outcome, Finished):
+            self._finished_round = round_
+            self._tell(ReportFinished(node=self._node, incarnation=self._incarnation, round=round_, step=outcome.step))
+            self._news.set()
+            return
+        for failure in outcome.failures:
+            log.warning("global rank %d failed: %s", failure.global_rank, failure.message)
+        self._tell(
+            ReportFailure(
+                node=self._node,
+                incarnation=self._incarnation,
+                round=round_,
+                failures=outcome.failures,
+                step=outcome.step,
+                lived=outcome.lived,
+            )
+        )
+
+    def _on_broken(self, error: DLRoverError) -> None:
+        self._broken = self._broken or error
+        self._news.set()
+
+    def _on_signal(self, number: int) -> None:
+        self._signal = self._signal or signal.Signals(number)
+        self._news.set()
+
+    # Talking.
+
+    async def _keep_channel(self) -> None:
+        try:
+            await self._channel.run()
+        except Rejected as error:
+            self._on_broken(
+                Rejected(f"The master at {self._config.master_addr} refused this node: {error}", error.code)
+            )
+
+    def _tell(self, command: AgentCommand) -> None:
+        self._tasks.create_task(self._deliver(command), name=type(command).__name__)
+
+    async def _deliver(self, command: AgentCommand) -> None:
+        try:
+            await self._channel.call(command, timeout=self._config.master_grace + FINISHED_PATIENCE)
+        except Rejected as error:
+            # Told too late: the world has moved on, and the master's wish says where to.
+            log.info("%s was refused: %s", type(command).__name__, error)
+            if error.code == "stale-incarnation":
+                self._forget_former_life()
+                self._incarnation = Incarnation(0)
+                await self._channel.reattach()
+        except Unavailable as error:
+            log.info("%s was not delivered: %s", type(command).__name__, error)
+
+    def _forget_former_life(self) -> None:
+        self._driver.want_none(StopCause.FAILURE)
+        self._drop_offer()
+        self._desired = None
+        self._joined_round = self._started_round = self._finished_round = Round(0)
+
+    async def _heartbeats(self) -> None:
+        while True:
+            slept_from = time.clock_gettime(time.CLOCK_BOOTTIME)
+            await asyncio.sleep(HEARTBEAT_PERIOD * random.uniform(0.8, 1.2))
+            away = time.clock_gettime(time.CLOCK_BOOTTIME) - slept_from
+            if away > LEASE and self._driver.running_round:
+                log.warning("this agent was stopped for %.0f s: its workers are killed before anything else", away)
+                self._driver.kill()
+            if self._node >= 0:
+                self._channel.beat(Heartbeat(node=self._node, incarnation=self._incarnation, step=self._step()))
+
+    def _master_now(self) -> Micros:
+        return Micros(time.monotonic_ns() // 1000 + self._clock_offset)
+
+    def _patience(self) -> float:
+        return FINISHED_PATIENCE if self._finished_round else self._config.master_grace
+
+    def _has_lost_master(self) -> bool:
+        return self._channel.outage() > self._patience()
+
+    def _drop_offer(self) -> None:
+        if self._offer is not None:
+            self._offer.release()
+            self._offer = None
+
+
+def _shell_code(exit_code: int | None, number: int | None) -> int:
+    """The exit code a shell would show: that of the worker, or 128 + n for signal n."""
+    if number is not None:
+        return EXIT_BY_SIGNAL + number
+    return exit_code if exit_code else EXIT_FAILED
