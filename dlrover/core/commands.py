@@ -71,6 +71,7 @@ def _master_started(command: MasterStarted, course: Course) -> Reply:
         raise Rejected(
             f"The journal belongs to job {state.job_name!r}, not to {command.job_name!r}.", code="job-differs"
         )
+
     outage = course.now - state.now if state.master_epoch else 0
     state.master_epoch = command.master_epoch
     state.job_name = state.job_name or command.job_name
@@ -217,6 +218,7 @@ def _leave(command: LeaveJob, course: Course) -> Reply:
 def _node_disconnected(command: NodeDisconnected, course: Course) -> Reply:
     nodes = course.state.nodes
     node = nodes.current(command.node, command.incarnation)
+
     node.reached(command.step)
     if nodes.is_connected(node.id):
         nodes.stream_broke(node, course.now)
@@ -226,6 +228,7 @@ def _node_disconnected(command: NodeDisconnected, course: Course) -> Reply:
 
 def _node_silent(command: NodeSilent, course: Course) -> Reply:
     node = course.state.nodes.current(command.node, command.incarnation)
+
     silence = (course.now - command.last_seen_at) / micros(1.0)
     course.lose(node, NodeLife.GONE, f"{node.label} was silent for {silence:.0f} s")
     course.advance()

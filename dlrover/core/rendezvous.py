@@ -302,7 +302,7 @@ def choose_world(rdzv: Rendezvous, limits: Limits, now: Micros) -> tuple[World |
     ends_at = rdzv.call_ends_at(limits)
     if ends_at is not None and now < ends_at:
         if rdzv.num_coming:
-            return None, (f"{label}: {_waiting(num_waiting)}; last call of {limits.last_call:g} s for {rdzv.coming()}.")
+            return None, f"{label}: {_waiting(num_waiting)}; last call of {limits.last_call:g} s for {rdzv.coming()}."
         return None, (
             f"{label}: {_waiting(num_waiting)}, at most {limits.max_nodes} can start; "
             f"first call of {limits.first_call:g} s for more."

@@ -239,7 +239,7 @@ def _decide_by_progress(policy: RestartPolicy, restarts: Restarts, incident: Inc
     if is_loop:
         where = "before any step was reported" if incident.step is None else f"at step {incident.step}"
         return Decision(
-            f"This is a crash loop: the same traceback {where} for the {num_same + 1}th time. Correct the script.",
+            f"This is a crash loop: the same traceback {where}, {num_same + 1} times. Correct the script.",
             _over_limit(incident, ExitReason.CODE_ERROR),
         )
     if is_stuck:

@@ -322,7 +322,6 @@ class TestJoin:
         scene.attach("a")
         assert isinstance(scene.wish("b"), Run), "it is back with what it had joined with"
 
-
     def test_a_join_that_was_on_its_way_when_the_stream_broke_counts_when_it_is_back(self) -> None:
         scene = Scene(terms(2))
         scene.attach("a")
@@ -333,6 +332,14 @@ class TestJoin:
         assert isinstance(scene.wish("b"), Wait)
         scene.attach("a")
         assert isinstance(scene.wish("a"), Run)
+
+    def test_a_spare_that_joined_long_ago_does_not_start_alone(self) -> None:
+        scene = Scene(terms(1, 2, last_call=30.0)).gather("a", "b", "c")
+        scene.at(3600).fail("b")
+        assert isinstance(scene.wish("c"), Wait), "the last call counts from the opening of the round"
+        scene.rejoin("a", "b")
+        assert isinstance(scene.wish("a"), Run)
+        assert isinstance(scene.wish("c"), Wait)
 
 
 class TestLosingNodes:

@@ -145,7 +145,7 @@ class TestAsLongAsThereIsProgress:
         for _ in range(4):
             crash(scene, step=57)
         assert scene.end.reason is ExitReason.CODE_ERROR
-        assert "the same traceback at step 57 for the 4th time" in scene.end.message
+        assert "the same traceback at step 57, 4 times" in scene.end.message
         assert "Correct the script" in scene.end.message
 
     def test_a_crash_loop_is_seen_through_progress_in_between(self) -> None:
