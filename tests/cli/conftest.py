@@ -30,7 +30,8 @@ class StandinJob:
         os.mkfifo(self.gate)
         # Read and write: the pipe never ends, whoever comes and goes.
         self._reader = os.open(self.events, os.O_RDWR | os.O_NONBLOCK)
-        self._buffer = b""
+        self._rest = b""
+        self._unread: list[list[str]] = []
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, *args: str, behaviour: str, **environ: str) -> subprocess.Popen[str]:
@@ -50,16 +51,15 @@ class StandinJob:
         return self.process
 
     def event(self, kind: str) -> list[str]:
-        """The next event of this kind; others before it are skipped."""
+        """The next event of this kind; others keep their turn."""
         until = time.monotonic() + DEADLINE
         while True:
-            while b"\n" in self._buffer:
-                line, _, self._buffer = self._buffer.partition(b"\n")
-                words = line.decode().split()
+            for position, words in enumerate(self._unread):
                 if words[0] == kind:
-                    return words[1:]
+                    return self._unread.pop(position)[1:]
             assert select.select([self._reader], [], [], max(0.0, until - time.monotonic()))[0], f"no event {kind}"
-            self._buffer += os.read(self._reader, 4096)
+            *lines, self._rest = (self._rest + os.read(self._reader, 4096)).split(b"\n")
+            self._unread += [line.decode().split() for line in lines]
 
     def finish(self) -> tuple[int, str]:
         """Exit code and what was said."""
@@ -75,13 +75,13 @@ class StandinJob:
         return [str(path) for path in self.runtime.rglob("*") if path.name not in (".lock", f"dlrover-{os.getuid()}")]
 
     def close(self) -> None:
-        os.close(self._reader)
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.communicate(timeout=5)
             self.process.kill()
             self.process.communicate()
+        os.close(self._reader)  # last: whoever opens a pipe without a reader waits
 
 
 @pytest.fixture
