@@ -206,8 +206,10 @@ def kill_and_watch(
         look_again(process, log, until=calm_until, waiting_for=f"{num_calm_steps} steps in a row")
     time.sleep(chance.uniform(0, 0.05))  # anywhere within a step
 
-    descriptors = {os.pidfd_open(pid): rank for rank, pid in pids.items()}
+    descriptors: dict[int, int] = {}
     try:
+        for rank, pid in pids.items():
+            descriptors[os.pidfd_open(pid)] = rank
         victim = next(fd for fd, rank in descriptors.items() if rank == local_rank)
         survivors = [fd for fd in descriptors if fd != victim]
         old_pids = {event.pid for event in files.refresh()}
@@ -226,6 +228,8 @@ def kill_and_watch(
             if found:
                 break
             look_again(process, log, until=float("inf"), waiting_for="the recovery")
+    except ProcessLookupError as error:
+        raise RunFailedError(f"a worker ended before it was killed: {tail(log)}") from error
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
