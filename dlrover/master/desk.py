@@ -16,7 +16,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 from msgspec.structs import replace
@@ -28,9 +27,10 @@ from dlrover.core.turn import Origin, Outcome
 from dlrover.master.clock import MasterClock
 from dlrover.master.keeper import Keeper
 from dlrover.master.roster import Line, Roster
+from dlrover.master.work import SHORTEST_RETRY, Work
 from dlrover.protocol.codec import Question, Unreadable
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.frames import Ack, Answer, Beat, FromAgent, Refusal, Request
+from dlrover.protocol.frames import Ack, Beat, FromAgent, Refusal, Request
 from dlrover.protocol.messages import (
     MAX_REQUESTS_IN_WORK,
     Attach,
@@ -61,43 +61,8 @@ LATE = 100_000
 RETRY_PERIOD = 1_000_000
 """Microseconds between two attempts to write a journal that could not be written."""
 NEVER = Micros(2**62)
-SHORTEST_RETRY = 0.05
 SERVICE_TIME = 0.0005
 """Rough seconds of work per request: those refused are told to come back spread over the time their number needs."""
-
-
-@dataclass(eq=False)
-class Work:
-    """One request, and the way back to who sent it."""
-
-    body: Command | Query
-    origin: Origin | None = None
-    line: Line | None = None
-    id: int = 0
-    answer: asyncio.Future[Reply] | None = None
-    """Of a one-shot question; else `line` and `id` say where the answer goes. Neither: a finding of our own."""
-
-    def succeed(self, reply: Reply) -> None:
-        if self.answer is not None:
-            if not self.answer.done():
-                self.answer.set_result(reply)
-        elif self.line is not None:
-            self.line.stream.send(Answer(id=self.id, body=reply))
-
-    def fail(self, error: Rejected | Unavailable) -> None:
-        if self.answer is not None:
-            if not self.answer.done():
-                self.answer.set_exception(error)
-        elif self.line is not None:
-            retry_after = None
-            code = "unavailable"
-            if isinstance(error, Unavailable):
-                retry_after = SHORTEST_RETRY if error.retry_after is None else error.retry_after
-                if self.origin is not None:
-                    self.line.gate.hold(self.origin.sequence)
-            else:
-                code = error.code
-            self.line.stream.send(Refusal(id=self.id, code=code, message=str(error), retry_after=retry_after))
 
 
 class Desk:
@@ -216,7 +181,7 @@ class Desk:
                 rejected.append((work, error))
             except CoreFault as fault:
                 others = everything[:index] + everything[index + 1 :]
-                self._queue[:0] = [other for other in others if _is_from_outside(other)]
+                self._queue[:0] = [other for other in others if other.is_from_outside]
                 await self._quarantine(work, fault)
                 return
         batch = self._sequence.take()
@@ -306,7 +271,7 @@ class Desk:
 
     def _reject(self, work: Work, error: Rejected) -> None:
         self._settle(work)
-        if not _is_from_outside(work) and isinstance(work.body, Command):
+        if not work.is_from_outside and isinstance(work.body, Command):
             # It came too late: the node is gone or back already. Should a deadline stay due all the same, do not spin.
             log.debug("finding refused command=%s reason=%s", type(work.body).__name__, error)
             if isinstance(work.body, DeadlinePassed):
@@ -317,7 +282,7 @@ class Desk:
 
     def _settle(self, work: Work) -> None:
         """It was decided: no longer in work, or no longer to be found again."""
-        if _is_from_outside(work):
+        if work.is_from_outside:
             self._num_in_work -= 1
         elif isinstance(work.body, NodeDisconnected | NodeSilent):
             if self._findings.get(work.body.node) == work.body:
@@ -361,7 +326,7 @@ class Desk:
         return [work for work in works if isinstance(work.body, Query)]
 
     def _settle_unwritten(self, work: Work, error: Unavailable) -> None:
-        if _is_from_outside(work):
+        if work.is_from_outside:
             self._num_in_work -= 1
             work.fail(error)
 
@@ -398,18 +363,24 @@ class Desk:
 
     async def _save_snapshot(self) -> None:
         """Between two turns the state is exactly what is durable."""
-        if not self._keeper.wants_snapshot:
+        if not self._keeper.wants_snapshot or self._clock.now() < self._retry_at:
             return
         try:
             assert self._sequence.is_settled, "a snapshot of what is not durable"
             await self._keeper.save_snapshot(self._job.number + 1, self._job.encode())
         except Unavailable as error:
+            self._retry_at = Micros(self._clock.now() + RETRY_PERIOD)
             log.warning("snapshot not written reason=%s", error)
 
     # Coming in.
 
     def _accept(self, line: Line, request: Request) -> None:
+        if isinstance(request.body, Attach) and line.has_presented:
+            text = "this stream is attached already; another node needs its own"
+            line.stream.send(Refusal(id=request.id, code="attached", message=text))
+            return
         if isinstance(request.body, Attach | Query):
+            line.has_presented |= isinstance(request.body, Attach)
             self._enqueue(Work(request.body, line=line, id=request.id))
             return
         if line.node is None or line.incarnation is None:
@@ -443,7 +414,3 @@ class Desk:
 
     def _desired(self, node: NodeId) -> Desired:
         return self._job.desired(node)
-
-
-def _is_from_outside(work: Work) -> bool:
-    return work.line is not None or work.answer is not None

@@ -45,6 +45,8 @@ class Line:
     """One stream, and the node behind it once it has attached."""
 
     stream: AgentStream
+    has_presented: bool = False
+    """An attach was taken in: a stream speaks for one node, in one life."""
     node: NodeId | None = None
     incarnation: Incarnation | None = None
     gate: Gate = field(default_factory=Gate)
@@ -64,14 +66,13 @@ class Roster:
         return self._lines.setdefault(stream, Line(stream))
 
     def attach(self, line: Line, attached: Attached, now: Micros) -> None:
-        """The line now speaks for the node; an older one of the same node, or of another node before, does not."""
-        if line.node is not None and self._current.get(line.node) is line:
-            del self._current[line.node]
+        """The line now speaks for the node; an older one of the same node no longer does."""
+        assert line.node is None, f"a stream of node {line.node} attached again as node {attached.node}"
         older = self._current.get(attached.node)
         line.node, line.incarnation = attached.node, attached.incarnation
         line.told, line.told_at = attached.desired.number, now
         self._current[attached.node] = line
-        if older is not None and older is not line:
+        if older is not None:
             older.stream.end()
 
     def close(self, stream: AgentStream) -> NodeDisconnected | None:

@@ -48,6 +48,7 @@ CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     # A master whose host lost power says nothing; 20 s of unanswered pings end the stream.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
 

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from dlrover.cli.replay import replay
 from dlrover.core.job import Job
 from dlrover.core.sequence import decode_record
 from dlrover.core.turn import Origin, Outcome
+from dlrover.protocol.codec import decode_from_master, encode_frame
 from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.frames import Push, Request
 from dlrover.protocol.messages import (
     Attach,
     Command,
@@ -38,6 +41,7 @@ from dlrover.protocol.messages import (
     StopJob,
 )
 from dlrover.protocol.rpc import ask
+from dlrover.protocol.transport import AGENT_METHOD, SERVICE, call_metadata, open_channel
 from tests.master.conftest import TOKEN, Connect, StartMaster
 
 
@@ -272,6 +276,51 @@ async def test_a_command_that_breaks_the_core_changes_nothing_and_is_refused_fro
     with pytest.raises(Rejected, match="broke the master once"):
         await ask(again.address, StopJob(message="break"), token=TOKEN, timeout=10)
     assert isinstance(await ask(again.address, StopJob(message="other"), token=TOKEN, timeout=10), Done)
+
+
+async def test_a_stream_attaches_first_and_once_and_numbers_its_commands(start_master: StartMaster) -> None:
+    master = await start_master()
+    attach = Attach(launch="l", host="h", terms=JobTerms(), local_world_size=1)
+    async with open_channel(master.address, None) as channel:
+        stream = channel.stream_stream(f"/{SERVICE}/{AGENT_METHOD}")(metadata=call_metadata(TOKEN))
+
+        async def send(*requests: Request) -> list[str]:
+            await stream.write(encode_frame(requests))
+            told: list[str] = []
+            while len(told) < len(requests):
+                parcels = decode_from_master(await stream.read())
+                told += [getattr(parcel, "code", "ok") for parcel in parcels if not isinstance(parcel, Push)]
+            return told
+
+        assert await send(Request(id=1, body=StopJob(), sequence=1)) == ["not-attached"]
+        assert await send(Request(id=0, body=attach), Request(id=0, body=attach)) == ["attached", "ok"]
+        assert await send(Request(id=0, body=attach)) == ["attached"]
+        assert await send(Request(id=2, body=StopJob())) == ["malformed"]
+        assert await send(Request(id=3, body=StopJob(), sequence=1), Request(id=4, body=Ping())) == ["ok", "ok"]
+        stream.cancel()
+
+
+async def test_snapshots_are_taken_before_a_replay_would_cost_too_much(
+    start_master: StartMaster, connect: Connect, tmp_path: Path
+) -> None:
+    master = await start_master()
+    agent = connect(master.address)
+    await agent.attached()
+    connection = sqlite3.connect(tmp_path / "journal.sqlite")
+    async with asyncio.timeout(60):
+        while not connection.execute("SELECT count(*) FROM snapshots").fetchone()[0]:
+            await asyncio.gather(*(agent.join() for _ in range(100)))
+            connection.rollback()
+    connection.close()
+    before = await master.status()
+    await master.stop()
+    again = await start_master(port=int(master.address.split(":")[1]))
+    await agent.attached()
+    after = await again.status()
+    assert after.nodes == before.nodes
+    assert after.master_epoch == before.master_epoch + 1
+    await again.stop()
+    assert replay(tmp_path / "journal.sqlite") == 0
 
 
 async def test_an_agent_speaks_for_itself_only(start_master: StartMaster, connect: Connect) -> None:
