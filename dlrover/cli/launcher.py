@@ -274,6 +274,20 @@ class Launcher:
             from dlrover.cli.report import failure_report
 
             say_block(failure_report(self._job_name, result))
+            self._pass_error_file_on(result)
+
+    def _pass_error_file_on(self, result: AgentResult) -> None:
+        """As torchrun: whoever started us may have named a file for the first worker's error."""
+        target = self._environ.get("TORCHELASTIC_ERROR_FILE")
+        first = result.end.first_failure if result.end else None
+        if target and first is not None and first.failure.error_file:
+            import shutil
+
+            try:
+                shutil.copyfile(first.failure.error_file, target)
+            except OSError as error:
+                # The failure was on another node, or the place is not writable: the report has said it all.
+                say(f"the error file could not be copied to {target}: {error.strerror}")
 
     # The master.
 

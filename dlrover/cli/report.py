@@ -7,11 +7,12 @@ workers said.
 
 from __future__ import annotations
 
+import re
 import signal
 import textwrap
 
 from dlrover.agent.config import AgentResult
-from dlrover.protocol.messages import FailureKind, FirstFailure, JobEnd
+from dlrover.protocol.messages import ExitReason, FailureKind, FirstFailure, JobEnd
 
 WIDTH = 100
 MAX_TAIL_LINES = 30
@@ -31,7 +32,9 @@ _KINDS = {
 
 def failure_report(job_name: str, result: AgentResult) -> str:
     end: JobEnd | None = result.end
-    lines = ["=" * WIDTH, f"Job {job_name} failed" + (f": {end.reason}" if end else "")]
+    is_stopped = end is not None and end.reason is ExitReason.STOPPED_BY_USER
+    title = f"Job {job_name} {'was stopped' if is_stopped else 'failed'}"
+    lines = ["=" * WIDTH, f"{title}: {end.reason}" if end else title]
     message = (end.message if end else "") or result.message
     if message:
         lines += textwrap.wrap(message, WIDTH)
@@ -56,16 +59,16 @@ def _first_failure(first: FirstFailure) -> list[str]:
     ]
     if first.step is not None:
         rows.append(("step", str(first.step)))
-    if failure.log_file:
+    if failure.log_file and _is_kept(failure.log_file):
         rows.append(("log file", failure.log_file))
-    if failure.error_file:
+    if failure.error_file and _is_kept(failure.error_file):
         rows.append(("error file", failure.error_file))
     lines = [f"{name:<14}{value}" for name, value in rows]
     if failure.traceback:
         lines += ["traceback", *_indented(failure.traceback)]
     elif failure.log_tail:
         lines += ["last output", *_indented(failure.log_tail)]
-    elif not failure.log_file:
+    elif not (failure.log_file and _is_kept(failure.log_file)):
         lines.append("Nothing more is known of it. Keep its output in files with --log-dir DIR --tee 3.")
     return lines
 
@@ -83,6 +86,11 @@ def _cause(first: FirstFailure) -> str:
         status = "no exit status"
     kind = "" if failure.kind in (FailureKind.EXIT_CODE, FailureKind.SIGNAL) else f", {_KINDS[failure.kind]}"
     return f"{status}{kind}" + (f": {failure.message}" if failure.message else "")
+
+
+def _is_kept(path: str) -> bool:
+    """Files in a node's runtime directory go with the job: what they say is in the report, the path would lead nowhere."""
+    return re.search(r"/dlrover-\d+/[^/]+/node-[0-9a-f]{8}/", path) is None
 
 
 def _indented(text: str) -> list[str]:

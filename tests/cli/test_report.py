@@ -63,3 +63,10 @@ def test_without_any_trace_the_report_says_how_to_get_one() -> None:
 def test_a_node_that_never_heard_of_the_end_still_reports() -> None:
     text = failure_report("j", AgentResult(exit_code=23, message="The master is gone."))
     assert "The master is gone." in text
+
+
+def test_files_that_go_with_the_job_are_not_offered() -> None:
+    text = report_of(
+        kind=FailureKind.SIGNAL, signal=11, error_file="/tmp/dlrover-0/job/node-0a1b2c3d/attempts/error.json"
+    )
+    assert "error.json" not in text
