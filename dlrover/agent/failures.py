@@ -43,7 +43,7 @@ _PEER_EXCEPTIONS = re.compile(
 """A user's own exception may mention anything; only what torch and sockets raise counts."""
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _MEMORY = re.compile(
-    r"\b(MemoryError|OutOfMemoryError)\b|CUDA out of memory|DefaultCPUAllocator: (can't|not enough)|std::bad_alloc",
+    r"^[\w.]*MemoryError\b|CUDA out of memory|DefaultCPUAllocator: (can't|not enough)|std::bad_alloc",
 )
 _BAD_SCRIPT = re.compile(r"^(SyntaxError|IndentationError|TabError|ModuleNotFoundError)\b")
 _CANNOT_OPEN = re.compile(r"can't open file .*: \[Errno \d+\]|: No module named ")
@@ -69,6 +69,8 @@ class Evidence:
     """We had sent it a signal before."""
     num_oom_kills: int = 0
     """By how much the cgroup's oom_kill counter grew while it ran."""
+    has_stepped: bool = False
+    """A step was reported in its round: the script itself is sound."""
     hosts_coordinator: bool = False
     """It binds the coordinator's port."""
 
@@ -127,7 +129,7 @@ def classify(evidence: Evidence, exception: str) -> FailureKind:
         return FailureKind.MEMORY_ERROR
     if evidence.hosts_coordinator and _PORT_TAKEN.search(exception):
         return FailureKind.PORT_TAKEN
-    if _BAD_SCRIPT.match(_without_module(exception)):
+    if not evidence.has_stepped and _BAD_SCRIPT.match(exception):
         return FailureKind.BAD_SCRIPT
     if _PEER_EXCEPTIONS.search(exception) and _PEER_LOST.search(exception):
         return FailureKind.PEER_LOST
@@ -235,11 +237,6 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _without_module(exception: str) -> str:
-    """`torch.OutOfMemoryError: …` as the bare class name and the rest."""
-    return re.sub(r"^[\w.]*\.(?=\w+(:|$))", "", exception)
 
 
 def count_oom_kills(cgroup_file: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int:

@@ -110,36 +110,45 @@ class WorkerOutput:
         A process it left behind may hold the pipe open, so this does not wait for its end; a blocked console ends the
         wait.
         """
+        if files.copies:
+            await self._wait_for(lambda then: self._pump.drain(files.copies, then), timeout)
+
+    async def close_attempt(self, timeout: float = 1.0) -> None:
+        """All workers are gone: copy the rest and close."""
+        if any(files.copies for files in self._current):
+            await self._wait_for(self._let_go, timeout)
+        else:
+            self.abandon_attempt()
+
+    def abandon_attempt(self) -> None:
+        """The same without waiting for the copies."""
+        self._let_go(lambda: None)
+
+    def _let_go(self, then: Callable[[], None]) -> None:
+        for files in self._current:
+            files.close_descriptors()
+        copies = [copy for files in self._current for copy in files.copies]
+        self._pump.drop(copies, list(self._filtered.values()), then)
+        self._current = []
+        self._filtered = {}
+
+    async def _wait_for(self, begin: Callable[[Callable[[], None]], None], timeout: float) -> None:
+        """Until the pump has done what `begin` asks of it."""
         import asyncio
 
         loop = asyncio.get_running_loop()
-        is_drained = asyncio.Event()
+        is_done = asyncio.Event()
 
         def tell() -> None:
             with contextlib.suppress(RuntimeError):  # the loop may be gone when a blocked console wakes up
-                loop.call_soon_threadsafe(is_drained.set)
+                loop.call_soon_threadsafe(is_done.set)
 
-        if not files.copies:
-            return
-        self._pump.drain(files.copies, tell)
+        begin(tell)
         try:
             async with asyncio.timeout(timeout):
-                await is_drained.wait()
+                await is_done.wait()
         except TimeoutError:
-            _log.warning("The output of local rank %d could not be copied within %g s.", files.local_rank, timeout)
-
-    async def close_attempt(self) -> None:
-        """All workers are gone: copy the rest and close."""
-        for files in self._current:
-            await self.drain(files)
-        self.abandon_attempt()
-
-    def abandon_attempt(self) -> None:
-        for files in self._current:
-            files.close_descriptors()
-        self._pump.drop([copy for files in self._current for copy in files.copies], list(self._filtered.values()))
-        self._current = []
-        self._filtered = {}
+            _log.warning("The workers' output could not be copied within %g s: the console takes no more.", timeout)
 
     def close(self) -> None:
         self.abandon_attempt()
@@ -353,7 +362,7 @@ class _Pump:
 
         self._call(now)
 
-    def drop(self, copies: Sequence[_Copy], sinks: Sequence[_Sink]) -> None:
+    def drop(self, copies: Sequence[_Copy], sinks: Sequence[_Sink], then: Callable[[], None]) -> None:
         """Copy what is there and forget these pipes."""
 
         def now() -> None:
@@ -362,6 +371,7 @@ class _Pump:
                 self._end(copy)
             for sink in sinks:
                 sink.close()
+            then()
 
         if copies or sinks:
             self._call(now)

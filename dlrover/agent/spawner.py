@@ -9,8 +9,10 @@ forked.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from dlrover.agent.process_tree import become_subreaper
 from dlrover.protocol.errors import ConfigError, JobError
 from dlrover.protocol.local import FrameBuffer, pack, send_some
 from dlrover.protocol.messages import MAX_MESSAGE_BYTES
-from dlrover.protocol.spawning import CountDevices, Counted, Forked, ForkWorker, FromZygote, Prepared, Refused
+from dlrover.protocol.spawning import CountDevices, Counted, Forked, ForkWorker, FromZygote, Prepared, Refused, Spares
 
 if TYPE_CHECKING:
     import asyncio
@@ -69,6 +71,7 @@ class Spawner:
         self._requests: dict[int, _Request] = {}  # unanswered, in the order of their ids
         self._outbox: deque[_Parcel] = deque()
         self._num_early_deaths = 0
+        self._spare_pids: set[int] = set()
         self._prepared: Prepared | None = None
         self._prepared_waiters: list[asyncio.Future[Prepared]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -92,8 +95,13 @@ class Spawner:
         return spawner
 
     @property
+    def zygote_pids(self) -> tuple[int, ...]:
+        """The zygote and the spares it has forked ahead: what a `ProcessTree` keeps. Empty after `close`."""
+        return () if self._process is None else (self._process.pid, *self._spare_pids)
+
+    @property
     def zygote_pid(self) -> int:
-        """Of the zygote of the moment, which a `ProcessTree` keeps; 0 after `close`."""
+        """The zygote alone, 0 after `close`. A `ProcessTree` keeps `zygote_pids`: with this one a sweep ends spares."""
         return 0 if self._process is None else self._process.pid
 
     @property
@@ -188,6 +196,11 @@ class Spawner:
             self._process.kill()  # holds nothing that wants cleaning up
             self._process.wait()
             self._process = None
+        for pid in self._spare_pids:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)  # our own child until we wait for it: no pid could be meant by mistake
+                os.waitpid(pid, 0)
+        self._spare_pids = set()
         self._fail_all("The agent ends.")
 
     def _start_zygote(self) -> None:
@@ -208,6 +221,7 @@ class Spawner:
         self._socket = ours
         self._frames = FrameBuffer()
         self._prepared = None
+        self._spare_pids = set()  # those of a dead zygote end with it
 
     def _python(self) -> str:
         # A cold zygote only forks and executes: it runs under our own Python, whatever the workers run under.
@@ -295,6 +309,11 @@ class Spawner:
                 if not waiter.done():
                     waiter.set_result(message)
             return
+        if isinstance(message, Spares):
+            self._spare_pids = set(message.pids)
+            return
+        if isinstance(message, Forked):
+            self._spare_pids.discard(message.pid)
         request = self._requests.get(message.id)
         if request is not None and not request.answer.done():
             request.answer.set_result(message)

@@ -29,7 +29,7 @@ from dlrover.protocol.messages import Micros, NodeRank, StopCause, WorkerFailure
 
 _log = logging.getLogger(__name__)
 
-SIMULTANEOUS = 0.05
+SIMULTANEOUS = 0.02
 """Seconds to wait after the first failure for others that die with it, so that one report names them all."""
 _PORTS = range(20_000, 30_000)
 """
@@ -171,18 +171,18 @@ class WorkerGroup:
 
     async def _fork(self, worker: _Worker) -> Leash | None:
         entry = self._config.entry
-        environ = worker_environment(
-            self._environ,
-            self._config,
-            self.world,
-            node_rank=self._node_rank,
-            local_rank=worker.local_rank,
-            files=worker.files,
-            agent_socket=self._socket.path,
-        )
         substituted = [string.Template(word).safe_substitute(local_rank=worker.local_rank) for word in entry.args]
         files = worker.files
         try:
+            environ = worker_environment(
+                self._environ,
+                self._config,
+                self.world,
+                node_rank=self._node_rank,
+                local_rank=worker.local_rank,
+                files=worker.files,
+                agent_socket=self._socket.path,
+            )
             leash = await self._spawner.spawn(
                 kind=entry.kind,
                 target=entry.target,
@@ -237,6 +237,7 @@ class WorkerGroup:
                     log_file=worker.files.log_file,
                     was_signalled=self._is_signalled,
                     num_oom_kills=count_oom_kills() - self._num_oom_kills,
+                    has_stepped=self.step is not None,
                     hosts_coordinator=worker.global_rank == 0,
                 )
             )

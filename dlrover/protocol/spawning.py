@@ -59,6 +59,12 @@ class Forked(Struct, tag=True, frozen=True, kw_only=True):
     pid: int
 
 
+class Spares(Struct, tag=True, frozen=True, kw_only=True):
+    """All workers that are forked ahead and wait for an order, children of the agent already. Told at each change."""
+
+    pids: tuple[int, ...]
+
+
 class Counted(Struct, tag=True, frozen=True, kw_only=True):
     id: int
     count: int
@@ -70,6 +76,6 @@ class Refused(Struct, tag=True, frozen=True, kw_only=True):
     message: str
 
 
-FromZygote = Prepared | Forked | Counted | Refused
+FromZygote = Prepared | Forked | Spares | Counted | Refused
 
-__all__ = ["CountDevices", "Counted", "ForkWorker", "Forked", "FromZygote", "Prepared", "Refused", "ToZygote"]
+__all__ = ["CountDevices", "Counted", "ForkWorker", "Forked", "FromZygote", "Prepared", "Refused", "Spares", "ToZygote"]

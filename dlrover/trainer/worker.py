@@ -44,6 +44,8 @@ def become(order: ForkWorker, descriptors: Sequence[int], keep: Collection[int],
     `keep` are descriptors that imported libraries opened: a cold process would have them too.
     """
     stdin, stdout, stderr, leash = descriptors
+    # First of all: a copy of the zygote's own socket here would hide its death from the agent.
+    close_all_but({0, 1, 2, *descriptors, *keep})
     if not os.read(leash, 1):
         os._exit(0)  # nobody knows of us: the agent has asked another zygote, or is gone
     try:

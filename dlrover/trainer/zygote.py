@@ -25,12 +25,24 @@ from dataclasses import dataclass
 import msgspec
 
 from dlrover.protocol.local import receive_frame, send_frame
-from dlrover.protocol.spawning import CountDevices, Counted, Forked, ForkWorker, FromZygote, Prepared, Refused, ToZygote
+from dlrover.protocol.spawning import (
+    CountDevices,
+    Counted,
+    Forked,
+    ForkWorker,
+    FromZygote,
+    Prepared,
+    Refused,
+    Spares,
+    ToZygote,
+)
 from dlrover.trainer import worker
 
 _PID = struct.Struct("!q")
 _READ_AT_IMPORT = ("GOMP_", "KMP_", "LD_", "MALLOC_", "PYTHON", "PYTORCH_", "TORCH_")
 """Variables that libraries or the interpreter read once, when they are loaded: too late to change in a fork."""
+_IDLE = 1.0
+"""Seconds without a request before workers are forked ahead: the last ones are busy starting until then."""
 _READ_LATER = ("TORCH_NCCL_", "TORCHELASTIC_")
 
 
@@ -70,9 +82,9 @@ class _CannotWarmError(Exception):
 class _Birth:
     """A fork under way: the process in the middle tells the worker's pid and ends."""
 
-    id: int
     middle_pid: int
-    reader: int
+    """Negative: the error number of a fork that failed."""
+    reader: int = -1
 
 
 class _Zygote:
@@ -83,30 +95,49 @@ class _Zygote:
         self._is_warm: bool = arguments.is_warm
         self._library_descriptors: frozenset[int] = frozenset()
         self._environ = {name: value for name, value in os.environb.items() if _is_read_at_import(name)}
+        self._spares: dict[int, socket.socket] = {}
+        """Workers forked ahead by pid, each with the socket on which it waits for its order."""
+        self._num_spares_wanted = 0
 
     def serve(self) -> ForkWorker | None:
         """Returns None when the agent has hung up, or in a forked child the order that it has become."""
         self._prepare()
         while True:
+            if self._is_idle():
+                order = self._fork_ahead()
+                if order is not None:
+                    return order
+                continue
             batch = self._receive()
             if batch is None:
                 return None
             births = []
             for message, descriptors in batch:
-                match message:
-                    case ForkWorker():
-                        is_warm = self._is_warm and message.is_warm and self._suits(message)
-                        birth = self._fork(message, descriptors)
-                        if birth is None:
-                            self._socket.detach()
-                            worker.become(message, descriptors, self._library_descriptors, is_warm=is_warm)
-                            gc.enable()
-                            return message
-                        births.append(birth)
-                    case CountDevices():
-                        self._count(message)
-            for birth in births:
-                self._finish(birth)
+                if isinstance(message, CountDevices):
+                    self._count(message)
+                elif not self._hand_to_spare(message, descriptors):
+                    birth = self._fork()
+                    if birth is None:
+                        return self._become(message, descriptors)
+                    births.append((message.id, birth))
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            for number, birth in births:
+                self._tell(number, self._finish(birth))
+
+    def _is_idle(self) -> bool:
+        """Wait for a request; True if none came for a while and there is something to do ahead."""
+        while True:
+            is_short = len(self._spares) < self._num_spares_wanted
+            ready, _, _ = select.select([self._socket, *self._spares.values()], [], [], _IDLE if is_short else None)
+            if not ready:
+                return True
+            if self._socket in ready:
+                return False
+            self._spares = {pid: sock for pid, sock in self._spares.items() if sock not in ready}
+            for sock in ready:
+                sock.close()  # a spare says nothing, so it has died
+            self._reply(Spares(pids=tuple(self._spares)))
 
     def _prepare(self) -> None:
         started_at = time.monotonic()
@@ -172,13 +203,62 @@ class _Zygote:
             if not select.select([self._socket], [], [], 0)[0]:
                 return batch
 
+    def _become(self, order: ForkWorker, descriptors: list[int]) -> ForkWorker:
+        """In the child."""
+        self._socket.detach()
+        is_warm = self._is_warm and order.is_warm and self._suits(order)
+        worker.become(order, descriptors, self._library_descriptors, is_warm=is_warm)
+        gc.enable()
+        return order
+
+    def _fork_ahead(self) -> ForkWorker | None:
+        """Fork the next workers before anybody asks: then a restart need not wait for it. An order in the child."""
+        while len(self._spares) < self._num_spares_wanted:
+            ours, theirs = socket.socketpair()
+            birth = self._fork()
+            if birth is None:
+                self._socket.detach()
+                worker.show_as(b"dlrover spare worker")
+                worker.close_all_but({0, 1, 2, theirs.fileno(), *self._library_descriptors})
+                for sock in (ours, *self._spares.values()):
+                    sock.detach()
+                frame = receive_frame(theirs)
+                if frame is None:
+                    os._exit(0)  # the zygote has gone
+                theirs.close()
+                return self._become(self._decode(frame[0]), frame[1])
+            theirs.close()
+            pid = self._finish(birth)
+            if pid <= 0:
+                ours.close()
+                self._num_spares_wanted = 0  # not now: too many processes, or too little memory
+                break
+            self._spares[pid] = ours
+        self._reply(Spares(pids=tuple(self._spares)))
+        return None
+
+    def _hand_to_spare(self, order: ForkWorker, descriptors: list[int]) -> bool:
+        if not (self._is_warm and order.is_warm and self._suits(order)):
+            return False
+        self._num_spares_wanted = int(order.environ.get(b"LOCAL_WORLD_SIZE", b"0"))
+        while self._spares:
+            pid, sock = self._spares.popitem()
+            with sock:
+                try:
+                    send_frame(sock, msgspec.msgpack.encode(order), descriptors)
+                except OSError:
+                    continue  # it has died
+            self._tell(order.id, pid)
+            return True
+        return False
+
     def _suits(self, order: ForkWorker) -> bool:
         if order.kind == "program":
             return False
         wanted = {name: value for name, value in order.environ.items() if _is_read_at_import(name)}
         return wanted == self._environ
 
-    def _fork(self, order: ForkWorker, descriptors: list[int]) -> _Birth | None:
+    def _fork(self) -> _Birth | None:
         """None in the worker."""
         sys.stdout.flush()
         sys.stderr.flush()
@@ -188,36 +268,37 @@ class _Zygote:
         except OSError as error:
             os.close(reader)
             os.close(writer)
-            middle_pid, reader = -(error.errno or 1), -1
-        if middle_pid == 0:
-            try:
-                pid = os.fork()
-                if pid:
-                    os.write(writer, _PID.pack(pid))
-            except OSError as error:
-                os.write(writer, _PID.pack(-(error.errno or 1)))
-                pid = -1
-            if pid:
-                os._exit(0)
-            return None
-        if reader >= 0:
+            return _Birth(-(error.errno or 1))
+        if middle_pid:
             os.close(writer)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return _Birth(order.id, middle_pid, reader)
+            return _Birth(middle_pid, reader)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            pid = -(error.errno or 1)
+        if pid:
+            os.write(writer, _PID.pack(pid))
+            os._exit(0)
+        os.close(reader)
+        os.close(writer)
+        return None
 
-    def _finish(self, birth: _Birth) -> None:
-        pid = birth.middle_pid
-        if birth.reader >= 0:
-            raw = os.read(birth.reader, _PID.size)
-            os.close(birth.reader)
-            os.waitpid(birth.middle_pid, 0)  # from here on the worker's parent is the agent
-            pid = _PID.unpack(raw)[0] if raw else 0
+    def _finish(self, birth: _Birth) -> int:
+        """The worker's pid; from here on its parent is the agent. Negative: the number of an error; 0: unknown."""
+        if birth.reader < 0:
+            return birth.middle_pid
+        raw = os.read(birth.reader, _PID.size)
+        os.close(birth.reader)
+        os.waitpid(birth.middle_pid, 0)
+        pid: int = _PID.unpack(raw)[0] if raw else 0
+        return pid
+
+    def _tell(self, number: int, pid: int) -> None:
         if pid > 0:
-            self._reply(Forked(id=birth.id, pid=pid))
+            self._reply(Forked(id=number, pid=pid))
         else:
             reason = os.strerror(-pid) if pid else "the process in the middle died"
-            self._reply(Refused(id=birth.id, message=f"fork failed: {reason}"))
+            self._reply(Refused(id=number, message=f"fork failed: {reason}"))
 
     def _count(self, request: CountDevices) -> None:
         """In a child that is thrown away: asking for devices may initialise them, which no fork survives."""

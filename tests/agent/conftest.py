@@ -17,8 +17,15 @@ def spawner() -> Iterator[Spawner]:
 
 
 @pytest.fixture
-async def tree(spawner: Spawner) -> AsyncIterator[ProcessTree]:
-    tree = ProcessTree(keep=lambda: (spawner.zygote_pid,))
+async def tree(spawner: Spawner, cold_spawner: Spawner) -> AsyncIterator[ProcessTree]:
+    tree = ProcessTree(keep=lambda: (*spawner.zygote_pids, *cold_spawner.zygote_pids))
     yield tree
     await tree.sweep()
     tree.close()
+
+
+@pytest.fixture(scope="session")
+def cold_spawner() -> Iterator[Spawner]:
+    spawner = Spawner.start(is_warm=False)
+    yield spawner
+    spawner.close()

@@ -96,6 +96,11 @@ def run_plainly(
     return Ended(done.returncode, out.read_text(), err.read_text())
 
 
+def start_process(*command: str, **options: Any) -> subprocess.Popen[str]:
+    """A child that the test itself watches or kills."""
+    return subprocess.Popen(command, text=True, **options)
+
+
 def code_of(ended: Exit) -> int:
     return ended.exit_code if ended.exit_code is not None else -(ended.signal or 0)
 

@@ -14,7 +14,7 @@ from dlrover.agent import process_tree
 from dlrover.agent.process_tree import ProcessTree, descendants, grace_for, has_handler, look_up
 from dlrover.agent.spawner import Spawner
 from dlrover.protocol.messages import StopCause
-from tests.agent.lab import is_alive, is_gone, until, write
+from tests.agent.lab import is_alive, is_gone, start_process, until, write
 
 FAMILY = """
     # A process with a child, a grandchild in a session of its own, and a daemon that nobody waits for.
@@ -43,7 +43,7 @@ FAMILY = """
 async def start_family(tmp_path: Path, tree: ProcessTree, *options: str) -> tuple[int, list[int], asyncio.Future]:
     script = write(tmp_path / "family.py", FAMILY)
     report = tmp_path / "pids"
-    process = subprocess.Popen([sys.executable, script, str(report), *options], start_new_session=True)
+    process = start_process(sys.executable, script, str(report), *options, start_new_session=True)
     exited = tree.watch(process.pid)
     process.returncode = 0  # the tree reaps it, not this object
     pids = await until(lambda: report.exists() and len(report.read_text().split()) == 3 and report.read_text().split())
@@ -58,7 +58,7 @@ async def test_a_stop_reaches_children_in_other_sessions_and_daemons(
     await asyncio.wait_for(tree.stop([pid], cause=cause, shutdown_timeout=20), 10)
     assert all(is_gone(member) for member in family)
     assert exited.result().signal == signal.SIGTERM
-    assert is_alive(spawner.zygote_pid)
+    assert all(is_alive(zygote) for zygote in spawner.zygote_pids)
 
 
 async def test_who_ignores_sigterm_is_killed_after_the_grace(tree: ProcessTree, tmp_path: Path) -> None:
@@ -81,11 +81,11 @@ async def test_a_stopped_process_is_woken_to_take_the_signal(tree: ProcessTree, 
 
 async def test_processes_that_are_not_ours_are_not_touched(spawner: Spawner, tree: ProcessTree, tmp_path: Path) -> None:
     pid, _family, _exited = await start_family(tmp_path, tree)
-    ours = {process.pid for process in descendants(os.getpid(), keep=(spawner.zygote_pid,))}
+    ours = {process.pid for process in descendants(os.getpid(), keep=spawner.zygote_pids)}
     assert pid in ours
     assert os.getpid() not in ours
     assert os.getppid() not in ours
-    assert spawner.zygote_pid not in ours
+    assert not ours & set(spawner.zygote_pids)
 
 
 async def test_orphans_that_end_by_themselves_are_reaped(tree: ProcessTree, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ async def test_orphans_that_end_by_themselves_are_reaped(tree: ProcessTree, tmp_
         """,
     )
     report = tmp_path / "pid"
-    process = subprocess.Popen([sys.executable, script, str(report)], stdin=subprocess.PIPE)
+    process = start_process(sys.executable, script, str(report), stdin=subprocess.PIPE)
     exited = tree.watch(process.pid)
     process.returncode = 0
     assert (await asyncio.wait_for(exited, 10)).exit_code == 7
@@ -163,7 +163,7 @@ async def test_the_grace_depends_on_the_cause(tree: ProcessTree, tmp_path: Path)
         tmp_path / "handler.py",
         "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *a: None)\nprint(1, flush=True)\nsys.stdin.read()",
     )
-    process = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = start_process(sys.executable, script, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         process.stdout.readline()
         assert has_handler(process.pid, signal.SIGTERM)

@@ -13,7 +13,7 @@ from dlrover.agent.config import EntryKind
 from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.spawner import Spawner, StartFailed
 from dlrover.protocol.errors import ConfigError
-from tests.agent.lab import environment, is_alive, is_gone, run_worker, until, write
+from tests.agent.lab import Ended, environment, is_alive, is_gone, run_worker, start_process, until, write
 
 
 def test_starting_needs_neither_asyncio_nor_grpc() -> None:
@@ -29,7 +29,7 @@ spawner.close()
 
 async def test_requests_may_come_while_the_zygote_still_imports(tmp_path: Path) -> None:
     spawner = Spawner.start()
-    tree = ProcessTree(keep=lambda: (spawner.zygote_pid,))
+    tree = ProcessTree(keep=lambda: spawner.zygote_pids)
     try:
         script = write(tmp_path / "early.py", "import sys; print('torch' in sys.modules, end='')")
         big = environment(BULK="x" * 120_000)
@@ -53,11 +53,11 @@ async def test_a_dead_zygote_harms_no_worker_and_is_replaced(
     gate = tmp_path / "gate"
     staying = asyncio.create_task(run_worker(spawner, tree, script, str(gate), scratch=tmp_path))
     await until(gate.exists)
-    former = spawner.zygote_pid
+    former = spawner.zygote_pids[0]
     os.kill(former, signal.SIGKILL)
     ended = await run_worker(spawner, tree, write(tmp_path / "next.py", "print('next')"), scratch=tmp_path)
     assert ended.stdout == "next\n"
-    assert spawner.zygote_pid != former
+    assert spawner.zygote_pids[0] != former
     assert is_gone(former)
     assert not staying.done()
     await asyncio.to_thread(gate.write_text, "still here")
@@ -68,7 +68,7 @@ async def test_a_request_that_the_dead_zygote_had_not_answered_is_repeated_once(
     spawner: Spawner, tree: ProcessTree, tmp_path: Path
 ) -> None:
     await spawner.wait_prepared()
-    former = spawner.zygote_pid
+    former = spawner.zygote_pids[0]
     marks = tmp_path / "marks"
     script = write(tmp_path / "mark.py", f"open({str(marks)!r}, 'a').write('x')")
     os.kill(former, signal.SIGSTOP)  # it will never read what we send now
@@ -94,7 +94,7 @@ async def test_a_worker_that_is_never_released_runs_nothing(
 async def test_fifty_workers_leave_no_descriptor_behind(spawner: Spawner, tree: ProcessTree, tmp_path: Path) -> None:
     await spawner.wait_prepared()
     script = write(tmp_path / "short.py", "import os; os._exit(0)")
-    zygote = spawner.zygote_pid
+    zygote = spawner.zygote_pids[0]
 
     def num_descriptors() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{zygote}/fd"))
@@ -105,7 +105,7 @@ async def test_fifty_workers_leave_no_descriptor_behind(spawner: Spawner, tree: 
         ended = await asyncio.gather(*(run_worker(spawner, tree, script, str(i), scratch=tmp_path) for i in range(2)))
         assert [each.code for each in ended] == [0, 0]
     assert num_descriptors() == before
-    assert spawner.zygote_pid == zygote
+    assert spawner.zygote_pids[0] == zygote
     with open(f"/proc/{zygote}/task/{zygote}/children") as children:
         assert children.read() == ""
 
@@ -134,7 +134,7 @@ async def test_a_preload_that_cannot_be_forked_is_refused_and_workers_start_cold
 ) -> None:
     write(tmp_path / "bad_preload.py", source)
     spawner = Spawner.start(preload=["bad_preload"], search_path=str(tmp_path))
-    tree = ProcessTree(keep=lambda: (spawner.zygote_pid,))
+    tree = ProcessTree(keep=lambda: spawner.zygote_pids)
     try:
         script = write(tmp_path / "s.py", "import sys; print('torch' in sys.modules)")
         ended = await run_worker(spawner, tree, script, scratch=tmp_path)
@@ -151,13 +151,13 @@ async def test_a_preload_that_cannot_be_forked_is_refused_and_workers_start_cold
 async def test_a_preload_is_there_when_the_worker_begins(tmp_path: Path) -> None:
     write(tmp_path / "good_preload.py", "import os; pid = os.getpid()")
     spawner = Spawner.start(preload=["good_preload", "json.tool"], search_path=str(tmp_path))
-    tree = ProcessTree(keep=lambda: (spawner.zygote_pid,))
+    tree = ProcessTree(keep=lambda: spawner.zygote_pids)
     try:
         script = write(
             tmp_path / "s.py", "import sys; print(sys.modules['good_preload'].pid, sys.path.count(sys.path[0]))"
         )
         ended = await run_worker(spawner, tree, script, scratch=tmp_path)
-        assert ended.stdout == f"{spawner.zygote_pid} 1\n", ended.stderr
+        assert ended.stdout == f"{spawner.zygote_pids[0]} 1\n", ended.stderr
     finally:
         spawner.close()
         tree.close()
@@ -167,7 +167,7 @@ async def test_another_interpreter_means_a_cold_start(tmp_path: Path) -> None:
     interpreter = tmp_path / "python"
     interpreter.symlink_to(sys.executable)
     spawner = Spawner.start(interpreter=str(interpreter))
-    tree = ProcessTree(keep=lambda: (spawner.zygote_pid,))
+    tree = ProcessTree(keep=lambda: spawner.zygote_pids)
     try:
         script = write(tmp_path / "s.py", "import sys; print(sys.orig_argv)")
         ended = await run_worker(spawner, tree, script, scratch=tmp_path)
@@ -186,14 +186,14 @@ async def test_closing_answers_everyone_who_waits(tmp_path: Path) -> None:
     asked = asyncio.create_task(spawner.count_devices("cpu"))
     waiting = asyncio.create_task(spawner.wait_prepared())
     await asyncio.sleep(0)
-    pid = spawner.zygote_pid
+    pid = spawner.zygote_pids[0]
     spawner.close()
     with pytest.raises(ConfigError, match="The agent ends"):
         await asked
     with pytest.raises(StartFailed):
         await waiting
     assert is_gone(pid)
-    assert spawner.zygote_pid == 0
+    assert spawner.zygote_pids == ()
 
 
 AGENT = """
@@ -207,7 +207,7 @@ AGENT = """
             leash = await spawner.spawn(kind="script", target=sys.argv[1], args=(), environ=environ, streams=streams)
             await leash.release()
             print(leash.pid, flush=True)
-        print(spawner.zygote_pid, flush=True)
+        print(spawner.zygote_pids[0], flush=True)
         await asyncio.Event().wait()
 
     asyncio.run(main())
@@ -218,7 +218,7 @@ AGENT = """
 async def test_sigkill_of_the_agent_ends_workers_and_zygote(tmp_path: Path, mode: str) -> None:
     worker = write(tmp_path / "worker.py", "import signal; signal.pause()")
     agent = write(tmp_path / "agent.py", AGENT)
-    process = subprocess.Popen([sys.executable, agent, worker, mode], stdout=subprocess.PIPE, text=True)
+    process = start_process(sys.executable, agent, worker, mode, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
         pids = [int(process.stdout.readline()) for _ in range(3)]
@@ -229,3 +229,34 @@ async def test_sigkill_of_the_agent_ends_workers_and_zygote(tmp_path: Path, mode
     finally:
         process.kill()
         process.communicate()
+
+
+async def test_workers_are_forked_ahead_and_used_for_the_next_start(
+    spawner: Spawner, tree: ProcessTree, tmp_path: Path
+) -> None:
+    await spawner.wait_prepared()
+    script = write(tmp_path / "s.py", "import random, sys; print(random.random(), sys.argv[1])")
+    environ = environment(LOCAL_WORLD_SIZE="2")
+
+    async def run_two() -> list[Ended]:
+        return await asyncio.gather(
+            *(run_worker(spawner, tree, script, str(i), scratch=tmp_path, environ=environ) for i in range(2))
+        )
+
+    await run_two()
+    zygote, *spares = await until(lambda: len(spawner.zygote_pids) == 3 and spawner.zygote_pids)
+    await tree.sweep()  # spares are not what a worker left behind
+    assert all(is_alive(pid) for pid in spares)
+    ended = await run_two()
+    assert {each.pid for each in ended} == set(spares)
+    assert [(each.code, each.stdout.split()[1]) for each in ended] == [(0, "0"), (0, "1")]
+    assert ended[0].stdout.split()[0] != ended[1].stdout.split()[0]
+
+    _zygote, victim, other = await until(lambda: len(spawner.zygote_pids) == 3 and spawner.zygote_pids)
+    os.kill(victim, signal.SIGKILL)
+    await until(lambda: victim not in spawner.zygote_pids)
+    assert [each.code for each in await run_two()] == [0, 0]
+    _zygote, *last = await until(lambda: len(spawner.zygote_pids) == 3 and spawner.zygote_pids)
+    assert other not in last
+    os.kill(zygote, signal.SIGKILL)
+    await until(lambda: not any(is_alive(pid) for pid in last))

@@ -1,3 +1,3 @@
-from tests.agent.conftest import spawner, tree
+from tests.agent.conftest import cold_spawner, spawner, tree
 
-__all__ = ["spawner", "tree"]
+__all__ = ["cold_spawner", "spawner", "tree"]

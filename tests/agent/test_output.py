@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrover.agent.config import LogConfig
+from dlrover.agent.output import TAIL_BYTES, WorkerFiles, WorkerOutput
+from dlrover.protocol.errors import ConfigError
+
+Maker = Callable[..., WorkerOutput]
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[Maker]:
+    made: list[WorkerOutput] = []
+
+    def make(**config: Any) -> WorkerOutput:
+        runtime_dir = tmp_path / "runtime"
+        runtime_dir.mkdir(exist_ok=True)
+        output = WorkerOutput(LogConfig(**config), role="trainer", run_id="run/1", runtime_dir=str(runtime_dir))
+        made.append(output)
+        return output
+
+    yield make
+    for output in made:
+        output.close()
+
+
+def say(files: WorkerFiles, out: str = "", err: str = "") -> None:
+    """What a worker would print."""
+    os.write(files.stdout, out.encode())
+    os.write(files.stderr, err.encode())
+
+
+def tree_of(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+async def test_without_options_both_streams_reach_the_console_and_errors_are_kept(
+    make: Maker, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = make()
+    zero, one = output.open_attempt(0, [4, 5])
+    say(zero, "hello\n", "oh no\n")
+    say(one, "there\n")
+    await output.drain(zero)
+    assert (zero.tail(), one.tail()) == ("oh no\n", "")
+    await output.close_attempt()
+    assert capfd.readouterr() == ("hello\nthere\n", "oh no\n")
+    assert output.log_dir == ""
+    assert zero.log_file == ""
+
+
+async def test_redirects_go_to_torchruns_files(make: Maker, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    output = make(log_dir=str(tmp_path / "logs"), redirects={0: 3, 1: 2})
+    zero, one = output.open_attempt(2, [0, 1])
+    say(zero, "out0\n", "err0\n")
+    say(one, "out1\n", "err1\n")
+    assert zero.tail() == "err0\n"
+    await output.close_attempt()
+    assert capfd.readouterr() == ("out1\n", "")
+    assert os.path.basename(output.log_dir).startswith("run_1_")
+    assert tree_of(Path(output.log_dir)) == [
+        "attempt_2/0/stderr.log",
+        "attempt_2/0/stdout.log",
+        "attempt_2/1/stderr.log",
+    ]
+    assert Path(zero.log_file).read_text() == "err0\n"
+    assert zero.error_file == os.path.join(output.log_dir, "attempt_2", "0", "error.json")
+
+
+async def test_tee_writes_files_and_prefixed_lines(
+    make: Maker, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = make(log_dir=str(tmp_path), tee_default=3)
+    (zero,) = output.open_attempt(0, [7])
+    say(zero, "one\ntw", "bad\n")
+    await output.drain(zero)
+    assert capfd.readouterr() == ("[trainer0]:one\n", "[trainer0]:bad\n")
+    say(zero, "o\n\nend")
+    await output.close_attempt()
+    assert capfd.readouterr().out == "[trainer0]:two\n[trainer0]:\n[trainer0]:end"
+    stdout = Path(output.log_dir, "attempt_0", "0", "stdout.log")
+    assert stdout.read_text() == "one\ntwo\n\nend"
+
+
+async def test_the_prefix_template_of_torchrun(make: Maker, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    output = make(log_dir=str(tmp_path), tee_default=1, line_prefix="<${role_name} ${rank}/${local_rank} ${x}>")
+    (zero,) = output.open_attempt(0, [7])
+    say(zero, "a\n")
+    await output.close_attempt()
+    assert capfd.readouterr().out == "<trainer 7/0 ${x}>a\n"
+
+
+async def test_filtered_ranks_keep_silent_but_keep_their_files_and_tails(
+    make: Maker, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = make(log_dir=str(tmp_path), tee={1: 1, 2: 1}, local_ranks_filter=(1,))
+    zero, one, two = output.open_attempt(0, [0, 1, 2])
+    for files in (zero, one, two):
+        say(files, f"out{files.local_rank}\n", f"err{files.local_rank}\n")
+    await output.close_attempt()
+    assert capfd.readouterr() == ("[trainer1]:out1\n", "err1\n")
+    assert zero.tail() == "err0\n"
+    assert Path(output.log_dir, "attempt_0", "2", "stdout.log").read_text() == "out2\n"
+
+
+async def test_lines_that_match_are_collected_over_all_ranks(
+    make: Maker, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = make(log_dir=str(tmp_path), tee_default=3, duplicate_stdout_filters=("loss", "acc"))
+    zero, one = output.open_attempt(0, [0, 1])
+    say(zero, "loss 3\nnoise\n", "loss on stderr\n")
+    say(one, "acc 1\n")
+    await output.close_attempt()
+    filtered = Path(output.log_dir, "attempt_0", "filtered_stdout.log").read_text()
+    assert sorted(filtered.splitlines()) == ["[trainer0]:loss 3", "[trainer1]:acc 1"]
+    assert not Path(output.log_dir, "attempt_0", "filtered_stderr.log").exists()
+    assert "[trainer0]:noise" in capfd.readouterr().out
+
+
+async def test_only_the_tail_of_long_output_is_kept(make: Maker, capfd: pytest.CaptureFixture[str]) -> None:
+    output = make()
+    (zero,) = output.open_attempt(0, [0])
+    for number in range(400):
+        os.write(zero.stderr, b"%04d" % number + b"x" * 1019 + b"\n")
+    await output.drain(zero)
+    assert TAIL_BYTES <= len(zero.tail()) <= 2 * TAIL_BYTES
+    assert zero.tail().endswith("x\n")
+    assert "0399" in zero.tail()
+    await output.close_attempt()
+    assert len(capfd.readouterr().err) == 400 * 1024
+
+
+async def test_an_endless_line_is_passed_on_in_pieces(
+    make: Maker, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = make(log_dir=str(tmp_path), tee_default=1)
+    (zero,) = output.open_attempt(0, [0])
+    for _ in range(40):
+        os.write(zero.stdout, b"x" * 4096)
+    await output.drain(zero)
+    os.write(zero.stdout, b"\nnext\n")
+    await output.close_attempt()
+    shown = capfd.readouterr().out
+    assert shown == "[trainer0]:" + "x" * 40 * 4096 + "\n[trainer0]:next\n"
+
+
+async def test_a_process_that_keeps_the_pipe_open_does_not_keep_the_agent_waiting(
+    make: Maker, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = make()
+    (zero,) = output.open_attempt(0, [0])
+    held = os.dup(zero.stderr)
+    say(zero, "", "last words\n")
+    zero.close_descriptors()
+    await asyncio.wait_for(output.drain(zero), 1)
+    await asyncio.wait_for(output.close_attempt(), 1)
+    assert zero.tail() == "last words\n"
+    os.close(held)
+    assert capfd.readouterr().err == "last words\n"
+
+
+async def test_attempts_follow_each_other_and_leak_nothing(make: Maker, capfd: pytest.CaptureFixture[str]) -> None:
+    output = make()
+    counts = []
+    for attempt in range(5):
+        for files in output.open_attempt(attempt, [0, 1]):
+            say(files, "", f"{attempt}\n")
+            files.close_descriptors()
+        await output.close_attempt()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert len(set(counts[1:])) == 1
+    attempts = os.listdir(os.path.dirname(os.path.dirname(os.path.dirname(files.error_file))))
+    assert sorted(attempts) == ["attempt_3", "attempt_4"]
+    assert capfd.readouterr().err.splitlines() == ["0", "0", "1", "1", "2", "2", "3", "3", "4", "4"]
+
+
+async def test_files_without_a_directory_go_to_a_new_one(
+    make: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    output = make(redirect_default=1)
+    output.open_attempt(0, [0])
+    assert output.log_dir.startswith(f"{tmp_path}/dlrover_logs_")
+
+
+async def test_dev_null_as_directory_means_no_files(make: Maker, capfd: pytest.CaptureFixture[str]) -> None:
+    output = make(log_dir=os.devnull, redirect_default=3)
+    (zero,) = output.open_attempt(0, [0])
+    say(zero, "shown\n")
+    await output.close_attempt()
+    assert capfd.readouterr().out == "shown\n"
+    assert output.log_dir == ""
+
+
+async def test_a_log_directory_that_cannot_be_used_is_a_clear_error(make: Maker, tmp_path: Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.touch()
+    with pytest.raises(
+        ConfigError, match=r"log files cannot be created under .*file/logs: Not a directory .*--log-dir"
+    ):
+        make(log_dir=str(blocker / "logs"), redirect_default=3).open_attempt(0, [0])
+
+
+async def test_a_full_disk_is_told_once_and_the_console_goes_on(
+    make: Maker, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    output = make(log_dir=str(tmp_path), tee_default=1)
+    (zero,) = output.open_attempt(0, [0])
+    copy = zero.copies[0]
+    assert copy.file is not None
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), copy.file.file.fileno())  # the disk behind the file runs full
+    for number in range(3):
+        say(zero, f"{number}\n")
+        await output.drain(zero)
+    assert capfd.readouterr().out == "[trainer0]:0\n[trainer0]:1\n[trainer0]:2\n"
+    told = [record.getMessage() for record in caplog.records if "written" in record.getMessage()]
+    path = f"{output.log_dir}/attempt_0/0/stdout.log"
+    assert told == [f"{path} cannot be written any more (No space left on device); training goes on without it."]
+
+
+def test_a_console_that_is_gone_ends_nothing(tmp_path: Path) -> None:
+    code = f"""
+import asyncio, os, sys
+from dlrover.agent.config import LogConfig
+from dlrover.agent.output import WorkerOutput
+async def main():
+    output = WorkerOutput(LogConfig(), role="r", run_id="i", runtime_dir={str(tmp_path)!r})
+    (files,) = output.open_attempt(0, [0])
+    for _ in range(3):
+        os.write(files.stderr, b"into the void\\n")
+        await output.drain(files)
+    await output.close_attempt()
+    output.close()
+    print(len(files.tail()))
+asyncio.run(main())
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stderr=writer, stdout=subprocess.PIPE, timeout=30, check=False, text=True
+    )
+    os.close(writer)
+    assert (done.returncode, done.stdout) == (0, "42\n")
