@@ -39,9 +39,9 @@ def master(context: typer.Context) -> None:
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def replay(context: typer.Context) -> None:
     """Print what a job's journal says: what was decided, when and why."""
-    from dlrover.cli import replay as replay_command
+    from dlrover.cli.replay import main as replay_main
 
-    raise typer.Exit(replay_command.main(context.args))
+    raise typer.Exit(replay_main(context.args))
 
 
 @app.command()

@@ -1,0 +1,111 @@
+"""`dlrover` and `dlrover master`, as a person types them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlrover.cli.runtime_dir import NodeDirectory, user_root
+from tests.cli.conftest import DEADLINE
+
+DLROVER = [sys.executable, "-m", "dlrover.cli.main"]
+
+
+def run(*args: str, runtime: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*DLROVER, *args],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(runtime), **environ},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+
+
+def test_version(short_dir: Path) -> None:
+    done = run("version", runtime=short_dir)
+    assert done.returncode == 0
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["status"], "Running here: none"),
+        (["stop", "ghost"], "No job ghost of yours"),
+        (["status", "--token-file", "/nowhere/token"], "/nowhere/token"),
+        (["master", "--job-name", "j", "--platform", "k8s"], "--platform k8s is not yet available"),
+        (["master", "--job_name", "j", "--hang_downtime", "9"], "--hang-downtime 9 is not yet available"),
+        (["master"], "--job-name"),
+        (["master", "--job-name", "j", "--port", "99999"], "99999"),
+        (["master", "--job-name", "j", "--node_num", "0"], "0"),
+    ],
+)
+def test_bad_input_is_a_clear_error_with_exit_code_2(args: list[str], expected: str, short_dir: Path) -> None:
+    done = run(*args, runtime=short_dir)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_master_that_nobody_reaches_is_told(short_dir: Path) -> None:
+    done = run("status", "--addr", "127.0.0.1:9", runtime=short_dir, DLROVER_JOB_TOKEN="x")
+    assert done.returncode == 1
+    assert "127.0.0.1:9" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_clean_removes_what_the_dead_left(short_dir: Path) -> None:
+    code = (
+        "import os; from dlrover.cli.environment import read_environment; "
+        "from dlrover.cli.runtime_dir import NodeDirectory, user_root; "
+        "NodeDirectory(user_root(read_environment(os.environ)), 'dead', 'a'); os._exit(0)"
+    )
+    environ = {**os.environ, "XDG_RUNTIME_DIR": str(short_dir)}
+    subprocess.run([sys.executable, "-c", code], env=environ, check=True, timeout=DEADLINE)
+    done = run("clean", runtime=short_dir)
+    assert done.returncode == 0
+    assert "job dead" in done.stdout
+    assert "1 left-over" in done.stdout
+    assert "0 left-over" in run("clean", runtime=short_dir).stdout
+
+
+def test_a_master_by_hand_answers_and_ends_with_ctrl_c(short_dir: Path, tmp_path: Path) -> None:
+    journal = tmp_path / "journal.sqlite"
+    master = subprocess.Popen(
+        [*DLROVER, "master", "--job_name", "by-hand", "--node_num", "2", "--journal", str(journal)],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(short_dir)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert master.stderr is not None
+    try:
+        assert "job by-hand at 127.0.0.1:" in master.stderr.readline()
+        status = run("status", "by-hand", runtime=short_dir)  # waits until the master serves
+        assert status.returncode == 0, status.stderr
+        assert "job by-hand" in status.stdout
+        master.send_signal(signal.SIGINT)
+        master.communicate(timeout=DEADLINE)
+        assert master.returncode == 130
+    finally:
+        master.kill()
+        master.communicate()
+    assert journal.exists()
+    replayed = run("replay", str(journal), runtime=short_dir)
+    assert replayed.returncode == 0, replayed.stderr
+
+
+def test_a_job_is_found_by_its_name(short_dir: Path) -> None:
+    from dlrover.cli.environment import Environment
+
+    directory = NodeDirectory(user_root(Environment(temp_dir=str(short_dir))), "here", "a")
+    directory.record("127.0.0.1:9")
+    directory.write("token", b"secret")
+    done = run("status", "here", runtime=short_dir)
+    assert done.returncode == 1
+    assert "127.0.0.1:9" in done.stderr
+    directory.remove()
