@@ -122,6 +122,10 @@ def recovery(
         if event.pid in new_pids and event.name != "step":
             ends[event.name] = max(event.at_ns, ends.get(event.name, 0))
     ends["step"] = max(event.at_ns for event in new_steps)
+    if ends.get("process", killed_at_ns) < killed_at_ns:
+        # Forked ahead of need: no interpreter starts, and all until the script's first line is the way of the order to
+        # it.
+        ends["process"] = ends["script"]
 
     phases = {}
     begun_at_ns = killed_at_ns

@@ -78,6 +78,17 @@ def test_a_birth_rounded_into_the_past_does_not_make_a_phase_negative() -> None:
     assert round(sum(found.phases.values()), 9) == found.seconds == 0.110
 
 
+def test_waking_a_worker_forked_ahead_is_spawning_not_an_interpreter_start() -> None:
+    later = [*life(0, 20, 235, restored=3, steps={4: 300}), *life(1, 21, 235, restored=3, steps={4: 300})]
+    ahead = [Event(e.name, 50 * MS, e.rank, e.pid) if e.name == "process" else e for e in later]
+    found = recovery(
+        [*BEFORE, *ahead], killed_at_ns=190 * MS, survivors_gone_at_ns=220 * MS, old_pids={10, 11}, num_ranks=2
+    )
+    assert found is not None
+    assert found.phases["rendezvous, spawn"] == 0.016  # from the survivors' end at 220 to the first line at 236
+    assert found.phases["interpreter"] == 0
+
+
 def test_a_job_has_lives_to_kill_once_every_rank_trains() -> None:
     assert lives(BEFORE, 2) == {0: 10, 1: 11}
     assert lives([*BEFORE, *life(1, 21, 230, restored=2, steps={})], 2) == {}
