@@ -152,7 +152,6 @@ async def test_another_protocol_version_is_told_which_side_to_upgrade(serve: Ser
     metadata += [("dlrover-protocol", protocol), ("dlrover-version", "0.9")]
     async with open_channel(address, None) as channel:
         stream = channel.stream_stream(f"/{SERVICE}/{AGENT_METHOD}")(metadata=metadata)
-        await stream.wait_for_connection()
         assert await asyncio.wait_for(stream.code(), 10) is grpc.StatusCode.FAILED_PRECONDITION
         assert says in await stream.details()
         assert "pgrade dlrover" in await stream.details()

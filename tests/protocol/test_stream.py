@@ -96,7 +96,7 @@ async def test_a_request_without_answer_is_sent_again_after_a_broken_stream_with
     await serve(int(address.split(":")[1]))
     began_at = time.monotonic()
     assert await first == await second == Done()
-    assert time.monotonic() - began_at < 1.0, "a restarted local master must be bridged quickly"
+    assert time.monotonic() - began_at < 2.0, "a restarted local master must be bridged quickly"
     assert [(r.sequence, r.body.round) for r in desk.requests] == [(1, 1), (2, 2), (1, 1), (2, 2)]  # type: ignore[union-attr]
     assert (await agent.attached()).node == 7
 
