@@ -77,7 +77,7 @@ def process_tree() -> ModuleType:
 class Ended(NamedTuple):
     exit_code: int
     result: AgentResult | None
-    message: str = ""
+    """None: the agent left none."""
 
 
 def launch(
@@ -88,15 +88,15 @@ def launch(
     patience: Patience | None = None,
 ) -> int:
     """Run the job on this node to its end. Gives the exit code; raises `ConfigError` before anything starts."""
-    root = user_root(settings.environment)
-    place, seat = discovery.find_master(settings)
-    directory: NodeDirectory | None = None
-    try:
-        job_name = discovery.name_job(settings, place)
-        launch_id = discovery.new_launch()
-        directory = NodeDirectory(root, job_name, launch_id)
-        token_file = directory.write("token", discovery.find_token(settings, place, directory).encode())
-        with SignalInbox(settings.signals) as inbox:
+    with SignalInbox(settings.signals) as inbox:  # first: a signal from here on finds somebody who clears up
+        root = user_root(settings.environment)
+        place, seat = discovery.find_master(settings)
+        directory: NodeDirectory | None = None
+        try:
+            job_name = discovery.name_job(settings, place)
+            launch_id = discovery.new_launch()
+            directory = NodeDirectory(root, job_name, launch_id)
+            token_file = directory.write("token", discovery.find_token(settings, place, directory).encode())
             launcher = Launcher(
                 settings,
                 inbox=inbox,
@@ -112,14 +112,14 @@ def launch(
                 root=root,
             )
             ended = launcher.run()
-        if settings.outcome_file and ended.result is not None:
-            _write_outcome(settings.outcome_file, ended)
-        return ended.exit_code
-    finally:
-        if seat is not None:
-            seat.close()
-        if directory is not None:
-            directory.remove()
+            if settings.outcome_file and ended.result is not None:
+                _write_outcome(settings.outcome_file, ended.result)
+            return ended.exit_code
+        finally:
+            if seat is not None:
+                seat.close()
+            if directory is not None:
+                directory.remove()
 
 
 class Launcher:
@@ -227,7 +227,6 @@ class Launcher:
         self._agent = processes.spawn((*self._programs.agent, "--config", path), self._environ)
 
     def _on_agent_exit(self, status: int) -> None:
-        self._agent = None
         result = self._read_result()
         if self._stopped_by is not None:
             is_done = result is not None and result.exit_code == 0
@@ -339,7 +338,6 @@ class Launcher:
     def _on_master_exit(self, status: int) -> None:
         from dlrover.master.config import EXIT_BUG, EXIT_JOURNAL, EXIT_PORT_IN_USE
 
-        self._master = None
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
         how = processes.describe_status(status)
         if os.path.exists(self._ready_file):
@@ -374,6 +372,8 @@ class Launcher:
             self._place = msgspec.structs.replace(self._place, is_ours=False)
             self._look_for_master()
             return
+        if self._stopped_by is not None:
+            return  # the agent is ending anyway
         self._num_port_choices += 1
         if self._num_port_choices > MAX_PORT_CHOICES:
             self._fail(
@@ -413,9 +413,13 @@ class Launcher:
 
     def _on_exit(self, pid: int, status: int) -> None:
         if pid == self._agent:
-            self._on_agent_exit(status)
+            self._agent = None
+            if self._ended is None:
+                self._on_agent_exit(status)
         elif pid == self._master:
-            self._on_master_exit(status)
+            self._master = None
+            if self._ended is None:
+                self._on_master_exit(status)
 
     def _on_time(self, now: float) -> None:
         if self._ended is not None:
@@ -441,7 +445,7 @@ class Launcher:
 
     def _fail(self, exit_code: int, message: str) -> None:
         result = AgentResult(exit_code=exit_code, message=message)
-        self._ended = Ended(exit_code, result, message)
+        self._ended = Ended(exit_code, result)
         say(message)
 
     # The end.
@@ -461,8 +465,9 @@ class Launcher:
         if self._master is not None:
             has_ended_well = self._ended is not None and self._ended.result is not None and self._stopped_by is None
             is_shared = self._place.is_shared and self._settings.terms.limits.max_nodes > 1
-            if has_ended_well:
-                self._await_exit("_master", self._patience.shared_master if is_shared else self._patience.master)
+            if has_ended_well or is_shared:  # stopped by a signal: the others should still hear that we left
+                is_long = has_ended_well and is_shared
+                self._await_exit("_master", self._patience.shared_master if is_long else self._patience.master)
         if self._master is not None:
             processes.send(self._master, signal.SIGTERM)
             self._await_exit("_master", self._patience.master)
@@ -486,11 +491,10 @@ class Launcher:
                 return
 
 
-def _write_outcome(path: str, ended: Ended) -> None:
+def _write_outcome(path: str, result: AgentResult) -> None:
     from dlrover.cli.runtime_dir import write_private
 
-    assert ended.result is not None
-    write_private(path, msgspec.json.encode(ended.result))
+    write_private(path, msgspec.json.encode(result))
 
 
 def main() -> int:
@@ -504,7 +508,7 @@ def main() -> int:
     try:
         return launch(settings, os.environ)
     except ConfigError as error:
-        _write_outcome(settings.outcome_file, Ended(EXIT_USAGE, AgentResult(exit_code=EXIT_USAGE, message=str(error))))
+        _write_outcome(settings.outcome_file, AgentResult(exit_code=EXIT_USAGE, message=str(error)))
         return EXIT_USAGE
 
 

@@ -16,6 +16,8 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 
+from dlrover.protocol.errors import JobError
+
 
 class SignalInbox:
     """
@@ -80,15 +82,18 @@ def spawn(argv: Sequence[str], environ: Mapping[str, str], *, output: str = "") 
             (os.POSIX_SPAWN_OPEN, 1, output, append, 0o600),
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ]
-    return os.posix_spawn(
-        argv[0],
-        list(argv),
-        dict(environ),
-        file_actions=actions,
-        setsid=True,
-        setsigmask=[],
-        setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # ignored by Python; a child should find them as usual
-    )
+    try:
+        return os.posix_spawn(
+            argv[0],
+            list(argv),
+            dict(environ),
+            file_actions=actions,
+            setsid=True,
+            setsigmask=[],
+            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # ignored by Python; a child should find them as usual
+        )
+    except OSError as error:
+        raise JobError(f"{argv[0]} could not be started: {error.strerror}. Is this node out of processes?") from error
 
 
 def reap_children() -> dict[int, int]:
@@ -106,8 +111,16 @@ def reap_children() -> dict[int, int]:
 
 def describe_status(status: int) -> str:
     if os.WIFSIGNALED(status):
-        return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        return f"killed by {signal_name(os.WTERMSIG(status))}"
     return f"exit code {os.WEXITSTATUS(status)}"
+
+
+def signal_name(number: int) -> str:
+    """Real-time signals have no name of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def send(pid: int, number: int) -> None:

@@ -21,7 +21,15 @@ from dlrover.agent.config import AgentResult, Entry, EntryKind, LogConfig
 from dlrover.cli.discovery import new_launch
 from dlrover.cli.environment import Environment, read_environment
 from dlrover.cli.runtime_dir import NodeDirectory, user_root
-from dlrover.cli.settings import Settings, check_program, check_script, parse_rdzv_conf, parse_signals, probe_log_dir
+from dlrover.cli.settings import (
+    Settings,
+    check_program,
+    check_script,
+    parse_nproc,
+    parse_rdzv_conf,
+    parse_signals,
+    probe_directory,
+)
 from dlrover.protocol.errors import ConfigError, JobError
 from dlrover.protocol.messages import JobTerms, Limits, RestartPolicy
 
@@ -97,7 +105,7 @@ def launch_agent(
         entry = _entry(entrypoint, args, target)
         outcome_file = os.path.join(directory.path, "outcome.json")
         settings = _settings(config, environment, entry=entry, outcome_file=outcome_file)
-        probe_log_dir(settings.log.log_dir)
+        probe_directory(settings.log.log_dir, option="log_dir", purpose="log")
         settings_file = directory.write("settings.json", msgspec.json.encode(settings))
         exit_code = _run_launcher(settings_file)
         _raise_if_failed(exit_code, outcome_file)
@@ -181,7 +189,7 @@ def _settings(config: ElasticLaunchConfig, environment: Environment, *, entry: E
     return Settings(
         terms=JobTerms(limits=limits, restarts=RestartPolicy(max_restarts=ask("max_restarts"))),
         entry=entry,
-        local_world_size=ask("nproc_per_node"),
+        local_world_size=parse_nproc(str(ask("nproc_per_node"))),
         node_rank=ask("node_rank") if ask("node_rank") is not None else environment.node_rank,
         role=ask("role"),
         interpreter=environment.interpreter,

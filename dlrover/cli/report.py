@@ -8,10 +8,10 @@ workers said.
 from __future__ import annotations
 
 import re
-import signal
 import textwrap
 
 from dlrover.agent.config import AgentResult
+from dlrover.cli.processes import signal_name
 from dlrover.protocol.messages import ExitReason, FailureKind, FirstFailure, JobEnd
 
 WIDTH = 100
@@ -76,10 +76,7 @@ def _first_failure(first: FirstFailure) -> list[str]:
 def _cause(first: FirstFailure) -> str:
     failure = first.failure
     if failure.signal is not None:
-        try:
-            status = f"signal {failure.signal} ({signal.Signals(failure.signal).name})"
-        except ValueError:
-            status = f"signal {failure.signal}"
+        status = f"signal {failure.signal} ({signal_name(failure.signal)})"
     elif failure.exit_code is not None:
         status = f"exit code {failure.exit_code}"
     else:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from dlrover.cli.console import say, say_block
-from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.errors import ConfigError, DLRoverError
 
 EXIT_USAGE = 2
 
@@ -45,9 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from dlrover.cli.launcher import launch
 
         return launch(settings, os.environ)
-    except ConfigError as error:
+    except DLRoverError as error:
         say_block(f"dlrover-run: error: {error}\n")
-        return EXIT_USAGE
+        return EXIT_USAGE if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130  # before anything was started; afterwards the launcher handles it
 
 
 if __name__ == "__main__":

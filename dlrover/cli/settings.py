@@ -2,7 +2,7 @@
 From the parsed command line and the environment to one frozen struct that is known to make sense.
 
 Everything a user can get wrong is found here, before anything starts, and answered in one paragraph: what was given,
-what it means, what to do. The log directory is probed last because that is the only check that may create something.
+what it means, what to do. The directories are probed last because that is the only check that may create something.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Pars
         raise error
     environment = read_environment(environ)
     settings = build_settings(parsed, environment)
-    probe_log_dir(settings.log.log_dir)
+    probe_directory(settings.log.log_dir, option="--log-dir", purpose="log")
+    probe_directory(settings.journal, option="--journal", purpose="journal")
     return parsed, settings
 
 
@@ -79,6 +80,7 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
     max_restarts = parsed.integer("max_restarts") if parsed.is_given("max_restarts") else None
     if max_restarts is not None and max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: give 0 or more.")
+    is_automatic = parsed.flag("auto_config") and not parsed.is_given("nproc_per_node")
     rdzv_id = parsed.text("rdzv_id") if parsed.is_given("rdzv_id") else ""
     master_port = parsed.integer("master_port") if parsed.values["master_port"] is not None else None
     if master_port is not None and not 0 <= master_port <= 65535:
@@ -86,7 +88,7 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
     return Settings(
         terms=JobTerms(limits=limits, restarts=RestartPolicy(max_restarts=max_restarts)),
         entry=read_entry(parsed),
-        local_world_size=_local_world_size(parsed),
+        local_world_size=parse_nproc("auto" if is_automatic else parsed.text("nproc_per_node")),
         node_rank=_node_rank(parsed, environment, limits, notes),
         role=parsed.text("role"),
         interpreter=environment.interpreter,
@@ -256,7 +258,7 @@ def check_program(path: str) -> None:
     raise ConfigError(f"The program {path} (--no-python) {where}.")
 
 
-def probe_log_dir(path: str) -> None:
+def probe_directory(path: str, *, option: str, purpose: str) -> None:
     """Make sure that files can be written there: the first worker should not have to find out."""
     if not path:
         return
@@ -273,7 +275,7 @@ def probe_log_dir(path: str) -> None:
             except OSError:
                 break  # not created, or no longer empty
         raise ConfigError(
-            f"The log directory {path} cannot be written to: {error.strerror}. Choose another one with --log-dir, or "
+            f"The {purpose} directory {path} cannot be written to: {error.strerror}. Choose another one with {option}, or "
             "change its permissions."
         ) from error
 
@@ -310,10 +312,8 @@ def _limits(parsed: Parsed, environment: Environment, notes: list[str]) -> Limit
         raise ConfigError(f"{error}.") from error
 
 
-def _local_world_size(parsed: Parsed) -> int | str:
-    text = parsed.text("nproc_per_node")
-    if parsed.flag("auto_config") and not parsed.is_given("nproc_per_node"):
-        text = "auto"
+def parse_nproc(text: str) -> int | str:
+    """A number, or a word that the agent resolves once torch is there."""
     if text == "cpu":
         return len(os.sched_getaffinity(0))
     if text in ("auto", "gpu", "xpu"):

@@ -173,6 +173,7 @@ BAD = [
     (["--preload=a-b", "{script}"], {}, "--preload a-b"),
     (["--tls-cert=/nowhere/cert.pem", "{script}"], {}, "/nowhere/cert.pem"),
     (["--journal={script}", "{script}"], {}, "give a directory"),
+    (["--journal=/proc/nowhere", "{script}"], {}, "journal directory /proc/nowhere"),
     (["--no-python", "--module", "{script}"], {}, "exclude each other"),
     (["--no-python", "./no-such-program"], {}, "./no-such-program"),
     (["--no-python", "no-such-program"], {}, "not found on the PATH"),
