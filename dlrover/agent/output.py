@@ -341,7 +341,7 @@ class _Pump:
         """
         Guards `_calls`, the only thing both threads touch; a queue could not be waited for together with the pipes.
         """
-        self._calls: list[Callable[[], None]] = []
+        self._calls: list[Callable[[], object]] = []
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
@@ -382,8 +382,6 @@ class _Pump:
             self._thread.join(timeout=2.0)  # a blocked console must not keep the agent from leaving
             if self._thread.is_alive():
                 return
-        else:
-            self._work_off()
         self._selector.close()
         os.close(self._wake_reader)
         os.close(self._wake_writer)
@@ -392,10 +390,11 @@ class _Pump:
         self._is_closing = True
 
     def _call(self, function: Callable[[], object]) -> None:
-        with self._lock:
-            self._calls.append(function)  # type: ignore[arg-type]
         if self._thread is None:
+            function()  # nothing has been copied yet, so there is nobody to share with
             return
+        with self._lock:
+            self._calls.append(function)
         with contextlib.suppress(BlockingIOError):  # full of wake-ups already
             os.write(self._wake_writer, b".")
 

@@ -281,18 +281,9 @@ class ProcessTree:
         """
         import asyncio
 
-        # Taken now and not later: when a worker ends, what it started is no longer below it.
-        members: dict[tuple[int, int], Process] = {}
-        grace: dict[int, float] = {}
-        for pid in pids:
-            watch = self._watched.get(pid)
-            if watch is None:
-                continue
-            grace[pid] = grace_for(cause, pid, shutdown_timeout)
-            for process in (look_up(pid), *descendants(pid)):
-                if process is not None:
-                    members[process.pid, process.started_at_ticks] = process
-        for process in members.values():
+        grace = {pid: grace_for(cause, pid, shutdown_timeout) for pid in pids if pid in self._watched}
+        # Not only what is below the workers now: what they left to us (daemons) belongs to them as well.
+        for process in descendants(os.getpid(), keep=self._keep()):
             send_signal(process, number)
             if process.state == "T":
                 send_signal(process, signal.SIGCONT)  # a stopped process takes no signal but SIGKILL

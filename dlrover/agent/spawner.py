@@ -205,7 +205,8 @@ class Spawner:
 
     def _start_zygote(self) -> None:
         ours, theirs = socket.socketpair()
-        command = [self._python(), "-u", "-c", _CODE, "--fd", str(theirs.fileno()), "--agent-pid", str(os.getpid())]
+        # Our own Python, whatever the workers run under: a cold zygote only forks and executes.
+        command = [sys.executable, "-u", "-c", _CODE, "--fd", str(theirs.fileno()), "--agent-pid", str(os.getpid())]
         if self._wants_warm:
             command += ["--warm", "--preload", ",".join(self._preload), "--search-path", self._search_path]
         command += ["--room", _TITLE_ROOM]
@@ -222,10 +223,6 @@ class Spawner:
         self._frames = FrameBuffer()
         self._prepared = None
         self._spare_pids = set()  # those of a dead zygote end with it
-
-    def _python(self) -> str:
-        # A cold zygote only forks and executes: it runs under our own Python, whatever the workers run under.
-        return sys.executable
 
     def _attach(self) -> asyncio.AbstractEventLoop:
         """Listen to the zygote on the running loop. asyncio is imported only now: see the top."""

@@ -126,6 +126,17 @@ async def test_lines_that_match_are_collected_over_all_ranks(
     assert "[trainer0]:noise" in capfd.readouterr().out
 
 
+async def test_filters_without_tee_make_empty_files_and_leak_nothing(make: Maker, tmp_path: Path) -> None:
+    output = make(log_dir=str(tmp_path), redirect_default=3, duplicate_stderr_filters=("x",))
+    counts = []
+    for attempt in range(3):
+        output.open_attempt(attempt, [0])
+        await output.close_attempt()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert len(set(counts)) == 1
+    assert Path(output.log_dir, "attempt_2", "filtered_stderr.log").read_text() == ""
+
+
 async def test_only_the_tail_of_long_output_is_kept(make: Maker, capfd: pytest.CaptureFixture[str]) -> None:
     output = make()
     (zero,) = output.open_attempt(0, [0])

@@ -148,6 +148,22 @@ async def test_a_preload_that_cannot_be_forked_is_refused_and_workers_start_cold
         tree.close()
 
 
+async def test_without_torch_workers_start_cold(tmp_path: Path) -> None:
+    write(tmp_path / "lib" / "torch.py", "raise ImportError('libtorch is broken')")
+    spawner = Spawner.start(environ=environment(PYTHONPATH=str(tmp_path / "lib")))
+    tree = ProcessTree(keep=lambda: spawner.zygote_pids)
+    try:
+        ended = await run_worker(spawner, tree, write(tmp_path / "s.py", "print('ran')"), scratch=tmp_path)
+        prepared = await spawner.wait_prepared()
+        assert not prepared.is_warm
+        assert "torch cannot be imported" in prepared.note
+        assert "libtorch is broken" in prepared.note
+        assert (ended.code, ended.stdout) == (0, "ran\n")
+    finally:
+        spawner.close()
+        tree.close()
+
+
 async def test_a_preload_is_there_when_the_worker_begins(tmp_path: Path) -> None:
     write(tmp_path / "good_preload.py", "import os; pid = os.getpid()")
     spawner = Spawner.start(preload=["good_preload", "json.tool"], search_path=str(tmp_path))
