@@ -100,11 +100,6 @@ class Spawner:
         return () if self._process is None else (self._process.pid, *self._spare_pids)
 
     @property
-    def zygote_pid(self) -> int:
-        """The zygote alone, 0 after `close`. A `ProcessTree` keeps `zygote_pids`: with this one a sweep ends spares."""
-        return 0 if self._process is None else self._process.pid
-
-    @property
     def environ(self) -> dict[str, str]:
         """The environment that the agent was started with, before it changed anything for itself."""
         return {os.fsdecode(name): os.fsdecode(value) for name, value in self._environ.items()}

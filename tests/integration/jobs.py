@@ -19,6 +19,11 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DEADLINE = 60.0
+LAUNCHERS = {
+    "dlrover-run": ("-m", "dlrover.trainer.torch.main"),
+    "torchrun": ("-m", "torch.distributed.run"),
+    "in-cgroup": (str(SCRIPTS / "in_cgroup.py"),),
+}
 
 
 class Launched:
@@ -64,8 +69,7 @@ class JobFactory:
         return {**keep, "XDG_RUNTIME_DIR": str(self.runtime), "DLROVER_TEST_MARK": self.mark, "OMP_NUM_THREADS": "1", **extra}
 
     def start(self, launcher: str, *args: str | Path, cwd: Path | None = None, **env: str) -> Launched:
-        module = {"dlrover-run": "dlrover.trainer.torch.main", "torchrun": "torch.distributed.run"}[launcher]
-        argv = [sys.executable, "-m", module, *map(str, args)]
+        argv = [sys.executable, *LAUNCHERS[launcher], *map(str, args)]
         job = Launched(argv, self.env(**env), cwd or self.tmp_path, f"{launcher}-{len(self.launched)}")
         self.launched.append(job)
         return job

@@ -16,7 +16,7 @@ def measure(jobs: JobFactory, tmp_path: Path) -> dict[str, float]:
     commands = jobs.processes()
     workers = {pid for pid in commands if psutil.Process(pid).ppid() in jobs.pids("dlrover.agent")}
     [agent] = jobs.pids("dlrover.agent")
-    zygotes = [pid for pid in jobs.pids("dlrover.trainer.zygote") if psutil.Process(pid).ppid() == agent]
+    zygotes = [pid for pid in jobs.pids("dlrover zygote") if psutil.Process(pid).ppid() == agent]
     zygote = min(zygotes, key=lambda pid: psutil.Process(pid).create_time())
     [master] = jobs.pids("dlrover.master")
     return {
