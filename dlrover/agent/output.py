@@ -40,7 +40,6 @@ class WorkerFiles:
     stdout: int
     stderr: int
     error_file: str
-    result_file: str
     log_file: str = ""
     """Where its stderr goes, or else its stdout; empty if neither has a file."""
     copies: list[_Copy] = field(default_factory=list)
@@ -200,7 +199,6 @@ class WorkerOutput:
             stdout=-1,
             stderr=-1,
             error_file=os.path.join(own, "error.json"),
-            result_file=os.path.join(own, "result.pickle"),
         )
         try:
             for number, name, flag in ((1, "stdout", Streams.OUT), (2, "stderr", Streams.ERR)):

@@ -45,7 +45,7 @@ ones.
 """
 
 
-class StartFailed(JobError):  # noqa: N818 (like its siblings in protocol.errors)
+class StartFailed(JobError):
     """A worker could not be started at all."""
 
 

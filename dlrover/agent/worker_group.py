@@ -17,7 +17,7 @@ import socket
 import string
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dlrover.agent.config import AgentConfig, EntryKind
 from dlrover.agent.failures import Evidence, could_not_start, count_oom_kills, describe_failure
@@ -44,8 +44,6 @@ class Finished:
     """All workers ended with exit code 0."""
 
     step: int | None
-    result_files: dict[int, str] = field(default_factory=dict)
-    """By global rank: where a launched function left its return value."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,7 @@ class WorkerGroup:
         while pending and not self._has_failed():
             _done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         if not self._has_failed():
-            files = {worker.global_rank: worker.files.result_file for worker in self._workers}
-            return Finished(self.step, files if self._config.entry.kind is EntryKind.FUNCTION else {})
+            return Finished(self.step)
         lived = time.monotonic() - self._started_at
         if pending:
             await asyncio.wait(pending, timeout=SIMULTANEOUS)
@@ -300,7 +297,8 @@ def worker_environment(
         }
     )
     if config.entry.kind is EntryKind.FUNCTION:
-        environ["DLROVER_RESULT_FILE"] = files.result_file
+        # Beside the call itself: that file is the user's process's own, our runtime directory goes with the job.
+        environ["DLROVER_RESULT_FILE"] = f"{config.entry.target}.result.{global_rank}"
     if config.is_virtual_local_rank:
         environ["LOCAL_RANK"] = "0"
         environ["CUDA_VISIBLE_DEVICES"] = _visible_device(base.get("CUDA_VISIBLE_DEVICES"), local_rank)

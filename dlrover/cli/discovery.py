@@ -69,7 +69,7 @@ class Seat:
         self._claim.close()
 
 
-class SeatTaken(OSError):  # noqa: N818
+class SeatTaken(OSError):
     """Another launcher on this host hosts a master at that address, or is about to."""
 
 

@@ -36,6 +36,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_MASTER_LOST = 23
 
+AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MAX_AGENT_RESTARTS = 3
 """In a row, each without `AGENT_LIVED_LONG` of life: an agent that always dies at once will not heal."""
 AGENT_LIVED_LONG = 60.0
@@ -165,6 +166,7 @@ class Launcher:
         self._has_master_served = False
         self._num_port_choices = 1
         self._probe: MasterProbe | None = None
+        self._job_code: int | None = None  # the master's last word, when the job is over
         self._stopped_by: int | None = None  # the first signal that asked us to end
         self._kill_agent_at: float | None = None
         self._ended: Ended | None = None
@@ -235,6 +237,9 @@ class Launcher:
         if result is not None:
             self._ended = Ended(self._exit_code(result), result)
             self._report(result)
+            return
+        if self._job_code is not None:
+            self._fail(self._job_code, "The job ended while this node's agent was not there to hear how.")
             return
         how = processes.describe_status(status)
         lived = time.monotonic() - self._agent_started_at
@@ -344,7 +349,11 @@ class Launcher:
             self._has_master_served = True
             self._num_quick_master_deaths = 0
             if code is not None and code not in (EXIT_JOURNAL, EXIT_BUG):
-                return  # every other code is the job's own: it is over, and the agent on its way out
+                # Every other code is the job's own: it is over, and the agent on its way out. One that is not (it has
+                # just been started again and will find no master) must not wait for one.
+                self._job_code = code
+                self._kill_agent_at = self._kill_agent_at or time.monotonic() + self._patience.agent_margin
+                return
         else:
             self._num_quick_master_deaths += 1
         if code == EXIT_PORT_IN_USE and not self._has_master_served:
@@ -406,7 +415,8 @@ class Launcher:
             self._stopped_by = number
             self._kill_agent_at = time.monotonic() + self._settings.shutdown_timeout + self._patience.agent_margin
             if self._agent is not None:
-                processes.send(self._agent, signal.SIGTERM)
+                # The agent passes it on to the workers, which may treat Ctrl-C and SIGTERM differently.
+                processes.send(self._agent, number if number in AGENT_SIGNALS else signal.SIGTERM)
         elif number == signal.SIGINT:
             say("interrupted again: killing everything at once")
             self._kill_agent_at = time.monotonic()

@@ -41,7 +41,7 @@ MAX_MESSAGE_BYTES_JOURNALLED = 1024
 MAX_PATH_BYTES_JOURNALLED = 512
 
 
-class CoreFault(Exception):  # noqa: N818 - it is a fault of ours, not an answer to anybody
+class CoreFault(Exception):
     """The core itself failed while it applied a command: the state of the job is unknown, rebuild it."""
 
     def __init__(self, command: Command) -> None:
@@ -49,7 +49,7 @@ class CoreFault(Exception):  # noqa: N818 - it is a fault of ours, not an answer
         self.command = command
 
 
-class JournalCorrupt(DLRoverError):  # noqa: N818 - named like its siblings in protocol/errors.py
+class JournalCorrupt(DLRoverError):
     """The journal does not lead to the state it claims."""
 
 

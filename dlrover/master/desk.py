@@ -112,8 +112,9 @@ class Desk:
     def closed(self, stream: AgentStream) -> None:
         finding = self._roster.close(stream)
         if finding is not None:
+            # How far the node had come goes with it: without it a job whose agents die now and then seems to stand still.
+            self._findings[finding.node] = replace(finding, step=self._observations.step(finding.node))
             self._observations.forget(finding.node)
-            self._findings[finding.node] = finding
             self._wake.set()
 
     async def ask(self, question: Question) -> Reply:

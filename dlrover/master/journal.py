@@ -51,7 +51,7 @@ class JournalError(DLRoverError):
     """The file cannot be used as a journal; a person must decide what to do with it."""
 
 
-class Fenced(DLRoverError):  # noqa: N818 - named like its siblings in protocol/errors.py
+class Fenced(DLRoverError):
     """Another master took over this journal. We must not act any more."""
 
 

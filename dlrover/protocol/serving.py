@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 FLUSH_TIMEOUT = 1.0
 
 
-class PortTaken(ConfigError):  # noqa: N818 - named like its siblings in protocol/errors.py
+class PortTaken(ConfigError):
     """Somebody else listens there: perhaps the job's master, and we are to connect instead."""
 
 

@@ -50,5 +50,8 @@ def call(path: str) -> None:
 
 
 def read_result(path: str) -> Any:
+    # Importing it makes `__mp_main__`, the name under which workers know the launching script, a name of ours, too.
+    import multiprocessing  # noqa: F401
+
     with open(path, "rb") as file:
         return pickle.load(file)

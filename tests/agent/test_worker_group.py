@@ -22,7 +22,7 @@ from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import FailureKind, JobTerms, RestartPolicy, StopCause
 from tests.agent.lab import group_of, is_gone, make_config, make_world, until, write
 
-FILES = WorkerFiles(local_rank=0, stdin=-1, stdout=-1, stderr=-1, error_file="/e/error.json", result_file="/e/result")
+FILES = WorkerFiles(local_rank=0, stdin=-1, stdout=-1, stderr=-1, error_file="/e/error.json")
 
 
 async def wait(group, within: float = 30.0) -> Finished | Failed:

@@ -15,6 +15,7 @@ def jobs(tmp_path, request):
     factory.close()
     if not getattr(request.node, "failed_call", False):
         factory.assert_nothing_remains()
+    factory.remove()
 
 
 @pytest.hookimpl(hookwrapper=True)

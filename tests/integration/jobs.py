@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -58,15 +60,22 @@ class Launched:
 class JobFactory:
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
-        self.runtime = tmp_path / "runtime"
-        self.runtime.mkdir(mode=0o700)
+        self.runtime = Path(tempfile.mkdtemp(prefix="dlr-"))  # a unix socket's name must be short, `tmp_path` is not
         self.mark = f"mark-{uuid.uuid4().hex}"
         self.launched: list[Launched] = []
         self._segments_before = set(os.listdir("/dev/shm"))
 
     def env(self, **extra: str) -> dict[str, str]:
-        keep = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COVERAGE", "PET_"))}
-        return {**keep, "XDG_RUNTIME_DIR": str(self.runtime), "DLROVER_TEST_MARK": self.mark, "OMP_NUM_THREADS": "1", **extra}
+        keep = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COVERAGE", "PET_"))
+        }
+        return {
+            **keep,
+            "XDG_RUNTIME_DIR": str(self.runtime),
+            "DLROVER_TEST_MARK": self.mark,
+            "OMP_NUM_THREADS": "1",
+            **extra,
+        }
 
     def start(self, launcher: str, *args: str | Path, cwd: Path | None = None, **env: str) -> Launched:
         argv = [sys.executable, *LAUNCHERS[launcher], *map(str, args)]
@@ -84,6 +93,9 @@ class JobFactory:
             if job.process.poll() is None:
                 job.process.kill()
                 job.process.wait()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.runtime, ignore_errors=True)
 
     def processes(self) -> dict[int, str]:
         """Living processes of the jobs of this test: pid -> command line."""

@@ -43,7 +43,10 @@ def test_after_sigkill_of_the_agent_the_job_recovers(jobs, tmp_path, running):
     kill(agent)
     wait_until(lambda: not workers & set(jobs.processes()), 5)
     wait_until(lambda: not sleepers & set(jobs.pids("sleep 300")), 5)
-    wait_until(lambda: all((tmp_path / f"pid-{rank}").read_text().split()[1] == "1" for rank in (0, 1)), explain=lambda: running.err)
+    wait_until(
+        lambda: all((tmp_path / f"pid-{rank}").read_text().split()[1] == "1" for rank in (0, 1)),
+        explain=lambda: running.err,
+    )
     (tmp_path / "stop").touch()
     assert running.wait() == 0, running.err
     jobs.assert_nothing_remains()
@@ -58,7 +61,10 @@ def test_after_sigkill_of_the_zygote_workers_live_on(jobs, tmp_path, running):
     wait_until(lambda: (tmp_path / "steps-0").read_text().count("\n") > before + 5)
     assert workers <= set(jobs.processes())
     kill(int((tmp_path / "pid-1").read_text().split()[0]))
-    wait_until(lambda: all((tmp_path / f"pid-{rank}").read_text().split()[1] == "1" for rank in (0, 1)), explain=lambda: running.err)
+    wait_until(
+        lambda: all((tmp_path / f"pid-{rank}").read_text().split()[1] == "1" for rank in (0, 1)),
+        explain=lambda: running.err,
+    )
     (tmp_path / "stop").touch()
     assert running.wait() == 0, running.err
     jobs.assert_nothing_remains()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 
@@ -23,5 +24,5 @@ def test_twenty_master_deaths_restart_no_worker(jobs, tmp_path):
     steps = [line.split() for line in (tmp_path / "steps-0").read_text().splitlines()]
     assert {life for life, _, _ in steps} == {"0"}
     times = [float(at) for _, _, at in steps]
-    pauses = sorted(after - before for before, after in zip(times, times[1:], strict=False))
+    pauses = sorted(after - before for before, after in itertools.pairwise(times))
     assert pauses[-1] < 1.0, f"training paused for {pauses[-1]:.2f} s"

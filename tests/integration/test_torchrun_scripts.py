@@ -24,7 +24,9 @@ MAY_DIFFER = {
 """DECISIONS 22: the variables whose values may differ from torchrun's; all other names and values are the same."""
 
 
-def both(jobs: JobFactory, tmp_path: Path, *args: str, expect_code: int | None = None, **env: str) -> dict[str, tuple[Launched, Path]]:
+def both(
+    jobs: JobFactory, tmp_path: Path, *args: str, expect_code: int | None = None, **env: str
+) -> dict[str, tuple[Launched, Path]]:
     """Run the same command under both launchers; FOLDER in an argument becomes a folder of each run's own."""
     runs = {}
     for launcher in LAUNCHERS:
@@ -47,7 +49,9 @@ def files(folder: Path, pattern: str) -> dict[str, str]:
     ("options", "pattern"),
     [
         pytest.param(["--nproc-per-node=2", f"{SCRIPTS}/ddp.py", "FOLDER"], "ddp-*", id="ddp with gloo"),
-        pytest.param(["--standalone", "--nproc_per_node", "2", f"{SCRIPTS}/ddp.py", "FOLDER"], "ddp-*", id="standalone"),
+        pytest.param(
+            ["--standalone", "--nproc_per_node", "2", f"{SCRIPTS}/ddp.py", "FOLDER"], "ddp-*", id="standalone"
+        ),
         pytest.param(["--nproc-per-node=auto", f"{SCRIPTS}/ddp.py", "FOLDER"], "ddp-*", id="nproc auto"),
         pytest.param(["--nproc-per-node=cpu", f"{SCRIPTS}/ddp.py", "FOLDER"], "ddp-*", id="nproc cpu"),
         pytest.param(
@@ -70,7 +74,11 @@ def test_same_environment(jobs, tmp_path, options):
     runs = both(jobs, tmp_path, "--nproc-per-node=2", *options, f"{SCRIPTS}/dump_env.py", "FOLDER", expect_code=0)
     for rank in (0, 1):
         theirs, ours = (json.loads((folder / f"env-{rank}.json").read_text()) for _, folder in runs.values())
-        ours = {name: value for name, value in ours.items() if not name.startswith("DLROVER_") and name != "RUNTIME_METRICS_PATH"}
+        ours = {
+            name: value
+            for name, value in ours.items()
+            if not name.startswith("DLROVER_") and name != "RUNTIME_METRICS_PATH"
+        }
         theirs.pop("DLROVER_TEST_MARK")
         if "--max-restarts=2" in options:
             assert ours["TORCHELASTIC_MAX_RESTARTS"] == theirs["TORCHELASTIC_MAX_RESTARTS"]
@@ -118,9 +126,7 @@ def test_same_log_files_and_console(jobs, tmp_path, options):
             for path in sorted((folder / "logs").rglob("*"))
             if path.is_file()
         }
-        console = [
-            sorted(line for line in text.splitlines() if "of rank" in line) for text in (job.out, job.err)
-        ]
+        console = [sorted(line for line in text.splitlines() if "of rank" in line) for text in (job.out, job.err)]
         seen.append((logs, console))
     assert seen[0] == seen[1]
 
@@ -137,7 +143,13 @@ def test_two_elastic_nodes_on_one_machine(jobs, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    args = ["--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=pair"]
+    args = [
+        "--nnodes=1:2",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{port}",
+        "--rdzv-id=pair",
+    ]
     nodes = [jobs.start("dlrover-run", *args, SCRIPTS / "ddp.py", tmp_path) for _ in range(2)]
     for node in nodes:
         assert node.wait() == 0, node.err
@@ -151,7 +163,9 @@ def test_two_static_nodes_by_rank(jobs, tmp_path):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     args = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    nodes = [jobs.start("dlrover-run", *args, f"--node-rank={rank}", SCRIPTS / "dump_env.py", tmp_path) for rank in (1, 0)]
+    nodes = [
+        jobs.start("dlrover-run", *args, f"--node-rank={rank}", SCRIPTS / "dump_env.py", tmp_path) for rank in (1, 0)
+    ]
     for node in nodes:
         assert node.wait() == 0, node.err
     ranks = [json.loads(text) for text in files(tmp_path, "env-*.json").values()]

@@ -37,17 +37,23 @@ def test_a_death_at_each_life_ends_the_job_with_the_cause(jobs, tmp_path, how):
 
 
 def test_max_restarts_is_torchruns(jobs, tmp_path):
-    job = jobs.run("--nproc-per-node=2", "--max-restarts=1", SCRIPTS / "fail.py", "exit", "--always", "--folder", tmp_path)
+    job = jobs.run(
+        "--nproc-per-node=2", "--max-restarts=1", SCRIPTS / "fail.py", "exit", "--always", "--folder", tmp_path
+    )
     assert job.process.returncode == 1
     assert job.err.count("global rank 1 failed") == 2
 
 
 def test_the_workers_exit_code_on_request(jobs, tmp_path):
-    job = jobs.run("--nproc-per-node=2", "--max-restarts=0", "--exit-code=worker", SCRIPTS / "fail.py", "exit", "--always")
+    job = jobs.run(
+        "--nproc-per-node=2", "--max-restarts=0", "--exit-code=worker", SCRIPTS / "fail.py", "exit", "--always"
+    )
     assert job.process.returncode == 3
 
 
-@pytest.mark.skipif(not os.access(CGROUP, os.W_OK) or not (CGROUP / "cgroup.procs").exists(), reason="needs root and cgroup v1 memory")
+@pytest.mark.skipif(
+    not os.access(CGROUP, os.W_OK) or not (CGROUP / "cgroup.procs").exists(), reason="needs root and cgroup v1 memory"
+)
 def test_an_out_of_memory_kill_is_named(jobs, tmp_path):
     group = CGROUP / f"dlrover-test-{os.getpid()}"
     group.mkdir()

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
 with open(sys.argv[2], encoding="utf-8") as file:
     config = json.load(file)
 events = os.environ["STANDIN_EVENTS"]
@@ -48,9 +50,11 @@ def on_term(number: int, frame: object) -> None:
 
 
 if behaviour == "stubborn":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 else:
-    signal.signal(signal.SIGTERM, on_term)
+    for number in SIGNALS:
+        signal.signal(number, on_term)
 
 tell(f"agent {os.getpid()} {os.getsid(0) == os.getpid()} {os.environ['TORCHELASTIC_SIGNALS_TO_HANDLE']}")
 try:

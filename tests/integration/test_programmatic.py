@@ -1,0 +1,51 @@
+"""Launch from Python: functions and their return values, also those of a script's `__main__`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from dlrover.protocol.errors import JobError
+from dlrover.trainer.torch.elastic_run import ElasticLaunch, ElasticLaunchConfig
+
+SCRIPT = """
+import os, sys
+from dlrover.trainer.torch.elastic_run import ElasticLaunch, ElasticLaunchConfig
+
+class Answer:
+    def __init__(self, value):
+        self.value = value
+
+def work(offset):
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(5)
+    dist.barrier()
+    dist.destroy_process_group()
+    return Answer(rank + offset)
+
+if __name__ == "__main__":
+    answers = ElasticLaunch(ElasticLaunchConfig(nproc_per_node=2), work)(40)
+    print({rank: answer.value for rank, answer in answers.items()})
+"""
+
+
+def test_return_values_of_a_scripts_function_survive_a_crash(jobs, tmp_path):
+    script = tmp_path / "launches.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, script], env=jobs.env(), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "{0: 40, 1: 41}"
+
+
+def test_a_failed_function_raises_with_the_cause(jobs, monkeypatch):
+    for name, value in jobs.env().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(JobError, match="ZeroDivisionError"):
+        ElasticLaunch(ElasticLaunchConfig(nproc_per_node=1, max_restarts=0), divmod)(1, 0)
