@@ -197,6 +197,12 @@ class Agent:
             )
         )
 
+    def _offer_another_port(self) -> None:
+        """The one we bound has served an earlier round by chance: join the same round with another."""
+        self._drop_offer()
+        if self._desired is not None and isinstance(self._desired.wish, Join):
+            self._enter_round(self._desired.wish)
+
     def _run_world(self, world: WorldSpec) -> None:
         if world.round <= self._started_round:
             return
@@ -340,7 +346,9 @@ class Agent:
         except Rejected as error:
             # Told too late: the world has moved on, and the master's wish says where to.
             log.info("%s was refused: %s", type(command).__name__, error)
-            if error.code == "stale-incarnation":
+            if error.code == "offer-used":
+                self._offer_another_port()
+            elif error.code == "stale-incarnation":
                 self._forget_former_life()
                 self._incarnation = Incarnation(0)
                 await self._channel.reattach()
