@@ -39,12 +39,13 @@ unit: $(STAMP) ## the tests alone
 
 bench: $(STAMP) ## failover and start-up against torchrun and dlrover 0.6.1, interleaved (about 20 minutes)
 	$(BIN)/python benchmarks/failover.py
+	$(BIN)/python benchmarks/master_restart.py
 
 bench-quick: $(STAMP) ## the same in two minutes, torchrun only
 	$(BIN)/python benchmarks/failover.py --quick
 
 chaos: $(STAMP) ## slow fault tests that are not part of `make test`
-	$(BIN)/python -m pytest tests/chaos
+	$(BIN)/python -m pytest -m chaos
 
 clean: ## remove what the targets made
 	rm -rf $(VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

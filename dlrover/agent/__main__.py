@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ log = logging.getLogger("dlrover.agent")
 
 def main() -> int:
     config = _read_config(sys.argv)
+    launcher_pid = os.getppid()
     if not follow_parent(signal.SIGTERM):
         return 0  # the launcher has gone before we could ask to be told
     spawner = Spawner.start(
@@ -56,7 +58,10 @@ def main() -> int:
     except Exception:  # the process edge: a bug ends the process, and the launcher starts another
         log.exception("bug in the agent")
         return EXIT_BUG
-    _write_result(config, result)
+    if os.getppid() == launcher_pid:
+        _write_result(config, result)
+    else:
+        shutil.rmtree(config.runtime_dir, ignore_errors=True)  # the launcher was killed and cannot do it
     return result.exit_code
 
 
@@ -124,13 +129,10 @@ def _read_token(config: AgentConfig) -> str:
 
 
 def _write_result(config: AgentConfig, result: AgentResult) -> None:
-    """Whole or not at all. A launcher that died has left the directory to us: then nobody would read it."""
-    folder = Path(config.runtime_dir)
-    if not folder.is_dir():
-        return
-    partial = folder / "result.json.part"
+    """Whole or not at all: without a result the launcher takes us for crashed and starts another agent."""
+    partial = Path(config.runtime_dir) / "result.json.part"
     partial.write_bytes(msgspec.json.encode(result))
-    partial.rename(folder / "result.json")
+    partial.rename(partial.with_suffix(""))
 
 
 if __name__ == "__main__":

@@ -147,17 +147,7 @@ class Agent:
                 followed = self._desired
                 if (result := await self._obey(followed)) is not None:
                     return result
-            await self._wait_for_news()
-
-    async def _wait_for_news(self) -> None:
-        # The outage is the one fact that no event announces: look at it when it could have become too long.
-        outage = self._channel.outage()
-        patience = min(self._patience() - outage, 3600.0) if outage else 3600.0
-        try:
-            async with asyncio.timeout(max(0.05, patience)):
-                await self._news.wait()
-        except TimeoutError:
-            return
+            await self._news.wait()
 
     async def _obey(self, desired: Desired) -> AgentResult | None:
         wish = desired.wish
@@ -168,6 +158,8 @@ class Agent:
                 self._run_world(wish.world)
             case Wait() | Idle():
                 log.info("waiting: %s", wish.reason)
+                if self._driver.running_round:
+                    self._driver.want_none(StopCause.MEMBERSHIP)
             case End():
                 return await self._end(wish)
             case _:
@@ -369,7 +361,9 @@ class Agent:
             if away > LEASE and self._driver.running_round:
                 log.warning("this agent was stopped for %.0f s: its workers are killed before anything else", away)
                 self._driver.kill()
-            if self._node >= 0:
+            if self._channel.outage():
+                self._news.set()  # how long the master is away is the one fact that no event announces
+            elif self._node >= 0:
                 self._channel.beat(Heartbeat(node=self._node, incarnation=self._incarnation, step=self._step()))
 
     def _master_now(self) -> Micros:

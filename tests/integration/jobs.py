@@ -25,6 +25,7 @@ LAUNCHERS = {
     "dlrover-run": ("-m", "dlrover.trainer.torch.main"),
     "torchrun": ("-m", "torch.distributed.run"),
     "in-cgroup": (str(SCRIPTS / "in_cgroup.py"),),
+    "dlrover-run without override": (str(SCRIPTS / "without_override.py"), "-m", "dlrover.trainer.torch.main"),
 }
 
 

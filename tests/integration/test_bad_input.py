@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 
 import pytest
@@ -41,11 +40,20 @@ def test_an_unreadable_script(jobs, tmp_path):
     script = tmp_path / "secret.py"
     script.write_text("print('hello')")
     script.chmod(0)
-    if os.access(script, os.R_OK):
-        pytest.skip("this user may read everything (root)")
-    job = jobs.run(script, timeout=20)
-    assert job.process.returncode == 2
+    job = jobs.start("dlrover-run without override", script)
+    assert job.wait(20) == 2, job.err
     assert "secret.py" in job.err
+    assert "Traceback" not in job.err
+
+
+def test_a_read_only_log_directory(jobs, tmp_path):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    folder.chmod(0o555)
+    job = jobs.start("dlrover-run without override", f"--log-dir={folder}", "--redirects=3", OK, ".")
+    assert job.wait(20) == 2, job.err
+    assert str(folder) in job.err
+    assert "Traceback" not in job.err
 
 
 def test_a_port_taken_by_somebody_else(jobs):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
+import sys
 import time
 
 from tests.integration.jobs import SCRIPTS, kill, wait_until
 
 
 def test_twenty_master_deaths_restart_no_worker(jobs, tmp_path):
-    job = jobs.start("dlrover-run", "--nproc-per-node=2", SCRIPTS / "steps.py", tmp_path)
+    job = jobs.start("dlrover-run", "--nproc-per-node=2", f"--journal={tmp_path}", SCRIPTS / "steps.py", tmp_path)
     wait_until(lambda: (tmp_path / "steps-1").exists(), explain=lambda: job.err)
     chance = random.Random(7)
     for _ in range(20):
@@ -21,6 +23,14 @@ def test_twenty_master_deaths_restart_no_worker(jobs, tmp_path):
         wait_until(lambda begun=begun: time.monotonic() > begun)
     (tmp_path / "stop").touch()
     assert job.wait() == 0, job.err
+    assert job.err.count("the master ended") == 20
+    [journal] = tmp_path.glob("*.sqlite")
+    replayed = subprocess.run(
+        [sys.executable, "-m", "dlrover.cli.main", "replay", journal], capture_output=True, text=True, check=False
+    )
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr  # each digest is compared on the way
+    # A master that was killed before it had opened the journal has no life in it.
+    assert 5 < replayed.stdout.count("master started") <= 21
     steps = [line.split() for line in (tmp_path / "steps-0").read_text().splitlines()]
     assert {life for life, _, _ in steps} == {"0"}
     times = [float(at) for _, _, at in steps]

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 folder = Path(sys.argv[1])
 rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -14,6 +15,9 @@ dist.init_process_group("gloo")
 if "grandchildren" in sys.argv:
     subprocess.Popen(["sleep", "300"])
     subprocess.Popen(["setsid", "sleep", "300"])
+    loader = DataLoader(list(range(1000)), num_workers=1, persistent_workers=True)
+    batches = iter(loader)
+    next(batches)  # its worker process lives now
 (folder / f"pid-{rank}.new").write_text(f"{os.getpid()} {life}")
 (folder / f"pid-{rank}.new").rename(folder / f"pid-{rank}")
 step = 0

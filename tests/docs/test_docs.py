@@ -1,0 +1,47 @@
+"""What the documents name exists: files, options, targets, and Python code that at least compiles and imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from dlrover.cli.options import OPTIONS
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
+KNOWN_OPTIONS = {"--help", "--check-env"} | {name for option in OPTIONS for name in option.names}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_files_exist(page):
+    text = page.read_text()
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    missing = [link for link in links if link and not (page.parent / link).exists()]
+    named = re.findall(r"`((?:dlrover|tests|benchmarks|examples|docs)/[\w./-]+\.(?:py|md))`", text)
+    missing += [name for name in named if not (ROOT / name).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_options_of_dlrover_run_exist(page):
+    for line in re.findall(r"dlrover-run[^\n`|]*", page.read_text()):
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", line.split(" train.py")[0].split(".py ")[0]):
+            assert option in KNOWN_OPTIONS, f"{option} in: {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_make_targets_exist(page):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE))
+    assert named <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_in_the_docs_compiles_and_its_imports_work(page):
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        tree = ast.parse(block)
+        imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        exec(compile(ast.Module(imports, []), str(page), "exec"), {})
