@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol, assert_never
 
@@ -57,6 +58,10 @@ FAREWELL = 2.0
 """Seconds to tell the master that we go. Best effort: never worth a longer wait."""
 FINISHED_PATIENCE = 30.0
 """A finished training is a success even if the master is gone for good: wait so long for it, then leave with 0."""
+
+FIRST_CONNECTION = 120.0
+"""Seconds for the master to appear at all, however short its later absences may be."""
+NUM_OFFERED = 128
 
 EXIT_FAILED = 1
 EXIT_MASTER_LOST = 23
@@ -111,6 +116,9 @@ class Agent:
         self._started_round = Round(0)
         """Newest round whose workers we started. Each is started once: a repeated wish for it means nothing."""
         self._finished_round = Round(0)
+        self._finished_at = 0.0
+        self._offered_ports: deque[int] = deque(maxlen=NUM_OFFERED)
+        """Oldest first: a port serves one round, or comes back last where HOST_PORTS has no other."""
         self._signal: signal.Signals | None = None
         self._broken: DLRoverError | None = None
         """This node cannot go on: the master refused it for good, or workers cannot be started here."""
@@ -174,11 +182,15 @@ class Agent:
         self._driver.want_none(join.cause)
         self._drop_offer()
         try:
-            self._offer = PortOffer.bind(self._config.host, self._config.host_ports)
+            self._offer = PortOffer.bind(self._config.host, self._config.host_ports, offered=self._offered_ports)
         except OSError as error:
             self._on_broken(JobError(f"This node can offer no port to its workers: {error}. Check HOST_PORTS."))
             return
         self._joined_round = join.round
+        is_reused = self._offer.port in self._offered_ports
+        if is_reused:
+            self._offered_ports.remove(self._offer.port)
+        self._offered_ports.append(self._offer.port)
         self._tell(
             JoinRendezvous(
                 node=self._node,
@@ -186,6 +198,7 @@ class Agent:
                 round=join.round,
                 local_world_size=self._local_world_size,
                 offer=self._offer.address,
+                is_offer_reused=is_reused,
             )
         )
 
@@ -237,8 +250,10 @@ class Agent:
         return AgentResult(exit_code=EXIT_BY_SIGNAL + number, message=f"stopped by {number.name}")
 
     async def _without_master(self) -> AgentResult:
-        if self._finished_round and not self._driver.running_round:
+        if self._finished_round:
             log.warning("training finished, but the master is gone: leaving without its word")
+            self._driver.want_none(StopCause.END_OF_JOB)
+            await self._driver.settle()
             return AgentResult(exit_code=0, message="training finished; the master was gone")
         return await self._give_up(
             EXIT_MASTER_LOST,
@@ -294,7 +309,7 @@ class Agent:
 
     def _on_outcome(self, round_: Round, outcome: Finished | Failed) -> None:
         if isinstance(outcome, Finished):
-            self._finished_round = round_
+            self._finished_round, self._finished_at = round_, time.monotonic()
             self._tell(ReportFinished(node=self._node, incarnation=self._incarnation, round=round_, step=outcome.step))
             self._news.set()
             return
@@ -340,7 +355,10 @@ class Agent:
             log.info("%s was refused: %s", type(command).__name__, error)
             if error.code == "offer-used":
                 self._offer_another_port()
-            elif error.code == "stale-incarnation":
+            elif error.code == "stale-incarnation" or (
+                isinstance(command, ReportFailure) and error.code not in ("too-old", "unknown-round")
+            ):
+                # Given up, or our failure cannot be told: as a fresh agent we get a round in any case.
                 self._forget_former_life()
                 self._incarnation = Incarnation(0)
                 await self._channel.reattach()
@@ -369,11 +387,11 @@ class Agent:
     def _master_now(self) -> Micros:
         return Micros(time.monotonic_ns() // 1000 + self._clock_offset)
 
-    def _patience(self) -> float:
-        return FINISHED_PATIENCE if self._finished_round else self._config.master_grace
-
     def _has_lost_master(self) -> bool:
-        return self._channel.outage() > self._patience()
+        outage, grace = self._channel.outage(), self._config.master_grace
+        if self._finished_round:
+            return min(outage, time.monotonic() - self._finished_at) > FINISHED_PATIENCE
+        return outage > (grace if self._node >= 0 else max(grace, FIRST_CONNECTION))
 
     def _drop_offer(self) -> None:
         if self._offer is not None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from dlrover.agent.worker_group import Failed, Finished, PortOffer, WorkerGroup
 from dlrover.protocol.errors import DLRoverError
-from dlrover.protocol.messages import Round, StopCause, WorldSpec
+from dlrover.protocol.messages import FailureKind, Round, StopCause, WorkerFailure, WorldSpec
 
 log = logging.getLogger("dlrover.agent")
 
@@ -72,6 +72,8 @@ class WorkerDriver:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
+                if self._watcher is not None and self._watcher.done() and not self._watcher.cancelled():
+                    self._watcher.result()  # a bug in there must not leave a job that nobody watches
                 await self._approach()
                 if not self._changed.is_set():
                     self._settled.set()
@@ -88,8 +90,22 @@ class WorkerDriver:
         offer, self._offer = self._offer, None
         group = self._group = self._build(world)
         begun_at = time.monotonic()
+        starting = asyncio.create_task(group.start(offer))
+        # A start can take as long as the imports of a user's modules; a newer target need not wait for it.
+        while not starting.done() and self._target == world:
+            changed = asyncio.create_task(self._changed.wait())
+            await asyncio.wait({starting, changed}, return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+            if self._target == world:
+                self._changed.clear()
+        if not starting.done():
+            starting.cancel()
         try:
-            await group.start(offer)
+            await starting
+        except asyncio.CancelledError:
+            if not starting.cancelled():
+                raise  # it is we who are cancelled
+            return
         except DLRoverError as error:  # nothing that another try could mend: no log directory, for example
             self._group = self._target = None
             self._on_error(error)
@@ -98,28 +114,37 @@ class WorkerDriver:
             "started %d workers round=%d seconds=%.3f", world.local_world_size, world.round, time.monotonic() - begun_at
         )
         self._watcher = asyncio.create_task(self._watch(group))
+        self._watcher.add_done_callback(lambda _: self._changed.set())
 
     async def _watch(self, group: WorkerGroup) -> None:
         outcome = await group.wait()
         if group is not self._group or self._target != group.world:
-            return  # being stopped already: what it says now is a consequence of that
-        # The rest of a failed group goes at once, without asking anybody; a finished one is swept for what it left behind.
+            # Being stopped already. What failed by itself is told all the same: it may be the cause of it all.
+            if isinstance(outcome, Failed):
+                self._tell_late(group, tuple(f for f in outcome.failures if f.kind is not FailureKind.STOPPED_BY_US))
+            return
+        # The rest of a failed group goes at once, without asking anybody; a finished one is swept for what it left.
         self.want_none(StopCause.FAILURE if isinstance(outcome, Failed) else StopCause.END_OF_JOB)
         self._on_outcome(group.world.round, outcome)
 
     async def _stop(self, group: WorkerGroup) -> None:
         begun_at = time.monotonic()
-        await group.stop(self._cause, self._signal)
+        late = await group.stop(self._cause, self._signal)
         if self._watcher is not None:
             self._watcher.cancel()
             self._watcher = None
         self._group = None
+        self._tell_late(group, late)
         log.info(
             "stopped workers round=%d cause=%s seconds=%.3f",
             group.world.round,
             self._cause,
             time.monotonic() - begun_at,
         )
+
+    def _tell_late(self, group: WorkerGroup, failures: tuple[WorkerFailure, ...]) -> None:
+        if failures:
+            self._on_outcome(group.world.round, Failed(failures, group.step, group.lived))
 
     def _wake(self) -> None:
         self._settled.clear()

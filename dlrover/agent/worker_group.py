@@ -97,7 +97,8 @@ class WorkerGroup:
         self._workers: list[_Worker] = []
         self._started_at = 0.0
         self._num_oom_kills = 0
-        self._is_signalled = False
+        self._signalled_at: float | None = None
+        """Wall clock, when we began to stop them; what ended before ended by itself."""
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -108,6 +109,11 @@ class WorkerGroup:
     def step(self) -> int | None:
         """Greatest step that any of them reported."""
         return self._socket.step(self.world.round)
+
+    @property
+    def lived(self) -> float:
+        """Seconds since they were started."""
+        return time.monotonic() - self._started_at if self._started_at else 0.0
 
     async def start(self, offer: PortOffer | None = None) -> None:
         """
@@ -142,7 +148,7 @@ class WorkerGroup:
             _done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         if not self._has_failed():
             return Finished(self.step)
-        lived = time.monotonic() - self._started_at
+        lived = self.lived
         if pending:
             await asyncio.wait(pending, timeout=SIMULTANEOUS)
         failed = [worker for worker in self._workers if worker.failure or _has_ended_badly(worker)]
@@ -150,19 +156,41 @@ class WorkerGroup:
         failures = sorted((self._describe(worker) for worker in failed), key=lambda failure: failure.exited_at)
         return Failed(tuple(failures), self.step, lived)
 
-    async def stop(self, cause: StopCause, with_signal: int = signal.SIGTERM) -> None:
-        """End the workers and everything they ever started. Harmless when they have ended already."""
-        self._is_signalled = True
+    async def stop(self, cause: StopCause, with_signal: int = signal.SIGTERM) -> tuple[WorkerFailure, ...]:
+        """
+        End the workers and everything they ever started. Harmless when they have ended already.
+
+        Returns the failures that `wait` has not told: of workers that had failed by themselves before our signal, but
+        were still on their way out when another one, maybe only its victim, was seen to be gone.
+        """
+        self._signalled_at = self._signalled_at or time.time()
         await self._tree.stop(
             self.pids, cause=cause, shutdown_timeout=self._config.shutdown_timeout, number=with_signal
         )
+        late = [worker for worker in self._workers if worker.failure is None and self._failed_by_itself(worker)]
+        await asyncio.gather(*(self._output.drain(worker.files) for worker in late))
+        failures = tuple(self._describe(worker) for worker in late)
         await self._output.close_attempt()
+        return failures
 
     def kill(self) -> None:
         """SIGKILL, at once and without waiting: for an agent that is leaving through an error."""
-        self._is_signalled = True
+        self._signalled_at = self._signalled_at or time.time()
         self._tree.kill()
         self._output.abandon_attempt()
+
+    def _failed_by_itself(self, worker: _Worker) -> bool:
+        """Whether it ended badly before we stopped it, or had at least written down why."""
+        if not _has_ended_badly(worker):
+            return False
+        assert worker.exit is not None, "ended without having been started"
+        return self._signalled_at is None or worker.exit.result().at < self._signalled_at or self._wrote_error(worker)
+
+    def _wrote_error(self, worker: _Worker) -> bool:
+        try:
+            return self._signalled_at is None or os.stat(worker.files.error_file).st_mtime < self._signalled_at
+        except OSError:
+            return False
 
     def _has_failed(self) -> bool:
         return any(worker.failure or _has_ended_badly(worker) for worker in self._workers)
@@ -241,7 +269,7 @@ class WorkerGroup:
                     error_file=worker.files.error_file,
                     log_tail=worker.files.tail(),
                     log_file=worker.files.log_file,
-                    was_signalled=self._is_signalled,
+                    was_signalled=not self._failed_by_itself(worker),
                     num_oom_kills=count_oom_kills() - self._num_oom_kills,
                     has_stepped=self.step is not None,
                     hosts_coordinator=worker.global_rank == 0,
@@ -343,18 +371,24 @@ class PortOffer:
 
     def __init__(self, host: str, sock: socket.socket) -> None:
         self._socket = sock
-        port = sock.getsockname()[1]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.port: int = sock.getsockname()[1]
+        self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     @classmethod
-    def bind(cls, host: str, ports: Sequence[int] = ()) -> PortOffer:
-        """The first free one of `ports`, or any. Raises OSError when none is free."""
+    def bind(cls, host: str, ports: Sequence[int] = (), *, offered: Sequence[int] = ()) -> PortOffer:
+        """
+        A free one of `ports`, or any. Raises OSError when none is free.
+
+        `offered` are those we offered before, oldest first: taken only if `ports` has no other, in that order.
+        """
         if ports:
+            ports = [*(port for port in ports if port not in offered), *(port for port in offered if port in ports)]
             # A port that we used before may still have connections in their last minute: allowed in the second turn
             # only.
             attempts = [(port, False) for port in ports] + [(port, True) for port in ports]
         else:
-            attempts = [(port, False) for port in random.sample(_PORTS, 64)] + [(0, False)]
+            fresh = [port for port in random.sample(_PORTS, 64 + len(offered)) if port not in offered]
+            attempts = [(port, False) for port in fresh] + [(0, False)]
         for port, is_reused in attempts:
             try:
                 return cls(host, _bind(port, is_reused=is_reused))

@@ -145,7 +145,7 @@ def _join(command: JoinRendezvous, course: Course) -> Reply:
         raise Rejected(f"{node.label} has finished in round {node.finished_round}.", code="finished")
     if command.local_world_size < 1 or not command.offer:
         raise Rejected("A join needs at least one worker and an offer of host:port.", code="malformed")
-    if rdzv.is_offer_used(node.id, command.offer):
+    if rdzv.is_offer_used(node.id, command.offer) and not command.is_offer_reused:
         raise Rejected(
             f"{command.offer} served an earlier round; a port is never used for two. Bind another.",
             code="offer-used",

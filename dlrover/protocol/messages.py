@@ -279,7 +279,9 @@ class JoinRendezvous(Struct, tag=True, frozen=True, kw_only=True):
     round: Round
     local_world_size: int
     offer: str
-    """host:port bound by the agent; becomes the coordinator if this node gets group rank 0. Never offered twice."""
+    """host:port bound by the agent; becomes the coordinator if this node gets group rank 0."""
+    is_offer_reused: bool = False
+    """The node has no other port left (HOST_PORTS) and offers one of an earlier round. Otherwise that is refused."""
 
 
 class ReportFailure(Struct, tag=True, frozen=True, kw_only=True):
