@@ -13,6 +13,10 @@ from tests.integration.jobs import SCRIPTS, JobFactory, Launched
 
 LAUNCHERS = ("torchrun", "dlrover-run")
 
+ABORT_AT_EXIT = "terminate called without an active exception"
+"""torch 2.13 now and then aborts while a DDP process exits, after its work is done (once in some thirty runs here). torchrun then
+fails; ours starts the workers again. It is not what these tests compare."""
+
 MAY_DIFFER = {
     "TORCHELASTIC_USE_AGENT_STORE",  # ours is False: the store lives in global rank 0, where it dies with its round
     "TORCHELASTIC_RUN_ID",
@@ -35,6 +39,11 @@ def both(
         job = jobs.start(launcher, *(arg.replace("FOLDER", str(folder)) for arg in args), cwd=folder, **env)
         runs[launcher] = (job, folder)
         code = job.wait()
+        for _ in range(2):
+            if launcher == "torchrun" and ABORT_AT_EXIT in job.err:
+                job = jobs.start(launcher, *(arg.replace("FOLDER", str(folder)) for arg in args), cwd=folder, **env)
+                runs[launcher] = (job, folder)
+                code = job.wait()
         if expect_code is not None:
             assert code == expect_code, f"{launcher}: {job.out}\n{job.err}"
     assert runs["torchrun"][0].process.returncode == runs["dlrover-run"][0].process.returncode

@@ -1,0 +1,10 @@
+"""What all tests rely on: signals as in an interactive shell."""
+
+from __future__ import annotations
+
+import signal
+
+# Started by nohup, or in the background of a script, this process ignores some signals and all children would inherit that.
+for _number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+    signal.signal(_number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
