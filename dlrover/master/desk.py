@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -25,6 +25,7 @@ from dlrover.core.observations import SILENCE, Observations
 from dlrover.core.sequence import Batch, CommitSequence, CoreFault
 from dlrover.core.turn import Origin, Outcome
 from dlrover.master.clock import MasterClock
+from dlrover.master.grace import Grace, StallWatch
 from dlrover.master.keeper import Keeper
 from dlrover.master.roster import Line, Roster
 from dlrover.master.work import SHORTEST_RETRY, Work
@@ -48,6 +49,7 @@ from dlrover.protocol.messages import (
     NodeSilent,
     Query,
     Reply,
+    ReportFailure,
     TellNode,
 )
 from dlrover.protocol.serving import AgentStream
@@ -55,12 +57,16 @@ from dlrover.protocol.serving import AgentStream
 log = logging.getLogger(__name__)
 
 LONGEST_NAP = 5.0
-"""Seconds. Also how closely the desk notices that it was itself stopped or starved."""
-LATE = 100_000
-"""Microseconds by which a turn may be late before deadlines are held back by its lateness."""
+"""Seconds, however far the next deadline is."""
+POISONED_NAP = 0.5
+"""Seconds between two looks while a deadline is due that broke the core once: it stays due, and others come."""
+NO_SPIN = 100_000
+"""Microseconds until a deadline that was refused may be tried again."""
 RETRY_PERIOD = 1_000_000
 """Microseconds between two attempts to write a journal that could not be written."""
-NEVER = Micros(2**62)
+COMING_BACK = 5_000_000
+"""Microseconds in which those that were refused while the journal could not be written have come again: they wait up
+to twice the second that they were told, and some have to attach before they can say what matters."""
 SERVICE_TIME = 0.0005
 """Rough seconds of work per request: those refused are told to come back spread over the time their number needs."""
 
@@ -84,8 +90,10 @@ class Desk:
         self._wake = asyncio.Event()
         self._poison: set[bytes] = set()  # commands that broke the core once
         self._failed_bytes = 0  # size of what could not be written; 0 while the journal works
-        self._retry_at = Micros(0)  # when the journal is tried again
-        self._deadlines_from = NEVER  # no deadline passes before `MasterStarted` has moved it by the outage
+        self._retry_at = 0  # elapsed microseconds at which the journal is tried again
+        self._stalls = StallWatch()
+        self._stalled = 0  # microseconds that the observations have not been told of
+        self._grace = Grace()  # no deadline passes before `MasterStarted` has moved it by the outage
         self._verdict = ""
         self._adopt(job)
         self.finished: asyncio.Future[JobEnd] = asyncio.get_running_loop().create_future()
@@ -103,7 +111,7 @@ class Desk:
                     if (heartbeat.node, heartbeat.incarnation) == (line.node, line.incarnation):
                         with contextlib.suppress(Rejected):  # found silent a moment ago: the core decides, not the beat
                             self._observations.heard(heartbeat, now)
-                        self._roster.remind(line, self._desired, now)
+                        self._roster.remind(line, self._clock.elapsed())
                 case Ack(number=number):
                     self._roster.acknowledge(line, number)
                 case Unreadable():
@@ -131,58 +139,55 @@ class Desk:
         work = Work(MasterStarted(master_epoch, self._job_name), answer=asyncio.get_running_loop().create_future())
         self._queue.append(work)
         self._num_in_work += 1
-        await self._turn(self._clock.now())
+        await self._turn()
         assert work.answer is not None
         await work.answer
-        self._deadlines_from = self._clock.now()
+        self._grace.begin(self._clock.now())
 
     async def run(self) -> None:
         """Until cancelled. Raises Fenced or JournalError: the process must end, and nothing more is released."""
-        while True:
-            target = self._next_turn_at()
-            nap = max(0.0, (target - self._clock.now()) / 1e6)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(nap):
-                    await self._wake.wait()
-            self._wake.clear()
-            self._note_lateness(target)
-            if self._failed_bytes and self._clock.now() >= self._retry_at:
-                await self._try_again()
-            await self._turn(target)
+        self._stalls.start()
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._nap()):
+                        await self._wake.wait()
+                self._wake.clear()
+                if self._failed_bytes and self._clock.elapsed() >= self._retry_at:
+                    await self._try_again()
+                await self._turn()
+        finally:
+            self._stalls.stop()
 
-    def _next_turn_at(self) -> Micros:
-        now = self._clock.now()
-        longest = Micros(now + int(LONGEST_NAP * 1e6))
+    def _nap(self) -> float:
+        """Seconds until there is something to do that nobody wakes us for."""
         if self._failed_bytes:
-            return self._retry_at
-        deadlines = [at for at in (self._job.next_deadline(), self._observations.next_deadline()) if at is not None]
-        soonest = min(deadlines, default=longest)
-        return Micros(min(longest, max(soonest, self._deadlines_from)))
-
-    def _note_lateness(self, target: Micros) -> None:
-        """If we were late, so may be what others sent in time: give it the same time before anybody is given up."""
+            return max(0.0, (self._retry_at - self._clock.elapsed()) / 1e6)
         now = self._clock.now()
-        if now - target > LATE:
-            self._deadlines_from = Micros(max(self._deadlines_from, now + (now - target)))
-            log.warning("desk late by_seconds=%.1f: deadlines wait as long", (now - target) / 1e6)
+        deadlines = [at for at in (self._job.next_deadline(), self._observations.next_deadline()) if at is not None]
+        if not deadlines:
+            return LONGEST_NAP
+        nap = min(LONGEST_NAP, max(0.0, (max(min(deadlines), self._grace.until) - now) / 1e6))
+        if self._poison and any(self._is_poison(command) for command in self._job.due(now)):
+            return max(nap, POISONED_NAP)
+        return nap
 
-    async def _turn(self, due_at: Micros) -> None:
+    async def _turn(self) -> None:
         works, self._queue = self._queue, []
         if self._failed_bytes:
             works = self._refuse_commands(works)
         staged: dict[int, Work] = {}
         rejected: list[tuple[Work, Rejected]] = []
         now = self._clock.now()
-        everything = [*self._due(now, due_at), *works]
+        self._note_stalls(now)
         began_at = time.thread_time()
-        for index, work in enumerate(everything):
+        for work in self._in_order(works, now):
             try:
                 staged[self._stage(work, now)] = work
             except Rejected as error:
                 rejected.append((work, error))
             except CoreFault as fault:
-                others = everything[:index] + everything[index + 1 :]
-                self._queue[:0] = [other for other in others if other.is_from_outside]
+                self._queue[:0] = [other for other in works if other is not work]
                 await self._quarantine(work, fault)
                 return
         batch = self._sequence.take()
@@ -201,25 +206,37 @@ class Desk:
             self._num_refused = 0
         await self._save_snapshot()
 
+    def _note_stalls(self, now: Micros) -> None:
+        """If we stood still, what others sent in time may be unread: give it that time before anybody is given up."""
+        stalled = self._stalls.take()
+        if stalled:
+            self._stalled += stalled
+            self._grace.extend(now, stalled)
+            log.warning("master stood still for_seconds=%.1f: deadlines wait as long", stalled / 1e6)
+
+    def _in_order(self, works: list[Work], now: Micros) -> Iterator[Work]:
+        """
+        What silence says, what was sent, and last what time says.
+
+        To be staged one by one: which deadlines are due is asked when all that came in time to meet them is applied.
+        """
+        is_time_trusted = self._grace.is_over(now)
+        if is_time_trusted:
+            stalled, self._stalled = self._stalled, 0
+            for finding in self._observations.tick(now, Micros(now - stalled)):
+                self._findings[finding.node] = finding
+        if not self._failed_bytes:
+            yield from [Work(finding) for finding in self._findings.values()]
+        yield from works
+        if is_time_trusted and not self._failed_bytes:
+            yield from [Work(command) for command in self._job.due(now) if not self._is_poison(command)]
+
     def _stage(self, work: Work, now: Micros) -> int:
         if isinstance(work.body, Query):
             return self._sequence.stage_query(work.body)
         if self._is_poison(work.body):
             raise Rejected(f"{type(work.body).__name__} broke the master once and is refused since.", code="internal")
         return self._sequence.stage(work.body, now, work.origin)
-
-    def _due(self, now: Micros, due_at: Micros) -> list[Work]:
-        """What nobody sent but time or silence says."""
-        is_trusted = now >= self._deadlines_from  # else what was sent in time may still be on its way to us
-        if is_trusted:
-            for finding in self._observations.tick(now, due_at):
-                self._findings[finding.node] = finding
-        if self._failed_bytes:
-            return []
-        commands: list[Command] = list(self._findings.values())
-        if is_trusted:
-            commands += [command for command in self._job.due(now) if not self._is_poison(command)]
-        return [Work(command) for command in commands]
 
     def _is_poison(self, command: Command) -> bool:
         return bool(self._poison) and msgspec.msgpack.encode(command) in self._poison
@@ -250,14 +267,15 @@ class Desk:
                         told[node] = None
                     case FinishJob(end=end):
                         ended = end
-        self._roster.push(told, self._desired, now)
+        self._roster.push(told, self._desired, self._clock.elapsed())
         if ended is not None and not self.finished.done():
             self.finished.set_result(ended)
 
     def _attach(self, line: Line, attached: Attached, now: Micros) -> None:
         self._findings.pop(attached.node, None)  # of an older stream
         if line.is_open:
-            self._roster.attach(line, attached, now)
+            line.clock_stood_still = self._clock.stood_still
+            self._roster.attach(line, attached, self._clock.elapsed())
             self._observations.attached(attached.node, attached.incarnation, now)
         else:
             self._findings[attached.node] = NodeDisconnected(node=attached.node, incarnation=attached.incarnation)
@@ -276,7 +294,7 @@ class Desk:
             # It came too late: the node is gone or back already. Should a deadline stay due all the same, do not spin.
             log.debug("finding refused command=%s reason=%s", type(work.body).__name__, error)
             if isinstance(work.body, DeadlinePassed):
-                self._deadlines_from = Micros(self._clock.now() + LATE)
+                self._grace.extend(self._clock.now(), NO_SPIN)
         else:
             log.info("refused command=%s code=%s reason=%s", type(work.body).__name__, error.code, error)
         work.fail(error)
@@ -311,8 +329,9 @@ class Desk:
         """Not durable, so it never happened: forget the state that saw it."""
         if not self._failed_bytes:
             log.error("journal cannot be written, commands are refused until it can: %s", error)
+            self._retry_at = self._clock.elapsed() + RETRY_PERIOD  # later failures must not put it off
+            self._clock.stop()  # nothing can be decided, so no deadline comes nearer
         self._failed_bytes = max(64 * 1024, sum(map(len, batch.records)) if batch is not None else 0)
-        self._retry_at = Micros(self._clock.now() + RETRY_PERIOD)
         await self._rebuild()
         late, self._queue = self._queue, []
         for work in [*works, *late]:
@@ -335,9 +354,11 @@ class Desk:
         try:
             await self._keeper.probe(self._failed_bytes)
         except Unavailable:
-            self._retry_at = Micros(self._clock.now() + RETRY_PERIOD)
+            self._retry_at = self._clock.elapsed() + RETRY_PERIOD
             return
         self._failed_bytes = 0
+        self._clock.go_on()
+        self._grace.extend(self._clock.now(), COMING_BACK)
         log.warning("journal can be written again")
 
     async def _quarantine(self, work: Work, fault: CoreFault) -> None:
@@ -364,13 +385,13 @@ class Desk:
 
     async def _save_snapshot(self) -> None:
         """Between two turns the state is exactly what is durable."""
-        if not self._keeper.wants_snapshot or self._clock.now() < self._retry_at:
+        if not self._keeper.wants_snapshot or self._clock.elapsed() < self._retry_at:
             return
         try:
             assert self._sequence.is_settled, "a snapshot of what is not durable"
             await self._keeper.save_snapshot(self._job.number + 1, self._job.encode())
         except Unavailable as error:
-            self._retry_at = Micros(self._clock.now() + RETRY_PERIOD)
+            self._retry_at = self._clock.elapsed() + RETRY_PERIOD
             log.warning("snapshot not written reason=%s", error)
 
     # Coming in.
@@ -393,7 +414,7 @@ class Desk:
             text = "a command needs a sequence number from 1 on, or it could be applied twice"
             line.stream.send(Refusal(id=request.id, code="malformed", message=text))
             return
-        work = Work(request.body, origin, line, request.id)
+        work = Work(self._in_our_time(request.body, line), origin, line, request.id)
         if not line.gate.admits(request.sequence):
             work.fail(Unavailable("an earlier command of this node was refused for now", self._retry_after()))
             return
@@ -413,5 +434,17 @@ class Desk:
     def _retry_after(self) -> float:
         return max(SHORTEST_RETRY, self._num_refused * SERVICE_TIME)
 
-    def _desired(self, node: NodeId) -> Desired:
-        return self._job.desired(node)
+    def _in_our_time(self, command: Command, line: Line) -> Command:
+        """An agent counts on from the time it was told; what our clock stood still since then it cannot know."""
+        ahead = self._clock.stood_still - line.clock_stood_still
+        if not ahead or not isinstance(command, ReportFailure):
+            return command
+        failures = (replace(failure, exited_at=Micros(failure.exited_at - ahead)) for failure in command.failures)
+        return replace(command, failures=tuple(failures))
+
+    def _desired(self, node: NodeId) -> Desired | None:
+        """None: it left and was replaced in the very batch that had something to tell it."""
+        try:
+            return self._job.desired(node)
+        except Rejected:
+            return None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from dlrover.protocol.frames import Push
-from dlrover.protocol.messages import Attached, Desired, Incarnation, Micros, NodeDisconnected, NodeId
+from dlrover.protocol.messages import Attached, Desired, Incarnation, NodeDisconnected, NodeId
 from dlrover.protocol.serving import AgentStream
 
 RESEND_AFTER = 2_000_000
@@ -51,9 +51,13 @@ class Line:
     incarnation: Incarnation | None = None
     gate: Gate = field(default_factory=Gate)
     is_open: bool = True
-    told: int = -1
+    told: Desired | None = None
+    """The newest level that was sent. Kept whole, because the job may hold a newer one that is not durable yet."""
     told_at: int = 0
+    """By the master's elapsed microseconds, as every `now` here: what is sent again does not wait for the job's time."""
     acknowledged: int = -1
+    clock_stood_still: int = 0
+    """What `MasterClock.stood_still` was at the attach: the agent knows the job's time as it was then."""
 
 
 class Roster:
@@ -65,12 +69,12 @@ class Roster:
         """Known from its first message on."""
         return self._lines.setdefault(stream, Line(stream))
 
-    def attach(self, line: Line, attached: Attached, now: Micros) -> None:
+    def attach(self, line: Line, attached: Attached, now: int) -> None:
         """The line now speaks for the node; an older one of the same node no longer does."""
         assert line.node is None, f"a stream of node {line.node} attached again as node {attached.node}"
         older = self._current.get(attached.node)
         line.node, line.incarnation = attached.node, attached.incarnation
-        line.told, line.told_at = attached.desired.number, now
+        line.told, line.told_at = attached.desired, now
         self._current[attached.node] = line
         if older is not None:
             older.stream.end()
@@ -93,26 +97,29 @@ class Roster:
         if line is not None and line.incarnation == incarnation:
             line.stream.end()
 
-    def push(self, nodes: Iterable[NodeId], desired_of: Callable[[NodeId], Desired], now: Micros) -> None:
-        """State the newest level to those that have a stream; the others hear it when they attach."""
+    def push(self, nodes: Iterable[NodeId], desired_of: Callable[[NodeId], Desired | None], now: int) -> None:
+        """
+        State the newest level to those that have a stream; the others hear it when they attach.
+
+        `desired_of` gives None for a node that is none any more: it left, and another took its rank.
+        """
         for node in nodes:
             line = self._current.get(node)
-            if line is not None:
-                self._tell(line, desired_of(node), now)
+            desired = None if line is None else desired_of(node)
+            if line is None or desired is None or (line.told is not None and desired.number <= line.told.number):
+                continue
+            self._tell(line, desired, now)
 
     def acknowledge(self, line: Line, number: int) -> None:
         line.acknowledged = max(line.acknowledged, number)
 
-    def remind(self, line: Line, desired_of: Callable[[NodeId], Desired], now: Micros) -> None:
+    def remind(self, line: Line, now: int) -> None:
         """Again what was not acknowledged. Asked at each heartbeat, so a living agent always gets it in the end."""
-        if line.node is None or self._current.get(line.node) is not line or line.acknowledged >= line.told:
+        if line.node is None or self._current.get(line.node) is not line or line.told is None:
             return
-        if now - line.told_at >= RESEND_AFTER:
-            line.told = -1
-            self._tell(line, desired_of(line.node), now)
+        if line.acknowledged < line.told.number and now - line.told_at >= RESEND_AFTER:
+            self._tell(line, line.told, now)
 
-    def _tell(self, line: Line, desired: Desired, now: Micros) -> None:
-        if desired.number <= line.told:
-            return
-        line.told, line.told_at = desired.number, now
+    def _tell(self, line: Line, desired: Desired, now: int) -> None:
+        line.told, line.told_at = desired, now
         line.stream.send(Push(desired))

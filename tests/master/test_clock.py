@@ -25,3 +25,18 @@ def test_the_real_one_moves() -> None:
     first = clock.now()
     assert first > 1_600_000_000_000_000
     assert clock.now() >= first
+
+
+def test_stopped_it_stands_still_and_goes_on_from_there() -> None:
+    elapsed = [0]
+    clock = MasterClock(wall=lambda: 0, monotonic=lambda: elapsed[0])
+    elapsed[0] += 5_000
+    clock.stop()
+    elapsed[0] += 7_000
+    clock.stop()
+    assert (clock.now(), clock.elapsed(), clock.stood_still) == (5, 12, 0)
+    clock.go_on()
+    clock.go_on()
+    assert (clock.now(), clock.elapsed(), clock.stood_still) == (5, 12, 7)
+    elapsed[0] += 1_000
+    assert (clock.now(), clock.elapsed(), clock.stood_still) == (6, 13, 7)
