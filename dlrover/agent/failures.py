@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from dlrover.agent.process_tree import Exit
 from dlrover.protocol.messages import MAX_FAILURE_BYTES, FailureKind, Micros, WorkerFailure
+from dlrover.protocol.signals import signal_name
 
 _MAX_MESSAGE_CHARACTERS = 500
 
@@ -230,13 +231,6 @@ def keep_tail(text: str, limit_bytes: int) -> str:
     """The last bytes of the text that fit, without half a character."""
     raw = text.encode("utf-8", "replace")
     return text if len(raw) <= limit_bytes else raw[-limit_bytes:].decode("utf-8", "ignore")
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def count_oom_kills(cgroup_file: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int:

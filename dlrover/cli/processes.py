@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 
 from dlrover.protocol.errors import JobError
+from dlrover.protocol.signals import signal_name
 
 
 class SignalInbox:
@@ -113,14 +114,6 @@ def describe_status(status: int) -> str:
     if os.WIFSIGNALED(status):
         return f"killed by {signal_name(os.WTERMSIG(status))}"
     return f"exit code {os.WEXITSTATUS(status)}"
-
-
-def signal_name(number: int) -> str:
-    """Real-time signals have no name of their own."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def send(pid: int, number: int) -> None:

@@ -11,8 +11,8 @@ import re
 import textwrap
 
 from dlrover.agent.config import AgentResult
-from dlrover.cli.processes import signal_name
 from dlrover.protocol.messages import ExitReason, FailureKind, FirstFailure, JobEnd
+from dlrover.protocol.signals import signal_name
 
 WIDTH = 100
 MAX_TAIL_LINES = 30
