@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import importlib.machinery
 import io
 import json
@@ -25,9 +26,9 @@ import types
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
+from dlrover.protocol.lifeline import follow_parent
 from dlrover.protocol.spawning import ForkWorker
 
-PR_SET_PDEATHSIG = 1
 EXIT_CANNOT_START = 127
 
 _OWN_FILE = __file__
@@ -49,7 +50,9 @@ def become(order: ForkWorker, descriptors: Sequence[int], keep: Collection[int],
     if not os.read(leash, 1):
         os._exit(0)  # nobody knows of us: the agent has asked another zygote, or is gone
     try:
-        set_death_signal(order.agent_pid)
+        # Only now, after the adoption: the signal belongs to whoever is our parent when it is asked for.
+        if not follow_parent(signal.SIGKILL, order.agent_pid):
+            os._exit(0)
         os.setsid()
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         for number in _DEFAULT_ON_START:
@@ -70,25 +73,23 @@ def become(order: ForkWorker, descriptors: Sequence[int], keep: Collection[int],
     os.close(leash)
 
 
-def set_death_signal(parent_pid: int) -> None:
-    """
-    Have the kernel kill us when the parent dies.
+def open_descriptors() -> set[int]:
+    listed = [int(name) for name in os.listdir("/proc/self/fd")]
+    return {descriptor for descriptor in listed if _is_open(descriptor)}  # the listing names its own, too
 
-    Only now, after the adoption: the signal belongs to the parent at the time of its death, and a parent that died
-    before the call would never be noticed, hence the second look.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os._exit(0)
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_GETFD)
+    except OSError:
+        return False
+    return True
 
 
 def close_all_but(keep: Collection[int]) -> None:
-    low = 0
-    for descriptor in sorted(keep):
-        if low < descriptor:  # an empty range would wrap around and close everything
-            os.closerange(low, descriptor)
-        low = descriptor + 1
-    os.closerange(low, os.sysconf("SC_OPEN_MAX"))
+    """One by one: without the system call for ranges Python would try every number up to the limit, often a million."""
+    for descriptor in open_descriptors().difference(keep):
+        os.closerange(descriptor, descriptor + 1)  # unlike `close` it ignores what a device or a network disk answers
 
 
 def command_line(order: ForkWorker) -> list[bytes]:

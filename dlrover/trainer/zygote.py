@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from dlrover.protocol.lifeline import follow_parent
 from dlrover.protocol.local import receive_frame, send_frame
 from dlrover.protocol.spawning import (
     CountDevices,
@@ -49,7 +50,8 @@ _READ_LATER = ("TORCH_NCCL_", "TORCHELASTIC_")
 def main() -> None:
     """Runs in the zygote until the agent hangs up, and in every worker that is forked from it, to its end."""
     arguments = _parse(sys.argv[1:])
-    worker.set_death_signal(arguments.agent_pid)
+    if not follow_parent(signal.SIGKILL, arguments.agent_pid):
+        return  # the agent has gone
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         # The agent decides when we end: it closes the socket or kills us. Ctrl-C in a terminal must not.
         signal.signal(number, signal.SIG_IGN)
@@ -145,12 +147,12 @@ class _Zygote:
             # Off for good. During the imports it would find nothing to free and cost a sixth of their time; later it
             # would touch, and so copy, pages that are shared with all workers.
             gc.disable()
-            known = _open_descriptors()
+            known = worker.open_descriptors()
             try:
                 self._import_all()
             except _CannotWarmError as obstacle:
                 self._restart_cold(str(obstacle))
-            self._library_descriptors = frozenset(_open_descriptors() - known)
+            self._library_descriptors = frozenset(worker.open_descriptors() - known)
             gc.freeze()
         self._reply(Prepared(is_warm=self._is_warm, seconds=time.monotonic() - started_at, note=self._arguments.note))
 
@@ -223,7 +225,10 @@ class _Zygote:
                 worker.close_all_but({0, 1, 2, theirs.fileno(), *self._library_descriptors})
                 for sock in (ours, *self._spares.values()):
                     sock.detach()
-                frame = receive_frame(theirs)
+                try:
+                    frame = receive_frame(theirs)
+                except ConnectionError:
+                    frame = None
                 if frame is None:
                     os._exit(0)  # the zygote has gone
                 theirs.close()
@@ -329,10 +334,6 @@ class _Zygote:
 def _is_read_at_import(name: bytes) -> bool:
     text = os.fsdecode(name)
     return text.startswith(_READ_AT_IMPORT) and not text.startswith(_READ_LATER)
-
-
-def _open_descriptors() -> set[int]:
-    return {int(name) for name in os.listdir("/proc/self/fd")}
 
 
 def _check_forkable(culprit: str) -> None:

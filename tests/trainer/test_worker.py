@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
+import subprocess
 import sys
+import textwrap
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dlrover.agent.config import EntryKind
 from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.spawner import Spawner, StartFailed
-from dlrover.trainer import function
+from dlrover.trainer import function, worker
 from tests.agent.lab import environment, run_plainly, run_worker, write
 
 FACTS = """
@@ -284,3 +288,55 @@ async def test_ps_shows_the_script(spawner: Spawner, tree: ProcessTree, tmp_path
     script = write(tmp_path / "named.py", "print(open('/proc/self/cmdline').read().split('\\0')[0])")
     ended = await run_worker(spawner, tree, script, "--lr", "1", scratch=tmp_path)
     assert ended.stdout == f"{sys.executable} -u {script} --lr 1\n"
+
+
+def run_apart(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """For what no test process survives."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, **options)
+
+
+def test_closing_finds_descriptors_above_the_limit() -> None:
+    done = run_apart(
+        """
+        import os, resource
+        from dlrover.trainer.worker import close_all_but, open_descriptors
+        os.dup2(1, 700)
+        os.dup2(1, 20)
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        close_all_but({0, 1, 2, 20, 30})
+        print(sorted(open_descriptors()))
+        """
+    )
+    assert done.stdout == "[0, 1, 2, 20]\n", done.stderr
+
+
+def test_only_open_descriptors_are_listed() -> None:
+    for descriptor in worker.open_descriptors():
+        os.fstat(descriptor)
+
+
+def test_a_worker_that_could_outlive_its_agent_does_not_start() -> None:
+    """As in a sandbox that forbids prctl."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(b"!")
+        done = run_apart(
+            f"""
+            import os, types
+            from dlrover.protocol import lifeline
+            from dlrover.protocol.spawning import ForkWorker
+            from dlrover.trainer import worker
+            order = ForkWorker(
+                id=1, agent_pid=os.getppid(), kind="program", target=b"/bin/echo", args=(b"ran",), environ={{}}, cwd=b"/",
+                umask=0, interpreter=b"", is_warm=False,
+            )
+            lifeline.ctypes.CDLL = lambda *_, **__: types.SimpleNamespace(prctl=lambda *_: -1)
+            worker.become(order, (0, 1, 2, {theirs.fileno()}), (), is_warm=False)
+            """,
+            pass_fds=(theirs.fileno(),),
+        )
+        theirs.close()
+        assert (done.returncode, done.stdout) == (worker.EXIT_CANNOT_START, "")
+        assert b"prctl(PR_SET_PDEATHSIG)" in ours.recv(4096)
