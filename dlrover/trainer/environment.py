@@ -18,14 +18,9 @@ from dlrover.protocol.messages import Round
 
 class WorkerEnvironment(Struct, frozen=True, kw_only=True):
     agent_socket: str
-    job_name: str
     round: Round
-    node_rank: int
     local_rank: int
     """On this node, also under --virtual-local-rank, which shows every script a LOCAL_RANK of 0."""
-    global_rank: int
-    paral_config_path: str
-    metrics_path: str
 
 
 def read(environ: Mapping[str, str]) -> WorkerEnvironment | None:
@@ -34,13 +29,8 @@ def read(environ: Mapping[str, str]) -> WorkerEnvironment | None:
         return None
     return WorkerEnvironment(
         agent_socket=environ["DLROVER_AGENT_SOCKET"],
-        job_name=environ.get("DLROVER_JOB_NAME", ""),
         round=Round(int(environ.get("DLROVER_ROUND", "0"))),
-        node_rank=int(environ.get("DLROVER_NODE_RANK", "0")),
         local_rank=int(environ.get("DLROVER_LOCAL_RANK", environ.get("LOCAL_RANK", "0"))),
-        global_rank=int(environ.get("RANK", "0")),
-        paral_config_path=environ.get("DLROVER_PARAL_CONFIG_PATH", ""),
-        metrics_path=environ.get("RUNTIME_METRICS_PATH", ""),
     )
 
 
