@@ -43,6 +43,11 @@ _MAX_ATTEMPTS = 3
 A request that has outlived so many zygotes is refused; so many zygotes dead before their first word: no more warm
 ones.
 """
+_RESTART_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""
+Seconds between attempts to start a zygote when the kernel has no memory or no process for it. Afterwards only a request
+for a worker tries again.
+"""
 
 
 class StartFailed(JobError):
@@ -73,8 +78,10 @@ class Spawner:
         self._num_early_deaths = 0
         self._spare_pids: set[int] = set()
         self._prepared: Prepared | None = None
-        self._prepared_waiters: list[asyncio.Future[Prepared]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._restart: asyncio.TimerHandle | None = None
+        self._why_none = ""
+        self._is_closed = False
 
     @classmethod
     def start(
@@ -109,18 +116,9 @@ class Spawner:
         """What the zygote said of itself; until it has spoken, what we asked for."""
         return self._prepared.is_warm if self._prepared is not None else self._wants_warm
 
-    async def wait_prepared(self) -> Prepared:
-        """Until the imports are done."""
-        loop = self._attach()
-        if self._prepared is not None:
-            return self._prepared
-        waiter: asyncio.Future[Prepared] = loop.create_future()
-        self._prepared_waiters.append(waiter)
-        return await waiter
-
     async def count_devices(self, kind: str) -> int:
         """What torchrun's `--nproc-per-node=auto|cpu|gpu|xpu` stands for on this node."""
-        request = _Request(CountDevices(id=self._new_id(), kind=kind), (), self._attach())
+        request = _Request(CountDevices(id=self._new_id(), kind=kind), self._attach())
         answer = await self._ask(request)
         if isinstance(answer, Refused):
             raise ConfigError(f"--nproc-per-node={kind}: {answer.message} Give a number, or auto.")
@@ -144,11 +142,9 @@ class Spawner:
     ) -> Leash:
         """
         Fork a worker with these stdin, stdout and stderr, which stay the caller's. It runs nothing before
-        `Leash.release`.
+        `Leash.release`; of one whose caller is cancelled meanwhile nothing is left.
         """
         loop = self._attach()
-        ours, theirs = socket.socketpair()
-        leash = Leash(ours)
         umask = os.umask(0o077)
         os.umask(umask)
         message = ForkWorker(
@@ -163,28 +159,22 @@ class Spawner:
             interpreter=os.fsencode(self._interpreter),
             is_warm=self._wants_warm,
         )
-        try:
-            with theirs:
-                # Own copies: the request may have to be sent to another zygote when the caller's are closed already.
-                descriptors = tuple(os.dup(descriptor) for descriptor in (*streams, theirs.fileno()))
-            request = _Request(message, descriptors, loop)
-            size = sum(len(name) + len(value) for name, value in message.environ.items())
-            if size + sum(map(len, message.args)) > MAX_MESSAGE_BYTES - 65536:
-                raise StartFailed(
-                    "The environment and arguments of a worker are larger than 4 MB; nothing can be started."
-                )
-            answer = await self._ask(request)
-            if isinstance(answer, Refused):
-                raise StartFailed(answer.message)
-        except BaseException:
-            leash.close()
-            raise
+        size = sum(len(name) + len(value) for name, value in message.environ.items())
+        if size + sum(map(len, message.args)) > MAX_MESSAGE_BYTES - 65536:
+            raise StartFailed("The environment and arguments of a worker are larger than 4 MB; nothing can be started.")
+        request = _Request(message, loop, streams)
+        answer = await self._ask(request)
+        if isinstance(answer, Refused):
+            raise StartFailed(answer.message)
         assert isinstance(answer, Forked), f"{answer} as a reply to a fork request"
-        leash.pid = answer.pid
-        return leash
+        assert request.leash is not None, "a worker without a leash"
+        request.leash.pid = answer.pid
+        return request.leash
 
     def close(self) -> None:
-        """End the zygote. Workers live on; whoever still waits for an answer gets an error."""
+        """End the zygote. Workers live on; whoever still waits for an answer, or asks later, gets an error."""
+        self._is_closed = True
+        self._cancel_restart()
         self._disconnect()
         self._prepared = None
         if self._process is not None:
@@ -209,10 +199,14 @@ class Spawner:
         if self._wants_warm:
             # Starts its threads at import, and a fork needs a process without any. Workers get their own number back.
             environ[b"OPENBLAS_NUM_THREADS"] = b"1"
-        with theirs:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environ, close_fds=True
-            )
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environ, close_fds=True
+                )
+        except BaseException:
+            ours.close()
+            raise
         ours.setblocking(False)
         self._socket = ours
         self._frames = FrameBuffer()
@@ -220,39 +214,54 @@ class Spawner:
         self._spare_pids = set()  # those of a dead zygote end with it
 
     def _attach(self) -> asyncio.AbstractEventLoop:
-        """Listen to the zygote on the running loop. asyncio is imported only now: see the top."""
+        """
+        Listen to the zygote on the running loop, to a new one if there is none. Raises StartFailed if there cannot be.
+
+        asyncio is imported only now: see the top.
+        """
         import asyncio
 
+        if self._is_closed:
+            raise StartFailed("The agent ends.")
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            assert self._process is not None, "the spawner is closed"
+            self._cancel_restart()
             self._loop = loop
-            self._listen()
+            if self._process is not None:
+                self._listen()
+        if self._process is None and not self._restart_zygote():
+            raise StartFailed(self._why_none)
         return loop
 
     def _listen(self) -> None:
         assert self._loop is not None, "not attached to a loop"
         assert self._socket is not None, "no zygote to listen to"
         self._loop.add_reader(self._socket.fileno(), self._on_readable)
-        if self._outbox:
-            self._on_writable()
 
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id - 1
 
     async def _ask(self, request: _Request) -> Forked | Counted | Refused:
+        answer: Forked | Counted | Refused | None = None
         self._requests[request.message.id] = request
-        self._post(request)
         try:
-            return await request.answer
+            self._post(request)
+            self._on_writable()
+            answer = await request.answer
+            return answer
         finally:
             self._requests.pop(request.message.id, None)
-            request.close()
+            request.close(keep_leash=isinstance(answer, Forked))
 
     def _post(self, request: _Request) -> None:
+        """Into the outbox, for whatever zygote there is."""
+        try:
+            request.begin_attempt()
+        except OSError as error:
+            request.refuse(f"no descriptors for another worker: {error.strerror}")
+            return
         self._outbox.append(_Parcel(pack(msgspec.msgpack.encode(request.message)), request))
-        self._on_writable()
 
     def _on_writable(self) -> None:
         assert self._loop is not None, "not attached to a loop"
@@ -272,8 +281,10 @@ class Spawner:
             self._loop.add_writer(self._socket.fileno(), self._on_writable)
             return
         except OSError:
-            self._on_lost()
-            return
+            # It is dead or of no use. The end of file on its socket says so, after all that it had still answered;
+            # that alone leads to another one.
+            assert self._process is not None, "a socket without a zygote"
+            self._process.kill()
         self._loop.remove_writer(self._socket.fileno())
 
     def _on_readable(self) -> None:
@@ -296,10 +307,6 @@ class Spawner:
             self._num_early_deaths = 0
             if message.note:
                 _log.warning("Workers start cold, each importing torch itself: %s.", message.note)
-            waiters, self._prepared_waiters = self._prepared_waiters, []
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(message)
             return
         if isinstance(message, Spares):
             self._spare_pids = set(message.pids)
@@ -317,30 +324,55 @@ class Spawner:
         self._process.kill()
         status = self._process.wait()
         _log.warning("The zygote (pid %d) died with status %d; starting another.", self._process.pid, status)
+        self._process = None
+        self._spare_pids = set()  # they end with it
         if self._prepared is None:
             self._num_early_deaths += 1
             if self._num_early_deaths == _MAX_ATTEMPTS and self._wants_warm:
                 _log.warning("%d zygotes died while importing; workers start cold from now on.", _MAX_ATTEMPTS)
                 self._wants_warm = False
             if self._num_early_deaths >= 2 * _MAX_ATTEMPTS:
-                self._process = None
+                # Only a later request tries again: what kills them may pass, but not by being repeated.
                 self._fail_all(
                     "The process that starts workers dies again and again; see the log above for its last words."
                 )
                 return
-        self._start_zygote()
-        self._outbox.clear()
+        self._keep_trying(_RESTART_DELAYS)
+
+    def _keep_trying(self, delays: Sequence[float]) -> None:
+        """Start a zygote; as long as the kernel refuses, try again after these delays."""
+        assert self._loop is not None, "not attached to a loop"
+        self._restart = None
+        if not self._restart_zygote() and delays:
+            self._restart = self._loop.call_later(delays[0], self._keep_trying, delays[1:])
+
+    def _restart_zygote(self) -> bool:
+        """Start one and repeat to it what waits. False if the kernel refuses: what waits has failed then."""
+        try:
+            self._start_zygote()
+        except OSError as error:
+            # No memory, no process, no descriptor: after an out-of-memory kill all of them are likely, and pass.
+            self._why_none = f"The process that starts workers cannot be started: {error.strerror or error}."
+            _log.warning("%s", self._why_none)
+            self._fail_all(self._why_none)
+            return False
+        self._cancel_restart()
         self._listen()
-        for request in list(self._requests.values()):
-            request.num_attempts += 1
+        self._outbox.clear()
+        for request in self._requests.values():
             if request.answer.done():
                 continue
             if request.num_attempts >= _MAX_ATTEMPTS:
-                request.answer.set_result(
-                    Refused(id=request.message.id, message=f"{_MAX_ATTEMPTS} zygotes died over this request")
-                )
+                request.refuse(f"{_MAX_ATTEMPTS} zygotes died over this request")
             else:
                 self._post(request)
+        self._on_writable()
+        return True
+
+    def _cancel_restart(self) -> None:
+        if self._restart is not None:
+            self._restart.cancel()
+            self._restart = None
 
     def _disconnect(self) -> None:
         if self._socket is None:
@@ -353,12 +385,7 @@ class Spawner:
 
     def _fail_all(self, reason: str) -> None:
         for request in self._requests.values():
-            if not request.answer.done():
-                request.answer.set_result(Refused(id=request.message.id, message=reason))
-        for waiter in self._prepared_waiters:
-            if not waiter.done():
-                waiter.set_exception(StartFailed(reason))
-        self._prepared_waiters = []
+            request.refuse(reason)
         self._outbox.clear()
 
 
@@ -396,18 +423,60 @@ class Leash:
 
 
 class _Request:
+    """A question that waits for its answer, and the descriptors that travel with it."""
+
     def __init__(
-        self, message: ForkWorker | CountDevices, descriptors: tuple[int, ...], loop: asyncio.AbstractEventLoop
+        self, message: ForkWorker | CountDevices, loop: asyncio.AbstractEventLoop, streams: Sequence[int] = ()
     ) -> None:
         self.message = message
-        self.descriptors = descriptors
         self.num_attempts = 0
+        self.leash: Leash | None = None
         self.answer: asyncio.Future[Forked | Counted | Refused] = loop.create_future()
+        self._streams = streams
+        self._worker_end: socket.socket | None = None
+        self._copies: list[int] = []
 
-    def close(self) -> None:
-        for descriptor in self.descriptors:
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        return () if self._worker_end is None else (*self._copies, self._worker_end.fileno())
+
+    def begin_attempt(self) -> None:
+        """
+        Each attempt has a leash of its own: the zygote before may have forked a worker that we shall never hear of, and
+        that one has to find the end of its file, not to share a leash with its successor.
+        """
+        self.num_attempts += 1
+        if not isinstance(self.message, ForkWorker):
+            return
+        self._drop_leash()
+        # Own copies: the request may have to be sent to another zygote when the caller's are closed already.
+        while len(self._copies) < len(self._streams):
+            self._copies.append(os.dup(self._streams[len(self._copies)]))
+        ours, self._worker_end = socket.socketpair()
+        self.leash = Leash(ours)
+
+    def refuse(self, reason: str) -> None:
+        if not self.answer.done():
+            self.answer.set_result(Refused(id=self.message.id, message=reason))
+
+    def close(self, *, keep_leash: bool) -> None:
+        if not keep_leash:
+            self._drop_leash()
+        self._close_worker_end()
+        for descriptor in self._copies:
             os.close(descriptor)
-        self.descriptors = ()
+        self._copies = []
+
+    def _drop_leash(self) -> None:
+        if self.leash is not None:
+            self.leash.close()
+            self.leash = None
+        self._close_worker_end()
+
+    def _close_worker_end(self) -> None:
+        if self._worker_end is not None:
+            self._worker_end.close()
+            self._worker_end = None
 
 
 class _Parcel:

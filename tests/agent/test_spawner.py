@@ -1,19 +1,52 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dlrover.agent import spawner as spawner_module
 from dlrover.agent.config import EntryKind
-from dlrover.agent.process_tree import ProcessTree
+from dlrover.agent.process_tree import ProcessTree, descendants
 from dlrover.agent.spawner import Spawner, StartFailed
 from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.spawning import Forked, FromZygote
 from tests.agent.lab import Ended, environment, is_alive, is_gone, run_worker, start_process, until, write
+
+
+async def until_prepared(spawner: Spawner) -> None:
+    """Questions are answered in order, and only after the imports."""
+    await spawner.count_devices("cpu")
+
+
+def idle_order(scratch: Path) -> dict[str, Any]:
+    """Arguments of `spawn` for a worker that leaves a mark if it ever runs."""
+    script = write(scratch / "mark.py", f"open({str(scratch / 'mark')!r}, 'a').write('x')")
+    return {"kind": EntryKind.SCRIPT, "target": script, "args": (), "environ": environment(), "streams": (0, 1, 2)}
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+async def own_spawner(
+    tree: ProcessTree, spawner: Spawner, cold_spawner: Spawner, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Spawner]:
+    """A cold one, for tests that harm it."""
+    own = Spawner.start(is_warm=False)
+    others = (spawner, cold_spawner, own)
+    monkeypatch.setattr(tree, "_keep", lambda: [pid for each in others for pid in each.zygote_pids])
+    yield own
+    own.close()
 
 
 def test_starting_needs_neither_asyncio_nor_grpc() -> None:
@@ -37,10 +70,8 @@ async def test_requests_may_come_while_the_zygote_still_imports(tmp_path: Path) 
             asyncio.create_task(run_worker(spawner, tree, script, str(i), scratch=tmp_path, environ=big))
             for i in range(4)
         ]
-        prepared = await spawner.wait_prepared()
-        assert prepared.is_warm
-        assert prepared.note == ""
         assert [(ended.code, ended.stdout) for ended in await asyncio.gather(*early)] == [(0, "True")] * 4
+        assert spawner.is_warm
     finally:
         spawner.close()
         tree.close()
@@ -67,7 +98,7 @@ async def test_a_dead_zygote_harms_no_worker_and_is_replaced(
 async def test_a_request_that_the_dead_zygote_had_not_answered_is_repeated_once(
     spawner: Spawner, tree: ProcessTree, tmp_path: Path
 ) -> None:
-    await spawner.wait_prepared()
+    await until_prepared(spawner)
     former = spawner.zygote_pids[0]
     marks = tmp_path / "marks"
     script = write(tmp_path / "mark.py", f"open({str(marks)!r}, 'a').write('x')")
@@ -91,8 +122,193 @@ async def test_a_worker_that_is_never_released_runs_nothing(
     assert not mark.exists()
 
 
+async def test_where_no_zygote_survives_every_request_is_refused(
+    own_spawner: Spawner, tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = idle_order(tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(spawner_module, "_CODE", "raise SystemExit(3)")
+        os.kill(own_spawner.zygote_pids[0], signal.SIGKILL)
+        for _round in range(2):
+            with pytest.raises(StartFailed, match=r"zygotes died|dies again and again"):
+                await asyncio.wait_for(own_spawner.spawn(**order), 30)
+        await until(lambda: not own_spawner.zygote_pids)
+        with pytest.raises(StartFailed, match="dies again and again"):
+            await asyncio.wait_for(own_spawner.spawn(**order), 30)
+        assert own_spawner.zygote_pids == ()
+    ended = await run_worker(own_spawner, tree, write(tmp_path / "s.py", "print('well')"), scratch=tmp_path)
+    assert ended.stdout == "well\n"
+
+
+async def test_a_kernel_that_has_no_process_for_a_zygote_is_asked_again(
+    own_spawner: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = idle_order(tmp_path)
+    num_refusals = 0
+
+    def refuse(*_arguments: object, **_options: object) -> None:
+        nonlocal num_refusals
+        num_refusals += 1
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(spawner_module, "_RESTART_DELAYS", (0.01, 0.02, 0.03))
+    await until_prepared(own_spawner)
+    former = own_spawner.zygote_pids[0]
+    os.kill(former, signal.SIGSTOP)
+    waiting = asyncio.create_task(own_spawner.spawn(**order))
+    await asyncio.sleep(0)
+    before = num_descriptors()
+    with monkeypatch.context() as full:
+        full.setattr(subprocess, "Popen", refuse)
+        os.kill(former, signal.SIGKILL)
+        with pytest.raises(StartFailed, match="Resource temporarily unavailable"):
+            await asyncio.wait_for(waiting, 30)
+        await until(lambda: num_refusals == 4)
+        assert own_spawner._restart is None, "tried for ever"
+        with pytest.raises(StartFailed, match="Resource temporarily unavailable"):
+            await asyncio.wait_for(own_spawner.spawn(**order), 30)
+        assert num_refusals == 5
+        assert num_descriptors() < before
+    leash = await own_spawner.spawn(**order)  # asks again itself
+    leash.close()
+
+    with monkeypatch.context() as full:
+        full.setattr(subprocess, "Popen", refuse)
+        os.kill(own_spawner.zygote_pids[0], signal.SIGKILL)
+        await until(lambda: num_refusals == 6)
+    await until(lambda: own_spawner.zygote_pids)  # without anybody asking
+    leash = await own_spawner.spawn(**order)
+    leash.close()
+    assert own_spawner._restart is None
+
+
+DIES_BEFORE_IT_ANSWERS = """
+import os, signal
+from dlrover.trainer import zygote
+
+tell = zygote._Zygote._tell
+
+def tell_or_die(self, number, pid):
+    if not os.path.exists(os.environ["TWIN"]):
+        with open(os.environ["TWIN"], "w") as file:
+            file.write(str(pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    tell(self, number, pid)
+
+zygote._Zygote._tell = tell_or_die
+zygote.main()
+"""
+
+
+async def test_a_worker_that_nobody_heard_of_does_not_share_the_leash_of_its_twin(
+    tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spawner_module, "_CODE", DIES_BEFORE_IT_ANSWERS)
+    twin = tmp_path / "twin"
+    spawner = Spawner.start(is_warm=False, environ=environment(TWIN=str(twin)))
+    monkeypatch.setattr(tree, "_keep", lambda keep=tree._keep: (*keep(), *spawner.zygote_pids))
+    try:
+        marks = tmp_path / "marks"
+        script = write(tmp_path / "s.py", f"import os; open({str(marks)!r}, 'a').write(f'{{os.getpid()}} ')")
+        ended = await asyncio.wait_for(run_worker(spawner, tree, script, scratch=tmp_path), 20)
+        assert ended.code == 0
+        await until(lambda: is_gone(int(twin.read_text())))
+        assert marks.read_text() == f"{ended.pid} "
+    finally:
+        spawner.close()
+
+
+async def test_a_zygote_that_dies_while_requests_are_repeated_gets_none_twice(
+    own_spawner: Spawner, tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await until_prepared(own_spawner)
+    former = own_spawner.zygote_pids[0]
+    script = write(tmp_path / "s.py", "print('ran')")
+    os.kill(former, signal.SIGSTOP)
+    asked = [asyncio.create_task(run_worker(own_spawner, tree, script, scratch=tmp_path)) for _ in range(2)]
+    await asyncio.sleep(0)
+    send_some = spawner_module.send_some
+    outcomes = [BrokenPipeError(errno.EPIPE, "Broken pipe")]
+
+    def fail_once(*arguments: Any) -> int:
+        if outcomes:
+            raise outcomes.pop()
+        return send_some(*arguments)
+
+    monkeypatch.setattr(spawner_module, "send_some", fail_once)
+    os.kill(former, signal.SIGKILL)
+    assert [ended.stdout for ended in await asyncio.wait_for(asyncio.gather(*asked), 20)] == ["ran\n"] * 2
+    assert not outcomes
+    assert descendants(os.getpid(), keep=tree._keep()) == []
+
+
+@pytest.mark.parametrize("moment", ["sent", "answered"])
+async def test_a_cancelled_start_leaves_nothing_behind(
+    own_spawner: Spawner, tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    await until_prepared(own_spawner)
+    zygote = own_spawner.zygote_pids[0]
+    before = num_descriptors(), len(os.listdir(f"/proc/{zygote}/fd"))
+    if moment == "sent":
+        os.kill(zygote, signal.SIGSTOP)
+    asked = asyncio.create_task(own_spawner.spawn(**idle_order(tmp_path)))
+    if moment == "sent":
+        await asyncio.sleep(0)
+        asked.cancel()
+    else:
+        take = own_spawner._take
+
+        def take_and_cancel(message: FromZygote) -> None:
+            take(message)
+            if isinstance(message, Forked):
+                asked.cancel()
+
+        monkeypatch.setattr(own_spawner, "_take", take_and_cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert num_descriptors() == before[0]
+    os.kill(zygote, signal.SIGCONT)
+    await until_prepared(own_spawner)
+    await until(lambda: descendants(os.getpid(), keep=tree._keep()) == [])
+    assert len(os.listdir(f"/proc/{zygote}/fd")) == before[1]
+    assert own_spawner.zygote_pids == (zygote,)
+    assert not (tmp_path / "mark").exists()
+
+
+async def test_a_start_that_is_refused_here_leaves_no_descriptor(
+    own_spawner: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await until_prepared(own_spawner)
+    order = idle_order(tmp_path)
+    before = num_descriptors()
+    with pytest.raises(StartFailed, match="larger than 4 MB"):
+        await own_spawner.spawn(**order | {"args": ("x" * 5_000_000,)})
+    assert num_descriptors() == before
+
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socketpair", refuse)
+    with pytest.raises(StartFailed, match="Too many open files"):
+        await own_spawner.spawn(**order)
+    assert num_descriptors() == before
+
+
+async def test_descriptors_that_a_library_opened_stay_open_in_workers(tmp_path: Path) -> None:
+    write(tmp_path / "holder.py", "import os; descriptor = os.open('/dev/zero', os.O_RDONLY)")
+    spawner = Spawner.start(preload=["holder"], search_path=str(tmp_path))
+    tree = ProcessTree(keep=lambda: spawner.zygote_pids)
+    try:
+        script = write(tmp_path / "s.py", "import holder, os; print(os.readlink(f'/proc/self/fd/{holder.descriptor}'))")
+        ended = await run_worker(spawner, tree, script, scratch=tmp_path)
+        assert ended.stdout == "/dev/zero\n", ended.stderr
+    finally:
+        spawner.close()
+        tree.close()
+
+
 async def test_fifty_workers_leave_no_descriptor_behind(spawner: Spawner, tree: ProcessTree, tmp_path: Path) -> None:
-    await spawner.wait_prepared()
+    await until_prepared(spawner)
     script = write(tmp_path / "short.py", "import os; os._exit(0)")
     zygote = spawner.zygote_pids[0]
 
@@ -130,7 +346,7 @@ async def test_devices_are_counted_as_torchrun_counts_them(spawner: Spawner) -> 
     ids=["thread", "error", "missing"],
 )
 async def test_a_preload_that_cannot_be_forked_is_refused_and_workers_start_cold(
-    tmp_path: Path, source: str, expected: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, source: str, expected: str
 ) -> None:
     write(tmp_path / "bad_preload.py", source)
     spawner = Spawner.start(preload=["bad_preload"], search_path=str(tmp_path))
@@ -138,26 +354,24 @@ async def test_a_preload_that_cannot_be_forked_is_refused_and_workers_start_cold
     try:
         script = write(tmp_path / "s.py", "import sys; print('torch' in sys.modules)")
         ended = await run_worker(spawner, tree, script, scratch=tmp_path)
-        prepared = await spawner.wait_prepared()
-        assert not prepared.is_warm
-        assert "--preload bad_preload" in prepared.note
-        assert expected in prepared.note
+        assert not spawner.is_warm
+        assert "--preload bad_preload" in caplog.text
+        assert expected in caplog.text
         assert (ended.code, ended.stdout) == (0, "False\n")
     finally:
         spawner.close()
         tree.close()
 
 
-async def test_without_torch_workers_start_cold(tmp_path: Path) -> None:
+async def test_without_torch_workers_start_cold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path / "lib" / "torch.py", "raise ImportError('libtorch is broken')")
     spawner = Spawner.start(environ=environment(PYTHONPATH=str(tmp_path / "lib")))
     tree = ProcessTree(keep=lambda: spawner.zygote_pids)
     try:
         ended = await run_worker(spawner, tree, write(tmp_path / "s.py", "print('ran')"), scratch=tmp_path)
-        prepared = await spawner.wait_prepared()
-        assert not prepared.is_warm
-        assert "torch cannot be imported" in prepared.note
-        assert "libtorch is broken" in prepared.note
+        assert not spawner.is_warm
+        assert "torch cannot be imported" in caplog.text
+        assert "libtorch is broken" in caplog.text
         assert (ended.code, ended.stdout) == (0, "ran\n")
     finally:
         spawner.close()
@@ -200,14 +414,13 @@ async def test_another_interpreter_means_a_cold_start(tmp_path: Path) -> None:
 async def test_closing_answers_everyone_who_waits(tmp_path: Path) -> None:
     spawner = Spawner.start()
     asked = asyncio.create_task(spawner.count_devices("cpu"))
-    waiting = asyncio.create_task(spawner.wait_prepared())
     await asyncio.sleep(0)
     pid = spawner.zygote_pids[0]
     spawner.close()
     with pytest.raises(ConfigError, match="The agent ends"):
         await asked
-    with pytest.raises(StartFailed):
-        await waiting
+    with pytest.raises(StartFailed, match="The agent ends"):
+        await spawner.spawn(**idle_order(tmp_path))
     assert is_gone(pid)
     assert spawner.zygote_pids == ()
 
@@ -250,7 +463,7 @@ async def test_sigkill_of_the_agent_ends_workers_and_zygote(tmp_path: Path, mode
 async def test_workers_are_forked_ahead_and_used_for_the_next_start(
     spawner: Spawner, tree: ProcessTree, tmp_path: Path
 ) -> None:
-    await spawner.wait_prepared()
+    await until_prepared(spawner)
     script = write(tmp_path / "s.py", "import random, sys; print(random.random(), sys.argv[1])")
     environ = environment(LOCAL_WORLD_SIZE="2")
 
