@@ -11,11 +11,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from dlrover.core import restarts as blame
-from dlrover.core.course import Course, is_running
-from dlrover.core.nodes import NodeLife
+from dlrover.core.course import Course, gone_times, is_running
+from dlrover.core.nodes import NodeLife, after_outage
 from dlrover.core.rendezvous import Joined
-from dlrover.core.state import JobState
 from dlrover.core.turn import Origin, micros
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import (
@@ -33,7 +34,6 @@ from dlrover.protocol.messages import (
     LeaveJob,
     LeaveReason,
     MasterStarted,
-    Micros,
     NodeDisconnected,
     NodeId,
     NodeSilent,
@@ -46,6 +46,8 @@ from dlrover.protocol.messages import (
 
 _LARGEST = 2**53
 """No counter of an agent comes near; beyond it is rubbish, and adding to it must not overflow the encoding."""
+_MOST_WORKERS = 65_536
+"""On one node. No machine has so many devices, and the sum over all nodes must not overflow the encoding either."""
 
 
 def check_sender(command: Command, origin: Origin | None) -> None:
@@ -72,13 +74,16 @@ def _master_started(command: MasterStarted, course: Course) -> Reply:
             f"The journal belongs to job {state.job_name!r}, not to {command.job_name!r}.", code="job-differs"
         )
 
-    outage = course.now - state.now if state.master_epoch else 0
     state.master_epoch = command.master_epoch
     state.job_name = state.job_name or command.job_name
     state.nodes.master_restarted(course.now)
-    state.rendezvous.master_restarted(outage)
+    if state.terms is not None:
+        state.rendezvous.master_restarted(state.terms.limits, state.now, course.now)
+    if state.restarts.incident is not None:
+        state.restarts.incident.master_restarted(course.now - state.now)
     if state.drains_at is not None:
-        state.drains_at = Micros(state.drains_at + outage)
+        state.drains_at = after_outage(state.drains_at, state.now, course.now)
+    # When the newest world began stays as it is: its workers train on without a master.
     course.touch_all()
     if state.end is not None and state.stage is Stage.STOPPED:
         # The former master may have died between its commit and its exit.
@@ -89,10 +94,14 @@ def _master_started(command: MasterStarted, course: Course) -> Reply:
 def _attach(command: Attach, course: Course) -> Reply:
     state, nodes = course.state, course.state.nodes
     _check_attach(command)
-    if state.terms is not None and command.terms != state.terms:
-        raise Rejected(_differing_terms(state.terms, command.terms, command.host), code="terms-differ")
+    _check_terms(command, state.terms)
+    if command.master_epoch > max(state.master_epoch, _LARGEST):
+        raise Rejected(f"There never was a master epoch {command.master_epoch}.", code="malformed")
     node = nodes.of_launch(command.launch)
-    if node is not None and 0 < command.incarnation < node.incarnation:
+    is_older = node is not None and 0 < command.incarnation < node.incarnation
+    # The same process, so nobody acts under the newer incarnation yet: its answer was lost on the way.
+    is_unheard = is_older and node is not None and command.life != "" and command.life == node.process
+    if node is not None and is_older and not is_unheard:
         raise Rejected(
             f"Incarnation {command.incarnation} of {node.label} is over; {node.incarnation} is the newest.",
             code="stale-incarnation",
@@ -109,11 +118,15 @@ def _attach(command: Attach, course: Course) -> Reply:
 
     if state.terms is None:
         state.terms = command.terms
+    if command.master_epoch > state.master_epoch:
+        # Our journal was lost. Wishes of an epoch below the newest that agents have seen would be refused as outdated.
+        state.master_epoch = command.master_epoch + 1
+        course.touch_all()
     if holder is not None:
         course.lose(holder, NodeLife.GONE, f"{holder.label} is replaced by {command.host}")
     if node is None:
         node = course.admit(command)
-    elif node.life is NodeLife.ALIVE and command.incarnation == node.incarnation:
+    elif node.life is NodeLife.ALIVE and (is_unheard or command.incarnation == node.incarnation):
         course.reattach(node, command)
     else:
         course.renew(node, command)
@@ -143,8 +156,8 @@ def _join(command: JoinRendezvous, course: Course) -> Reply:
         )
     if node.finished_round:
         raise Rejected(f"{node.label} has finished in round {node.finished_round}.", code="finished")
-    if command.local_world_size < 1 or not command.offer:
-        raise Rejected("A join needs at least one worker and an offer of host:port.", code="malformed")
+    if not 1 <= command.local_world_size <= _MOST_WORKERS or not command.offer:
+        raise Rejected(f"A join needs from 1 to {_MOST_WORKERS} workers and an offer of host:port.", code="malformed")
     if rdzv.is_offer_used(node.id, command.offer) and not command.is_offer_reused:
         raise Rejected(
             f"{command.offer} served an earlier round; a port is never used for two. Bind another.",
@@ -192,8 +205,7 @@ def _report_finished(command: ReportFinished, course: Course) -> Reply:
         raise Rejected(f"There was no round {command.round} yet; the newest is {rdzv.round}.", code="unknown-round")
 
     node.reached(command.step)
-    if command.round == rdzv.round:
-        course.finish_node(node)
+    course.finish_node(node, command.round)
     course.advance()
     return Done()
 
@@ -241,8 +253,9 @@ def _deadline_passed(command: DeadlinePassed, course: Course) -> Reply:
     match command.kind:
         case DeadlineKind.NODE_GONE:
             node = state.nodes.live.get(NodeId(command.id))
-            if node is not None and node.id in state.nodes.broken and _gone_at(state, node.id) <= course.now:
-                course.lose(node, NodeLife.GONE, f"{node.label} lost its connection and did not come back")
+            gone_at = None if node is None else gone_times(state, [node.id]).get(node.id)
+            if node is not None and gone_at is not None and gone_at <= course.now:
+                course.give_up(node)
         case DeadlineKind.DRAIN:
             if state.drains_at is not None and state.drains_at <= course.now:
                 for _, node in sorted(state.nodes.live.items()):
@@ -261,18 +274,21 @@ def _stop_job(command: StopJob, course: Course) -> Reply:
     return Done()
 
 
-def _gone_at(state: JobState, node: NodeId) -> Micros:
-    return state.nodes.gone_at(node, has_spare=state.rendezvous.has_spare())
-
-
 def _check_attach(command: Attach) -> None:
     counters = (command.incarnation, command.running_round, command.node_rank or 0)
-    if not command.launch or command.local_world_size < 1 or min(counters) < 0 or max(counters) > _LARGEST:
+    is_size_sane = 1 <= command.local_world_size <= _MOST_WORKERS
+    if not command.launch or not is_size_sane or min(counters) < 0 or max(counters) > _LARGEST:
         raise Rejected(
-            "An attach needs a launch, at least one worker, and no negative or absurd number in node_rank, "
-            "incarnation and running_round.",
+            f"An attach needs a launch, from 1 to {_MOST_WORKERS} workers, and no negative or absurd number in "
+            "node_rank, incarnation and running_round.",
             code="malformed",
         )
+
+
+def _check_terms(command: Attach, terms: JobTerms | None) -> None:
+    """A differing shutdown timeout harms nobody: each agent stops its own workers by its own."""
+    if terms is not None and replace(command.terms, shutdown_timeout=terms.shutdown_timeout) != terms:
+        raise Rejected(_differing_terms(terms, command.terms, command.host), code="terms-differ")
 
 
 def _differing_terms(ours: JobTerms, theirs: JobTerms, host: str) -> str:

@@ -11,10 +11,12 @@ end all marked nodes are looked at once, and those whose wish did change are tol
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec.structs import replace
 
 from dlrover.core import restarts as blame
-from dlrover.core.nodes import Node, NodeLife
+from dlrover.core.nodes import REATTACH_WINDOW, Node, NodeLife
 from dlrover.core.rendezvous import Opening, choose_world, explain_timeout, num_usable
 from dlrover.core.restarts import Incident
 from dlrover.core.state import JobState
@@ -35,6 +37,7 @@ from dlrover.protocol.messages import (
     Limits,
     Micros,
     NodeId,
+    Round,
     Run,
     Stage,
     StopCause,
@@ -44,8 +47,8 @@ from dlrover.protocol.messages import (
     WorkerFailure,
 )
 
-DRAIN = 30.0
-"""Seconds that nodes have for leaving after the end: the stop grace of workers at the end of a job [DECISIONS 19]."""
+DRAIN_MARGIN = 5.0
+"""Seconds that nodes have for leaving after the end, on top of what their workers have for stopping [DECISIONS 19]."""
 EXIT_TRAINING = 1
 EXIT_RENDEZVOUS_TIMEOUT = 22
 _SIGKILL = 9
@@ -84,29 +87,38 @@ class Course:
                 # Rounds of a life whose journal was lost must not be numbered again: their stores may still answer.
                 rdzv.round = command.running_round
                 self.touch_all()
-            rdzv.expect(node.id, node.rank)
+            self._hear_finished(node, command)
+            if not node.finished_round:
+                rdzv.expect(node.id, node.rank)
             if rdzv.world is None and rdzv.opening is None:
                 self._open(StopCause.MEMBERSHIP, "the job begins")
         return node
 
     def reattach(self, node: Node, command: Attach) -> None:
-        """The same life on a new stream: nothing restarts."""
-        rdzv = self.state.rendezvous
+        """The same life on a new stream: nothing restarts. Or one that never heard of its new incarnation."""
         self.state.nodes.broken.pop(node.id, None)
-        rdzv.stream_back(node.id)
+        self.state.rendezvous.stream_back(node.id)
         node.host = command.host
-        if command.is_finished and command.running_round == rdzv.round:
-            self.finish_node(node)  # its report may have been lost with the stream
+        node.process = command.life
+        self._hear_finished(node, command)
 
     def renew(self, node: Node, command: Attach) -> None:
         """A new life of the agent: the workers of the old one are dead [DECISIONS 17]."""
         state, rdzv = self.state, self.state.rendezvous
         was_running = is_running(self.state, node)
+        # It was asked back and has not come: as far as anybody knows its workers ran until the agent died.
+        was_stopping = node.id in rdzv.expected and rdzv.is_member(node.id)
         state.nodes.renew(node, command)
         state.senders.begin(node.id, node.incarnation)
-        if state.end is not None or node.finished_round:
+        if state.end is not None:
             return
-        if was_running:
+        self._hear_finished(node, command)
+        if node.finished_round:
+            return
+        incident = state.restarts.open_incident(rdzv.round)
+        if not was_running:
+            rdzv.expect(node.id, node.rank)
+        if was_running or (was_stopping and incident is not None):
             failure = WorkerFailure(
                 global_rank=rdzv.spec(node.id).first_global_rank,
                 local_rank=0,
@@ -117,9 +129,11 @@ class Course:
                 message="the agent of the node was restarted and its workers died with the old one",
             )
             first = FirstFailure(failure=failure, node_rank=node.rank, host=node.host, round=rdzv.round, step=node.step)
-            self.begin_incident(first, lived=(self.now - rdzv.completed_at) / micros(1.0))
-        else:
-            rdzv.expect(node.id, node.rank)
+            lived = (self.now - rdzv.completed_at) / micros(1.0)
+            if was_running:
+                self.begin_incident(first, lived)
+            elif incident is not None:
+                self.hear_more(incident, first, lived)  # others told first that they lost this one
 
     def begin_incident(self, first: FirstFailure, lived: float) -> None:
         """The first report of a round's failures: decide, and open the next round without waiting for the others."""
@@ -163,16 +177,30 @@ class Course:
         self._say(f"{blame.describe(incident.first)} {decision.sentence}")
         return True
 
-    def finish_node(self, node: Node) -> None:
-        """All workers of the node ended well in the newest round: it waits at the exit barrier."""
+    def finish_node(self, node: Node, round_: Round) -> None:
+        """All workers of the node ended well in that round: it waits at the exit barrier and is never started again.
+
+        It may tell so late: given up meanwhile, or when the others meet again already, or have met.
+        """
         rdzv = self.state.rendezvous
-        if self.state.end is not None or node.finished_round or not rdzv.is_member(node.id):
+        if self.state.end is not None or node.finished_round:
             return
-        node.finished_round = rdzv.round
-        rdzv.finish(node.id, node.rank)
+        if round_ == rdzv.round and node.id in rdzv.group_ranks:
+            rdzv.lost.pop(node.id, None)
+            rdzv.finish(node.id, node.rank)
+        elif not rdzv.is_member(node.id):
+            rdzv.excuse(node.id, node.rank)
+        else:
+            return  # it has a place in a newer world, so it knows that its work was not done
+        node.finished_round = round_
         self.touch(node.id)
         if rdzv.is_all_finished():
             self.end_job(ExitReason.COMPLETED, "The workers of all nodes ended well.")
+
+    def _hear_finished(self, node: Node, command: Attach) -> None:
+        """The report may have been lost with the stream, or with a journal."""
+        if command.is_finished and command.running_round:
+            self.finish_node(node, command.running_round)
 
     def lose(self, node: Node, life: NodeLife, why: str) -> None:
         """A live node is there no more; if its world needs it, the others meet again, at no cost of the budget."""
@@ -185,6 +213,14 @@ class Course:
         self._say(f"{why[0].upper()}{why[1:]}.")
         if was_running:
             self._open(StopCause.MEMBERSHIP, why)
+
+    def give_up(self, node: Node) -> None:
+        """Its stream broke and it did not come back in time. It may still, with the news that it has finished."""
+        rdzv, broken = self.state.rendezvous, self.state.nodes.broken[node.id]
+        if broken.broken_at is not None and rdzv.is_member(node.id) and not node.finished_round:
+            until = Micros(broken.broken_at + micros(REATTACH_WINDOW))
+            rdzv.may_return_until = max(rdzv.may_return_until, until)
+        self.lose(node, NodeLife.GONE, f"{node.label} lost its connection and did not come back")
 
     def _open(self, cause: StopCause, reason: str) -> None:
         state, rdzv = self.state, self.state.rendezvous
@@ -238,7 +274,9 @@ class Course:
         incident = restarts.open_incident(rdzv.round)
         if incident is not None and blame.is_secondary(incident.first.failure):
             # No better failure was reported. If a member is missing, that is the cause and nobody's budget pays.
-            incident.is_member_lost = any(not state.nodes.is_connected(node) for node in rdzv.group_ranks)
+            incident.is_member_lost = any(
+                node in rdzv.lost or not state.nodes.is_connected(node) for node in rdzv.group_ranks
+            )
             if not self._judge(incident):
                 self.advance()
                 return
@@ -254,10 +292,9 @@ class Course:
 
     def _are_too_few_left(self) -> bool:
         """Whether the open round can lead to nothing, because some have finished and the rest is no world."""
-        rdzv, terms = self.state.rendezvous, self.state.terms
-        if not rdzv.finished or terms is None:
-            return False
-        return num_usable(len(rdzv.waiting) + rdzv.num_coming, terms.limits) < terms.limits.min_nodes
+        terms = self.state.terms
+        at = None if terms is None else self.state.rendezvous.too_few_at(terms.limits)
+        return at is not None and at <= self.now
 
     def _end_unfinished(self, limits: Limits) -> None:
         """Some nodes finished, another failed or was lost, and too few are left for a world."""
@@ -266,6 +303,9 @@ class Course:
         num_left = len(rdzv.waiting) + rdzv.num_coming
         num_finished = len(rdzv.finished)
         assert rdzv.opening is not None, "nothing failed"
+        if rdzv.world is None and not num_left and num_finished >= limits.min_nodes:
+            self.end_job(ExitReason.COMPLETED, "The workers of all nodes that came to this master had ended well.")
+            return
         sentence = (
             f"{num_finished} node{'' if num_finished == 1 else 's'} had finished already, and the {num_left} left "
             f"cannot form a world of at least {limits.min_nodes}."
@@ -298,7 +338,8 @@ class Course:
             num_rounds=state.rendezvous.round,
         )
         state.stage = Stage.STOPPING
-        state.drains_at = Micros(self.now + micros(DRAIN))
+        terms = JobTerms() if state.terms is None else state.terms
+        state.drains_at = Micros(self.now + micros(terms.shutdown_timeout + DRAIN_MARGIN))
         state.rendezvous.close()
         self._say(f"The job ends ({reason.value}): {state.end.message}")
         self.touch_all()
@@ -347,3 +388,24 @@ def is_running(state: JobState, node: Node) -> bool:
     """Whether the node shall run workers of the active world right now."""
     rdzv = state.rendezvous
     return state.end is None and rdzv.is_active and rdzv.is_member(node.id) and not node.finished_round
+
+
+def gone_times(state: JobState, nodes: Iterable[NodeId]) -> dict[NodeId, Micros]:
+    """When those of the nodes that have no stream are given up."""
+    broken = [node for node in nodes if node in state.nodes.broken]
+    has_spare = bool(broken) and state.rendezvous.has_spare()
+    is_last_hope = bool(broken) and _is_none_dispensable(state)
+    return {
+        node: state.nodes.gone_at(
+            node, has_spare=has_spare, is_needed=is_last_hope and not state.nodes.live[node].finished_round
+        )
+        for node in broken
+    }
+
+
+def _is_none_dispensable(state: JobState) -> bool:
+    """Whether the job fails with the next unfinished node that goes, because some have finished and too few are left."""
+    rdzv, terms = state.rendezvous, state.terms
+    if state.end is not None or terms is None or not rdzv.finished:
+        return False
+    return num_usable(rdzv.num_unfinished - 1, terms.limits) < terms.limits.min_nodes

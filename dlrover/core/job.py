@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dlrover.core.commands import HANDLERS, check_sender
-from dlrover.core.course import Course
+from dlrover.core.course import Course, gone_times
 from dlrover.core.nodes import Node, NodeLife
 from dlrover.core.state import DECISION_VERSION, JobState
 from dlrover.core.turn import Origin, Outcome
@@ -146,10 +146,8 @@ class Job:
 
     def _deadlines(self) -> list[tuple[Micros, DeadlineKind, int]]:
         state, rdzv = self._state, self._state.rendezvous
-        has_spare = rdzv.has_spare() if state.nodes.broken else False
         deadlines: list[tuple[Micros, DeadlineKind, int]] = [
-            (state.nodes.gone_at(node, has_spare=has_spare), DeadlineKind.NODE_GONE, node)
-            for node in state.nodes.broken
+            (at, DeadlineKind.NODE_GONE, node) for node, at in gone_times(state, state.nodes.broken).items()
         ]
         if state.drains_at is not None:
             deadlines.append((state.drains_at, DeadlineKind.DRAIN, state.master_epoch))
@@ -157,6 +155,7 @@ class Job:
             limits = state.terms.limits
             for at, kind in (
                 (rdzv.call_ends_at(limits), DeadlineKind.LAST_CALL),
+                (rdzv.too_few_at(limits), DeadlineKind.LAST_CALL),
                 (rdzv.gives_up_at(limits), DeadlineKind.JOIN_TIMEOUT),
             ):
                 if at is not None:

@@ -21,7 +21,19 @@ GONE_AFTER_BREAK = 5.0
 GONE_AFTER_BREAK_WITH_SPARE = 1.0
 """The same where a warm node waits to take its place."""
 REATTACH_WINDOW = 40.0
-"""Seconds that every node has for coming back after a master start: nobody is suspected before a window of silence."""
+"""Seconds that every node has for coming back after a master start: nobody is suspected before a window of silence. It
+is also the patience with a node without which the job must fail."""
+
+
+def after_outage(deadline: Micros, last_command_at: Micros, now: Micros) -> Micros:
+    """A deadline under a new master. Time goes on without one, but nobody can meet a deadline then.
+
+    How long the former master lived on after its last command nobody knows. Counting all of that time as an outage
+    would let a master that restarts every few minutes postpone a deadline for ever. So the deadline stays where it is,
+    but leaves the nodes the window they have for coming back, or what was left if that is less.
+    """
+    left = min(deadline - last_command_at, micros(REATTACH_WINDOW))
+    return Micros(max(deadline, now + left))
 
 
 class NodeLife(enum.StrEnum):
@@ -41,6 +53,8 @@ class Node(Struct, kw_only=True):
     host: str
     incarnation: Incarnation
     local_world_size: int
+    process: str = ""
+    """`Attach.life` of the agent process that this incarnation was given to."""
     life: NodeLife = NodeLife.ALIVE
     finished_round: Round = Round(0)
     """Round in which all its workers ended well; 0: not yet. A finished node is never started again."""
@@ -134,6 +148,7 @@ class Nodes(Struct):
             host=attach.host,
             incarnation=self._next_incarnation(rank, attach.incarnation),
             local_world_size=attach.local_world_size,
+            process=attach.life,
         )
         self.next_id = NodeId(self.next_id + 1)
         self.launches[attach.launch] = rank
@@ -145,6 +160,7 @@ class Nodes(Struct):
         node.incarnation = self._next_incarnation(node.rank, attach.incarnation)
         node.host = attach.host
         node.local_world_size = attach.local_world_size
+        node.process = attach.life
         if node.life is not NodeLife.ALIVE:
             node.life = NodeLife.ALIVE
             del self.former[node.rank]
@@ -169,9 +185,11 @@ class Nodes(Struct):
         window = Broken(gone_at=Micros(now + micros(REATTACH_WINDOW)), broken_at=None)
         self.broken = dict.fromkeys(self.live, window)
 
-    def gone_at(self, node: NodeId, *, has_spare: bool) -> Micros:
-        """When a node without a stream is given up."""
+    def gone_at(self, node: NodeId, *, has_spare: bool, is_needed: bool) -> Micros:
+        """When a node without a stream is given up. One without which the job must fail has the longest time."""
         broken = self.broken[node]
+        if is_needed and broken.broken_at is not None:
+            return Micros(broken.broken_at + micros(REATTACH_WINDOW))
         if has_spare and broken.broken_at is not None:
             return Micros(min(broken.gone_at, broken.broken_at + micros(GONE_AFTER_BREAK_WITH_SPARE)))
         return broken.gone_at

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
+from dlrover.core.nodes import REATTACH_WINDOW, after_outage
 from dlrover.core.turn import micros
 from dlrover.protocol.messages import Limits, Micros, NodeId, NodeRank, Round, StopCause, WorldSpec
 
@@ -82,9 +83,11 @@ class Rendezvous(Struct):
     """Joined, but without a stream now. No world starts with them; they wait again when they are back."""
     expected: dict[NodeId, NodeRank] = {}
     finished: dict[NodeId, NodeRank] = {}
-    """Members of `world` whose workers all ended well."""
+    """Members of `world` whose workers all ended well; if `world` was lost with a journal, all nodes that said so."""
     lost: dict[NodeId, NodeRank] = {}
     """Members of `world` that went or left before they finished."""
+    may_return_until: Micros = Micros(0)
+    """A member lost with its stream may have finished all the same; until then it may come and tell."""
     call_began_at: Micros = Micros(0)
     """Newest join of a node that did not wait yet, or the opening of the round: first and last call count from here."""
     below_min_since: Micros | None = None
@@ -106,6 +109,14 @@ class Rendezvous(Struct):
     def num_coming(self) -> int:
         """How many nodes are there and do not wait yet."""
         return len(self.expected) + len(self.absent)
+
+    @property
+    def num_unfinished(self) -> int:
+        """How many live nodes still have work to do."""
+        num_members = 0
+        if self.world is not None and self.opening is None:
+            num_members = len(self.world.members) - len(self.finished) - len(self.lost)
+        return len(self.waiting) + self.num_coming + num_members
 
     def coming(self) -> str:
         """Those nodes in words."""
@@ -187,6 +198,12 @@ class Rendezvous(Struct):
         self._drop(node)
         self.finished[node] = node_rank
 
+    def excuse(self, node: NodeId, node_rank: NodeRank) -> None:
+        """The node finished in a round that is not ours any more, or that nobody remembers: it need not come."""
+        self._drop(node)
+        if self.world is None:
+            self.finished[node] = node_rank
+
     def is_all_finished(self) -> bool:
         return self.world is not None and len(self.finished) == len(self.world.members)
 
@@ -202,16 +219,23 @@ class Rendezvous(Struct):
         self.opening = None
         self.finished = {}
         self.lost = {}
+        self.may_return_until = Micros(0)
         self.below_min_since = None
         self.used_offers = [*self.used_offers, world.coordinator][-NUM_USED_OFFERS:]
 
-    def master_restarted(self, outage: int) -> None:
-        """The master was away for so many microseconds; nobody could join meanwhile, and nobody has a stream yet."""
+    def master_restarted(self, limits: Limits, last_command_at: Micros, now: Micros) -> None:
+        """Nobody could join while the master was away, and nobody has a stream yet.
+
+        A call is short and has its rest again. What ends the job goes on through the outage (`after_outage`).
+        """
         self.absent.update(self.waiting)
         self.waiting = {}
-        self.call_began_at = Micros(self.call_began_at + outage)
+        self.call_began_at = Micros(self.call_began_at + now - last_command_at)
+        self.may_return_until = after_outage(self.may_return_until, last_command_at, now)
         if self.below_min_since is not None:
-            self.below_min_since = Micros(self.below_min_since + outage)
+            timeout = micros(limits.join_timeout)
+            gives_up_at = after_outage(Micros(self.below_min_since + timeout), last_command_at, now)
+            self.below_min_since = Micros(gives_up_at - timeout)
 
     def close(self) -> None:
         """The job is over: nobody meets any more."""
@@ -233,6 +257,19 @@ class Rendezvous(Struct):
             return None
         return Micros(self.below_min_since + micros(limits.join_timeout))
 
+    def too_few_at(self, limits: Limits) -> Micros | None:
+        """When the open round can lead to nothing, because some have finished and the rest is no world; None: it can.
+
+        Not before those who were lost with their stream had a window for telling us that they finished, too. If the
+        world itself was lost with a journal, nobody knows who belongs to it: then everybody has that window.
+        """
+        num_left = len(self.waiting) + self.num_coming
+        if self.opening is None or not self.finished or num_usable(num_left, limits) >= limits.min_nodes:
+            return None
+        if self.world is None:
+            return Micros(self.call_began_at + micros(REATTACH_WINDOW))
+        return max(self.call_began_at, self.may_return_until)
+
     def call_ends_at(self, limits: Limits) -> Micros | None:
         """Until when a round that could start holds the door open; None: there is nobody worth waiting for."""
         num_waiting, num_coming = len(self.waiting), self.num_coming
@@ -241,7 +278,7 @@ class Rendezvous(Struct):
             return None
         if num_usable(num_waiting + num_coming, limits) > usable or self._is_member_displaced(usable):
             return Micros(self.call_began_at + micros(limits.last_call))
-        if self.round == 0 and num_waiting + num_coming < limits.max_nodes:
+        if self.world is None and num_waiting + num_coming < limits.max_nodes:
             return Micros(self.call_began_at + micros(limits.first_call))
         return None
 

@@ -62,6 +62,10 @@ class Incident(Struct):
     is_settled: bool = False
     """The next round has completed: charged, only the record may still improve."""
 
+    def master_restarted(self, outage: int) -> None:
+        """Reports of it could not arrive meanwhile; they have the rest of their time again."""
+        self.began_at = Micros(self.began_at + outage)
+
 
 class Crash(Struct):
     """One way to crash, and how often the job was restarted after it."""
@@ -89,7 +93,8 @@ class Restarts(Struct):
     num_without_progress: int = 0
     """Charged restarts since the last progress."""
     num_ports_taken: int = 0
-    """Rounds in a row that failed for a taken port."""
+    """Rounds in a row that failed for a taken port, up to `port_taken_round`."""
+    port_taken_round: Round = Round(0)
     best_step: int | None = None
     """Greatest step any report ever named."""
     crashes: list[Crash] = []
@@ -108,9 +113,9 @@ class Restarts(Struct):
         incident.is_settled = True
         self.num_restarts += 1
         if incident.first.failure.kind is FailureKind.PORT_TAKEN:
-            self.num_ports_taken += 1
+            self.num_ports_taken = self.num_ports_taken_before(incident.round) + 1
+            self.port_taken_round = incident.round
         elif is_charged(incident):
-            self.num_ports_taken = 0
             node_rank = incident.first.node_rank
             self.spent[node_rank] = self.spent.get(node_rank, 0) + 1
             if made_progress(policy, self, incident):
@@ -119,6 +124,10 @@ class Restarts(Struct):
             self._remember_crash(incident)
         if incident.step is not None and (self.best_step is None or incident.step > self.best_step):
             self.best_step = incident.step
+
+    def num_ports_taken_before(self, round_: Round) -> int:
+        """How many rounds just before this one failed for a taken port, without any other in between."""
+        return self.num_ports_taken if self.port_taken_round == round_ - 1 else 0
 
     def num_same_crash(self, incident: Incident) -> int:
         """How often the job was restarted after this very crash before."""
@@ -184,7 +193,7 @@ def decide(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> Dec
     if failure.kind is FailureKind.BAD_SCRIPT and incident.step is None and restarts.best_step is None:
         return Decision("No restart can help before the script is corrected.", ExitReason.CODE_ERROR)
     if failure.kind is FailureKind.PORT_TAKEN:
-        if restarts.num_ports_taken < MAX_PORTS_TAKEN:
+        if restarts.num_ports_taken_before(incident.round) < MAX_PORTS_TAKEN:
             return Decision("The round is repeated with another port, at no cost.")
         return Decision(
             f"The port was taken {MAX_PORTS_TAKEN + 1} times in a row: free a range of ports for this job on "

@@ -16,7 +16,7 @@ from dlrover.core.restarts import Restarts
 from dlrover.core.senders import Senders
 from dlrover.protocol.messages import JobEnd, JobTerms, Micros, Stage
 
-DECISION_VERSION = 1
+DECISION_VERSION = 2
 """Grows when the same commands would lead to another state: then only the snapshots of a journal can be used."""
 
 

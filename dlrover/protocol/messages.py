@@ -88,6 +88,12 @@ class JobTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     limits: Limits = Limits()
     restarts: RestartPolicy = RestartPolicy()
+    shutdown_timeout: float = 30.0
+    """Seconds that workers have for stopping at the end of the job. The one term that may differ: the first node's counts."""
+
+    def __post_init__(self) -> None:
+        if not self.shutdown_timeout >= 0:
+            raise ValueError(f"--shutdown-timeout {self.shutdown_timeout}: give a number of seconds of at least 0")
 
 
 class Stage(enum.StrEnum):
@@ -271,6 +277,10 @@ class Attach(Struct, tag=True, frozen=True, kw_only=True):
     """Round whose workers run right now; 0 for none."""
     is_finished: bool = False
     """Its workers of `running_round` have all ended well (exit barrier)."""
+    life: str = ""
+    """Drawn at random by each agent process: tells a repeated attach whose answer was lost from a former process."""
+    master_epoch: int = 0
+    """Newest the agent has seen. A master that never got so far (its journal was lost) counts on from there."""
 
 
 class JoinRendezvous(Struct, tag=True, frozen=True, kw_only=True):

@@ -78,7 +78,10 @@ class Agent:
     node: NodeId
     node_rank: NodeRank
     incarnation: Incarnation
+    life: str = ""
     sequence: int = 0
+    finished_round: int = 0
+    """Its workers ended well in that round, and nobody knows yet."""
 
 
 @dataclass
@@ -90,6 +93,8 @@ class Scene:
     agents: dict[str, Agent] = field(default_factory=dict)
     num_offers: dict[str, int] = field(default_factory=dict)
     """Ports bound on each host so far: none is offered twice."""
+    num_processes: int = 0
+    """Agent processes so far: each has a life of its own."""
     journal: list[bytes] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -125,9 +130,16 @@ class Scene:
             self.at(seconds)
         return [self.do(deadline) for deadline in self.job.due(self.now)]
 
-    def attach(self, name: str, *, rank: int | None = None, procs: int = 1, **details: Any) -> Attached:
+    def attach(
+        self, name: str, *, rank: int | None = None, procs: int = 1, is_answer_lost: bool = False, **details: Any
+    ) -> Attached:
         """A fresh agent, or the newest life of a known one on a new stream (`incarnation=0` for a restarted agent)."""
         known = self.agents.get(name)
+        if known is None or details.get("incarnation") == 0:
+            self.num_processes += 1
+            life = f"life-{self.num_processes}"
+        else:
+            life = known.life
         fields: dict[str, Any] = {
             "launch": f"launch-{name}",
             "host": f"host-{name}",
@@ -135,14 +147,20 @@ class Scene:
             "local_world_size": procs,
             "node_rank": rank,
             "incarnation": 0 if known is None else known.incarnation,
+            "running_round": 0 if known is None else known.finished_round,
+            "is_finished": known is not None and known.finished_round > 0,
+            "life": life,
         } | details
         reply = self.do(Attach(**fields)).reply
         assert isinstance(reply, Attached)
+        if is_answer_lost:
+            return reply
         if known is None or known.incarnation != reply.incarnation or known.node != reply.node:
-            self.agents[name] = Agent(name, reply.node, reply.node_rank, reply.incarnation)
+            self.agents[name] = Agent(name, reply.node, reply.node_rank, reply.incarnation, life)
         return reply
 
     def restart_agent(self, name: str, **details: Any) -> Attached:
+        self.agents[name].finished_round = 0
         return self.attach(name, incarnation=0, **details)
 
     def join(

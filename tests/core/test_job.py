@@ -5,6 +5,7 @@ from __future__ import annotations
 import typing
 
 import pytest
+from msgspec.structs import replace
 
 from dlrover.core.job import HANDLERS, Job, Origin
 from dlrover.core.senders import NUM_STORED_REPLIES
@@ -91,12 +92,65 @@ class TestAttach:
         assert scene.job.state.restarts.incident is None
         assert isinstance(scene.wish("a"), Join), "what it joined with before is void"
 
-    def test_an_older_life_of_the_same_launch_is_refused(self) -> None:
+    @pytest.mark.parametrize("life", ["life-2", ""])
+    def test_an_older_life_of_the_same_launch_is_refused(self, life: str) -> None:
         scene = Scene(terms(2)).gather("a", "b")
+        assert scene.agents["b"].life == "life-2"
         scene.restart_agent("b")
         with pytest.raises(Rejected) as refused:
-            scene.attach("b", incarnation=1)
+            scene.attach("b", incarnation=1, life=life)
         assert refused.value.code == "stale-incarnation"
+
+    def test_an_attach_whose_answer_was_lost_is_answered_again(self) -> None:
+        """The node was given up; its agent cannot know that it has a new incarnation since."""
+        scene = Scene(terms(2)).gather("a", "b")
+        scene.at(10).break_stream("b")
+        scene.tick(15)
+        unheard = scene.at(16).attach("b", running_round=1, is_answer_lost=True)
+        assert unheard.incarnation == 2
+        scene.do(NodeDisconnected(node=unheard.node, incarnation=unheard.incarnation))
+        attached = scene.at(17).attach("b", running_round=1)
+        assert (attached.node, attached.incarnation) == (2, 2)
+        assert isinstance(attached.desired.wish, Join)
+        scene.rejoin("a", "b")
+        assert scene.world("b").round == 2
+
+    def test_it_is_answered_again_even_if_the_node_was_given_up_once_more(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        for second in (10, 30):
+            agent = scene.job.state.nodes.live[scene.agents["b"].node]
+            scene.at(second).do(NodeDisconnected(node=agent.id, incarnation=agent.incarnation))
+            scene.tick(second + 5)
+            scene.attach("b", is_answer_lost=True)
+        assert scene.attach("b").incarnation == 3
+        scene.rejoin("a", "b")
+        assert scene.world("b").round == 2
+
+    def test_the_first_attach_to_a_master_without_its_journal_may_be_repeated(self) -> None:
+        scene = Scene(terms(2))
+        command = Attach(
+            launch="l", host="h", terms=scene.terms, local_world_size=1, incarnation=Incarnation(7), life="one"
+        )
+        first, second = scene.do(command).reply, scene.do(command).reply
+        assert first == second
+
+    def test_a_delayed_attach_of_the_same_process_disturbs_nobody(self) -> None:
+        """It left on a stream that broke, and arrives after the one that was answered."""
+        scene = Scene(terms(2)).gather("a", "b")
+        scene.at(10).break_stream("b")
+        scene.tick(15)
+        scene.attach("b")
+        scene.rejoin("a", "b")
+        world = scene.world("b")
+        scene.attach("b", incarnation=1, running_round=1, is_answer_lost=True)
+        assert scene.world("b") == world
+        scene.finish("b")
+        assert isinstance(scene.wish("b"), Idle), "it is still the life that may speak"
+
+    def test_another_shutdown_timeout_is_no_reason_to_refuse(self) -> None:
+        scene = Scene(terms(2)).gather("a")
+        scene.attach("b", terms=replace(scene.terms, shutdown_timeout=120.0))
+        assert scene.job.state.terms == scene.terms, "the first node's counts"
 
     def test_incarnations_grow_over_the_replacement_of_a_node(self) -> None:
         scene = Scene(terms(2)).gather("a", "b")
@@ -122,9 +176,40 @@ class TestAttach:
         scene.join("a")
         assert scene.world("a").round == 6
 
+    def test_after_a_lost_journal_too_the_first_round_calls_for_those_nobody_has_heard_of(self) -> None:
+        scene = Scene(terms(1, 3, first_call=3.0))
+        scene.attach("a", incarnation=7, running_round=5)
+        scene.at(1).join("a")
+        assert isinstance(scene.wish("a"), Wait)
+        scene.at(2).attach("b", incarnation=7, running_round=5)
+        scene.join("b")
+        scene.tick(5)
+        assert scene.world("a").group_world_size == 2
+
+    def test_a_master_that_agents_know_from_later_lives_counts_on_from_there(self) -> None:
+        """Its journal was lost. Below the epoch they have seen they could not obey it."""
+        scene = Scene(terms(1, 3)).gather("a")
+        attached = scene.attach("b", master_epoch=7)
+        assert (attached.master_epoch, attached.desired.master_epoch) == (8, 8)
+        assert TellNode(scene.agents["a"].node) in scene.outcomes[-1].effects, "whoever is there hears of it"
+        assert scene.attach("c", master_epoch=7).master_epoch == 8, "once is enough"
+        assert scene.restart_master().job.master_epoch == 9
+
+    def test_an_older_epoch_that_an_agent_knows_means_nothing(self) -> None:
+        scene = Scene(terms(1)).restart_master()
+        assert scene.attach("a", master_epoch=1).master_epoch == 2
+
     @pytest.mark.parametrize(
         "nonsense",
-        [{"launch": ""}, {"procs": 0}, {"rank": -1}, {"incarnation": -1}, {"running_round": 2**63}],
+        [
+            {"launch": ""},
+            {"procs": 0},
+            {"procs": 65_537},
+            {"rank": -1},
+            {"incarnation": -1},
+            {"running_round": 2**63},
+            {"master_epoch": 2**63},
+        ],
         ids=str,
     )
     def test_nonsense_is_refused(self, nonsense: dict[str, typing.Any]) -> None:
@@ -275,6 +360,14 @@ class TestJoin:
             scene.join("a")
         assert refused.value.code == "stale-round"
 
+    def test_more_workers_than_can_be_are_refused(self) -> None:
+        """Their sum would not fit into the encoding of the state."""
+        scene = Scene(terms(1))
+        scene.attach("a")
+        with pytest.raises(Rejected) as refused:
+            scene.join("a", procs=2**63)
+        assert refused.value.code == "malformed"
+
     def test_a_slow_member_is_told_to_join_again(self) -> None:
         """Spec 03 §22 no. 7: somebody fails before a slow member has started; it need not wait for a timeout."""
         scene = Scene(terms(2)).gather("a", "b")
@@ -402,6 +495,27 @@ class TestLosingNodes:
         scene.tick(530)
         assert isinstance(scene.wish("a"), Run)
 
+    def test_master_restarts_do_not_postpone_the_join_timeout_for_ever(self) -> None:
+        """How long the master lived after its last command is unknown: only the time for coming back is granted."""
+        scene = Scene(terms(2, join_timeout=600.0))
+        scene.at(0).attach("a")
+        scene.join("a")
+        scene.at(500).restart_master().attach("a")
+        assert scene.job.next_deadline() == micros(600)
+        scene.at(590).restart_master().attach("a")
+        assert scene.job.next_deadline() == micros(630), "nobody could join before it was back"
+        scene.at(610).attach("a")
+        scene.at(615).restart_master().attach("a")
+        assert scene.job.next_deadline() == micros(635), "no more than was left when the last command came"
+        scene.tick(635)
+        assert scene.end.reason is ExitReason.RENDEZVOUS_TIMEOUT
+
+    def test_after_a_long_outage_the_join_timeout_leaves_time_for_coming_back(self) -> None:
+        scene = Scene(terms(2, join_timeout=600.0))
+        scene.attach("a")
+        scene.at(36_000).restart_master().attach("a")
+        assert scene.job.next_deadline() == micros(36_040)
+
     def test_after_a_master_start_each_node_has_a_full_window(self) -> None:
         scene = Scene(terms(2)).gather("a", "b")
         scene.at(10).break_stream("b")
@@ -438,10 +552,25 @@ class TestEnd:
     def test_nodes_that_do_not_leave_are_given_up(self) -> None:
         scene = Scene(terms(2)).gather("a", "b")
         scene.at(10).stop()
-        assert scene.job.next_deadline() == micros(40)
+        assert scene.job.next_deadline() == micros(45)
         scene.at(11).leave("a")
-        (outcome,) = scene.tick(40)
+        (outcome,) = scene.tick(45)
         assert outcome.effects == (FinishJob(scene.end),)
+
+    @pytest.mark.parametrize(("timeout", "drains_at"), [(0.0, 15.0), (120.0, 135.0), (float("inf"), 1e9 + 10)])
+    def test_nodes_have_the_shutdown_timeout_that_the_user_gave(self, timeout: float, drains_at: float) -> None:
+        scene = Scene(replace(terms(1), shutdown_timeout=timeout)).gather("a")
+        scene.at(10).stop()
+        assert scene.job.next_deadline() == micros(drains_at)
+
+    def test_a_stop_before_anybody_came_ends_at_once(self) -> None:
+        assert Scene().stop().effects != ()
+
+    def test_a_restart_of_the_master_leaves_what_was_left_for_leaving(self) -> None:
+        scene = Scene(terms(1)).gather("a")
+        scene.at(10).stop()
+        scene.at(100).restart_master()
+        assert scene.job.next_deadline() == micros(135)
 
     def test_a_master_that_died_before_it_could_exit_is_told_again(self) -> None:
         scene = Scene(terms(1)).gather("a")
@@ -500,6 +629,123 @@ class TestEnd:
         assert scene.end.reason is ExitReason.NOT_ENOUGH_NODES
         assert "had finished already" in scene.end.message
 
+    def test_a_blip_of_the_last_node_at_work_is_waited_for_as_long_as_silence(self) -> None:
+        """With 5 s as usual the job would fail, because no world can form without the node."""
+        scene = Scene(terms(2)).gather("a", "b")
+        scene.finish("a")
+        scene.at(10).break_stream("b")
+        assert scene.job.next_deadline() == micros(50)
+        scene.tick(49)
+        before = scene.world("b")
+        assert scene.attach("b", running_round=1).incarnation == 1
+        assert scene.world("b") == before, "nothing restarts"
+        scene.at(60).break_stream("b")
+        scene.tick(100)
+        assert scene.end.reason is ExitReason.NOT_ENOUGH_NODES
+        assert "had finished already" in scene.end.message
+
+    def test_a_node_that_can_be_done_without_is_not_waited_for_longer(self) -> None:
+        scene = Scene(terms(1, 3)).gather("a", "b", "c")
+        scene.finish("a")
+        scene.at(10).break_stream("b")
+        assert scene.job.next_deadline() == micros(15)
+        scene.at(11).break_stream("c")
+        scene.tick(15)
+        assert scene.job.next_deadline() == micros(51), "c is the last hope now"
+        scene.tick(51)
+        assert scene.job.end is not None
+
+    def test_a_finished_node_without_a_stream_is_not_waited_for_longer(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        scene.finish("a")
+        scene.at(10).break_stream("a")
+        assert scene.job.next_deadline() == micros(15)
+
+    def test_a_node_that_finished_while_given_up_has_finished(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        scene.at(10).break_stream("b")
+        scene.tick(15)
+        assert isinstance(scene.wish("a"), Join)
+        scene.at(16).finish("a")  # it was done when it was asked back
+        assert scene.job.next_deadline() == micros(50), "b may have been done, too"
+        scene.at(17).attach("b", running_round=1, is_finished=True)
+        assert scene.end.reason is ExitReason.COMPLETED
+
+    def test_a_node_that_was_given_up_is_not_waited_for_beyond_a_window(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        scene.at(10).break_stream("b")
+        scene.tick(15)
+        scene.at(16).finish("a")
+        scene.tick(50)
+        assert scene.end.reason is ExitReason.NOT_ENOUGH_NODES
+
+    @pytest.mark.parametrize("is_given_up", [True, False])
+    def test_a_node_that_finished_is_not_started_again_though_the_others_went_on(self, is_given_up: bool) -> None:
+        scene = Scene(terms(1, 2, last_call=1.0)).gather("a", "b")
+        scene.at(10).break_stream("b")
+        if is_given_up:
+            scene.tick(15)
+        else:
+            scene.fail("a")
+        scene.join("a")
+        scene.tick(16 if is_given_up else 11)
+        assert scene.world("a").round == 2
+        scene.attach("b", running_round=1, is_finished=True)
+        assert isinstance(scene.wish("b"), Idle)
+        scene.finish("a")
+        assert scene.end.reason is ExitReason.COMPLETED
+
+    def test_a_finish_that_is_reported_after_the_others_went_on_counts(self) -> None:
+        scene = Scene(terms(1, 2, last_call=1.0)).gather("a", "b")
+        scene.at(10).break_stream("b")
+        scene.fail("a")
+        scene.join("a")
+        scene.tick(11)
+        scene.attach("b", running_round=1)
+        assert isinstance(scene.wish("b"), Join)
+        scene.finish("b", round_=1)
+        assert isinstance(scene.wish("b"), Idle)
+
+    def test_a_member_of_a_newer_world_has_not_finished(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        scene.fail("a")
+        scene.rejoin("a", "b")
+        scene.finish("b", round_=1)
+        assert isinstance(scene.wish("b"), Run)
+
+
+class TestFinishedUnderALostJournal:
+    """Nobody remembers the world: whoever comes says whether it has finished in it."""
+
+    def test_it_is_not_started_again(self) -> None:
+        scene = Scene(terms(1, 2, first_call=3.0))
+        assert isinstance(scene.attach("a", incarnation=1, running_round=4, is_finished=True).desired.wish, Idle)
+        scene.attach("b", incarnation=1, running_round=4)
+        scene.join("b")
+        scene.tick(3)
+        assert (scene.world("b").round, scene.world("b").group_world_size) == (5, 1)
+        scene.finish("b")
+        assert scene.end.reason is ExitReason.COMPLETED
+
+    def test_all_finished_is_success_when_nobody_else_came(self) -> None:
+        scene = Scene(terms(2))
+        for name in "ab":
+            scene.attach(name, incarnation=1, running_round=4, is_finished=True)
+        assert not scene.tick(39.9)
+        scene.tick(40)
+        assert (scene.end.reason, scene.end.exit_code) == (ExitReason.COMPLETED, 0)
+
+    def test_too_few_who_still_work_are_told_so_after_a_window(self) -> None:
+        scene = Scene(terms(2))
+        scene.attach("a", incarnation=1, running_round=4, is_finished=True)
+        scene.at(1).attach("b", incarnation=1, running_round=4)
+        scene.join("b")
+        scene.tick(41)
+        assert scene.end.reason is ExitReason.NOT_ENOUGH_NODES
+        assert "1 node had finished already, and the 1 left" in scene.end.message
+
+
+class TestFinishedAndDead:
     def test_a_finished_node_that_dies_at_the_barrier_has_still_finished(self) -> None:
         scene = Scene(terms(2)).gather("a", "b")
         scene.finish("a")

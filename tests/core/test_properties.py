@@ -18,12 +18,15 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from dlrover.core.course import DRAIN_MARGIN
 from dlrover.core.job import Job, Origin
 from dlrover.core.sequence import CommitSequence, replay
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import (
     Command,
+    End,
     FailureKind,
+    Idle,
     Join,
     JoinRendezvous,
     LeaveJob,
@@ -106,9 +109,9 @@ class JobLife(RuleBasedStateMachine):
         return names[index % len(names)] if names else None
 
     def everybody_joins(self) -> None:
-        """Everybody who is asked to."""
+        """Everybody who is asked to and is not done."""
         for name in self.live():
-            if isinstance(self.scene.wish(name), Join):
+            if isinstance(self.scene.wish(name), Join) and not self.scene.agents[name].finished_round:
                 self.scene.join(name)
 
     @rule(
@@ -127,17 +130,43 @@ class JobLife(RuleBasedStateMachine):
         with refused_only("rank-held"):
             self.scene.attach(f"n{self.num_launches}", rank=rank)
 
+    @rule(index=INDEX, is_answer_lost=st.booleans())
+    def come_back(self, index: int, is_answer_lost: bool) -> None:
+        """On a new stream; whoever was given up or replaced meanwhile begins anew, on its own rank or another one.
+
+        The newest process of a launch is never refused, not even if it did not hear what it was told the last time.
+        """
+        names = sorted(self.scene.agents)
+        if names:
+            self.attach_again(names[index % len(names)], is_answer_lost=is_answer_lost)
+
+    def attach_again(self, name: str, *, is_answer_lost: bool = False) -> None:
+        former = dataclasses.replace(self.scene.agents[name])
+        attached = self.scene.attach(name, is_answer_lost=is_answer_lost)
+        if former.finished_round:
+            assert isinstance(attached.desired.wish, Idle | End), "a node that finished is never started again"
+        if self.scene.agents[name] != former:
+            self.past.append(former)
+
     @rule(index=INDEX)
-    def come_back(self, index: int) -> None:
-        """On a new stream; whoever was given up or replaced meanwhile begins anew, on its own rank or another one."""
+    def repeat_an_attach(self, index: int) -> None:
+        """Whatever became of the answer, the second one is the same."""
         names = sorted(self.scene.agents)
         if names:
             name = names[index % len(names)]
-            former = dataclasses.replace(self.scene.agents[name])
-            with refused_only("stale-incarnation"):
-                self.scene.attach(name)
-                if self.scene.agents[name] != former:
-                    self.past.append(former)
+            former = self.scene.agents[name]
+            unheard = self.scene.attach(name, is_answer_lost=True)
+            assert self.scene.attach(name, is_answer_lost=True) == unheard
+            if (former.node, former.incarnation) != (unheard.node, unheard.incarnation):
+                self.past.append(former)
+
+    @rule(index=INDEX)
+    def finish_unheard(self, index: int) -> None:
+        """The workers end well while the stream is broken; nobody knows until the agent is back."""
+        name = self.pick(index)
+        if name is not None and isinstance(self.scene.wish(name), Run):
+            self.scene.agents[name].finished_round = self.scene.world(name).round
+            self.scene.break_stream(name)
 
     @rule(index=INDEX)
     def agent_restarts(self, index: int) -> None:
@@ -215,8 +244,8 @@ class JobLife(RuleBasedStateMachine):
         self.seconds += outage
         self.scene.at(self.seconds).restart_master()
         if outage == 1.0:
-            for name in self.live():
-                self.scene.attach(name)
+            for name in sorted(self.scene.agents):
+                self.attach_again(name)
 
     @rule()
     def go_on_from_a_snapshot(self) -> None:
@@ -231,9 +260,15 @@ class JobLife(RuleBasedStateMachine):
         self.faults_stop()
 
     def faults_stop(self) -> None:
-        """I8: enough healthy nodes, nobody fails any more: the job runs, or has ended, within a bounded time."""
+        """I8: enough healthy nodes, nobody fails any more: the job runs, or has ended, within a bounded time.
+
+        Those who were there come back, in whatever state they are; new ones are launched only where too few are.
+        """
         scene = self.scene
-        for _ in range(scene.terms.limits.max_nodes):
+        for name in sorted(scene.agents):
+            self.attach_again(name)
+        unfinished = [node for node in scene.job.state.nodes.live.values() if not node.finished_round]
+        for _ in range(scene.terms.limits.max_nodes - len(unfinished)):
             self.launch(None)
         for _ in range(20):
             if scene.job.end is not None or scene.job.state.rendezvous.is_active:
@@ -247,7 +282,7 @@ class JobLife(RuleBasedStateMachine):
             assert scene.job.state.rendezvous.is_active, scene.job.status()
             assert any(isinstance(node.desired.wish, Run) for node in scene.job.state.nodes.live.values())
         else:
-            scene.tick(self.seconds + 31)
+            scene.tick(self.seconds + scene.terms.shutdown_timeout + DRAIN_MARGIN)
             assert scene.job.stage is Stage.STOPPED
 
 

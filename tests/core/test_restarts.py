@@ -93,6 +93,45 @@ class TestGivenNumber:
         assert scene.end.reason is ExitReason.RESTART_OVER_LIMIT
         assert "agent of the node was restarted" in scene.end.message
 
+    def test_a_restarted_agent_takes_the_blame_from_those_who_lost_it(self) -> None:
+        """The others' workers notice the broken connection before the agent is back."""
+        scene = Scene(given(1)).gather("a", "b")
+        scene.at(10).fail("a", failure(PEER_LOST, at=10))
+        scene.break_stream("b")
+        scene.at(11).restart_agent("b")
+        rejoin(scene)
+        assert scene.job.state.restarts.spent == {1: 1}
+        scene.at(20).fail("a", failure(PEER_LOST, at=20))
+        scene.at(21).restart_agent("b")
+        assert scene.end.reason is ExitReason.RESTART_OVER_LIMIT
+        assert scene.end.first_failure is not None
+        assert scene.end.first_failure.node_rank == 1
+
+    def test_but_not_from_a_worker_that_failed_by_itself(self) -> None:
+        scene = Scene(given(1)).gather("a", "b")
+        scene.at(10).fail("a", failure(at=9.9))
+        scene.at(11).restart_agent("b")
+        rejoin(scene)
+        assert scene.job.state.restarts.spent == {0: 1}
+
+    def test_an_agent_that_restarts_after_it_has_come_back_had_no_workers_to_lose(self) -> None:
+        scene = Scene(given(1, min_nodes=3)).gather("a", "b", "c")
+        scene.at(10).fail("a", failure(PEER_LOST, at=10))
+        scene.join("b")
+        scene.at(11).restart_agent("b")
+        rejoin(scene)
+        assert scene.job.state.restarts.spent == {0: 1}
+
+    def test_a_node_that_was_given_up_and_came_back_is_still_what_the_others_lost(self) -> None:
+        scene = Scene(given(0)).gather("a", "b")
+        scene.at(10).break_stream("b")
+        scene.fail("a", failure(PEER_LOST, at=10))
+        scene.tick(15)
+        scene.at(16).attach("b")
+        rejoin(scene)
+        assert isinstance(scene.wish("a"), Run)
+        assert scene.job.state.restarts.spent == {}
+
 
 class TestAsLongAsThereIsProgress:
     def test_three_in_a_row_without_progress(self) -> None:
@@ -178,6 +217,17 @@ class TestKinds:
         scene = Scene(terms(2)).gather("a", "b")
         scene.fail("a", failure(FailureKind.BAD_SCRIPT), step=10)
         assert isinstance(scene.wish("a"), Join)
+
+    def test_taken_ports_with_other_rounds_in_between_are_chance(self) -> None:
+        scene = Scene(terms(1, 2, RestartPolicy(max_restarts=0))).gather("a", "b")
+        for _ in range(5):
+            scene.fail("a", failure(FailureKind.PORT_TAKEN))
+            rejoin(scene)
+            scene.silent("b")
+            scene.join("a")
+            scene.attach("b")
+            scene.rejoin("b", "a")
+            assert isinstance(scene.wish("b"), Run)
 
     def test_a_taken_port_costs_nothing_but_not_for_ever(self) -> None:
         scene = Scene(given(0)).gather("a", "b")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dlrover.protocol.codec import QUESTION, decode_from_agent, decode_from_master, encode_frame, encode_frames
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.frames import Ack, Request
-from dlrover.protocol.messages import MAX_MESSAGE_BYTES, AskStatus, StopJob
+from dlrover.protocol.messages import MAX_MESSAGE_BYTES, AskStatus, JobTerms, StopJob
 
 
 @given(st.binary(max_size=200))
@@ -64,3 +64,10 @@ def test_unknown_fields_are_ignored_so_that_versions_may_differ() -> None:
     data = msgspec.msgpack.encode({"type": "AskStatus", "colour": "blue"})
     assert QUESTION.decode(data) == AskStatus()
     assert decode_from_agent(encode_frame([Ack(1)])) == [Ack(1)]
+
+
+@pytest.mark.parametrize("timeout", [-1.0, float("nan")])
+def test_a_shutdown_timeout_that_is_no_duration_is_refused(timeout: float) -> None:
+    data = msgspec.msgpack.encode({"shutdown_timeout": timeout})
+    with pytest.raises(msgspec.ValidationError, match="--shutdown-timeout"):
+        msgspec.msgpack.decode(data, type=JobTerms)
