@@ -83,6 +83,8 @@ class Batch(Struct, frozen=True):
     """Of the first record; the others follow without a gap."""
     released: tuple[Released, ...]
     """For `committed` only: nothing of it may be seen before."""
+    master_epoch: int
+    """After the last record. Greater than the writer's own: to be raised in the same transaction."""
 
 
 class CommitSequence:
@@ -136,6 +138,7 @@ class CommitSequence:
             number=self._job.number, now=now, master_epoch=self._master_epoch, origin=origin, command=command
         )
         self._records.append(record)
+        self._master_epoch = max(self._master_epoch, self._job.master_epoch)
         return self._release_later(outcome)
 
     def stage_query(self, query: Query) -> int:
@@ -160,6 +163,7 @@ class CommitSequence:
             records=tuple(_ENCODER.encode(record) for record in self._records),
             first_number=first_number,
             released=tuple(self._released),
+            master_epoch=self._master_epoch,
         )
         self._next_batch += 1
         self._records = []

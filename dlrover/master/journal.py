@@ -102,11 +102,20 @@ class Journal:
         self._bytes_since_snapshot = sum(map(len, stored.records))
         return stored
 
-    def append(self, first_number: int, records: Sequence[bytes]) -> None:
-        """All of them or none; durable when it returns."""
+    def append(self, first_number: int, records: Sequence[bytes], *, master_epoch: int = 0) -> None:
+        """All of them or none; durable when it returns.
+
+        A `master_epoch` beyond ours becomes ours with them: agents have seen it under a journal that was lost, and the
+        next life must begin above it.
+        """
         rows = list(enumerate(records, start=first_number))
         with self._transaction() as connection:
             connection.executemany("INSERT INTO records (number, data) VALUES (?, ?)", rows)
+            if master_epoch > self.master_epoch:
+                connection.execute("UPDATE meta SET value = ? WHERE key = 'master_epoch'", (master_epoch,))
+        if master_epoch > self.master_epoch:
+            log.warning("master epoch raised from=%d to=%d: nodes know later masters", self.master_epoch, master_epoch)
+            self.master_epoch = master_epoch
         self._records_since_snapshot += len(records)
         self._bytes_since_snapshot += sum(map(len, records))
 

@@ -75,7 +75,9 @@ class Keeper:
         return job
 
     async def append(self, batch: Batch) -> None:
-        await self._run(lambda: self._journal.append(batch.first_number, batch.records))
+        await self._run(
+            lambda: self._journal.append(batch.first_number, batch.records, master_epoch=batch.master_epoch)
+        )
 
     async def check_fence(self) -> None:
         await self._run(self._journal.check_fence)

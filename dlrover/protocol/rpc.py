@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from msgspec.structs import replace
 
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.codec import QUESTION, VERDICT, Question, check_size, decode_from_master
@@ -181,7 +182,7 @@ class AgentChannel:
                 metadata=call_metadata(self._token), wait_for_ready=False
             )
             outbox: Outbox[FromAgent] = Outbox()
-            outbox.put(Request(id=ATTACH_ID, body=self._attach()))
+            outbox.put(self._presentation())
             leaving = asyncio.ensure_future(self._leaving.wait())
             connected = asyncio.ensure_future(stream.initial_metadata())
             tasks: list[asyncio.Future[Any]] = [leaving, connected]
@@ -209,6 +210,11 @@ class AgentChannel:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _presentation(self) -> Request:
+        """With the newest epoch we know: a master whose journal was lost counts on from there, or we could not obey it."""
+        attach = self._attach()
+        return Request(id=ATTACH_ID, body=replace(attach, master_epoch=max(attach.master_epoch, self._master_epoch)))
 
     async def _read(self, stream: grpc.aio.StreamStreamCall, outbox: Outbox[FromAgent]) -> None:
         try:
@@ -262,6 +268,7 @@ class AgentChannel:
     def _take(self, desired: Desired, outbox: Outbox[FromAgent]) -> None:
         if desired.master_epoch < self._master_epoch:
             return
+        self._master_epoch = desired.master_epoch  # raised while we are attached, if another agent knew a newer one
         if desired.number > self._desired_number:
             self._desired_number = desired.number
             self._on_desired(desired)
@@ -285,7 +292,7 @@ class AgentChannel:
         held, self._held, self._resend = sorted(self._held), [], None
         for number in held:
             if number == ATTACH_ID:
-                outbox.put(Request(id=ATTACH_ID, body=self._attach()))
+                outbox.put(self._presentation())
             elif (waiting := self._waiting.get(number)) is not None:
                 self._send(waiting)
 

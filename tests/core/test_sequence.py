@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from dlrover.core.job import Job, Origin
 from dlrover.core.sequence import (
@@ -75,6 +76,20 @@ class TestOrder:
         assert isinstance(released[1].outcome.reply, Attached)
         assert released[2].outcome.reply == Done()
         assert sequence.is_settled
+
+    def test_a_batch_says_which_master_epoch_its_records_lead_to(self) -> None:
+        """Raised by an agent that knows a later master: it has to be stored together with the record that raised it."""
+        sequence = begin()
+        first = sequence.take()
+        sequence.stage(replace(ATTACH, master_epoch=7), micros(1))
+        second = sequence.take()
+        sequence.stage(JOIN, micros(2), ORIGIN)
+        third = sequence.take()
+        assert first is not None
+        assert second is not None
+        assert third is not None
+        assert [batch.master_epoch for batch in (first, second, third)] == [1, 8, 8]
+        assert decode_record(third.records[0]).master_epoch == 8
 
     def test_batches_are_committed_in_order(self) -> None:
         sequence = begin()

@@ -35,6 +35,31 @@ def test_what_was_appended_is_there_in_the_next_life(path: Path) -> None:
     again.close()
 
 
+def test_an_epoch_that_nodes_know_from_a_lost_journal_is_raised_with_the_record_that_says_so(path: Path) -> None:
+    journal = open_journal(path)
+    journal.append(1, [b"one"], master_epoch=1)
+    assert journal.master_epoch == 1
+    journal.append(2, [b"two"], master_epoch=8)
+    assert journal.master_epoch == 8
+    journal.append(3, [b"three"], master_epoch=8)
+    again = open_journal(path)
+    assert again.master_epoch == 9
+    with pytest.raises(Fenced):
+        journal.append(4, [b"four"], master_epoch=20)
+    assert again.load().records == (b"one", b"two", b"three")
+    again.close()
+
+
+def test_an_epoch_is_not_raised_by_records_that_were_not_written(path: Path) -> None:
+    journal = open_journal(path)
+    journal.append(1, [b"one"])
+    with pytest.raises(JournalError):
+        journal.append(1, [b"another"], master_epoch=8)
+    assert journal.master_epoch == 1
+    journal.append(2, [b"two"])
+    journal.close()
+
+
 def test_only_its_owner_may_read_it(path: Path) -> None:
     journal = open_journal(path)
     journal.append(1, [b"x"])

@@ -40,6 +40,7 @@ class PlainDesk:
     def __init__(self) -> None:
         self.master_epoch = 1
         self.streams: list[AgentStream] = []
+        self.attaches: list[Attach] = []
         self.requests: list[Request] = []
         self.seen: asyncio.Queue[FromAgent | Unreadable | str] = asyncio.Queue()
         self.answers: Callable[[Request], Answer | Refusal | None] = lambda r: Answer(id=r.id, body=Done())
@@ -47,7 +48,8 @@ class PlainDesk:
     def receive(self, stream: AgentStream, parcels: Sequence[FromAgent | Unreadable]) -> None:
         for parcel in parcels:
             match parcel:
-                case Request(body=Attach()):
+                case Request(body=Attach() as attach):
+                    self.attaches.append(attach)
                     self.streams.append(stream)
                     stream.send(Answer(id=parcel.id, body=self.attached()))
                 case Request():

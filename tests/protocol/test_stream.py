@@ -80,6 +80,42 @@ async def test_a_level_of_an_older_master_is_ignored(serve: Serve, desk: PlainDe
     assert (await asyncio.wait_for(agent.levels.get(), 5)).number == 10
 
 
+async def test_an_agent_says_which_master_epoch_it_has_seen(serve: Serve, desk: PlainDesk, connect: Connect) -> None:
+    """A master that lost its journal begins at 1 again; it has to know above which number the agents will obey it."""
+    desk.master_epoch = 5
+    server, address = await serve()
+    agent = connect(address)
+    await agent.attached()
+    assert desk.attaches[-1].master_epoch == 0
+    desk.master_epoch = 7
+    desk.push(2)  # it heard so from another agent
+    assert await desk.until(Ack) == Ack(1)
+    assert await desk.until(Ack) == Ack(2)
+    await server.stop()
+    await serve(int(address.split(":")[1]))
+    await agent.attached()
+    assert desk.attaches[-1].master_epoch == 7
+
+
+async def test_a_master_that_stays_below_that_epoch_is_not_obeyed(
+    serve: Serve, desk: PlainDesk, connect: Connect
+) -> None:
+    desk.master_epoch = 5
+    server, address = await serve()
+    agent = connect(address)
+    await agent.attached()
+    await server.stop()
+    desk.master_epoch = 4
+    await serve(int(address.split(":")[1]))
+    async with asyncio.timeout(10):
+        while len(desk.attaches) < 3:  # refused, and tried again
+            await desk.until(Request)
+    assert agent.attachments.empty()
+    assert "epoch 4, older than 5" in agent.channel.trouble
+    desk.master_epoch = 6
+    assert (await agent.attached()).master_epoch == 6
+
+
 async def test_a_request_without_answer_is_sent_again_after_a_broken_stream_with_its_number(
     serve: Serve, desk: PlainDesk, connect: Connect
 ) -> None:
