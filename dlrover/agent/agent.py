@@ -88,6 +88,8 @@ class Agent:
         self._local_world_size = local_world_size
         self._step = step
         self._launcher_pid = os.getppid()
+        self._life = os.urandom(8).hex()
+        """Tells this process from a former one of the same launch, when an answer to its attach was lost."""
         self._channel = AgentChannel(
             config.master_addr,
             token=token,
@@ -288,6 +290,7 @@ class Agent:
             incarnation=self._incarnation,
             running_round=max(self._driver.running_round, self._finished_round),
             is_finished=self._finished_round > 0,
+            life=self._life,
         )
 
     def _on_attached(self, attached: Attached) -> None:
