@@ -207,7 +207,7 @@ class Launcher:
             token_file=self._token_file,
             runtime_dir=self._directory.path,
             host=discovery.own_host(self._settings, self._place),
-            terms=self._settings.terms,
+            terms=msgspec.structs.replace(self._settings.terms, shutdown_timeout=self._settings.shutdown_timeout),
             local_world_size=self._settings.local_world_size,
             entry=self._settings.entry,
             node_rank=self._settings.node_rank,
