@@ -67,6 +67,7 @@ class _Worker:
     global_rank: int
     files: WorkerFiles
     pid: int = 0
+    leash: Leash | None = None
     exit: asyncio.Future[Exit] | None = None
     failure: WorkerFailure | None = None
 
@@ -131,15 +132,19 @@ class WorkerGroup:
             self._num_oom_kills = count_oom_kills()
             self._started_at = time.monotonic()
             self._log_thread_rule()
-            leashes = await asyncio.gather(*(self._fork(worker) for worker in self._workers))
+            await asyncio.gather(*(self._fork(worker) for worker in self._workers))
+            if offer is not None:
+                offer.release()
+            await asyncio.gather(*(self._release(worker) for worker in self._workers if worker.global_rank == 0))
+            if self._spawner.is_warm and world.world_size > 1:
+                await asyncio.sleep(HEAD_START)
+            await asyncio.gather(*(self._release(worker) for worker in self._workers if worker.global_rank != 0))
         finally:
             if offer is not None:
                 offer.release()
-        pairs = list(zip(self._workers, leashes, strict=True))
-        await asyncio.gather(*(self._release(*pair) for pair in pairs if pair[0].global_rank == 0))
-        if self._spawner.is_warm and world.world_size > 1:
-            await asyncio.sleep(HEAD_START)
-        await asyncio.gather(*(self._release(*pair) for pair in pairs if pair[0].global_rank != 0))
+            for worker in self._workers:
+                if worker.leash is not None:
+                    worker.leash.close()  # superseded before it could run: it ends without having done anything
 
     async def wait(self) -> Finished | Failed:
         """Until all have ended well or one has not. The rest is left running: the caller stops it."""
@@ -203,7 +208,7 @@ class WorkerGroup:
                 self.world.local_world_size,
             )
 
-    async def _fork(self, worker: _Worker) -> Leash | None:
+    async def _fork(self, worker: _Worker) -> None:
         entry = self._config.entry
         substituted = [string.Template(word).safe_substitute(local_rank=worker.local_rank) for word in entry.args]
         files = worker.files
@@ -226,7 +231,7 @@ class WorkerGroup:
             )
         except StartFailed as error:
             self._note_start_failure(worker, str(error))
-            return None
+            return
         finally:
             files.close_descriptors()
         try:
@@ -234,15 +239,14 @@ class WorkerGroup:
         except ProcessLookupError:
             leash.close()
             self._note_start_failure(worker, f"the worker (pid {leash.pid}) was killed before it began")
-            return None
-        worker.pid = leash.pid
-        return leash
+            return
+        worker.pid, worker.leash = leash.pid, leash
 
-    async def _release(self, worker: _Worker, leash: Leash | None) -> None:
-        if leash is None:
+    async def _release(self, worker: _Worker) -> None:
+        if worker.leash is None:
             return
         try:
-            await leash.release()
+            await worker.leash.release()
         except StartFailed as error:
             self._note_start_failure(worker, str(error))
 
