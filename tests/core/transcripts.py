@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
+from typing import Any
 
 from dlrover.core.job import Outcome
 from dlrover.protocol.errors import Rejected
@@ -88,7 +89,7 @@ def _terms(options: dict[str, str]) -> JobTerms:
 
 
 def _act(scene: Scene, verb: str, name: str, options: dict[str, str]) -> None:
-    numbers = {key: int(value) for key, value in options.items() if value.lstrip("-").isdigit()}
+    numbers: dict[str, Any] = {key: int(value) for key, value in options.items() if value.lstrip("-").isdigit()}
     match verb:
         case "attach":
             scene.attach(name, **numbers)
