@@ -13,12 +13,34 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from typing import Protocol
 
-from dlrover.agent.worker_group import Failed, Finished, PortOffer, WorkerGroup
+from dlrover.agent.worker_group import Failed, Finished, PortOffer
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages import FailureKind, Round, StopCause, WorkerFailure, WorldSpec
 
 log = logging.getLogger("dlrover.agent")
+
+
+class Group(Protocol):
+    """What the driver needs of a `WorkerGroup`, whose docstrings say what it means."""
+
+    @property
+    def world(self) -> WorldSpec: ...
+
+    @property
+    def step(self) -> int | None: ...
+
+    @property
+    def lived(self) -> float: ...
+
+    async def start(self, offer: PortOffer | None) -> None: ...
+
+    async def wait(self) -> Finished | Failed: ...
+
+    async def stop(self, cause: StopCause, with_signal: int) -> tuple[WorkerFailure, ...]: ...
+
+    def kill(self) -> None: ...
 
 
 class WorkerDriver:
@@ -26,7 +48,7 @@ class WorkerDriver:
 
     def __init__(
         self,
-        build: Callable[[WorldSpec], WorkerGroup],
+        build: Callable[[WorldSpec], Group],
         *,
         on_outcome: Callable[[Round, Finished | Failed], None],
         on_error: Callable[[DLRoverError], None],
@@ -40,7 +62,9 @@ class WorkerDriver:
         self._signal = signal.SIGTERM
         self._changed = asyncio.Event()
         self._settled = asyncio.Event()
-        self._group: WorkerGroup | None = None
+        self._settled.set()
+        self._group: Group | None = None
+        self._starting: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -48,12 +72,24 @@ class WorkerDriver:
         """Round whose workers were started and not yet ended, failed or stopped; 0 for none."""
         return self._group.world.round if self._group is not None else Round(0)
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether workers shall run, be they started already or not."""
+        return self._target is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether what runs equals the target."""
+        return self._settled.is_set()
+
     def want(self, world: WorldSpec, offer: PortOffer | None) -> None:
         """Run the workers of this world. `offer` is our reserved port, given up when the workers start."""
+        self._drop_offer()
         self._target, self._offer = world, offer
         self._wake()
 
     def want_none(self, cause: StopCause, with_signal: signal.Signals = signal.SIGTERM) -> None:
+        self._drop_offer()
         self._target, self._cause, self._signal = None, cause, with_signal
         self._wake()
 
@@ -72,13 +108,18 @@ class WorkerDriver:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                if self._watcher is not None and self._watcher.done() and not self._watcher.cancelled():
-                    self._watcher.result()  # a bug in there must not leave a job that nobody watches
+                self._check_watcher()
                 await self._approach()
                 if not self._changed.is_set():
                     self._settled.set()
         finally:
             self.kill()
+            self._drop_offer()
+            tasks = {task for task in (self._starting, self._watcher) if task is not None}
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)  # a start that went on would fork workers that nobody watches
 
     async def _approach(self) -> None:
         if self._group is not None and self._group.world != self._target:
@@ -90,24 +131,28 @@ class WorkerDriver:
         offer, self._offer = self._offer, None
         group = self._group = self._build(world)
         begun_at = time.monotonic()
-        starting = asyncio.create_task(group.start(offer))
+        starting = self._starting = asyncio.create_task(group.start(offer))
+        starting.add_done_callback(lambda _: self._changed.set())
         # A start can take as long as the imports of a user's modules; a newer target need not wait for it.
-        while not starting.done() and self._target == world:
-            changed = asyncio.create_task(self._changed.wait())
-            await asyncio.wait({starting, changed}, return_when=asyncio.FIRST_COMPLETED)
-            changed.cancel()
-            if self._target == world:
-                self._changed.clear()
-        if not starting.done():
-            starting.cancel()
-        try:
-            await starting
-        except asyncio.CancelledError:
-            if not starting.cancelled():
-                raise  # it is we who are cancelled
+        while not starting.done():
+            await self._changed.wait()
+            self._changed.clear()
+            if self._target != world and not starting.done():
+                starting.cancel()
+                await asyncio.wait({starting})  # not `await starting`: that cannot tell its cancellation from ours
+        self._starting = None
+        if offer is not None:
+            offer.release()  # a start that was cancelled before its first line has not done it
+        if starting.cancelled():
+            await self._stop(group)  # at once: should the very same world be wanted again, it needs a new group
+            self._changed.set()
             return
+        if self._target != world:
+            self._changed.set()
+        try:
+            starting.result()
         except DLRoverError as error:  # nothing that another try could mend: no log directory, for example
-            self._group = self._target = None
+            self.want_none(StopCause.FAILURE)
             self._on_error(error)
             return
         log.info(
@@ -116,7 +161,7 @@ class WorkerDriver:
         self._watcher = asyncio.create_task(self._watch(group))
         self._watcher.add_done_callback(lambda _: self._changed.set())
 
-    async def _watch(self, group: WorkerGroup) -> None:
+    async def _watch(self, group: Group) -> None:
         outcome = await group.wait()
         if group is not self._group or self._target != group.world:
             # Being stopped already. What failed by itself is told all the same: it may be the cause of it all.
@@ -127,9 +172,11 @@ class WorkerDriver:
         self.want_none(StopCause.FAILURE if isinstance(outcome, Failed) else StopCause.END_OF_JOB)
         self._on_outcome(group.world.round, outcome)
 
-    async def _stop(self, group: WorkerGroup) -> None:
+    async def _stop(self, group: Group) -> None:
         begun_at = time.monotonic()
-        late = await group.stop(self._cause, self._signal)
+        cause = self._cause
+        late = await group.stop(cause, self._signal)
+        self._check_watcher()
         if self._watcher is not None:
             self._watcher.cancel()
             self._watcher = None
@@ -138,14 +185,25 @@ class WorkerDriver:
         log.info(
             "stopped workers round=%d cause=%s seconds=%.3f",
             group.world.round,
-            self._cause,
+            cause,
             time.monotonic() - begun_at,
         )
 
-    def _tell_late(self, group: WorkerGroup, failures: tuple[WorkerFailure, ...]) -> None:
+    def _check_watcher(self) -> None:
+        """A bug in there must not leave a job that nobody watches."""
+        if self._watcher is not None and self._watcher.done() and not self._watcher.cancelled():
+            self._watcher.result()
+
+    def _tell_late(self, group: Group, failures: tuple[WorkerFailure, ...]) -> None:
         if failures:
             self._on_outcome(group.world.round, Failed(failures, group.step, group.lived))
 
     def _wake(self) -> None:
         self._settled.clear()
         self._changed.set()
+
+    def _drop_offer(self) -> None:
+        """Of a world that was never started: where HOST_PORTS has no other, the next round needs the port."""
+        if self._offer is not None:
+            self._offer.release()
+            self._offer = None
