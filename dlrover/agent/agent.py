@@ -17,11 +17,12 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, assert_never
+from typing import NamedTuple, Protocol, assert_never
 
 from dlrover.agent.config import AgentConfig, AgentResult
-from dlrover.agent.driver import WorkerDriver
-from dlrover.agent.worker_group import Failed, Finished, PortOffer, WorkerGroup
+from dlrover.agent.driver import Group, WorkerDriver
+from dlrover.agent.worker_group import Failed, Finished, PortOffer
+from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import DLRoverError, JobError, Rejected, Unavailable
 from dlrover.protocol.messages import (
     AgentCommand,
@@ -39,6 +40,7 @@ from dlrover.protocol.messages import (
     Micros,
     NodeId,
     NodeRank,
+    Reply,
     ReportFailure,
     ReportFinished,
     Round,
@@ -51,16 +53,6 @@ from dlrover.protocol.rpc import AgentChannel
 
 log = logging.getLogger("dlrover.agent")
 
-HEARTBEAT_PERIOD = 5.0
-LEASE = 30.0
-"""An agent that did not run for so long (stopped, machine suspended) kills its workers before it talks to anybody."""
-FAREWELL = 2.0
-"""Seconds to tell the master that we go. Best effort: never worth a longer wait."""
-FINISHED_PATIENCE = 30.0
-"""A finished training is a success even if the master is gone for good: wait so long for it, then leave with 0."""
-
-FIRST_CONNECTION = 120.0
-"""Seconds for the master to appear at all, however short its later absences may be."""
 NUM_OFFERED = 128
 
 EXIT_FAILED = 1
@@ -68,8 +60,55 @@ EXIT_MASTER_LOST = 23
 EXIT_BY_SIGNAL = 128
 
 
+class Patience(NamedTuple):
+    """Seconds that the agent gives to things; how long workers train on without a master is the user's to say."""
+
+    heartbeat: float = 5.0
+    """Between two heartbeats, roughly."""
+    lease: float = 30.0
+    """An agent that did not run for so long (stopped, machine suspended) kills its workers before it talks to anybody."""
+    farewell: float = 2.0
+    """To tell the master that we go. Best effort: never worth a longer wait."""
+    finished: float = 30.0
+    """A finished training is a success even if the master is gone for good: wait so long for it, then leave with 0."""
+    first_connection: float = 120.0
+    """For the master to appear at all, however short its later absences may be."""
+
+
+PATIENCE = Patience()
+
+
 class BuildGroup(Protocol):
-    def __call__(self, world: WorldSpec, *, node_rank: NodeRank, master_now: Callable[[], Micros]) -> WorkerGroup: ...
+    def __call__(self, world: WorldSpec, *, node_rank: NodeRank, master_now: Callable[[], Micros]) -> Group: ...
+
+
+class Channel(Protocol):
+    """What the agent needs of an `AgentChannel`, whose docstrings say what it means."""
+
+    async def run(self) -> None: ...
+
+    async def call(self, command: AgentCommand, *, timeout: float) -> Reply: ...
+
+    def beat(self, heartbeat: Heartbeat) -> None: ...
+
+    def outage(self) -> float: ...
+
+    async def close(self) -> None: ...
+
+    async def reattach(self) -> None: ...
+
+
+class Connect(Protocol):
+    def __call__(
+        self,
+        address: str,
+        *,
+        token: str,
+        tls: TlsConfig | None,
+        attach: Callable[[], Attach],
+        on_attached: Callable[[Attached], None],
+        on_desired: Callable[[Desired], None],
+    ) -> Channel: ...
 
 
 class Agent:
@@ -83,14 +122,17 @@ class Agent:
         local_world_size: int,
         build_group: BuildGroup,
         step: Callable[[], int | None],
+        connect: Connect = AgentChannel,
+        patience: Patience = PATIENCE,
     ) -> None:
         self._config = config
+        self._patience = patience
         self._local_world_size = local_world_size
         self._step = step
         self._launcher_pid = os.getppid()
         self._life = os.urandom(8).hex()
         """Tells this process from a former one of the same launch, when an answer to its attach was lost."""
-        self._channel = AgentChannel(
+        self._channel = connect(
             config.master_addr,
             token=token,
             tls=config.tls,
@@ -124,22 +166,28 @@ class Agent:
         self._signal: signal.Signals | None = None
         self._broken: DLRoverError | None = None
         """This node cannot go on: the master refused it for good, or workers cannot be started here."""
+        self._is_leaving = False
+        """The result is known: nothing that is still refused or wished can bring this node back into the job."""
+        self._reports: set[asyncio.Task[None]] = set()
+        """On their way to the master."""
         self._news = asyncio.Event()
 
     async def run(self) -> AgentResult:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             loop.add_signal_handler(number, self._on_signal, number)
-        async with asyncio.TaskGroup() as self._tasks:
-            helpers = [
-                self._tasks.create_task(self._keep_channel(), name="channel"),
-                self._tasks.create_task(self._heartbeats(), name="heartbeats"),
-                self._tasks.create_task(self._driver.run(), name="driver"),
-            ]
-            result = await self._follow()
-            await self._channel.close()
-            for helper in helpers:
-                helper.cancel()
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                helpers = [
+                    self._tasks.create_task(self._keep_channel(), name="channel"),
+                    self._tasks.create_task(self._heartbeats(), name="heartbeats"),
+                    self._tasks.create_task(self._driver.run(), name="driver"),
+                ]
+                result = await self._follow()
+                await self._channel.close()
+                for helper in helpers:
+                    helper.cancel()
+        finally:
             self._drop_offer()
         return result
 
@@ -168,7 +216,7 @@ class Agent:
                 self._run_world(wish.world)
             case Wait() | Idle():
                 log.info("waiting: %s", wish.reason)
-                if self._driver.running_round:
+                if self._driver.is_wanted:
                     self._driver.want_none(StopCause.MEMBERSHIP)
             case End():
                 return await self._end(wish)
@@ -181,11 +229,16 @@ class Agent:
             return
         if self._driver.running_round:
             log.warning("workers of round %d stop: %s", self._driver.running_round, join.reason)
-        self._driver.want_none(join.cause)
+        if self._driver.is_wanted:
+            self._driver.want_none(join.cause)
         self._drop_offer()
         try:
             self._offer = PortOffer.bind(self._config.host, self._config.host_ports, offered=self._offered_ports)
         except OSError as error:
+            if not self._driver.is_settled:
+                # Where HOST_PORTS has no other, the workers that are just being stopped may still hold the port.
+                self._tasks.create_task(self._enter_when_stopped(join), name="enter")
+                return
             self._on_broken(JobError(f"This node can offer no port to its workers: {error}. Check HOST_PORTS."))
             return
         self._joined_round = join.round
@@ -204,8 +257,15 @@ class Agent:
             )
         )
 
-    def _offer_another_port(self) -> None:
+    async def _enter_when_stopped(self, join: Join) -> None:
+        await self._driver.settle()
+        if not self._is_leaving and self._desired is not None and self._desired.wish == join:
+            self._enter_round(join)
+
+    def _offer_another_port(self, refused: JoinRendezvous) -> None:
         """The one we bound has served an earlier round by chance: join the same round with another."""
+        if self._offer is None or self._offer.address != refused.offer:
+            return  # we have joined anew since
         self._drop_offer()
         if self._desired is not None and isinstance(self._desired.wish, Join):
             self._enter_round(self._desired.wish)
@@ -214,6 +274,7 @@ class Agent:
         if world.round <= self._started_round:
             return
         self._started_round = world.round
+        self._finished_round = Round(0)  # of an earlier one, which then was not enough
         offer, self._offer = self._offer, None
         log.info(
             "round=%d group_rank=%d of %d first_global_rank=%d world_size=%d coordinator=%s",
@@ -227,10 +288,15 @@ class Agent:
         self._driver.want(world, offer)
 
     async def _end(self, wish: End) -> AgentResult:
+        self._is_leaving = True
         self._driver.want_none(StopCause.END_OF_JOB)
         await self._driver.settle()
+        if self._reports and not self._channel.outage():
+            # Of workers that were on their way out: the master may learn only now who failed first.
+            await asyncio.wait(self._reports, timeout=self._patience.farewell)
         await self._say_farewell(LeaveReason.JOB_ENDED)
-        end = wish.end
+        newest = wish if self._desired is None else self._desired.wish
+        end = newest.end if isinstance(newest, End) else wish.end
         failure = end.first_failure.failure if end.first_failure else None
         return AgentResult(
             exit_code=end.exit_code,
@@ -242,16 +308,21 @@ class Agent:
         )
 
     async def _leave_by_signal(self, number: signal.Signals) -> AgentResult:
+        self._is_leaving = True
         # A launcher that died cannot clean up after us: be quick then. Otherwise workers get the grace the user asked for.
         is_alone = os.getppid() != self._launcher_pid
         cause = StopCause.FAILURE if is_alone else StopCause.END_OF_JOB
         self._driver.want_none(cause, number)
-        farewell = asyncio.create_task(self._say_farewell(LeaveReason.STOPPED_BY_USER, f"{number.name} received"))
-        await self._driver.settle()
-        await farewell
+        await asyncio.gather(self._driver.settle(), self._part(f"{number.name} received"))
         return AgentResult(exit_code=EXIT_BY_SIGNAL + number, message=f"stopped by {number.name}")
 
+    async def _part(self, message: str) -> None:
+        """Say farewell, then close: a stream that broke while workers stop would be healed and bring us back."""
+        await self._say_farewell(LeaveReason.STOPPED_BY_USER, message)
+        await self._channel.close()
+
     async def _without_master(self) -> AgentResult:
+        self._is_leaving = True
         if self._finished_round:
             log.warning("training finished, but the master is gone: leaving without its word")
             self._driver.want_none(StopCause.END_OF_JOB)
@@ -264,6 +335,7 @@ class Agent:
         )
 
     async def _give_up(self, exit_code: int, message: str) -> AgentResult:
+        self._is_leaving = True
         self._driver.want_none(StopCause.FAILURE)
         await self._driver.settle()
         await self._say_farewell(LeaveReason.FAILED, message)
@@ -272,11 +344,14 @@ class Agent:
     async def _say_farewell(self, reason: LeaveReason, message: str = "") -> None:
         if self._node < 0 or self._channel.outage():
             return
-        command = LeaveJob(node=self._node, incarnation=self._incarnation, reason=reason, message=message)
-        try:
-            await self._channel.call(command, timeout=FAREWELL)
-        except (Rejected, Unavailable) as error:
-            log.info("farewell not heard: %s", error)
+        command: LeaveJob | None = None
+        # If its answer was lost, attaching again has brought us back as a new life, which has to leave, too.
+        while command is None or command.incarnation != self._incarnation:
+            command = LeaveJob(node=self._node, incarnation=self._incarnation, reason=reason, message=message)
+            try:
+                await self._channel.call(command, timeout=self._patience.farewell)
+            except (Rejected, Unavailable) as error:
+                log.info("farewell not heard: %s", error)
 
     # What the master and the workers tell us.
 
@@ -294,7 +369,7 @@ class Agent:
         )
 
     def _on_attached(self, attached: Attached) -> None:
-        if self._incarnation and attached.incarnation != self._incarnation:
+        if self._incarnation and attached.incarnation != self._incarnation and not self._is_leaving:
             # The master gave up our former life; whatever still runs belongs to it and may not disturb the new world.
             log.warning("the master had given this node up: its workers stop, it joins anew")
             self._forget_former_life()
@@ -305,6 +380,8 @@ class Agent:
         )
 
     def _on_desired(self, desired: Desired) -> None:
+        if not self._incarnation:
+            return  # for the life that we have just given up
         newest = self._desired
         if newest is None or (desired.master_epoch, desired.number) >= (newest.master_epoch, newest.number):
             self._desired = desired
@@ -348,38 +425,51 @@ class Agent:
             )
 
     def _tell(self, command: AgentCommand) -> None:
-        self._tasks.create_task(self._deliver(command), name=type(command).__name__)
+        task = self._tasks.create_task(self._deliver(command), name=type(command).__name__)
+        if isinstance(command, ReportFailure | ReportFinished):
+            self._reports.add(task)
+            task.add_done_callback(self._reports.discard)
 
     async def _deliver(self, command: AgentCommand) -> None:
         try:
-            await self._channel.call(command, timeout=self._config.master_grace + FINISHED_PATIENCE)
+            await self._channel.call(command, timeout=self._config.master_grace + self._patience.finished)
         except Rejected as error:
             # Told too late: the world has moved on, and the master's wish says where to.
             log.info("%s was refused: %s", type(command).__name__, error)
-            if error.code == "offer-used":
-                self._offer_another_port()
-            elif error.code == "stale-incarnation" or (
-                isinstance(command, ReportFailure) and error.code not in ("too-old", "unknown-round")
-            ):
-                # Given up, or our failure cannot be told: as a fresh agent we get a round in any case.
-                self._forget_former_life()
-                self._incarnation = Incarnation(0)
-                await self._channel.reattach()
+            if not self._is_leaving:
+                await self._mend(command, error.code)
         except Unavailable as error:
             log.info("%s was not delivered: %s", type(command).__name__, error)
+
+    async def _mend(self, command: AgentCommand, code: str) -> None:
+        """What was refused cannot be told; see to it that the master and we do not wait for each other."""
+        match command:
+            case JoinRendezvous() if code == "offer-used":
+                self._offer_another_port(command)
+            case JoinRendezvous(incarnation=life) | ReportFailure(incarnation=life) | ReportFinished(incarnation=life):
+                if life != self._incarnation or not life:
+                    return  # of a former life, and refused because the new one has begun: no reason for a third
+                is_failure_untold = isinstance(command, ReportFailure) and code not in ("too-old", "unknown-round")
+                if code == "stale-incarnation" or is_failure_untold:
+                    # As a fresh agent we get a round in any case.
+                    self._forget_former_life()
+                    self._incarnation = Incarnation(0)
+                    await self._channel.reattach()
+                elif isinstance(command, ReportFinished):
+                    await self._channel.reattach()  # presenting ourselves says it too
 
     def _forget_former_life(self) -> None:
         self._driver.want_none(StopCause.FAILURE)
         self._drop_offer()
         self._desired = None
-        self._joined_round = self._started_round = self._finished_round = Round(0)
+        self._joined_round = self._started_round = Round(0)
 
     async def _heartbeats(self) -> None:
         while True:
             slept_from = time.clock_gettime(time.CLOCK_BOOTTIME)
-            await asyncio.sleep(HEARTBEAT_PERIOD * random.uniform(0.8, 1.2))
+            await asyncio.sleep(self._patience.heartbeat * random.uniform(0.8, 1.2))
             away = time.clock_gettime(time.CLOCK_BOOTTIME) - slept_from
-            if away > LEASE and self._driver.running_round:
+            if away > self._patience.lease and self._driver.running_round:
                 log.warning("this agent was stopped for %.0f s: its workers are killed before anything else", away)
                 self._driver.kill()
             if self._channel.outage():
@@ -393,8 +483,8 @@ class Agent:
     def _has_lost_master(self) -> bool:
         outage, grace = self._channel.outage(), self._config.master_grace
         if self._finished_round:
-            return min(outage, time.monotonic() - self._finished_at) > FINISHED_PATIENCE
-        return outage > (grace if self._node >= 0 else max(grace, FIRST_CONNECTION))
+            return min(outage, time.monotonic() - self._finished_at) > self._patience.finished
+        return outage > (grace if self._node >= 0 else max(grace, self._patience.first_connection))
 
     def _drop_offer(self) -> None:
         if self._offer is not None:
