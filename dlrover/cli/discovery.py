@@ -1,5 +1,5 @@
 """
-Where the master is, who hosts it, what the job is called, and which token opens it [DECISIONS 14].
+Where the master is, who hosts it, what the job is called, and which token opens it.
 
 The address comes from `DLROVER_MASTER_ADDR`, else `--rdzv-endpoint`, else `--master-addr:--master-port`, else it is
 loopback. The launcher for which that address is local and whose bind succeeds hosts the master; all others connect. So

@@ -328,7 +328,7 @@ def parse_nproc(text: str) -> int | str:
 
 
 def _node_rank(parsed: Parsed, environment: Environment, limits: Limits, notes: list[str]) -> int | None:
-    """A variable of the platform wins: it is set anew for a replacement, a command line is copied [spec 05 §2.2]."""
+    """A variable of the platform wins: it is set anew for a replacement, a command line is copied."""
     given = parsed.integer("node_rank") if parsed.is_given("node_rank") else None
     if given is not None and given < 0:
         raise ConfigError(f"--node-rank {given}: give 0 or more.")

@@ -91,7 +91,6 @@ def test_all_names_are_distinct_and_come_in_both_spellings() -> None:
     ],
 )  # fmt: skip
 def test_every_option_of_the_original_is_known(name: str) -> None:
-    """spec 05 §2.1"""
     known = {spelling for option in OUR_OPTIONS for spelling in option.names}
     assert {f"--{name}", "--" + name.replace("-", "_")} <= known
 
