@@ -45,9 +45,10 @@ def look() -> Iterator[Finding]:
     yield Finding("linux kernel", _is_kernel_enough(), platform.release(), "everything (5.4 or newer)", True)
     has_pidfd = _works(lambda: os.close(os.pidfd_open(os.getpid())))
     yield Finding("pidfd", has_pidfd, "yes" if has_pidfd else "no", "seeing exits at once; else by SIGCHLD")
-    for name, needed_for in (("msgspec", "messages"), ("grpcio", "master and agent"), ("psutil", "resource usage")):
+    for name, needed_for in (("msgspec", "messages"), ("grpcio", "master and agent")):
         yield _package(name, needed_for, is_essential=True)
     yield _package("torch", "training with PyTorch, warm workers")
+    yield _package("psutil", "the demo, benchmarks and tests; no job imports it yet")
     yield _package("numpy", "most training scripts")
     yield from _shared_memory()
     yield _cgroup()
