@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dlrover.protocol.descriptors import open_standard_descriptors
 from dlrover.protocol.errors import ConfigError, DLRoverError
 
 if TYPE_CHECKING:
+    from dlrover.protocol.addresses import TlsConfig
     from dlrover.protocol.messages import AskStatus, Reply, StopJob
 
 app = typer.Typer(
@@ -26,6 +28,9 @@ ASK_TIMEOUT = 10.0
 Job = Annotated[str, typer.Argument(help="Name of a job on this host; not needed if only one runs.")]
 Address = Annotated[str, typer.Option("--addr", "--master-addr", help="Master's HOST:PORT, or DLROVER_MASTER_ADDR.")]
 TokenFile = Annotated[str, typer.Option("--token-file", help="File with the job token, or DLROVER_JOB_TOKEN.")]
+TlsCa = Annotated[str, typer.Option("--tls-ca", help="Certificates (PEM) that the master's must come from: use TLS.")]
+TlsCert = Annotated[str, typer.Option("--tls-cert", help="Our certificate (PEM), where the master asks for one.")]
+TlsKey = Annotated[str, typer.Option("--tls-key", help="The key of our certificate (PEM).")]
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -45,11 +50,18 @@ def replay(context: typer.Context) -> None:
 
 
 @app.command()
-def status(job: Job = "", addr: Address = "", token_file: TokenFile = "") -> None:
+def status(
+    job: Job = "",
+    addr: Address = "",
+    token_file: TokenFile = "",
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+) -> None:
     """Show a running job: its stage, its nodes, and the reason for what it does."""
     from dlrover.protocol.messages import AskStatus
 
-    _show(_ask(job, addr, token_file, AskStatus()))
+    _show(_ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), AskStatus()))
 
 
 @app.command()
@@ -57,12 +69,15 @@ def stop(
     job: Job = "",
     addr: Address = "",
     token_file: TokenFile = "",
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
     message: Annotated[str, typer.Option(help="Reason, for the journal and the report.")] = "dlrover stop",
 ) -> None:
     """End a running job in good order, on all its nodes."""
     from dlrover.protocol.messages import StopJob
 
-    _ask(job, addr, token_file, StopJob(message=message))
+    _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), StopJob(message=message))
     typer.echo("The job is stopping.")
 
 
@@ -88,6 +103,7 @@ def version() -> None:
 
 def main() -> None:
     """Console script."""
+    open_standard_descriptors()
     try:
         app()
     except DLRoverError as error:
@@ -95,7 +111,13 @@ def main() -> None:
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
-def _ask(job: str, addr: str, token_file: str, body: AskStatus | StopJob) -> Reply:
+def _tls(ca: str, cert: str, key: str) -> TlsConfig | None:
+    from dlrover.protocol.addresses import TlsConfig
+
+    return TlsConfig(ca=ca, cert=cert, key=key) if ca or cert or key else None
+
+
+def _ask(job: str, addr: str, token_file: str, tls: TlsConfig | None, body: AskStatus | StopJob) -> Reply:
     import asyncio
 
     from dlrover.cli.discovery import read_token_file
@@ -108,7 +130,7 @@ def _ask(job: str, addr: str, token_file: str, body: AskStatus | StopJob) -> Rep
     if not address:
         address, found_token_file = _find_local_job(job)
         token = token or read_token_file(found_token_file)
-    return asyncio.run(ask(address, body, token=token, timeout=ASK_TIMEOUT))
+    return asyncio.run(ask(address, body, token=token, tls=tls, timeout=ASK_TIMEOUT))
 
 
 def _find_local_job(job: str) -> tuple[str, str]:

@@ -10,12 +10,14 @@ import sys
 from collections.abc import Sequence
 
 from dlrover.cli.console import say, say_block
+from dlrover.protocol.descriptors import open_standard_descriptors
 from dlrover.protocol.errors import ConfigError, DLRoverError
 
 EXIT_USAGE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    open_standard_descriptors()
     arguments = list(sys.argv[1:] if argv is None else argv)
     from dlrover.cli.options import describe, parse
     from dlrover.cli.settings import effective_values, read_settings
