@@ -52,7 +52,7 @@ def main() -> int:
         (folder / "train.py").write_text(SCRIPT)
         job = subprocess.Popen(
             [sys.executable, "-m", "dlrover.trainer.torch.main", "--nproc-per-node=2", folder / "train.py", folder],
-            env={**os.environ, "XDG_RUNTIME_DIR": name, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "TMPDIR": name, "OMP_NUM_THREADS": "1"},
             stderr=subprocess.DEVNULL,
         )
         try:

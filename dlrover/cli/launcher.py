@@ -24,7 +24,7 @@ from dlrover.cli import discovery, processes
 from dlrover.cli.console import say, say_block
 from dlrover.cli.discovery import MasterPlace, Seat
 from dlrover.cli.processes import SignalInbox
-from dlrover.cli.runtime_dir import NodeDirectory, job_directory_name, reap, user_root
+from dlrover.cli.runtime_dir import NodeDirectory, job_directory_name, reap_in_passing, user_root
 from dlrover.cli.settings import Settings
 from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError
@@ -51,7 +51,7 @@ class Patience(NamedTuple):
     """How long others may take to come and to end."""
 
     find_master: float = 120.0
-    """Seconds for a master that another launcher hosts to answer for the first time [spec 05 §3]."""
+    """Seconds for a master that another launcher hosts to answer for the first time."""
     agent_margin: float = 10.0
     """Seconds beyond the workers' grace that the agent has after a signal."""
     master: float = 2.0
@@ -179,7 +179,7 @@ class Launcher:
                 self._start_master()
             else:
                 self._look_for_master()
-            reap(self._root)  # leftovers of others, now that nothing waits for us
+            reap_in_passing(self._root)  # leftovers of others, now that nothing waits for us
             while self._ended is None:
                 self._turn()
             return self._ended
@@ -468,6 +468,13 @@ class Launcher:
             say(f"could not end the processes {left}: the kernel does not let them go")
 
     def _clear_up(self) -> None:
+        try:
+            self._end_children()
+        except OSError as error:
+            # How the job ended is known by now, and nothing that goes wrong here may be told in its place.
+            say(f"could not make sure that every process of the job has ended: {error}")
+
+    def _end_children(self) -> None:
         if self._agent is not None:
             # We end before the agent does (the master is out of reach): it may still stop its workers in good order.
             processes.send(self._agent, signal.SIGTERM)
@@ -504,13 +511,18 @@ class Launcher:
 def _write_outcome(path: str, result: AgentResult) -> None:
     from dlrover.cli.runtime_dir import write_private
 
-    write_private(path, msgspec.json.encode(result))
+    try:
+        write_private(path, msgspec.json.encode(result))
+    except ConfigError as error:
+        say(f"how the job ended could not be told. {error}")  # the exit code still says whether it went well
 
 
 def main() -> int:
     """`python -m dlrover.cli.launcher SETTINGS`: the child of a programmatic launch, ends with its parent."""
+    from dlrover.protocol.descriptors import open_standard_descriptors
     from dlrover.protocol.lifeline import follow_parent
 
+    open_standard_descriptors()
     with open(sys.argv[1], "rb") as file:
         settings = msgspec.json.decode(file.read(), type=Settings)
     if not follow_parent(signal.SIGTERM):
@@ -520,6 +532,8 @@ def main() -> int:
     except ConfigError as error:
         _write_outcome(settings.outcome_file, AgentResult(exit_code=EXIT_USAGE, message=str(error)))
         return EXIT_USAGE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # before anything was started; afterwards the inbox takes it
 
 
 if __name__ == "__main__":

@@ -3,15 +3,20 @@ The directories of running jobs on this host: `<root>/dlrover-<uid>/<job>/node-<
 
 Each launcher owns one node directory (configuration of its agent, sockets, error files, the journal if it hosts the
 master) and removes it at the end. What a launcher could not remove because it was killed together with everything else
-is removed by the next start of this user, or by `dlrover clean`: the owner's pid and start time are on record, so a
-dead owner is told from a pid that was given to somebody else.
+is removed by the next start of this user, or by `dlrover clean`. Who is dead is told by a lock that the launcher holds
+for life: containers that share a directory see each other's locks, but not each other's processes.
 
-All jobs of a user share one short-lived lock, so that creating, sharing the job's token and removing cannot interleave.
+All jobs of a user share another, short-lived lock, so that creating, sharing the job's token and removing cannot
+interleave.
+
+The root is a temporary directory and not XDG_RUNTIME_DIR: that one is deleted when the user logs out, and a job under
+nohup or tmux goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -20,6 +25,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from dlrover.cli.console import say
 from dlrover.cli.environment import Environment
 from dlrover.protocol.errors import ConfigError
 
@@ -30,7 +36,11 @@ _JOB_NAME_BYTES = range(12, 33)
 """How much of a job's name is kept: as much as fits. Below the minimum another root is taken."""
 STALE_AFTER = 600.0
 """Seconds before a start removes the directory of a dead owner: somebody may want to look at it first."""
+LOCK_TIMEOUT = 10.0
+"""Seconds for the lock on the listing. It is held for milliseconds; longer means that its holder was stopped."""
 OWNER_FILE = "owner.json"
+LIFE_FILE = "alive.lock"
+"""Locked by the owner as long as it lives."""
 TOKEN_FILE = "token"
 
 
@@ -39,18 +49,24 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int
     started: str
-    """Kernel's start time of the process and the id of the boot: together with the pid unique."""
+    """Kernel's start time of the process and the id of the boot: together with the pid unique on a host."""
     job_name: str = ""
     master_addr: str = ""
 
 
 def user_root(environment: Environment) -> str:
-    """`<root>/dlrover-<uid>`, created, ours, and closed to others."""
-    candidates = [environment.runtime_root, environment.temp_dir]
-    base = next((path for path in candidates if path and _is_usable(path)), "/tmp")
-    root = os.path.join(base, f"dlrover-{os.getuid()}")
-    if _job_room(root) < _JOB_NAME_BYTES[0]:
-        root = f"/tmp/dlrover-{os.getuid()}"
+    """
+    `<root>/dlrover-<uid>`, created, ours, and closed to others.
+
+    XDG_RUNTIME_DIR only where no temporary directory can be used: it does not survive the end of the login session.
+    """
+    roots = [
+        os.path.join(base, f"dlrover-{os.getuid()}")
+        for base in (environment.temp_dir, "/tmp", environment.runtime_root)
+        if base and _is_usable(base)
+    ]
+    fitting = (root for root in roots if _job_room(root) >= _JOB_NAME_BYTES[0])
+    root = next(fitting, f"/tmp/dlrover-{os.getuid()}")
     _make_private(root)
     return root
 
@@ -73,17 +89,40 @@ def _job_room(root: str) -> int:
 
 
 class NodeDirectory:
-    """The directory of one launcher; created on construction, removed by `remove`."""
+    """
+    The directory of one launcher; created on construction, removed by `remove`.
+
+    Raises `ConfigError` where it cannot be had, and then leaves nothing behind.
+    """
 
     def __init__(self, root: str, job_name: str, launch: str) -> None:
         self._root = root
         self._job_name = job_name
         self.job_dir = os.path.join(root, job_directory_name(job_name, _job_room(root)))
         self.path = os.path.join(self.job_dir, f"node-{launch}")
+        self._claims: list[int] = []
         with locked(root):
-            _make_private(self.job_dir)
-            _make_private(self.path)
-            self.record("")
+            try:
+                _make_private(self.job_dir)
+                _make_private(self.path)
+                with explained(self.path):
+                    self._claim()
+                self.record("")
+            except BaseException:
+                self._remove_files()
+                raise
+
+    def _claim(self) -> None:
+        """Two locks that end with this process: one says that we live, the other keeps tidy systems off our files."""
+        life = _open_for_life(os.path.join(self.path, LIFE_FILE), os.O_RDWR | os.O_CREAT)
+        self._claims.append(life)
+        if not _take(life, LOCK_TIMEOUT):  # not at once: somebody who lists the directories may be looking at it
+            raise BlockingIOError(errno.EWOULDBLOCK, f"somebody else holds {LIFE_FILE}")
+        # systemd removes what has not been touched for ten days from temporary directories, but for those locked.
+        root = _open_for_life(self._root, os.O_RDONLY | os.O_DIRECTORY)
+        self._claims.append(root)
+        with contextlib.suppress(OSError):  # a file system without locks on directories has no such visitor either
+            fcntl.flock(root, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def record(self, master_addr: str) -> None:
         """Who owns the directory, and where the job's master is."""
@@ -99,7 +138,7 @@ class NodeDirectory:
     def share_token(self) -> str:
         """The token that launchers of this user on this host share for this job; whoever comes first makes it."""
         path = os.path.join(self.job_dir, TOKEN_FILE)
-        with locked(self._root):
+        with locked(self._root), explained(self.job_dir):
             try:
                 with open(path, encoding="ascii") as file:
                     return file.read().strip()
@@ -109,28 +148,127 @@ class NodeDirectory:
                 return token
 
     def remove(self) -> None:
-        with locked(self._root):
-            _remove_tree(self.path)
-            _remove_empty_job(self.job_dir)
+        """Never fails: the job has its result by now. What stays is left to the next start."""
+        if not os.path.isdir(self._root):
+            self._release()  # somebody cleared the whole temporary directory
+            return
+        try:
+            with locked(self._root):
+                self._remove_files()
+        except ConfigError as error:
+            _remove_tree(self.path)  # ours alone; only the listing needs the lock
+            self._release()
+            say(f"not everything could be removed. {error}")
+
+    def _remove_files(self) -> None:
+        _remove_tree(self.path)
+        _remove_empty_job(self.job_dir)
+        self._release()
+
+    def _release(self) -> None:
+        while self._claims:
+            descriptor = self._claims.pop()
+            if descriptor in _held_for_life:  # not in a forked child, which has closed it
+                _held_for_life.remove(descriptor)
+                os.close(descriptor)
 
 
 @contextlib.contextmanager
-def locked(root: str) -> Iterator[None]:
-    """Guards the listing of a user's jobs; held for some file operations only, by separate processes (so no queue)."""
-    descriptor = os.open(os.path.join(root, ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def locked(root: str, *, patience: float | None = None) -> Iterator[None]:
+    """
+    Guards the listing of a user's jobs; held for some file operations only, by separate processes (so no queue).
+
+    Raises `ConfigError` if its holder does not let go within the patience (`LOCK_TIMEOUT`).
+    """
+    patience = LOCK_TIMEOUT if patience is None else patience
+    path = os.path.join(root, ".lock")
+    with explained(root):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with explained(root):
+            is_ours = _take(descriptor, patience)
+        if not is_ours:
+            raise ConfigError(
+                f"Another process has held the lock {path} for {patience:.0f} s; it is probably stopped (a `dlrover "
+                f"clean` in the background?). `fuser {path}` tells which; continue or end it."
+            )
         yield
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def explained(directory: str) -> Iterator[None]:
+    """A full or read-only disk is nothing that we can heal: say where, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"The runtime directory {directory} cannot be used: {error.strerror or error}. Make room or give yourself "
+            "the permission there, or point TMPDIR to a directory that you can write to."
+        ) from error
+
+
+def _take(descriptor: int, patience: float) -> bool:
+    """Whether the lock is ours now. The kernel has no wait with a deadline for it, so look again in growing steps."""
+    until = time.monotonic() + patience
+    pause = 0.001
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+
+
+_held_for_life: set[int] = set()
+
+
+def _open_for_life(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    _held_for_life.add(descriptor)
+    return descriptor
+
+
+def _forget_locks() -> None:
+    """A lock belongs to all copies of its descriptor: a forked child must not keep its dead parent alive."""
+    while _held_for_life:
+        os.close(_held_for_life.pop())
+
+
+os.register_at_fork(after_in_child=_forget_locks)
 
 
 def describe_process(pid: int, *, job_name: str = "", master_addr: str = "") -> Owner:
     return Owner(pid=pid, started=_start_of(pid) or "", job_name=job_name, master_addr=master_addr)
 
 
-def is_alive(owner: Owner) -> bool:
+def is_running(owner: Owner) -> bool:
+    """Whether that very process runs, as far as we can see from here."""
     return _start_of(owner.pid) == owner.started
+
+
+def is_alive(path: str, owner: Owner | None) -> bool:
+    """
+    Whether a node directory has a living owner.
+
+    The lock decides. The pid is asked only if there is none to ask (tidied away by somebody): it says nothing about a
+    launcher in another container.
+    """
+    try:
+        descriptor = os.open(os.path.join(path, LIFE_FILE), os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return owner is not None and is_running(owner)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two who look do not take each other for owners
+    except OSError:
+        return True  # held, or not to be told: better too many directories than one too few
+    finally:
+        os.close(descriptor)
+    return False
 
 
 class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,16 +293,17 @@ def list_nodes(root: str) -> tuple[list[tuple[str, Owner]], list[LeftBehind]]:
                 owner = None
             except (OSError, msgspec.DecodeError):
                 continue  # being removed, or not ours to judge
-            if owner is not None and is_alive(owner):
-                living.append((path, owner))
+            if is_alive(path, owner):
+                if owner is not None:  # else it is just being created
+                    living.append((path, owner))
             elif os.path.isdir(path):
                 dead.append(LeftBehind(path=path, age=age, job_name=owner.job_name if owner else ""))
     return living, dead
 
 
-def reap(root: str, *, older_than: float = STALE_AFTER) -> list[LeftBehind]:
+def reap(root: str, *, older_than: float = STALE_AFTER, patience: float | None = None) -> list[LeftBehind]:
     """Remove what dead launchers left: their processes first, then their directories. Returns what was removed."""
-    with locked(root):
+    with locked(root, patience=patience):
         _, dead = list_nodes(root)
         stale = [left for left in dead if left.age >= older_than]
         if stale:
@@ -176,16 +315,30 @@ def reap(root: str, *, older_than: float = STALE_AFTER) -> list[LeftBehind]:
     return stale
 
 
+def reap_in_passing(root: str) -> None:
+    """For a start that has better things to do: if anything is in the way, somebody else will."""
+    with contextlib.suppress(ConfigError):
+        reap(root, patience=0.0)
+
+
 def write_private(path: str, data: bytes) -> None:
+    """A 0600 file that appears whole or not at all. Raises `ConfigError`, for instance on a full disk."""
     temporary = f"{path}.{os.getpid()}.new"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
-    finally:
-        os.close(descriptor)
-    os.rename(temporary, path)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    with explained(os.path.dirname(path)):
+        try:
+            descriptor = os.open(temporary, flags, 0o600)
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(descriptor, view) :]
+            finally:
+                os.close(descriptor)
+            os.rename(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
 
 
 def _kill_processes_of(paths: list[str]) -> None:
@@ -261,20 +414,17 @@ def _is_usable(path: str) -> bool:
 
 
 def _make_private(path: str) -> None:
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        pass
-    except OSError as error:
-        raise ConfigError(
-            f"The runtime directory {path} cannot be created: {error.strerror}. Point XDG_RUNTIME_DIR or TMPDIR to a "
-            "directory that you may write to."
-        ) from error
-    found = os.lstat(path)
+    with explained(path):
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            pass
+        found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise ConfigError(
             f"The runtime directory {path} belongs to somebody else (uid {found.st_uid}) or is no directory; what is "
-            "in it cannot be trusted. Remove it, or point XDG_RUNTIME_DIR or TMPDIR elsewhere."
+            "in it cannot be trusted. Remove it, or point TMPDIR elsewhere."
         )
     if stat.S_IMODE(found.st_mode) & 0o077:
-        os.chmod(path, 0o700)
+        with explained(path):
+            os.chmod(path, 0o700)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,19 +34,22 @@ class StandinJob:
         self._unread: list[list[str]] = []
         self.process: subprocess.Popen[str] | None = None
 
-    def start(self, *args: str, behaviour: str, **environ: str) -> subprocess.Popen[str]:
+    def start(
+        self, *args: str, behaviour: str, preexec: Callable[[], object] | None = None, **environ: str
+    ) -> subprocess.Popen[str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
         self.process = subprocess.Popen(
             [sys.executable, str(STANDINS / "launch.py"), *args, str(self.script), behaviour],
             env={
                 **kept,
-                "XDG_RUNTIME_DIR": str(self.runtime),
+                "TMPDIR": str(self.runtime),
                 "STANDIN_EVENTS": str(self.events),
                 "STANDIN_GATE": str(self.gate),
                 **environ,
             },
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=preexec,
         )
         return self.process
 

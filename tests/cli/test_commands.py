@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dlrover.cli import check_env
 from dlrover.cli.runtime_dir import NodeDirectory, user_root
 from tests.cli.conftest import DEADLINE
 
@@ -19,7 +20,7 @@ DLROVER = [sys.executable, "-m", "dlrover.cli.main"]
 def run(*args: str, runtime: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*DLROVER, *args],
-        env={**os.environ, "XDG_RUNTIME_DIR": str(runtime), **environ},
+        env={**os.environ, "TMPDIR": str(runtime), **environ},
         capture_output=True,
         text=True,
         timeout=DEADLINE,
@@ -65,7 +66,7 @@ def test_clean_removes_what_the_dead_left(short_dir: Path) -> None:
         "from dlrover.cli.runtime_dir import NodeDirectory, user_root; "
         "NodeDirectory(user_root(read_environment(os.environ)), 'dead', 'a'); os._exit(0)"
     )
-    environ = {**os.environ, "XDG_RUNTIME_DIR": str(short_dir)}
+    environ = {**os.environ, "TMPDIR": str(short_dir)}
     subprocess.run([sys.executable, "-c", code], env=environ, check=True, timeout=DEADLINE)
     done = run("clean", runtime=short_dir)
     assert done.returncode == 0
@@ -78,7 +79,7 @@ def test_a_master_by_hand_answers_and_ends_with_ctrl_c(short_dir: Path, tmp_path
     journal = tmp_path / "journal.sqlite"
     master = subprocess.Popen(
         [*DLROVER, "master", "--job_name", "by-hand", "--node_num", "2", "--journal", str(journal)],
-        env={**os.environ, "XDG_RUNTIME_DIR": str(short_dir)},
+        env={**os.environ, "TMPDIR": str(short_dir)},
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -109,3 +110,12 @@ def test_a_job_is_found_by_its_name(short_dir: Path) -> None:
     assert done.returncode == 1
     assert "127.0.0.1:9" in done.stderr
     directory.remove()
+
+
+def test_check_env_says_what_psutil_is_for() -> None:
+    """Nothing in the package imports it: a job does not need it."""
+    package = Path(check_env.__file__).parents[1]
+    is_imported = any("import psutil" in path.read_text() for path in package.rglob("*.py"))
+    [finding] = [finding for finding in check_env.look() if finding.name == "psutil"]
+    assert finding.is_essential == is_imported
+    assert ("no job imports it" in finding.needed_for) != is_imported

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,15 +13,7 @@ from dlrover.cli import discovery
 from dlrover.cli.discovery import MasterPlace, Seat, SeatTaken, find_master, find_token, name_job, own_host
 from dlrover.cli.environment import Environment, read_environment
 from dlrover.cli.options import parse
-from dlrover.cli.runtime_dir import (
-    NodeDirectory,
-    describe_process,
-    is_alive,
-    job_directory_name,
-    list_nodes,
-    reap,
-    user_root,
-)
+from dlrover.cli.runtime_dir import NodeDirectory, user_root
 from dlrover.cli.settings import Settings, build_settings
 from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError
@@ -71,7 +60,6 @@ def test_a_job_on_its_own_gets_a_free_loopback_port(argv: list[str]) -> None:
 
 
 def test_the_order_of_sources() -> None:
-    """DECISIONS 14"""
     everything = ["--rdzv-endpoint", f"{ELSEWHERE}:2", "--master-addr", ELSEWHERE, "--master-port", "3", "--nnodes=2"]
     assert find(settings_of(*everything, DLROVER_MASTER_ADDR=f"{ELSEWHERE}:1")).address == Address(ELSEWHERE, 1)
     assert find(settings_of(*everything)).address == Address(ELSEWHERE, 2)
@@ -198,80 +186,3 @@ def test_own_host_is_what_torchrun_would_say() -> None:
     assert own_host(settings_of("--local-addr", "10.1.1.1"), alone) == "10.1.1.1"
     assert own_host(settings_of("--nnodes=2"), loopback) == "127.0.0.1"
     assert own_host(settings_of("--nnodes=2", POD_IP="10.2.2.2"), loopback) == "10.2.2.2"
-
-
-def test_a_runtime_directory_is_private_and_ours(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Path(user_root(Environment(runtime_root="/no/such/place", temp_dir=str(short_dir))))
-    assert root.parent == short_dir
-    assert stat.S_IMODE(root.stat().st_mode) == 0o700
-    monkeypatch.setattr(os, "getuid", lambda: 4711)
-    root.rename(short_dir / "dlrover-4711")
-    with pytest.raises(ConfigError, match="belongs to somebody else"):
-        user_root(Environment(temp_dir=str(short_dir)))
-
-
-def test_a_node_directory_leaves_room_for_the_name_of_a_socket(tmp_path: Path, short_dir: Path) -> None:
-    deep = tmp_path / ("d" * 100)
-    deep.mkdir()
-    name = "a job with a very long name indeed, longer than any"
-    for directory in (deep, short_dir, short_dir / "some" / "what" / "deeper"):
-        directory.mkdir(parents=True, exist_ok=True)
-        node = NodeDirectory(user_root(Environment(temp_dir=str(directory))), name, "0" * 8)
-        node.remove()
-        assert len(node.path) + len("/agent.sock") <= 107
-        assert node.path.startswith(f"{directory}/") == (directory != deep)
-
-
-def test_job_names_become_distinct_file_names() -> None:
-    names = ["job", "a/b", "a_b", "..", "x" * 60, "x" * 61, "größe"]
-    directories = [job_directory_name(name) for name in names]
-    assert len(set(directories)) == len(names)
-    assert all("/" not in name and not name.startswith(".") and len(name) <= 32 for name in directories)
-
-
-def test_what_a_dead_launcher_left_is_reaped_and_the_living_is_not(root: str) -> None:
-    living = NodeDirectory(root, "alive", "a")
-    code = (
-        "import sys; from dlrover.cli.runtime_dir import NodeDirectory; import os; "
-        "d = NodeDirectory(sys.argv[1], 'dead', 'b'); d.share_token(); os._exit(0)"
-    )
-    subprocess.run([sys.executable, "-c", code, root], check=True, timeout=30)
-    nodes, left = list_nodes(root)
-    assert [owner.job_name for _, owner in nodes] == ["alive"]
-    assert [entry.job_name for entry in left] == ["dead"]
-    assert reap(root) == []  # too young for a start to remove it
-    assert [entry.job_name for entry in reap(root, older_than=0.0)] == ["dead"]
-    assert sorted(path.name for path in Path(root).iterdir()) == [".lock", "alive"]
-    living.remove()
-
-
-def test_a_process_of_a_dead_job_is_killed_when_it_is_reaped(root: str) -> None:
-    code = (
-        "import sys; from dlrover.cli.runtime_dir import NodeDirectory; import os; "
-        "print(NodeDirectory(sys.argv[1], 'dead', 'b').path, flush=True); os._exit(0)"
-    )
-    path = subprocess.run(
-        [sys.executable, "-c", code, root], check=True, timeout=30, capture_output=True, text=True
-    ).stdout.strip()
-    environ = {**os.environ, "DLROVER_AGENT_SOCKET": f"{path}/agent.sock"}
-    waits = "import signal; print(flush=True); signal.pause()"
-    survivor = subprocess.Popen([sys.executable, "-c", waits], env=environ, stdout=subprocess.PIPE)
-    stranger = subprocess.Popen([sys.executable, "-c", waits], stdout=subprocess.PIPE)
-    assert survivor.stdout is not None
-    assert stranger.stdout is not None
-    try:
-        survivor.stdout.readline()
-        stranger.stdout.readline()
-        reap(root, older_than=0.0)
-        assert survivor.wait(timeout=10) == -9
-        assert stranger.poll() is None
-    finally:
-        for process in (survivor, stranger):
-            process.kill()
-            process.communicate()
-
-
-def test_a_reused_pid_is_not_the_owner() -> None:
-    me = describe_process(os.getpid())
-    assert is_alive(me)
-    assert not is_alive(type(me)(pid=me.pid, started="0@another boot"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 
@@ -179,4 +180,42 @@ def test_two_launchers_on_one_host_share_one_master_and_its_token(job: StandinJo
     job.open_gate()
     first.send_signal(signal.SIGTERM)
     assert job.finish()[0] in (0, 143)
+    assert job.files_left() == []
+
+
+def test_closed_standard_descriptors_are_replaced_for_us_and_our_children(job: StandinJob) -> None:
+    """`dlrover-run ... <&- >&- 2>&-`: else the first socket of a child gets their numbers."""
+    job.start(behaviour="descriptors", preexec=lambda: os.closerange(0, 3))
+    assert job.event("descriptors") == ["/dev/null"] * 3
+    assert job.finish()[0] == 0
+
+
+def test_what_is_said_to_a_closed_terminal_changes_nothing(job: StandinJob) -> None:
+    job.start("--exit-code=worker", behaviour="fail", preexec=lambda: os.closerange(0, 3))
+    assert job.finish() == (7, "")
+    assert job.files_left() == []
+
+
+def test_a_full_disk_is_one_clear_sentence_and_leaves_nothing(job: StandinJob) -> None:
+    """A limit on the size of files fails the same writes as a full disk."""
+    job.start(behaviour="ok", preexec=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)))
+    exit_code, said = job.finish()
+    assert exit_code == 2
+    assert len(said.splitlines()) == 1
+    assert str(job.runtime) in said
+    assert "TMPDIR" in said
+    assert job.files_left() == []
+
+
+def test_a_runtime_directory_that_vanished_does_not_change_the_exit_code(job: StandinJob) -> None:
+    job.start(behaviour="ok", STANDIN_MASTER="log-out")
+    assert job.finish() == (0, "")
+
+
+def test_trouble_at_clearing_up_does_not_change_the_exit_code(job: StandinJob) -> None:
+    job.start("--exit-code=worker", behaviour="fail", STANDIN_SWEEP="fail")
+    exit_code, said = job.finish()
+    assert exit_code == 7
+    assert "Too many open files" in said
+    assert "Traceback" not in said
     assert job.files_left() == []

@@ -72,7 +72,7 @@ class JobFactory:
         }
         return {
             **keep,
-            "XDG_RUNTIME_DIR": str(self.runtime),
+            "TMPDIR": str(self.runtime),
             "DLROVER_TEST_MARK": self.mark,
             "OMP_NUM_THREADS": "1",
             **extra,
@@ -118,7 +118,10 @@ class JobFactory:
 
     def remains(self) -> list[str]:
         left = [f"process {pid}: {command}" for pid, command in self.processes().items()]
-        left += [f"file {path}" for path in self.runtime.rglob("*") if path.is_socket() or path.is_fifo()]
+        # Ours only: the scripts have the same temporary directory, and a DataLoader that is ended leaves its sockets
+        # there under torchrun, too.
+        ours = self.runtime.glob("dlrover-*/**/*")
+        left += [f"file {path}" for path in ours if path.is_socket() or path.is_fifo()]
         left += [f"segment {name}" for name in set(os.listdir("/dev/shm")) - self._segments_before if "dlrover" in name]
         return left
 

@@ -1,16 +1,27 @@
 """dlrover-run with stand-ins for agent and master."""
 
+import errno
+import functools
 import os
 import sys
 
-from dlrover.cli.launcher import Patience, Programs, launch
-from dlrover.cli.settings import read_settings
+from dlrover.agent import process_tree
+from dlrover.cli import launcher, run
+from dlrover.cli.launcher import Patience, Programs
 
 here = os.path.dirname(os.path.abspath(__file__))
 programs = Programs(
     agent=(sys.executable, os.path.join(here, "agent.py")), master=(sys.executable, os.path.join(here, "master.py"))
 )
-_, settings = read_settings(sys.argv[1:], os.environ)
-sys.exit(
-    launch(settings, os.environ, programs=programs, patience=Patience(find_master=0.2, agent_margin=0.2, master=0.2))
+
+
+def fail(*_: object, **__: object) -> list[int]:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+if os.environ.get("STANDIN_SWEEP") == "fail":
+    process_tree.kill_descendants = fail
+launcher.launch = functools.partial(
+    launcher.launch, programs=programs, patience=Patience(find_master=0.2, agent_margin=0.2, master=0.2)
 )
+sys.exit(run.main())

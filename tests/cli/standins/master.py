@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 
@@ -27,7 +28,15 @@ if behaviour == "refuse":
 if behaviour == "port-in-use-once" and life == 1:
     tell(f"master-port {config['port']}")
     sys.exit(3)
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+
+
+def stop(*_: object) -> None:
+    if behaviour == "log-out":
+        shutil.rmtree(os.environ["TMPDIR"])
+    sys.exit(0)
+
+
+signal.signal(signal.SIGTERM, stop)
 with open(config["ready_file"], "w", encoding="utf-8") as file:
     file.write("{}")
 tell(f"master {os.getpid()} {config['port']} {config['journal']}")
