@@ -9,6 +9,7 @@ user's process to its own workers, and the return values come back the same way;
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ import msgspec
 from dlrover.agent.config import AgentResult, Entry, EntryKind, LogConfig
 from dlrover.cli.discovery import new_launch
 from dlrover.cli.environment import Environment, read_environment
-from dlrover.cli.runtime_dir import NodeDirectory, user_root
+from dlrover.cli.runtime_dir import NodeDirectory, explained, user_root
 from dlrover.cli.settings import (
     Settings,
     check_program,
@@ -34,6 +35,8 @@ from dlrover.protocol.errors import ConfigError, JobError
 from dlrover.protocol.messages import JobTerms, Limits, RestartPolicy
 
 EXIT_USAGE = 2
+MAX_INTERRUPTS = 2
+"""How many the launcher is trusted to handle; after that it is killed, and its children end with it."""
 
 
 @dataclass
@@ -69,6 +72,9 @@ class ElasticLaunchConfig:
     is_warm: bool = True
     preload: Sequence[str] = ()
     master_grace: float = 600.0
+
+
+_DEFAULTS = ElasticLaunchConfig()
 
 
 class ElasticLaunch:
@@ -115,19 +121,31 @@ def launch_agent(
 
 
 def _run_launcher(settings_file: str) -> int:
-    child = subprocess.Popen([sys.executable, "-P", "-m", "dlrover.cli.launcher", settings_file])
-    while True:
-        try:
-            return child.wait()
-        except KeyboardInterrupt:
-            # The terminal sent it to the launcher as well, and that one is ending the job in good order.
-            continue
+    """
+    The launcher's exit code.
+
+    It has a session of its own, so that the terminal's Ctrl-C reaches only us: whoever interrupts us, the launcher
+    hears of it exactly once. The first ends the job in good order, the second kills everything at once.
+    """
+    argv = [sys.executable, "-P", "-m", "dlrover.cli.launcher", settings_file]
+    child = subprocess.Popen(argv, start_new_session=True)
+    num_interrupts = 0
+    try:
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:
+                num_interrupts += 1
+                child.send_signal(signal.SIGINT if num_interrupts <= MAX_INTERRUPTS else signal.SIGKILL)
+    finally:
+        if child.poll() is None:
+            child.terminate()  # an exception out of turn: the job must not go on without anybody who waits for it
 
 
 def _raise_if_failed(exit_code: int, outcome_file: str) -> None:
     if exit_code == 0:
         return
-    if exit_code == 128 + 2:
+    if exit_code in (128 + signal.SIGINT, -signal.SIGINT):  # the latter before it could say so
         raise KeyboardInterrupt
     try:
         with open(outcome_file, "rb") as file:
@@ -156,7 +174,8 @@ def _entry(entrypoint: Callable[..., Any] | str, args: Sequence[Any], target: st
     if callable(entrypoint):
         from dlrover.trainer.function import write_call
 
-        write_call(target, entrypoint, tuple(args))
+        with explained(os.path.dirname(target)):
+            write_call(target, entrypoint, tuple(args))
         return Entry(kind=EntryKind.FUNCTION, target=target)
     words = tuple(str(arg) for arg in args)
     if entrypoint == sys.executable and words[:1] == ("-u",) and len(words) > 1:
@@ -170,11 +189,8 @@ def _entry(entrypoint: Callable[..., Any] | str, args: Sequence[Any], target: st
 
 
 def _settings(config: ElasticLaunchConfig, environment: Environment, *, entry: Entry, outcome_file: str) -> Settings:
-    ours = ElasticLaunchConfig()
-
     def ask(name: str) -> Any:
-        """torch's `LaunchConfig` lacks our fields: their defaults hold."""
-        return getattr(config, name, getattr(ours, name))
+        return _ask(config, name)
 
     conf = ",".join(f"{key}={value}" for key, value in ask("rdzv_configs").items())
     times = parse_rdzv_conf(conf, [])
@@ -208,15 +224,20 @@ def _settings(config: ElasticLaunchConfig, environment: Environment, *, entry: E
     )
 
 
+def _ask(config: ElasticLaunchConfig, name: str) -> Any:
+    """torch's `LaunchConfig` lacks our fields, and in older versions some of its own: our defaults hold."""
+    return getattr(config, name, getattr(_DEFAULTS, name))
+
+
 def _log(config: ElasticLaunchConfig, environment: Environment) -> LogConfig:
     """
-    Ours has the four values as fields; torch's keeps them inside `logs_specs`, in attributes without a
-    public reader.
+    Ours has the four values as fields, as torch's had before 2.3; later it keeps them inside `logs_specs`, in
+    attributes without a public reader.
     """
     specs = getattr(config, "logs_specs", None)
     if specs is None:
-        log_dir, redirects, tee = config.log_dir, config.redirects, config.tee
-        ranks: Iterable[int] = config.local_ranks_filter
+        log_dir, redirects, tee = (_ask(config, name) for name in ("log_dir", "redirects", "tee"))
+        ranks: Iterable[int] = _ask(config, "local_ranks_filter") or ()
     else:
         redirects, tee = getattr(specs, "_redirects", 0), getattr(specs, "_tee", 0)
         ranks = getattr(specs, "_local_ranks_filter", None) or ()
@@ -230,8 +251,8 @@ def _log(config: ElasticLaunchConfig, environment: Environment) -> LogConfig:
         tee=tee_map,
         tee_default=tee_default,
         local_ranks_filter=tuple(sorted(ranks)),
-        duplicate_stdout_filters=tuple(config.duplicate_stdout_filters or ()),
-        duplicate_stderr_filters=tuple(config.duplicate_stderr_filters or ()),
+        duplicate_stdout_filters=tuple(_ask(config, "duplicate_stdout_filters") or ()),
+        duplicate_stderr_filters=tuple(_ask(config, "duplicate_stderr_filters") or ()),
         line_prefix=getattr(config, "log_line_prefix_template", None) or environment.line_prefix,
     )
 

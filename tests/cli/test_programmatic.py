@@ -1,13 +1,25 @@
-"""Launch from Python: what is refused before anything starts."""
+"""Launch from Python: what is refused before anything starts, and who hears an interrupt."""
 
 from __future__ import annotations
 
+import errno
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dlrover.cli.programmatic import ElasticLaunchConfig, launch_agent
+from dlrover.agent.config import Entry, EntryKind, LogConfig
+from dlrover.cli.environment import read_environment
+from dlrover.cli.programmatic import ElasticLaunchConfig, _settings, launch_agent
 from dlrover.protocol.errors import ConfigError
+from tests.cli.conftest import DEADLINE
 
 
 @pytest.mark.parametrize(
@@ -23,7 +35,115 @@ from dlrover.protocol.errors import ConfigError
 def test_nonsense_is_refused_before_anything_starts(
     config: ElasticLaunchConfig, entrypoint: object, short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_dir))
+    monkeypatch.setenv("TMPDIR", str(short_dir))
     with pytest.raises(ConfigError):
         launch_agent(config, entrypoint, [])  # type: ignore[arg-type]
+    assert {path.name for path in short_dir.rglob("*") if path.is_file()} <= {".lock"}
+
+
+@dataclass
+class LaunchConfigOfTorch21:
+    """The fields of torch 2.1's `LaunchConfig` that matter here: no `logs_specs`, no filters, no shutdown timeout."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    nproc_per_node: int = 2
+    run_id: str = "old"
+    role: str = "default_role"
+    rdzv_endpoint: str = ""
+    rdzv_backend: str = "etcd"
+    rdzv_configs: dict[str, Any] = field(default_factory=lambda: {"timeout": 900})
+    max_restarts: int = 3
+    monitor_interval: float = 30
+    start_method: str = "spawn"
+    log_dir: str | None = None
+    log_line_prefix_template: str | None = None
+    redirects: int = 0
+    tee: dict[int, int] = field(default_factory=lambda: {0: 3})
+    metrics_cfg: dict[str, str] = field(default_factory=dict)
+    local_addr: str | None = None
+
+
+def test_the_launch_config_of_an_older_torch_is_taken() -> None:
+    entry = Entry(kind=EntryKind.PROGRAM, target="true")
+    config: Any = LaunchConfigOfTorch21()
+    settings = _settings(config, read_environment({}), entry=entry, outcome_file="")
+    assert settings.log == LogConfig(tee={0: 3})
+    assert settings.shutdown_timeout == 30.0
+    assert settings.terms.restarts.max_restarts == 3
+
+
+CALL = """
+import sys
+from dlrover.cli.programmatic import ElasticLaunchConfig, launch_agent
+try:
+    launch_agent(ElasticLaunchConfig(is_warm=False), "sh", ["-c", sys.argv[1]])
+except KeyboardInterrupt:
+    sys.exit(99)
+"""
+
+
+@pytest.fixture
+def call(short_dir: Path, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts a program that launches a shell script, and waits until that runs."""
+    started: list[subprocess.Popen[str]] = []
+    fifo = tmp_path / "runs"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
+
+    def start(script: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", CALL, script.replace("RUNS", f"echo > {fifo}")],
+            env={**os.environ, "TMPDIR": str(short_dir)},
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        assert select.select([reader], [], [], DEADLINE)[0], "the script does not run"
+        return process
+
+    yield start
+    os.close(reader)
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["kill -INT", "ctrl-c"])
+def test_an_interrupt_of_the_caller_stops_the_job_in_good_order(
+    send: Callable[[int, int], None], call: Callable[[str], subprocess.Popen[str]], tmp_path: Path, short_dir: Path
+) -> None:
+    orderly = tmp_path / "orderly"
+    process = call(f"trap 'sleep 0.5; touch {orderly}; exit 0' INT; RUNS; while :; do sleep 0.1; done")
+    send(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 99, errors
+    assert "again" not in errors
+    assert orderly.exists()
+    assert {path.name for path in short_dir.rglob("*") if path.is_file()} <= {".lock"}
+
+
+def test_a_second_interrupt_of_the_caller_kills_the_job(
+    call: Callable[[str], subprocess.Popen[str]], short_dir: Path
+) -> None:
+    process = call("trap '' INT TERM; RUNS; while :; do sleep 0.1; done")
+    os.kill(process.pid, signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.0)  # it minds its worker's grace
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 99, errors
+    assert "interrupted again" in errors
+    assert {path.name for path in short_dir.rglob("*") if path.is_file()} <= {".lock"}
+
+
+def test_a_full_disk_is_told_before_anything_starts(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("TMPDIR", str(short_dir))
+    monkeypatch.setattr("dlrover.trainer.function.write_call", refuse)
+    with pytest.raises(ConfigError, match=r"No space left.*TMPDIR"):
+        launch_agent(ElasticLaunchConfig(), print, [])
     assert {path.name for path in short_dir.rglob("*") if path.is_file()} <= {".lock"}
