@@ -154,6 +154,8 @@ class Agent:
         """Microseconds to add to our monotonic clock for the master's."""
 
         self._desired: Desired | None = None
+        self._is_followed = False
+        """A wish that came again is followed again: it means nothing in the same life, and everything in a new one."""
         self._joined_round = Round(0)
         self._offer: PortOffer | None = None
         """The port we offered for `_joined_round`, held until the round's workers start."""
@@ -192,7 +194,6 @@ class Agent:
         return result
 
     async def _follow(self) -> AgentResult:
-        followed: Desired | None = None
         while True:
             self._news.clear()
             if self._signal is not None:
@@ -201,9 +202,9 @@ class Agent:
                 return await self._give_up(EXIT_FAILED, str(self._broken))
             if self._has_lost_master():
                 return await self._without_master()
-            if self._desired is not None and self._desired is not followed:
-                followed = self._desired
-                if (result := await self._obey(followed)) is not None:
+            if self._desired is not None and not self._is_followed:
+                self._is_followed = True
+                if (result := await self._obey(self._desired)) is not None:
                     return result
             await self._news.wait()
 
@@ -384,7 +385,7 @@ class Agent:
             return  # for the life that we have just given up
         newest = self._desired
         if newest is None or (desired.master_epoch, desired.number) >= (newest.master_epoch, newest.number):
-            self._desired = desired
+            self._desired, self._is_followed = desired, False
             self._news.set()
 
     def _on_outcome(self, round_: Round, outcome: Finished | Failed) -> None:
@@ -425,7 +426,12 @@ class Agent:
             )
 
     def _tell(self, command: AgentCommand) -> None:
-        task = self._tasks.create_task(self._deliver(command), name=type(command).__name__)
+        delivery = self._deliver(command)
+        try:
+            task = self._tasks.create_task(delivery, name=type(command).__name__)
+        except RuntimeError:  # the tasks are being taken down, by a bug elsewhere: nobody is left to tell
+            delivery.close()
+            return
         if isinstance(command, ReportFailure | ReportFinished):
             self._reports.add(task)
             task.add_done_callback(self._reports.discard)

@@ -429,6 +429,11 @@ class StandInGroup:
     def is_running(self) -> bool:
         return self.is_started and not self.is_stopped
 
+    @property
+    def has_ended(self) -> bool:
+        """By itself, as far as anybody said so."""
+        return self._outcome.done()
+
     def finish(self) -> None:
         self._outcome.set_result(Finished(self.step))
 
