@@ -19,6 +19,7 @@ import msgspec
 
 from dlrover.agent.config import AgentConfig, AgentResult, EntryKind
 from dlrover.agent.spawner import Spawner
+from dlrover.protocol.descriptors import open_standard_descriptors
 from dlrover.protocol.lifeline import follow_parent
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ log = logging.getLogger("dlrover.agent")
 
 
 def main() -> int:
+    open_standard_descriptors()
     config = _read_config(sys.argv)
     launcher_pid = os.getppid()
     if not follow_parent(signal.SIGTERM):

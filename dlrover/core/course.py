@@ -48,7 +48,7 @@ from dlrover.protocol.messages import (
 )
 
 DRAIN_MARGIN = 5.0
-"""Seconds that nodes have for leaving after the end, on top of what their workers have for stopping [DECISIONS 19]."""
+"""Seconds that nodes have for leaving after the end, on top of what their workers have for stopping."""
 EXIT_TRAINING = 1
 EXIT_RENDEZVOUS_TIMEOUT = 22
 _SIGKILL = 9
@@ -103,7 +103,7 @@ class Course:
         self._hear_finished(node, command)
 
     def renew(self, node: Node, command: Attach) -> None:
-        """A new life of the agent: the workers of the old one are dead [DECISIONS 17]."""
+        """A new life of the agent: the workers of the old one are dead."""
         state, rdzv = self.state, self.state.rendezvous
         was_running = is_running(self.state, node)
         # It was asked back and has not come: as far as anybody knows its workers ran until the agent died.

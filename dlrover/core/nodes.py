@@ -17,7 +17,7 @@ from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import Attach, Desired, Incarnation, Micros, NodeId, NodeRank, Round, Wait
 
 GONE_AFTER_BREAK = 5.0
-"""Seconds after which a node whose stream broke counts as gone [DECISIONS 13]."""
+"""Seconds after which a node whose stream broke counts as gone."""
 GONE_AFTER_BREAK_WITH_SPARE = 1.0
 """The same where a warm node waits to take its place."""
 REATTACH_WINDOW = 40.0

@@ -17,7 +17,7 @@ from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import Heartbeat, Incarnation, Micros, NodeId, NodeSilent
 
 SILENCE = 40.0
-"""Seconds after the last heartbeat received: eight heartbeats of 5 s [DECISIONS 13]."""
+"""Seconds after the last heartbeat received: eight heartbeats of 5 s."""
 
 
 class Seen(Struct):

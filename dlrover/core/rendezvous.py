@@ -93,7 +93,7 @@ class Rendezvous(Struct):
     below_min_since: Micros | None = None
     """Since when too few nodes wait in the open round; None while enough do or nothing is open."""
     used_offers: list[str] = []
-    """Coordinators of the last rounds, oldest first: a port is never used for two rounds [DECISIONS 12]."""
+    """Coordinators of the last rounds, oldest first: a port is never used for two rounds."""
     verdict: str = "no node has attached yet"
 
     @property

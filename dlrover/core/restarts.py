@@ -28,11 +28,11 @@ from dlrover.protocol.messages import (
 )
 
 LATE_FAILURE = 5.0
-"""Seconds after an incident during which a late report may still name a better first failure [DECISIONS 24]."""
+"""Seconds after an incident during which a late report may still name a better first failure."""
 MAX_PORTS_TAKEN = 3
 """So many times in a row a round is repeated because its coordinator's port was taken; then something else is wrong."""
 DEVICE_FAULT_CODES = (14, 128, 201, 202)
-"""Exit codes by which accelerator runtimes say that the device is broken (spec 05 §9.3)."""
+"""Exit codes by which accelerator runtimes say that the device is broken."""
 NUM_CRASHES = 64
 """So many different crashes are remembered for recognising a loop."""
 
@@ -181,7 +181,7 @@ def is_charged(incident: Incident) -> bool:
 
 
 def made_progress(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> bool:
-    """A greater step than ever before; workers that never told a step have to live long instead [DECISIONS 23]."""
+    """A greater step than ever before; workers that never told a step have to live long instead."""
     if incident.step is not None:
         return restarts.best_step is None or incident.step > restarts.best_step
     return incident.lived >= policy.lived_long

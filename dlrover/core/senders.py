@@ -3,7 +3,7 @@ Senders: a command that arrives twice is applied once.
 
 After a broken stream an agent sends again whatever was not answered, and cannot know whether it was applied. Each
 sender numbers its commands; the job remembers per sender how far it got and what it answered last, as part of its own
-state, so that the memory survives the master together with what it is about [DECISIONS 9].
+state, so that the memory survives the master together with what it is about.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """
 The commit order: what is staged becomes visible only when it is durable.
 
-Validate, apply, append, commit, and only then release replies, effects and answers [DECISIONS 2]. This is that order
+Validate, apply, append, commit, and only then release replies, effects and answers. This is that order
 without the disk: the shell takes a batch, writes its records in one transaction, and hands it back to learn what it may
 release. A simulator can crash between any two of these lines and run the same code.
 

@@ -20,7 +20,7 @@ def micros(seconds: float) -> int:
 
 
 class Origin(Struct, frozen=True):
-    """Who sent a command, numbered by the sender, so that a command sent twice is applied once [DECISIONS 9]."""
+    """Who sent a command, numbered by the sender, so that a command sent twice is applied once."""
 
     node: NodeId
     incarnation: Incarnation
