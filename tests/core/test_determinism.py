@@ -63,7 +63,7 @@ def test_the_same_commands_give_the_same_digest_twice(seed: int) -> None:
 
 
 def test_another_process_with_another_hash_seed_gives_the_same_digest(tmp_path: pathlib.Path) -> None:
-    """I5 [DECISIONS 6]"""
+    """I5"""
     import msgspec
 
     journal = a_random_journal(3)

@@ -168,7 +168,7 @@ class TestAttach:
         assert isinstance(attached.desired.wish, Join), "its workers belong to a world that is over"
 
     def test_an_agent_from_a_lost_journal_is_taken_in_above_its_own_numbers(self) -> None:
-        """[DECISIONS 15] is a later feature; until then it must at least not be confused with its past."""
+        """ is a later feature; until then it must at least not be confused with its past."""
         scene = Scene(terms(1))
         attached = scene.attach("a", incarnation=7, running_round=5)
         assert attached.incarnation == 8
@@ -369,14 +369,14 @@ class TestJoin:
         assert refused.value.code == "malformed"
 
     def test_a_slow_member_is_told_to_join_again(self) -> None:
-        """Spec 03 §22 no. 7: somebody fails before a slow member has started; it need not wait for a timeout."""
+        """Somebody fails before a slow member has started; it need not wait for a timeout."""
         scene = Scene(terms(2)).gather("a", "b")
         scene.fail("b")
         assert isinstance(scene.wish("a"), Join)
         assert scene.wish("a").round == 2  # type: ignore[union-attr]
 
     def test_a_port_is_never_used_for_two_rounds(self) -> None:
-        """[DECISIONS 12]"""
+        """An offer that served once is refused."""
         scene = Scene(terms(2)).gather("a", "b")
         assert scene.world("b").coordinator == "host-a:1"
         scene.fail("b")
@@ -395,7 +395,7 @@ class TestJoin:
         assert scene.world("b").coordinator == "host-a:2"
 
     def test_global_ranks_follow_the_node_ranks_and_worker_counts(self) -> None:
-        """Spec 05 §7.3: 2 nodes x 8, node position 1, local rank 1 is global rank 9 of 16."""
+        """2 nodes x 8, node position 1, local rank 1 is global rank 9 of 16."""
         scene = Scene(terms(2))
         scene.attach("a", rank=1, procs=8)
         scene.attach("b", rank=0, procs=8)
@@ -769,7 +769,7 @@ def test_status_tells_everything_at_a_glance() -> None:
 
 
 def test_a_thousand_nodes_meet_in_a_moment() -> None:
-    """Spec 03 §22 no. 6 and DESIGN §8: a join costs the same with ten nodes and with a thousand."""
+    """A join costs the same with ten nodes and with a thousand."""
     count = 1000
     job, the_terms = Job(), terms(count)
     job.apply(MasterStarted(1, "big"), micros(0))

@@ -1,4 +1,4 @@
-"""Silence is judged on the master's clock, and the master's own absence is nobody's fault [DECISIONS 13]."""
+"""Silence is judged on the master's clock, and the master's own absence is nobody's fault."""
 
 from __future__ import annotations
 

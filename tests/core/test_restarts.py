@@ -1,4 +1,4 @@
-"""What a failure means and what it costs [DECISIONS 23, 24; spec 05 §9]."""
+"""What a failure means and what it costs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rejoin(scene: Scene) -> None:
 
 class TestGivenNumber:
     def test_it_is_counted_on_the_node_of_the_first_failure(self) -> None:
-        """Spec 05 §21 no. 1: failovers decrease only on that node."""
+        """Failovers decrease only on that node."""
         scene = Scene(given(1)).gather("a", "b")
         crash(scene, "b")
         crash(scene, "a")
@@ -56,7 +56,7 @@ class TestGivenNumber:
         assert "All 1 restarts of node rank 1 are used up" in scene.end.message
 
     def test_zero_ends_the_job_at_the_first_failure(self) -> None:
-        """Spec 05 §21 no. 2."""
+        """The first failure ends the job."""
         scene = Scene(given(0)).gather("a", "b")
         crash(scene, "b")
         assert scene.end.reason is ExitReason.WORKER_ERROR
@@ -250,7 +250,7 @@ class TestKinds:
 
     @pytest.mark.parametrize("code", [14, 128, 201, 202])
     def test_a_device_fault_is_named_and_restarted_in_place(self, code: int) -> None:
-        """Spec 05 §9.3: no platform can replace the node yet."""
+        """No platform can replace the node yet."""
         scene = Scene(terms(2)).gather("a", "b")
         scene.fail("b", failure(FailureKind.EXIT_CODE, exit_code=code, message=""))
         assert f"exit code {code}, a device fault of that node" in scene.verdicts[0]

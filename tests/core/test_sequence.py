@@ -1,4 +1,4 @@
-"""Apply, append, commit, release; and the same again from the journal [DECISIONS 2, 3, 6, 7; I5]."""
+"""Apply, append, commit, release; and the same again from the journal."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ class TestTrimming:
         assert {name: getattr(trimmed, name) for name in texts} == texts
 
     def test_of_long_ones_the_tail_is_kept_and_the_traceback_matters_most(self) -> None:
-        """Spec 02 §21 no. 16: ten megabytes of failure do not enter the state."""
+        """Ten megabytes of failure do not enter the state."""
         trimmed = self.report(
             message="m" * 5000,
             traceback="t" * 1_000_000 + "END",

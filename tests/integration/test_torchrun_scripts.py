@@ -25,7 +25,7 @@ MAY_DIFFER = {
     "MASTER_PORT",
     "TORCHELASTIC_SIGNALS_TO_HANDLE",
 }
-"""DECISIONS 22: the variables whose values may differ from torchrun's; all other names and values are the same."""
+"""The variables whose values may differ from torchrun's; all other names and values are the same."""
 
 
 def both(
