@@ -168,7 +168,7 @@ class TestAttach:
         assert isinstance(attached.desired.wish, Join), "its workers belong to a world that is over"
 
     def test_an_agent_from_a_lost_journal_is_taken_in_above_its_own_numbers(self) -> None:
-        """ is a later feature; until then it must at least not be confused with its past."""
+        """What it ran belongs to a past that nobody knows any more."""
         scene = Scene(terms(1))
         attached = scene.attach("a", incarnation=7, running_round=5)
         assert attached.incarnation == 8
