@@ -28,6 +28,7 @@ from dlrover.cli.runtime_dir import NodeDirectory, job_directory_name, reap_in_p
 from dlrover.cli.settings import Settings
 from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.messages import JobEnd
 
 if TYPE_CHECKING:
     from dlrover.cli.master_probe import MasterProbe
@@ -166,7 +167,7 @@ class Launcher:
         self._has_master_served = False
         self._num_port_choices = 1
         self._probe: MasterProbe | None = None
-        self._job_code: int | None = None  # the master's last word, when the job is over
+        self._job_end: JobEnd | None = None  # the master's last word
         self._stopped_by: int | None = None  # the first signal that asked us to end
         self._kill_agent_at: float | None = None
         self._ended: Ended | None = None
@@ -238,8 +239,11 @@ class Launcher:
             self._ended = Ended(self._exit_code(result), result)
             self._report(result)
             return
-        if self._job_code is not None:
-            self._fail(self._job_code, "The job ended while this node's agent was not there to hear how.")
+        if self._job_end is not None:
+            result = _result_of(self._job_end)
+            say("the job ended while this node's agent was not there to hear of it")
+            self._ended = Ended(self._exit_code(result), result)
+            self._report(result)
             return
         how = processes.describe_status(status)
         lived = time.monotonic() - self._agent_started_at
@@ -316,6 +320,7 @@ class Launcher:
             tls=self._settings.tls,
             journal=self._journal_file(),
             ready_file=self._ready_file,
+            end_file=self._end_file,
             log_file=self._master_log,
             parent_death=True,
             parent_pid=os.getpid(),
@@ -330,6 +335,10 @@ class Launcher:
         return os.path.join(self._directory.path, "master.ready")
 
     @property
+    def _end_file(self) -> str:
+        return os.path.join(self._directory.path, "end.json")
+
+    @property
     def _master_log(self) -> str:
         return os.path.join(self._directory.path, "master.log")
 
@@ -341,19 +350,20 @@ class Launcher:
         return os.path.join(self._settings.journal, f"{job_directory_name(self._job_name)}-{self._launch_id}.sqlite")
 
     def _on_master_exit(self, status: int) -> None:
-        from dlrover.master.config import EXIT_BUG, EXIT_JOURNAL, EXIT_PORT_IN_USE
+        from dlrover.master.config import EXIT_PORT_IN_USE
 
+        self._job_end = self._read_end()
+        if self._job_end is not None:
+            # The agent is on its way out. One that is not (it has just been started again and will find no master)
+            # must not wait for one.
+            self._kill_agent_at = self._kill_agent_at or time.monotonic() + self._patience.agent_margin
+            return
+        # It did not say that the job is over, so it is not, whatever ended the master: a crash, somebody's signal.
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
         how = processes.describe_status(status)
         if os.path.exists(self._ready_file):
             self._has_master_served = True
             self._num_quick_master_deaths = 0
-            if code is not None and code not in (EXIT_JOURNAL, EXIT_BUG):
-                # Every other code is the job's own: it is over, and the agent on its way out. One that is not (it has
-                # just been started again and will find no master) must not wait for one.
-                self._job_code = code
-                self._kill_agent_at = self._kill_agent_at or time.monotonic() + self._patience.agent_margin
-                return
         else:
             self._num_quick_master_deaths += 1
         if code == EXIT_PORT_IN_USE and not self._has_master_served:
@@ -373,6 +383,16 @@ class Launcher:
             + ", workers train on"
         )
         self._master_starts_at = time.monotonic() + pause
+
+    def _read_end(self) -> JobEnd | None:
+        try:
+            with open(self._end_file, "rb") as file:
+                return msgspec.json.decode(file.read(), type=JobEnd)
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            say(f"the master left an end of the job that cannot be read: {error}")
+            return None
 
     def _on_port_taken(self) -> None:
         """Somebody listened first. With a port that nobody else knows, any other does as well."""
@@ -506,6 +526,22 @@ class Launcher:
                 return
             if any(number != signal.SIGCHLD for number in self._inbox.wait(remaining)):
                 return
+
+
+def _result_of(end: JobEnd) -> AgentResult:
+    """What the agent would have told, had it been there."""
+    failure = None if end.first_failure is None else end.first_failure.failure
+    worker_exit_code = None
+    if failure is not None:
+        worker_exit_code = failure.exit_code if failure.signal is None else 128 + failure.signal
+    return AgentResult(
+        exit_code=end.exit_code,
+        message=end.message,
+        worker_exit_code=worker_exit_code,
+        first_failed_rank=None if failure is None else failure.global_rank,
+        num_restarts=end.num_restarts,
+        end=end,
+    )
 
 
 def _write_outcome(path: str, result: AgentResult) -> None:

@@ -1,9 +1,9 @@
 """
 `python -m dlrover.master --config FILE`: the process around one master.
 
-Exit codes: that of the job when it is over (0, 1, 22), 0 when asked to stop, and these, which no job has:
-2 the configuration is wrong, 3 the port is in use, 4 another master took over the journal, 5 the journal is unusable,
-70 a bug.
+Exit codes: that of the job when it is over (0, 1, 22), and these, which no job has: 2 the configuration is wrong,
+3 the port is in use, 4 another master took over the journal, 5 the journal is unusable, 6 asked to stop by a signal or
+by the end of the process that started us, 70 a bug. Who must be sure that the job is over looks at the end file.
 
 It must serve again within a second after a kill, so nothing is imported here that the master does not need.
 """
@@ -26,6 +26,7 @@ from dlrover.master.config import (
     EXIT_FENCED,
     EXIT_JOURNAL,
     EXIT_PORT_IN_USE,
+    EXIT_STOPPED,
     EXIT_USAGE,
     MasterConfig,
     read_config,
@@ -51,7 +52,7 @@ def main() -> int:
         return EXIT_USAGE
     if config.parent_death and not follow_parent(signal.SIGTERM, config.parent_pid):
         log.error("the process that started us has ended")
-        return 0
+        return EXIT_STOPPED
     try:
         return asyncio.run(serve(config))
     except DLRoverError as error:

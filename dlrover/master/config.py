@@ -10,12 +10,15 @@ from msgspec import Struct
 
 from dlrover.protocol.addresses import LOOPBACK, TlsConfig, is_loopback
 from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.messages import JobEnd
 
 EXIT_USAGE = 2
 EXIT_PORT_IN_USE = 3
 """The launcher may then connect to whoever listens there."""
 EXIT_FENCED = 4
 EXIT_JOURNAL = 5
+EXIT_STOPPED = 6
+"""Somebody asked this process to stop. That says nothing about the job, which goes on under the next master."""
 EXIT_BUG = 70
 
 
@@ -34,6 +37,9 @@ class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Written whole once the master serves: `Ready` as JSON. Empty: not written."""
     ready_fd: int = -1
     """The same as one line into an inherited descriptor, which is then closed. -1: not written."""
+    end_file: str = ""
+    """Written whole when the job is over: `JobEnd` as JSON. Whoever started the master believes this and no exit code,
+    because a code can come from anywhere. Empty: not written."""
     log_file: str = ""
     """Empty: standard error."""
     parent_death: bool = False
@@ -78,13 +84,21 @@ def read_token(config: MasterConfig) -> str:
 
 
 def announce(config: MasterConfig, ready: Ready) -> None:
-    """Whole or not at all: who waits for the file never sees half of it."""
     data = msgspec.json.encode(ready)
     if config.ready_file:
-        path = Path(config.ready_file)
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_bytes(data)
-        partial.rename(path)
+        _write_whole(Path(config.ready_file), data)
     if config.ready_fd >= 0:
         os.write(config.ready_fd, data + b"\n")
         os.close(config.ready_fd)
+
+
+def tell_end(config: MasterConfig, end: JobEnd) -> None:
+    if config.end_file:
+        _write_whole(Path(config.end_file), msgspec.json.encode(end))
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Whole or not at all: who waits for the file never sees half of it."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_bytes(data)
+    partial.rename(path)

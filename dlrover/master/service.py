@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.master.clock import MasterClock
-from dlrover.master.config import MasterConfig, Ready, announce, read_token
+from dlrover.master.config import EXIT_STOPPED, MasterConfig, Ready, announce, read_token, tell_end
 from dlrover.master.desk import Desk
 from dlrover.master.keeper import Keeper
+from dlrover.protocol.messages import JobEnd
 from dlrover.protocol.serving import MasterServer
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 async def serve(config: MasterConfig) -> int:
     """
-    The exit code: of the job when it is over, 0 when we were asked to stop.
+    The exit code: of the job when it is over, EXIT_STOPPED when we were asked to stop.
 
     Raises ConfigError and PortTaken before anything was touched, JournalError, Unavailable when the journal cannot be
     opened, and Fenced as soon as another master took over.
@@ -59,6 +60,8 @@ async def serve(config: MasterConfig) -> int:
     if working.done() and not desk.finished.done():
         # Fenced, or the journal is lost: say nothing more to anybody, the process ends at once.
         working.result()
+    if desk.finished.done():
+        _tell_end(config, desk.finished.result())
     # Nothing is decided any more: that our own going closes the streams says nothing about the nodes.
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
@@ -69,7 +72,15 @@ async def serve(config: MasterConfig) -> int:
         log.info("job over reason=%s exit_code=%d message=%s", end.reason, end.exit_code, end.message)
         return end.exit_code
     log.info("stopped signal=%s", signal.Signals(stopped.result()).name)
-    return 0
+    return EXIT_STOPPED
+
+
+def _tell_end(config: MasterConfig, end: JobEnd) -> None:
+    try:
+        tell_end(config, end)
+    except OSError as error:
+        # The next master of this journal will tell it again; the agents have heard it from us.
+        log.error("end of the job not written file=%s reason=%s", config.end_file, error.strerror)
 
 
 def _resolve(future: asyncio.Future[int], number: int) -> None:

@@ -23,12 +23,21 @@ import msgspec
 import pytest
 
 from dlrover.core.sequence import load, walk
-from dlrover.master.config import EXIT_FENCED, EXIT_JOURNAL, EXIT_PORT_IN_USE, EXIT_USAGE, MasterConfig
+from dlrover.master.config import (
+    EXIT_FENCED,
+    EXIT_JOURNAL,
+    EXIT_PORT_IN_USE,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    MasterConfig,
+)
 from dlrover.master.journal import read_stored
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages import (
     Done,
     End,
+    ExitReason,
+    JobEnd,
     JobTerms,
     LeaveJob,
     LeaveReason,
@@ -110,8 +119,11 @@ def replayed(journal: Path) -> tuple[list[str], set[str]]:
     return offers, states
 
 
-async def test_the_master_ends_with_the_exit_code_of_the_job(make_master: MakeMaster, connect: Connect) -> None:
-    master = make_master()
+async def test_the_master_ends_with_the_exit_code_of_the_job(
+    make_master: MakeMaster, connect: Connect, tmp_path: Path
+) -> None:
+    end_file = tmp_path / "end.json"
+    master = make_master(end_file=str(end_file))
     master.start()
     agent = connect(master.address, terms=JobTerms())
     await agent.attached()
@@ -123,8 +135,28 @@ async def test_the_master_ends_with_the_exit_code_of_the_job(make_master: MakeMa
     assert await agent.channel.call(leave, timeout=10) == Done()
     assert await asyncio.to_thread(master.wait) == 1
     assert "job over reason=StoppedByUser" in master.log()
+    told = end_file.read_bytes()
+    end = msgspec.json.decode(told, type=JobEnd)
+    assert (end.reason, end.exit_code) == (ExitReason.STOPPED_BY_USER, 1)
+    assert "enough" in end.message
     # A master that died after its last commit and before its exit says the same again.
+    end_file.unlink()
     assert await asyncio.to_thread(master.run_to_end) == 1
+    assert end_file.read_bytes() == told
+
+
+async def test_an_end_that_cannot_be_written_still_ends_the_master(
+    make_master: MakeMaster, connect: Connect, tmp_path: Path
+) -> None:
+    master = make_master(end_file=str(tmp_path / "vanished" / "end.json"))
+    master.start()
+    agent = connect(master.address, terms=JobTerms())
+    await agent.attached()
+    leave = LeaveJob(node=agent.node, incarnation=agent.incarnation, reason=LeaveReason.STOPPED_BY_USER)
+    assert await agent.channel.call(leave, timeout=10) == Done()
+    assert await asyncio.to_thread(master.wait) == 1
+    assert "end of the job not written" in master.log()
+    assert "Traceback" not in master.log()
 
 
 async def test_a_good_end_is_exit_code_0(make_master: MakeMaster, connect: Connect) -> None:
@@ -144,9 +176,10 @@ async def test_a_good_end_is_exit_code_0(make_master: MakeMaster, connect: Conne
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop_it_stops_cleanly(make_master: MakeMaster, number: signal.Signals, tmp_path: Path) -> None:
-    master = make_master()
+    master = make_master(end_file=str(tmp_path / "end.json"))
     master.start()
-    assert master.kill(number) == 0
+    assert master.kill(number) == EXIT_STOPPED
+    assert not (tmp_path / "end.json").exists(), "the job is not over"
     left = {file.name for file in tmp_path.iterdir() if "journal" in file.name}
     assert left == {"journal.sqlite"}, "the write-ahead log is folded in"
 
