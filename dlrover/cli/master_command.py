@@ -71,9 +71,7 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
     from dlrover.master.config import MasterConfig
 
     environment = read_environment(os.environ)
-    tls = None
-    if options.tls_cert:
-        tls = TlsConfig(ca=options.tls_ca, cert=options.tls_cert, key=options.tls_key)
+    tls = _tls(options)
     try:
         seat = Seat(options.host, options.port)
     except OSError as error:
@@ -107,6 +105,19 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
     finally:
         seat.close()
         directory.remove()
+
+
+def _tls(options: argparse.Namespace) -> TlsConfig | None:
+    """Whoever gives any of the files wants TLS: an open master instead would be a bad surprise."""
+    files = {name: getattr(options, f"tls_{name}") for name in ("ca", "cert", "key")}
+    if not any(files.values()):
+        return None
+    if not (files["cert"] and files["key"]):
+        raise ConfigError("A master with TLS needs its own certificate: give both --tls-cert and --tls-key.")
+    for name, path in files.items():
+        if path and not os.access(path, os.R_OK):
+            raise ConfigError(f"--tls-{name} {path}: there is no such readable file.")
+    return TlsConfig(**{name: os.path.abspath(path) if path else "" for name, path in files.items()})
 
 
 def _wait(pid: int, inbox: SignalInbox) -> int:
