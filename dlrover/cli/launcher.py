@@ -437,6 +437,9 @@ class Launcher:
             if self._agent is not None:
                 # The agent passes it on to the workers, which may treat Ctrl-C and SIGTERM differently.
                 processes.send(self._agent, number if number in AGENT_SIGNALS else signal.SIGTERM)
+            if self._master is not None and self._has_other_nodes and os.path.exists(self._ready_file):
+                # The master goes with us; without it the others would train into the void and then wait for its return.
+                processes.send(self._master, signal.SIGUSR1)
         elif number == signal.SIGINT:
             say("interrupted again: killing everything at once")
             self._kill_agent_at = time.monotonic()
@@ -501,9 +504,8 @@ class Launcher:
             self._await_exit("_agent", self._patience.master)
         if self._master is not None:
             has_ended_well = self._ended is not None and self._ended.result is not None and self._stopped_by is None
-            is_shared = self._place.is_shared and self._settings.terms.limits.max_nodes > 1
-            if has_ended_well or is_shared:  # stopped by a signal: the others should still hear that we left
-                is_long = has_ended_well and is_shared
+            if has_ended_well or self._has_other_nodes:  # stopped by a signal: the others should still hear of it
+                is_long = has_ended_well and self._has_other_nodes
                 self._await_exit("_master", self._patience.shared_master if is_long else self._patience.master)
         if self._master is not None:
             processes.send(self._master, signal.SIGTERM)
@@ -512,6 +514,10 @@ class Launcher:
         self._sweep()
         if self._seat is not None:
             self._seat.close()
+
+    @property
+    def _has_other_nodes(self) -> bool:
+        return self._place.is_shared and self._settings.terms.limits.max_nodes > 1
 
     def _await_exit(self, child: str, patience: float) -> None:
         """Until that child has ended; a signal ends the patience."""

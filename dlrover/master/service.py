@@ -18,7 +18,7 @@ from dlrover.master.clock import MasterClock
 from dlrover.master.config import EXIT_STOPPED, MasterConfig, Ready, announce, read_token, tell_end
 from dlrover.master.desk import Desk
 from dlrover.master.keeper import Keeper
-from dlrover.protocol.messages import JobEnd
+from dlrover.protocol.messages import JobEnd, StopJob
 from dlrover.protocol.serving import MasterServer
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ async def serve(config: MasterConfig) -> int:
     await desk.begin(keeper.master_epoch)
     await server.start(desk)
     working = asyncio.ensure_future(desk.run())
+    loop.add_signal_handler(signal.SIGUSR1, _end_job, desk)
     announce(config, Ready(port=port, pid=os.getpid(), master_epoch=keeper.master_epoch))
     log.info(
         "serving job=%s address=%s port=%d master_epoch=%d journal=%s token=%s tls=%s",
@@ -73,6 +74,13 @@ async def serve(config: MasterConfig) -> int:
         return end.exit_code
     log.info("stopped signal=%s", signal.Signals(stopped.result()).name)
     return EXIT_STOPPED
+
+
+def _end_job(desk: Desk) -> None:
+    """Our launcher was told to stop, and we go with it: the other nodes shall end now and not wait for us to come back."""
+    message = "The launcher that hosts the job's master was stopped."
+    task = asyncio.ensure_future(desk.ask(StopJob(message=message)))
+    task.add_done_callback(lambda done: log.info("stop asked for outcome=%s", done.exception() or "accepted"))
 
 
 def _tell_end(config: MasterConfig, end: JobEnd) -> None:

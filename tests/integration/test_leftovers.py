@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 
 import pytest
 
@@ -68,3 +69,18 @@ def test_after_sigkill_of_the_zygote_workers_live_on(jobs, tmp_path, running):
     (tmp_path / "stop").touch()
     assert running.wait() == 0, running.err
     jobs.assert_nothing_remains()
+
+
+def test_stopping_the_masters_host_ends_the_job_on_all_nodes(jobs, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    args = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    host = jobs.start("dlrover-run", *args, "--node-rank=0", SCRIPTS / "steps.py", tmp_path)
+    wait_until(lambda: jobs.pids("dlrover.master"), explain=lambda: host.err)
+    other = jobs.start("dlrover-run", *args, "--node-rank=1", SCRIPTS / "steps.py", tmp_path)
+    wait_until(lambda: (tmp_path / "steps-1").exists(), explain=lambda: host.err + other.err)
+    host.signal(signal.SIGTERM)
+    assert host.wait(20) == 143, host.err
+    assert other.wait(20) == 1, other.err
+    assert "hosts the job's master was stopped" in " ".join(other.err.split())
