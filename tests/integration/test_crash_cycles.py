@@ -10,6 +10,7 @@ import pytest
 from tests.integration.jobs import SCRIPTS, JobFactory, Launched, wait_until
 
 CYCLES = 200
+NUM_SAMPLES = 20
 
 
 def measure(jobs: JobFactory, tmp_path: Path) -> dict[str, float]:
@@ -24,7 +25,7 @@ def measure(jobs: JobFactory, tmp_path: Path) -> dict[str, float]:
         "agent fds": psutil.Process(agent).num_fds(),
         "zygote fds": psutil.Process(zygote).num_fds(),
         "master fds": psutil.Process(master).num_fds(),
-        "zygote memory": psutil.Process(zygote).memory_full_info().uss,
+        "zygote memory": psutil.Process(zygote).memory_info().rss,
         "agent memory": psutil.Process(agent).memory_full_info().uss,
         "files": sum(1 for path in jobs.runtime.rglob("*") if not path.name.startswith("journal")),
     }
@@ -35,7 +36,7 @@ def measure(jobs: JobFactory, tmp_path: Path) -> dict[str, float]:
 def test_crashes_leak_nothing(jobs, tmp_path):
     job = jobs.start("dlrover-run", "--nproc-per-node=2", SCRIPTS / "crash_cycles.py", tmp_path, str(CYCLES))
     early = at_life(jobs, tmp_path, job, 20)
-    late = at_life(jobs, tmp_path, job, CYCLES - 5)
+    late = at_life(jobs, tmp_path, job, CYCLES - 30)
     assert job.wait(120) == 0, job.err
     assert late["processes"] <= early["processes"]
     for name in ("agent fds", "zygote fds", "master fds"):
@@ -53,8 +54,11 @@ def at_life(jobs: JobFactory, tmp_path: Path, job: Launched, life: int) -> dict[
             return False
 
     wait_until(reached, 240, lambda: job.err[-2000:])
-    while True:
+    samples: list[dict[str, float]] = []
+    while len(samples) < NUM_SAMPLES:
         try:
-            return measure(jobs, tmp_path)
+            samples.append(measure(jobs, tmp_path))
         except (psutil.NoSuchProcess, OSError, ValueError):
             continue  # a process of the cycle went while we looked; look again
+    # Between two lives there are pipes, pidfds and half-born workers: what stays is the least that was seen.
+    return {name: min(sample[name] for sample in samples) for name in samples[0]}
