@@ -202,15 +202,6 @@ def test_bad_input_is_answered_with_one_paragraph_before_anything_starts(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_an_unreadable_script_is_named(tmp_path: Path) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("this user may read everything (root)")
-    path = tmp_path / "secret.py"
-    path.touch(mode=0)
-    with pytest.raises(ConfigError, match=r"secret\.py cannot be read"):
-        settings_of(str(path))
-
-
 def test_a_log_directory_is_created_and_found_writable(script: str, tmp_path: Path) -> None:
     read_settings(["--log-dir", str(tmp_path / "a" / "b"), script], {})
     assert list((tmp_path / "a" / "b").iterdir()) == []
