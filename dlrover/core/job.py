@@ -14,7 +14,8 @@ import msgspec
 from msgspec.structs import replace
 
 from dlrover.core.commands import HANDLERS, check_sender
-from dlrover.core.course import Course, gone_times
+from dlrover.core.course import Course
+from dlrover.core.deadlines import running_deadlines
 from dlrover.core.nodes import Node, NodeLife
 from dlrover.core.state import DECISION_VERSION, JobState
 from dlrover.core.turn import Origin, Outcome
@@ -22,7 +23,6 @@ from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import (
     Attached,
     Command,
-    DeadlineKind,
     DeadlinePassed,
     Desired,
     JobEnd,
@@ -69,10 +69,12 @@ class Job:
 
     def due(self, now: Micros) -> list[DeadlinePassed]:
         """The deadlines that have passed, as commands to apply. Asking changes nothing."""
-        return [DeadlinePassed(kind=kind, id=id_) for at, kind, id_ in sorted(self._deadlines()) if at <= now]
+        return [
+            DeadlinePassed(kind=kind, id=id_) for at, kind, id_ in sorted(running_deadlines(self._state)) if at <= now
+        ]
 
     def next_deadline(self) -> Micros | None:
-        return min((at for at, _, _ in self._deadlines()), default=None)
+        return min((deadline.at for deadline in running_deadlines(self._state)), default=None)
 
     def desired(self, node: NodeId) -> Desired:
         """What a node shall be doing; of a former node the last that was decided."""
@@ -143,24 +145,6 @@ class Job:
     def state(self) -> JobState:
         """For tests, invariants and the simulator: read only."""
         return self._state
-
-    def _deadlines(self) -> list[tuple[Micros, DeadlineKind, int]]:
-        state, rdzv = self._state, self._state.rendezvous
-        deadlines: list[tuple[Micros, DeadlineKind, int]] = [
-            (at, DeadlineKind.NODE_GONE, node) for node, at in gone_times(state, state.nodes.broken).items()
-        ]
-        if state.drains_at is not None:
-            deadlines.append((state.drains_at, DeadlineKind.DRAIN, state.master_epoch))
-        if state.terms is not None and state.end is None:
-            limits = state.terms.limits
-            for at, kind in (
-                (rdzv.call_ends_at(limits), DeadlineKind.LAST_CALL),
-                (rdzv.too_few_at(limits), DeadlineKind.LAST_CALL),
-                (rdzv.gives_up_at(limits), DeadlineKind.JOIN_TIMEOUT),
-            ):
-                if at is not None:
-                    deadlines.append((at, kind, rdzv.next_round))
-        return deadlines
 
     def _node_status(self, node: Node) -> NodeStatus:
         status: str = node.life.value

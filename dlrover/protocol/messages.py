@@ -11,29 +11,28 @@ Families:
 * observations (heartbeats, progress) are volatile and never change the job by themselves;
 * `Desired` is what the master wants a node to do now: a level, not an edge, so it may be repeated or skipped at will.
 
+Rooms of the job with a vocabulary of their own have it in a file of their own (`fleet_messages`, ...); the unions of all
+families are here.
+
 Rule for evolution: new fields get defaults, old ones keep name and type, so that agent and master may differ by a version.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import NewType
 
 from msgspec import Struct
 
+from dlrover.protocol.fleet_messages import NodeType
+from dlrover.protocol.identity import Incarnation as Incarnation
+from dlrover.protocol.identity import Micros as Micros
+from dlrover.protocol.identity import NodeId as NodeId
+from dlrover.protocol.identity import NodeRank as NodeRank
+from dlrover.protocol.identity import PlatformId as PlatformId
+from dlrover.protocol.identity import Round as Round
+
 PROTOCOL_VERSION = 1
 """Grows when an old peer would misunderstand a new one. New fields with defaults do not count."""
-
-NodeId = NewType("NodeId", int)
-"""One launch of a node. A replacement gets a new one."""
-NodeRank = NewType("NodeRank", int)
-"""A stable slot of the job, inherited by the replacement of a node."""
-Incarnation = NewType("Incarnation", int)
-"""Counts the agent starts of a node rank over the job's life, so that one life can be told from the next."""
-Round = NewType("Round", int)
-"""Number of a completed rendezvous; 0 means none yet."""
-Micros = NewType("Micros", int)
-"""An instant on the master's clock, in integer microseconds. Never goes back."""
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 MAX_FAILURE_BYTES = 64 * 1024
@@ -281,6 +280,15 @@ class Attach(Struct, tag=True, frozen=True, kw_only=True):
     """Drawn at random by each agent process: tells a repeated attach whose answer was lost from a former process."""
     master_epoch: int = 0
     """Newest the agent has seen. A master that never got so far (its journal was lost) counts on from there."""
+    world: WorldSpec | None = None
+    """Place in the world of `running_round`, so that a master whose journal was lost can take the world up again."""
+    place: tuple[str, ...] = ()
+    """Where the node is in the network, outermost switch first; nodes of one place get neighbouring ranks."""
+    platform_node: PlatformId = PlatformId(-1)
+    """What the platform knows this node by; -1: started by hand."""
+    node_type: NodeType = NodeType.WORKER
+    group: int = -1
+    """Scheduling group (rack) of the node; -1: none."""
 
 
 class JoinRendezvous(Struct, tag=True, frozen=True, kw_only=True):

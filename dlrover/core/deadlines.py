@@ -1,0 +1,46 @@
+"""
+Deadlines: when time alone changes something.
+
+Each room says which of its deadlines are running; the job gathers them, and the shell turns those that have passed into
+commands. A deadline is state, not a timer: it is computed anew whenever somebody asks, so there is nothing to cancel.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dlrover.core.course import gone_times
+from dlrover.core.state import JobState
+from dlrover.protocol.messages import DeadlineKind, Micros
+
+
+class Deadline(NamedTuple):
+    at: Micros
+    kind: DeadlineKind
+    id: int
+    """What it belongs to: a round, a node id."""
+
+
+def running_deadlines(state: JobState) -> list[Deadline]:
+    """All of them, in no order."""
+    return [*_of_nodes(state), *_of_rendezvous(state)]
+
+
+def _of_nodes(state: JobState) -> list[Deadline]:
+    gone = [Deadline(at, DeadlineKind.NODE_GONE, node) for node, at in gone_times(state, state.nodes.broken).items()]
+    if state.drains_at is not None:
+        gone.append(Deadline(state.drains_at, DeadlineKind.DRAIN, state.master_epoch))
+    return gone
+
+
+def _of_rendezvous(state: JobState) -> list[Deadline]:
+    rdzv = state.rendezvous
+    if state.terms is None or state.end is not None:
+        return []
+    limits = state.terms.limits
+    times = (
+        (rdzv.call_ends_at(limits), DeadlineKind.LAST_CALL),
+        (rdzv.too_few_at(limits), DeadlineKind.LAST_CALL),
+        (rdzv.gives_up_at(limits), DeadlineKind.JOIN_TIMEOUT),
+    )
+    return [Deadline(at, kind, rdzv.next_round) for at, kind in times if at is not None]

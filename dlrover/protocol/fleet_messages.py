@@ -1,0 +1,264 @@
+"""
+Messages between the job and the platform its nodes come from.
+
+The job decides which nodes shall exist and asks the platform for them by effects; the platform tells what exists by
+lists and events, which are commands. Neither side believes the other blindly: the platform is right about what exists,
+the job about what was counted (relaunches, evictions, targets).
+"""
+
+from __future__ import annotations
+
+import enum
+
+from msgspec import Struct
+
+from dlrover.protocol.identity import Incarnation, NodeId, PlatformId
+
+
+class NodeType(enum.StrEnum):
+    WORKER = "worker"
+    CHIEF = "chief"
+    EVALUATOR = "evaluator"
+    PS = "ps"
+
+
+class NodePhase(enum.StrEnum):
+    """How far a node of the platform is. Historical names, because people and tools read them."""
+
+    INITIAL = "Initial"
+    """The job wants it; the platform has not shown it yet."""
+    PENDING = "Pending"
+    RUNNING = "Running"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+    DELETED = "Deleted"
+    UNKNOWN = "Unknown"
+
+
+class NodeExit(enum.StrEnum):
+    """Why a node of the platform ended."""
+
+    NONE = ""
+    SUCCEEDED = "Succeeded"
+    KILLED = "Deleted"
+    """Evicted, preempted or deleted from outside."""
+    OOM = "OOMKilled"
+    FATAL = "Error"
+    """User code failed."""
+    HARDWARE = "HardwareError"
+    UNKNOWN = "UnknownError"
+    NO_HEARTBEAT = "NoHeartBeat"
+    DIAGNOSED = "DiagnosticFailure"
+    RELAUNCHED = "Relaunched"
+    """A newer node of the same rank exists."""
+    CHECK_FAILED = "CheckFailure"
+
+
+class Strategy(enum.StrEnum):
+    LOCAL = "Local"
+    ALLREDUCE = "AllreduceStrategy"
+    PS = "ParameterServerStrategy"
+    CUSTOM = "CustomStrategy"
+
+
+class Resource(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one node gets. 0: whatever the platform gives by default."""
+
+    cpu: float = 0.0
+    memory_mb: int = 0
+    gpus: int = 0
+    gpu_type: str = ""
+
+
+class ReplicaSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The nodes of one type."""
+
+    count: int
+    resource: Resource = Resource()
+    max_relaunches: int = 3
+    """Per rank, for failures only: evictions and scaling do not count."""
+    critical: str = ""
+    """Whose final failure ends the job: "" (worker 0 of a PS job, else nobody), "all", "none", or "0:3,2:1" (rank:relaunches)."""
+    priority: str = ""
+    """"high", "low", or a fraction such as "0.5": so much of the nodes, rounded up, are high."""
+
+
+class FleetSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the job wants of its platform."""
+
+    replicas: dict[NodeType, ReplicaSpec]
+    strategy: Strategy = Strategy.ALLREDUCE
+    standby: int = 0
+    """Workers beyond those of the world, warm, to take the place of a lost one."""
+    relaunch_always: bool = True
+    """Relaunch nodes that ended by an error of user code, too (within the budget)."""
+    remove_exited: bool = True
+    """Ask the platform to remove what has ended and was replaced."""
+    cordon_faulty: bool = False
+    pending_timeout: float = 900.0
+    """Seconds a node may stay Pending; 0 or less: for ever."""
+    pending_strategy: int = 1
+    """Who has to run for the job to go on: -1 and 0 nobody is judged, 1 the necessary nodes, 2 all."""
+    group_affinity: dict[int, int] = {}
+    """Scheduling group to number of workers; groups in ascending order take consecutive ranks. Empty: no groups."""
+    max_job_restarts: int = 3
+
+
+class PlatformNode(Struct, frozen=True, kw_only=True):
+    """A node as the platform sees it now."""
+
+    id: PlatformId
+    type: NodeType
+    rank: int
+    phase: NodePhase
+    exit_reason: NodeExit = NodeExit.NONE
+    exit_code: int | None = None
+    host: str = ""
+    """Machine that it runs on, for avoiding a faulty one."""
+    name: str = ""
+    message: str = ""
+    """What the platform says about it: why it is pending, what ended it."""
+    relaunch_count: int = 0
+    """As the platform remembers it, for a master that lost its journal."""
+    group: int = -1
+
+
+# Commands.
+
+
+class DefineFleet(Struct, tag=True, frozen=True, kw_only=True):
+    """First word of the shell about the platform. Repeated after a restart with the same spec it changes nothing."""
+
+    spec: FleetSpec
+
+
+class NodesListed(Struct, tag=True, frozen=True, kw_only=True):
+    """Everything of this job that the platform has, at the beginning of each watch."""
+
+    nodes: tuple[PlatformNode, ...]
+
+
+class NodeEventKind(enum.StrEnum):
+    ADDED = "ADDED"
+    MODIFIED = "MODIFIED"
+    DELETED = "DELETED"
+
+
+class NodeChanged(Struct, tag=True, frozen=True, kw_only=True):
+    kind: NodeEventKind
+    node: PlatformNode
+
+
+class LaunchRefused(Struct, tag=True, frozen=True, kw_only=True):
+    """The platform does not take the launch now (quota, unknown resource); the shell goes on trying."""
+
+    node: PlatformId
+    reason: str
+
+
+class ScaleJob(Struct, tag=True, frozen=True, kw_only=True):
+    """Somebody with the token changes how many nodes the job shall have."""
+
+    min_nodes: int
+    max_nodes: int
+
+
+class ScaleReplicas(Struct, tag=True, frozen=True, kw_only=True):
+    """The same for the other types of a parameter-server job."""
+
+    type: NodeType
+    count: int
+
+
+class MigrateNode(Struct, tag=True, frozen=True, kw_only=True):
+    """Give a node other resources: a new one is started, the old one goes when it is ready."""
+
+    node: PlatformId
+    resource: Resource
+
+
+class SuspendJob(Struct, tag=True, frozen=True, kw_only=True):
+    """No node is launched any more until the job is resumed; what runs, runs on."""
+
+    reason: str = ""
+
+
+class ResumeJob(Struct, tag=True, frozen=True, kw_only=True):
+    """End of a suspension."""
+
+
+class RestartJob(Struct, tag=True, frozen=True, kw_only=True):
+    """Replace all workers by new ones, once."""
+
+    reason: str = ""
+
+
+class ErrorLevel(enum.StrEnum):
+    PROCESS = "process_error"
+    NODE = "node_error"
+    RENDEZVOUS = "rdzv_error"
+    ERROR = "error"
+    WARNING = "warning"
+    INFO = "info"
+
+
+class ReportNodeError(Struct, tag=True, frozen=True, kw_only=True):
+    """An agent (or a diagnosis) says something about a whole node. Level NODE: replace it."""
+
+    node: NodeId
+    incarnation: Incarnation
+    level: ErrorLevel
+    message: str
+    exit_reason: NodeExit = NodeExit.NONE
+
+
+FleetCommand = (
+    DefineFleet
+    | NodesListed
+    | NodeChanged
+    | LaunchRefused
+    | ScaleJob
+    | ScaleReplicas
+    | MigrateNode
+    | SuspendJob
+    | ResumeJob
+    | RestartJob
+    | ReportNodeError
+)
+
+
+# Effects.
+
+
+class LaunchNode(Struct, tag=True, frozen=True, kw_only=True):
+    """There shall be this node. Idempotent by id: a platform that has it, or had it, does nothing."""
+
+    id: PlatformId
+    type: NodeType
+    rank: int
+    name: str
+    resource: Resource = Resource()
+    relaunch_count: int = 0
+    group: int = -1
+    priority: str = ""
+    avoid_hosts: tuple[str, ...] = ()
+    service_address: str = ""
+    """Stable address of a parameter server; its replacement gets the same."""
+    master_epoch: int = 0
+    """A platform refuses an effect of an older master."""
+
+
+class RemoveNode(Struct, tag=True, frozen=True, kw_only=True):
+    """There shall not be this node any more. Idempotent: one that is gone already is no error."""
+
+    id: PlatformId
+    name: str
+    reason: str
+    grace: float = 30.0
+    """Seconds that its processes have for ending."""
+    cordon_host: str = ""
+    """Keep new nodes away from this machine."""
+    master_epoch: int = 0
+
+
+FleetEffect = LaunchNode | RemoveNode
