@@ -108,7 +108,7 @@ class PlatformNode(Struct, frozen=True, kw_only=True):
     """A node as the platform sees it now."""
 
     id: PlatformId
-    type: NodeType
+    node_type: NodeType
     rank: int
     phase: NodePhase
     exit_reason: NodeExit = NodeExit.NONE
@@ -166,7 +166,7 @@ class ScaleJob(Struct, tag=True, frozen=True, kw_only=True):
 class ScaleReplicas(Struct, tag=True, frozen=True, kw_only=True):
     """The same for the other types of a parameter-server job."""
 
-    type: NodeType
+    node_type: NodeType
     count: int
 
 
@@ -234,7 +234,7 @@ class LaunchNode(Struct, tag=True, frozen=True, kw_only=True):
     """There shall be this node. Idempotent by id: a platform that has it, or had it, does nothing."""
 
     id: PlatformId
-    type: NodeType
+    node_type: NodeType
     rank: int
     name: str
     resource: Resource = Resource()
