@@ -16,7 +16,7 @@ import signal
 import socket
 import string
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dlrover.agent.config import AgentConfig, EntryKind
@@ -85,6 +85,7 @@ class WorkerGroup:
         worker_socket: WorkerSocket,
         master_now: Callable[[], Micros],
         environ: Mapping[str, str] | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.world = world
         self._config = config
@@ -95,6 +96,7 @@ class WorkerGroup:
         self._socket = worker_socket
         self._master_now = master_now
         self._environ = dict(spawner.environ if environ is None else environ)
+        self._sleep = sleep
         self._workers: list[_Worker] = []
         self._started_at = 0.0
         self._num_oom_kills = 0
@@ -137,7 +139,7 @@ class WorkerGroup:
                 offer.release()
             await asyncio.gather(*(self._release(worker) for worker in self._workers if worker.global_rank == 0))
             if self._spawner.is_warm and world.world_size > 1:
-                await asyncio.sleep(HEAD_START)
+                await self._sleep(HEAD_START)
             await asyncio.gather(*(self._release(worker) for worker in self._workers if worker.global_rank != 0))
         finally:
             if offer is not None:

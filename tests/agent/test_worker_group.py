@@ -17,7 +17,7 @@ from dlrover.agent.devices import resolve_local_world_size
 from dlrover.agent.output import WorkerFiles
 from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.spawner import Spawner, StartFailed
-from dlrover.agent.worker_group import Failed, Finished, PortOffer, split_address, worker_environment
+from dlrover.agent.worker_group import HEAD_START, Failed, Finished, PortOffer, split_address, worker_environment
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import FailureKind, JobTerms, RestartPolicy, StopCause
 from tests.agent.lab import group_of, is_gone, make_config, make_world, until, write
@@ -156,6 +156,51 @@ async def test_a_handler_gets_its_grace_and_the_signal_that_was_asked_for(
         await until(lambda: len(list(tmp_path.glob("note*.ready"))) == 2)
         await group.stop(StopCause.END_OF_JOB, signal.SIGINT)
         assert [(tmp_path / f"note{rank}").read_text() for rank in range(2)] == ["2", "2"]
+
+
+class Pauses:
+    """Stands in for `asyncio.sleep`: notes how long, and who runs when the pause begins."""
+
+    def __init__(self, folder: Path, *, awaited: tuple[int, ...]) -> None:
+        self._folder = folder
+        self._awaited = awaited
+        self.seen: list[tuple[float, list[int]]] = []
+
+    def running(self) -> list[int]:
+        return sorted(int(path.suffix[1:]) for path in self._folder.glob("rank.*"))
+
+    async def sleep(self, seconds: float) -> None:
+        await until(lambda: set(self.running()) >= set(self._awaited))
+        self.seen.append((seconds, self.running()))
+
+
+@pytest.mark.parametrize(
+    ("first_global_rank", "ahead"), [(0, (0,)), (3, ())], ids=["with global rank 0", "beside the node of global rank 0"]
+)
+async def test_global_rank_0_has_a_head_start(
+    spawner: Spawner, tree: ProcessTree, tmp_path: Path, first_global_rank: int, ahead: tuple[int, ...]
+) -> None:
+    script = write(tmp_path / "train.py", "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w')")
+    config = make_config(tmp_path / "rt", script, str(tmp_path / "rank."), local_world_size=3)
+    world = make_world(3, first_global_rank=first_global_rank, world_size=6)
+    await spawner.count_devices("cpu")  # from here on it knows that it is warm
+    pauses = Pauses(tmp_path, awaited=ahead)
+    async with group_of(spawner, tree, config, world, sleep=pauses.sleep) as group:
+        assert isinstance(await wait(group), Finished)
+    assert pauses.seen == [(HEAD_START, list(ahead))]
+    assert pauses.running() == list(range(first_global_rank, first_global_rank + 3))
+
+
+@pytest.mark.parametrize("reason", ["cold", "alone"])
+async def test_nobody_waits_for_a_head_start_that_helps_nobody(
+    spawner: Spawner, cold_spawner: Spawner, tree: ProcessTree, tmp_path: Path, reason: str
+) -> None:
+    script = write(tmp_path / "train.py", "")
+    config = make_config(tmp_path / "rt", script, local_world_size=1 if reason == "alone" else 2)
+    pauses = Pauses(tmp_path, awaited=())
+    async with group_of(cold_spawner if reason == "cold" else spawner, tree, config, sleep=pauses.sleep) as group:
+        assert isinstance(await wait(group), Finished)
+    assert pauses.seen == []
 
 
 async def test_what_cannot_be_started_is_a_failure_not_an_error(
