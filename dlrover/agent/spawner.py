@@ -120,13 +120,12 @@ class Spawner:
         """What torchrun's `--nproc-per-node=auto|cpu|gpu|xpu` stands for on this node."""
         request = _Request(CountDevices(id=self._new_id(), kind=kind), self._attach())
         answer = await self._ask(request)
+        advice = "Give a number." if kind == "auto" else "Give a number, or auto."
         if isinstance(answer, Refused):
-            raise ConfigError(f"--nproc-per-node={kind}: {answer.message} Give a number, or auto.")
+            raise ConfigError(f"--nproc-per-node={kind}: {answer.message} {advice}")
         assert isinstance(answer, Counted), f"{answer} as a reply to {request.message}"
         if answer.count < 1:
-            raise ConfigError(
-                f"--nproc-per-node={kind}: this node has no {answer.device} device. Give a number, or auto."
-            )
+            raise ConfigError(f"--nproc-per-node={kind}: this node has no {answer.device} device. {advice}")
         _log.info("nproc_per_node=%s means %d, the number of %s devices here", kind, answer.count, answer.device)
         return answer.count
 
