@@ -13,12 +13,13 @@ from typing import Generic, TypeVar
 import msgspec
 
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.fleet_messages import ScaleJob
 from dlrover.protocol.frames import Answer, FromAgent, FromMaster, Refusal
 from dlrover.protocol.messages import MAX_MESSAGE_BYTES, Query, StopJob
 
 T = TypeVar("T")
 
-Question = Query | StopJob
+Question = Query | StopJob | ScaleJob
 """What a one-shot client may ask."""
 
 

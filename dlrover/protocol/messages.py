@@ -23,7 +23,7 @@ import enum
 
 from msgspec import Struct
 
-from dlrover.protocol.fleet_messages import NodeType
+from dlrover.protocol.fleet_messages import NodeType, ScaleJob
 from dlrover.protocol.identity import Incarnation as Incarnation
 from dlrover.protocol.identity import Micros as Micros
 from dlrover.protocol.identity import NodeId as NodeId
@@ -54,6 +54,9 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The same for nodes that nobody has heard of yet, in the first round only: people start nodes by hand nearly at once."""
     join_timeout: float = 600.0
     """Seconds a round may stay below `min_nodes` before the job gives up."""
+    pend_timeout: float | None = None
+    """Seconds that a node may wait beside worlds that never contain it before it leaves; None: for ever. Standby nodes
+    are there to wait and are exempt."""
 
     def __post_init__(self) -> None:
         if not 0 < self.min_nodes <= self.max_nodes:
@@ -64,9 +67,10 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(
                 f"--node-unit {self.node_unit} must divide MIN and MAX of --nnodes {self.min_nodes}:{self.max_nodes}"
             )
-        for name in ("last_call", "first_call", "join_timeout"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} {getattr(self, name)}: give a number of seconds of at least 0")
+        for name in ("last_call", "first_call", "join_timeout", "pend_timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and not seconds >= 0:
+                raise ValueError(f"{name} {seconds}: give a number of seconds of at least 0")
 
 
 class RestartPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,17 +86,60 @@ class RestartPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A worker that lived so many seconds without ever reporting a step counts as having made progress."""
 
 
+class Detection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How soon a node that is gone is taken for gone. All in seconds."""
+
+    heartbeat: float = 5.0
+    """Between two heartbeats of an agent, roughly."""
+    silence: float = 40.0
+    """A node that was not heard of for so long is gone. Eight heartbeats: a busy machine may stall for half a minute."""
+    suspicion: float = 12.0
+    """The same for a node whose neighbours have lost it too: two witnesses need less time than one."""
+    lease: float = 30.0
+    """An agent that did not run for so long kills its workers before it talks to anybody. Below `silence`, so that
+    workers of a frozen node never outlive the moment at which it is replaced."""
+    break_grace: float = 5.0
+    """A node whose connection its own kernel closed is gone after so long without a new one."""
+    break_grace_with_spare: float = 1.0
+    """The same where a warm node waits to take its place."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} {getattr(self, name):g}: give a finite number of seconds above 0")
+        if self.silence < 2 * self.heartbeat:
+            raise ValueError(
+                f"a silence of {self.silence:g} s is less than two heartbeats of {self.heartbeat:g} s: each late one "
+                "would cost a healthy node. Give more silence or more frequent heartbeats"
+            )
+        if not self.lease < self.silence:
+            raise ValueError(
+                f"a lease of {self.lease:g} s must be below the silence of {self.silence:g} s, or workers of a frozen "
+                "node could wake up into a world without them"
+            )
+        if not 2 * self.heartbeat <= self.suspicion <= self.silence:
+            raise ValueError(
+                f"a suspicion of {self.suspicion:g} s must be between two heartbeats ({2 * self.heartbeat:g} s) and the "
+                f"silence ({self.silence:g} s)"
+            )
+
+
 class JobTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What all nodes of a job must agree on. The first node to attach sets it; a node that differs is refused."""
 
     limits: Limits = Limits()
     restarts: RestartPolicy = RestartPolicy()
+    detection: Detection = Detection()
+    standby: int = 0
+    """So many nodes beyond `max_nodes` wait warm, to take the place of a lost one at once."""
     shutdown_timeout: float = 30.0
     """Seconds that workers have for stopping at the end of the job. The one term that may differ: the first node's counts."""
 
     def __post_init__(self) -> None:
         if not self.shutdown_timeout >= 0:
             raise ValueError(f"--shutdown-timeout {self.shutdown_timeout}: give a number of seconds of at least 0")
+        if self.standby < 0:
+            raise ValueError(f"--standby {self.standby}: give a number of nodes of at least 0")
 
 
 class Stage(enum.StrEnum):
@@ -191,6 +238,20 @@ class FirstFailure(Struct, frozen=True, kw_only=True):
     step: int | None = None
 
 
+class DistinctFailure(Struct, frozen=True, kw_only=True):
+    """One way in which workers failed in a round, and how many did. Small: it is told to every node."""
+
+    kind: FailureKind
+    message: str
+    node_rank: NodeRank
+    """Of who told of it first, like the next two."""
+    host: str
+    global_rank: int
+    count: int = 1
+    traceback_digest: str = ""
+    """The same for tracebacks of the same bug; empty where there was none."""
+
+
 class JobEnd(Struct, frozen=True, kw_only=True):
     """How the job ended: the content of the final report."""
 
@@ -201,6 +262,8 @@ class JobEnd(Struct, frozen=True, kw_only=True):
     first_failure: FirstFailure | None = None
     num_restarts: int = 0
     num_rounds: int = 0
+    distinct_failures: tuple[DistinctFailure, ...] = ()
+    """Of the last round that failed."""
 
 
 # What the master wants a node to do now.
@@ -239,7 +302,14 @@ class End(Struct, tag=True, frozen=True):
     end: JobEnd
 
 
-Wish = Join | Wait | Run | Idle | End
+class Leave(Struct, tag=True, frozen=True):
+    """The job goes on without you: stop the workers, say farewell, exit with this code."""
+
+    reason: str
+    exit_code: int = 0
+
+
+Wish = Join | Wait | Run | Idle | End | Leave
 
 
 class Desired(Struct, frozen=True):
@@ -289,6 +359,12 @@ class Attach(Struct, tag=True, frozen=True, kw_only=True):
     node_type: NodeType = NodeType.WORKER
     group: int = -1
     """Scheduling group (rack) of the node; -1: none."""
+    former_rank: NodeRank | None = None
+    """Had under an earlier master of the job; a master that lost its journal gives it again if it is free."""
+
+
+TRAINING_RENDEZVOUS = "elastic-training"
+NODE_CHECK_RENDEZVOUS = "network-check"
 
 
 class JoinRendezvous(Struct, tag=True, frozen=True, kw_only=True):
@@ -300,6 +376,39 @@ class JoinRendezvous(Struct, tag=True, frozen=True, kw_only=True):
     """host:port bound by the agent; becomes the coordinator if this node gets group rank 0."""
     is_offer_reused: bool = False
     """The node has no other port left (HOST_PORTS) and offers one of an earlier round. Otherwise that is refused."""
+    name: str = TRAINING_RENDEZVOUS
+    """Which of the two meetings. The names are those that tools know from the original."""
+
+
+class BlockRendezvous(Struct, tag=True, frozen=True, kw_only=True):
+    """No round shall complete until the node says so, is gone, or its lease ends. Repeated: the lease begins anew."""
+
+    node: NodeId
+    incarnation: Incarnation
+    reason: str
+    lease: float = 600.0
+    """Seconds."""
+
+
+class UnblockRendezvous(Struct, tag=True, frozen=True, kw_only=True):
+    """The end of the node's block; harmless if there is none."""
+
+    node: NodeId
+    incarnation: Incarnation
+
+
+class AwaitOrder(Struct, tag=True, frozen=True, kw_only=True):
+    """The shell has asked the sorter for the order of the nodes: no round completes before its answer, or so soon."""
+
+    limit: float = 2.0
+    """Seconds."""
+
+
+class NodesOrdered(Struct, tag=True, frozen=True, kw_only=True):
+    """The sorter's answer, used by the next world. Empty: none came, the order is our own."""
+
+    ranks: tuple[NodeRank, ...]
+    """Node ranks in the order in which they shall stand in a world; who is not named comes after them."""
 
 
 class ReportFailure(Struct, tag=True, frozen=True, kw_only=True):
@@ -329,6 +438,8 @@ class LeaveReason(enum.StrEnum):
     """Ctrl-C or SIGTERM at the launcher."""
     PREEMPTED = "preempted"
     FAILED = "failed"
+    DISMISSED = "dismissed"
+    """The master wished it (`Leave`)."""
 
 
 class LeaveJob(Struct, tag=True, frozen=True, kw_only=True):
@@ -363,6 +474,12 @@ class DeadlineKind(enum.StrEnum):
     NODE_GONE = "node-gone"
     DRAIN = "drain"
     """The job has ended and some nodes did not leave in time."""
+    PEND_TIMEOUT = "pend-timeout"
+    BLOCK_LEASE = "block-lease"
+    GROWTH = "growth"
+    """A node that came and went too often may enlarge the world again."""
+    TAKE_UP = "take-up"
+    """Members of a world that runs since before our journal was lost had their time for coming back."""
 
 
 class DeadlinePassed(Struct, tag=True, frozen=True, kw_only=True):
@@ -390,8 +507,23 @@ Command = (
     | NodeSilent
     | DeadlinePassed
     | StopJob
+    | ScaleJob
+    | BlockRendezvous
+    | UnblockRendezvous
+    | AwaitOrder
+    | NodesOrdered
 )
-AgentCommand = Attach | JoinRendezvous | ReportFailure | ReportFinished | LeaveJob | StopJob
+AgentCommand = (
+    Attach
+    | JoinRendezvous
+    | ReportFailure
+    | ReportFinished
+    | LeaveJob
+    | StopJob
+    | ScaleJob
+    | BlockRendezvous
+    | UnblockRendezvous
+)
 """What may come from outside. The rest is injected by the master's own shell."""
 
 
@@ -453,6 +585,16 @@ class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
     verdict: str
     nodes: tuple[NodeStatus, ...]
     end: JobEnd | None = None
+    min_nodes: int = 0
+    max_nodes: int = 0
+    limits_version: int = 0
+    """How often the job was scaled."""
+    num_standby: int = 0
+    """Nodes that wait warm, as wished."""
+    num_pending: int = 0
+    """Nodes that wait although nobody asked for so many."""
+    distinct_failures: tuple[DistinctFailure, ...] = ()
+    """Of the newest round that failed."""
     digest: str = ""
     """Hex of the job's state digest, for comparing a replay with the original."""
 
