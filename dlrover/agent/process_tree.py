@@ -22,6 +22,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from dlrover.agent.reaction import LOOK_EVERY, Handler, Reaction
 from dlrover.protocol.messages import StopCause
 
 if TYPE_CHECKING:
@@ -272,31 +273,45 @@ class ProcessTree:
 
     async def stop(
         self, pids: Iterable[int], *, cause: StopCause, shutdown_timeout: float, number: int = signal.SIGTERM
-    ) -> None:
+    ) -> dict[int, float]:
         """
         End these watched workers with all that is below them, then every other descendant but the kept ones.
 
         First the signal and the time that the cause allows, then SIGKILL. When this returns nothing of the job is
-        left here (or it sleeps in the kernel beyond our reach, which is logged).
+        left here (or it sleeps in the kernel beyond our reach, which is logged). Returns how many seconds each worker
+        was given; one that was still there then was killed.
         """
         import asyncio
 
-        grace = {pid: grace_for(cause, pid, shutdown_timeout) for pid in pids if pid in self._watched}
+        stops = [
+            _Stop(watch, cause, shutdown_timeout)
+            for watch in (self._watched.get(pid) for pid in pids)
+            if watch is not None
+        ]
         # Not only what is below the workers now: what they left to us (daemons) belongs to them as well.
         for process in descendants(os.getpid(), keep=self._keep()):
             send_signal(process, number)
             if process.state == "T":
                 send_signal(process, signal.SIGCONT)  # a stopped process takes no signal but SIGKILL
         began_at = self._loop.time()
-        for pid, seconds in sorted(grace.items(), key=lambda item: item[1]):
-            watch = self._watched.get(pid)
-            if watch is not None:
-                left = max(0.0, began_at + seconds - self._loop.time())
-                await asyncio.wait([watch.exit], timeout=left)
-                if not watch.exit.done():
-                    for process in (watch.process, *descendants(pid)):
-                        send_signal(process, signal.SIGKILL)
+        await asyncio.gather(*(self._wait_or_kill(stop, began_at) for stop in stops))
         await self.sweep()
+        return {stop.watch.process.pid: stop.given for stop in stops}
+
+    async def _wait_or_kill(self, stop: _Stop, began_at: float) -> None:
+        import asyncio
+
+        watch = stop.watch
+        while True:
+            left = max(0.0, began_at + stop.given - self._loop.time())
+            await asyncio.wait([watch.exit], timeout=left)
+            if watch.exit.done():
+                return
+            if not stop.extend():
+                break
+        _log.info("killing pid=%d, still there %.1f s after the signal", watch.process.pid, stop.given)
+        for process in (watch.process, *descendants(watch.process.pid)):
+            send_signal(process, signal.SIGKILL)
 
     def kill(self) -> None:
         """SIGKILL to every descendant but the kept ones, without waiting for their ends."""
@@ -370,26 +385,38 @@ class _Watch:
         self.exit = future
 
 
-def grace_for(cause: StopCause, pid: int, shutdown_timeout: float) -> float:
-    """Seconds between the signal and SIGKILL."""
+class _Stop:
+    """How long one worker is waited for before SIGKILL. Built before the signal is sent."""
+
+    def __init__(self, watch: _Watch, cause: StopCause, shutdown_timeout: float) -> None:
+        self.watch = watch
+        self._reaction = Reaction(watch.process.pid)
+        self._limit = longest_grace(cause, self._reaction.handler, shutdown_timeout)
+        self._is_observed = cause is StopCause.FAILURE and self._reaction.handler is Handler.ANNOUNCED
+        self.given = min(LOOK_EVERY, self._limit) if self._is_observed else self._limit
+        """Seconds after the signal, so far."""
+
+    def extend(self) -> bool:
+        """The given time is over. Whether there is more of it."""
+        if self.given >= self._limit:
+            return False
+        if self._reaction.has_begun():
+            self.given = self._limit
+        elif self._reaction.is_on_its_way(LOOK_EVERY):
+            self.given = min(self.given + LOOK_EVERY, self._limit)
+        else:
+            return False
+        return True
+
+
+def longest_grace(cause: StopCause, handler: Handler, shutdown_timeout: float) -> float:
+    """Seconds between the signal and SIGKILL, at most."""
     match cause:
         case StopCause.FAILURE:
-            # Inside a collective no Python handler runs, and without one the default action needs no time at all.
-            return min(
-                GRACE_AFTER_FAILURE if has_handler(pid, signal.SIGTERM) else GRACE_WITHOUT_HANDLER, shutdown_timeout
-            )
+            # The job waits for us. Without a handler the default action needs no time at all.
+            grace = GRACE_WITHOUT_HANDLER if handler is Handler.NONE else GRACE_AFTER_FAILURE
+            return min(grace, shutdown_timeout)
         case StopCause.MEMBERSHIP:
             return min(GRACE_FOR_MEMBERSHIP, shutdown_timeout)
         case StopCause.END_OF_JOB | StopCause.PREEMPTION:
             return shutdown_timeout
-
-
-def has_handler(pid: int, number: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            for line in file:
-                if line.startswith("SigCgt:"):
-                    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return False

@@ -11,6 +11,12 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
+HANDLER_INSTALLED = signal.SIGRTMAX - 3
+HANDLER_BEGAN = signal.SIGRTMAX - 4
+"""
+Never sent. A worker that catches the first has a Python handler for SIGTERM, one that catches the second has begun to run it:
+`dlrover.agent.reaction` reads that from outside.
+"""
 
 
 def follow_parent(number: signal.Signals, parent_pid: int = 0) -> bool:

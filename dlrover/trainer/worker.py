@@ -361,8 +361,9 @@ def _say_nothing(*_details: object) -> None:
 
 if __name__ == "__main__":
     # The functions of the importable module, so that the frames it hides are its own.
-    from dlrover.trainer import worker
+    from dlrover.trainer import handlers, worker
 
+    handlers.announce()
     if sys.argv[1] == "function" and sys.path and not sys.flags.safe_path:
         del sys.path[0]
     worker.run(sys.argv[1], sys.argv[2], sys.argv[3:])

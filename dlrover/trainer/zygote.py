@@ -37,7 +37,7 @@ from dlrover.protocol.spawning import (
     Spares,
     ToZygote,
 )
-from dlrover.trainer import worker
+from dlrover.trainer import handlers, worker
 
 _PID = struct.Struct("!q")
 _READ_AT_IMPORT = ("GOMP_", "KMP_", "LD_", "MALLOC_", "PYTHON", "PYTORCH_", "TORCH_")
@@ -52,6 +52,7 @@ def main() -> None:
     arguments = _parse(sys.argv[1:])
     if not follow_parent(signal.SIGKILL, arguments.agent_pid):
         return  # the agent has gone
+    handlers.announce()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         # The agent decides when we end: it closes the socket or kills us. Ctrl-C in a terminal must not.
         signal.signal(number, signal.SIG_IGN)

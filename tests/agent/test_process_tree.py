@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.agent import process_tree
-from dlrover.agent.process_tree import ProcessTree, descendants, grace_for, has_handler, look_up
+from dlrover.agent.process_tree import ProcessTree, descendants, look_up
 from dlrover.agent.spawner import Spawner
 from dlrover.protocol.messages import StopCause
 from tests.agent.lab import is_alive, is_gone, start_process, until, write
@@ -156,25 +156,3 @@ def test_the_launcher_kills_descendants_without_a_loop(tmp_path: Path) -> None:
     pids = [int(pid) for pid in report.read_text().split()]
     assert len(pids) == 3
     assert all(is_gone(pid) for pid in pids)
-
-
-async def test_the_grace_depends_on_the_cause(tree: ProcessTree, tmp_path: Path) -> None:
-    script = write(
-        tmp_path / "handler.py",
-        "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *a: None)\nprint(1, flush=True)\nsys.stdin.read()",
-    )
-    process = start_process(sys.executable, script, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        process.stdout.readline()
-        assert has_handler(process.pid, signal.SIGTERM)
-        assert grace_for(StopCause.FAILURE, process.pid, 30) == 3.0
-        assert grace_for(StopCause.FAILURE, os.getpid(), 30) == 0.2
-        assert grace_for(StopCause.FAILURE, process.pid, 1) == 1
-        assert grace_for(StopCause.MEMBERSHIP, process.pid, 30) == 5.0
-        assert (
-            grace_for(StopCause.END_OF_JOB, process.pid, 30) == grace_for(StopCause.PREEMPTION, process.pid, 30) == 30
-        )
-        assert not has_handler(2**22 - 1, signal.SIGTERM)
-    finally:
-        process.kill()
-        process.communicate()
