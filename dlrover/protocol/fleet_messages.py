@@ -54,6 +54,32 @@ class NodeExit(enum.StrEnum):
     CHECK_FAILED = "CheckFailure"
 
 
+_HARDWARE_CODES = (14, 201, 202)
+"""What accelerator runtimes exit with: damaged memory of a device, its driver lost, left-overs of another process."""
+_OOM_CODE = 247
+_FATAL_CODES = (1, 134)
+_KILLED_CODES = (137, 143)
+_FIRST_SIGNAL_CODE = 128
+
+
+def exit_reason_of(exit_code: int | None, *, signal: int | None = None, is_out_of_memory: bool = False) -> NodeExit:
+    """Why a node ended, from what the kernel says. A signal may be given as such, or as 128 + n, or as -n in the code."""
+    if exit_code is not None and exit_code < 0:
+        exit_code, signal = None, -exit_code
+    code = _FIRST_SIGNAL_CODE + signal if signal is not None else exit_code
+    if is_out_of_memory or code == _OOM_CODE:
+        return NodeExit.OOM
+    if code is None:
+        return NodeExit.NONE
+    if code == 0:
+        return NodeExit.SUCCEEDED
+    if code in _KILLED_CODES:
+        return NodeExit.KILLED
+    if code in _FATAL_CODES:
+        return NodeExit.FATAL
+    return NodeExit.HARDWARE if code in _HARDWARE_CODES else NodeExit.UNKNOWN
+
+
 class Strategy(enum.StrEnum):
     LOCAL = "Local"
     ALLREDUCE = "AllreduceStrategy"
@@ -102,6 +128,12 @@ class FleetSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     group_affinity: dict[int, int] = {}
     """Scheduling group to number of workers; groups in ascending order take consecutive ranks. Empty: no groups."""
     max_job_restarts: int = 3
+    group_pending_timeout: float = 300.0
+    """Seconds a relaunched node of a group may wait before the whole group moves elsewhere; at least 300."""
+    max_group_relaunches: int = 3
+    """Over all groups."""
+    failure_window: float = 3600.0
+    """Seconds in which more failed nodes than the job has workers end it: then something else is wrong than a node."""
 
 
 class PlatformNode(Struct, frozen=True, kw_only=True):
@@ -212,6 +244,33 @@ class ReportNodeError(Struct, tag=True, frozen=True, kw_only=True):
     exit_reason: NodeExit = NodeExit.NONE
 
 
+class VersionType(enum.StrEnum):
+    """Which version of the cluster of parameter servers."""
+
+    GLOBAL = "GLOBAL"
+    """How often a parameter server was lost; or what somebody set it to."""
+    LOCAL = "LOCAL"
+    """What a node works with."""
+    RESTORED = "RESTORED"
+    """What a worker has restored its model for."""
+
+
+class UpdateClusterVersion(Struct, tag=True, frozen=True, kw_only=True):
+    """A node of a parameter-server job tells which version of the cluster it has come to."""
+
+    version_type: VersionType
+    version: int
+    node_type: NodeType = NodeType.WORKER
+    rank: int = 0
+
+
+class PsReady(Struct, tag=True, frozen=True, kw_only=True):
+    """The workers have switched to the next cluster of parameter servers: what it does not contain may go."""
+
+    addresses: tuple[str, ...] = ()
+    """The cluster that they switched to, in rank order. It may have changed again meanwhile. Empty: as last told."""
+
+
 FleetCommand = (
     DefineFleet
     | NodesListed
@@ -224,7 +283,70 @@ FleetCommand = (
     | ResumeJob
     | RestartJob
     | ReportNodeError
+    | UpdateClusterVersion
+    | PsReady
 )
+
+
+# Queries and their answers.
+
+
+class AskClusterVersion(Struct, tag=True, frozen=True, kw_only=True):
+    version_type: VersionType
+    node_type: NodeType = NodeType.WORKER
+    rank: int = 0
+
+
+class AskPsNodes(Struct, tag=True, frozen=True):
+    """With which parameter servers shall the workers go on?"""
+
+
+FleetQuery = AskClusterVersion | AskPsNodes
+
+
+class ClusterVersion(Struct, tag=True, frozen=True, kw_only=True):
+    version: int = 0
+
+
+class PsNode(Struct, frozen=True, kw_only=True):
+    id: PlatformId
+    rank: int
+    service_address: str
+    resource: Resource = Resource()
+
+
+class PsNodes(Struct, tag=True, frozen=True, kw_only=True):
+    nodes: tuple[PsNode, ...] = ()
+    """In rank order."""
+    is_ready: bool = False
+    """The workers have switched to these: nothing changed since."""
+    has_failure: bool = False
+    """Some parameter server did not come in time: go on with the smaller cluster."""
+
+
+FleetReply = ClusterVersion | PsNodes
+
+
+class FleetNodeStatus(Struct, frozen=True, kw_only=True):
+    """A node of the platform at a glance."""
+
+    id: PlatformId
+    node_type: NodeType
+    rank: int
+    name: str
+    phase: NodePhase
+    host: str = ""
+    exit_reason: NodeExit = NodeExit.NONE
+    message: str = ""
+    num_relaunches: int = 0
+    """Of its rank, after failures: what the budget allows `max_relaunches` of."""
+    num_evictions: int = 0
+    """Of its rank, at no cost."""
+    max_relaunches: int = 0
+    is_critical: bool = False
+    is_released: bool = False
+    """The job does not want it any more."""
+    group: int = -1
 
 
 # Effects.

@@ -147,6 +147,10 @@ class Stage(enum.StrEnum):
     RUNNING = "running"
     STOPPING = "stopping"
     STOPPED = "stopped"
+    SUSPENDED = "suspended"
+    """What runs, runs on; nothing is launched."""
+    RESTARTING = "restarting"
+    """Only while a restart of all workers is being decided: no node is replaced on its own then."""
 
 
 class ExitReason(enum.StrEnum):
@@ -161,6 +165,14 @@ class ExitReason(enum.StrEnum):
     RENDEZVOUS_TIMEOUT = "RdzvTimeout"
     NOT_ENOUGH_NODES = "UncompletedTimeout"
     STOPPED_BY_USER = "StoppedByUser"
+    PS_OOM = "PSOOM"
+    PS_ERROR = "PSError"
+    EVALUATOR_OOM = "EvaluatorOOM"
+    EVALUATOR_ERROR = "EvaluatorError"
+    PENDING_TIMEOUT = "PendingTimeout"
+    NODE_CHECK_FAILED = "NodeCheckFailed"
+    UNKNOWN_ERROR = "UnknownError"
+    HANG_ERROR = "HangError"
 
 
 class FailureKind(enum.StrEnum):
@@ -480,6 +492,14 @@ class DeadlineKind(enum.StrEnum):
     """A node that came and went too often may enlarge the world again."""
     TAKE_UP = "take-up"
     """Members of a world that runs since before our journal was lost had their time for coming back."""
+
+    NODE_PENDING = "node-pending"
+    """A node of the platform that the job cannot do without has waited too long for its resources."""
+    SMALLER_NODE = "smaller-node"
+    """One that waits may come sooner if it asks for less."""
+    GROUP_PENDING = "group-pending"
+    TOO_FEW_ALIVE = "too-few-alive"
+    PS_WAIT = "ps-wait"
 
 
 class DeadlinePassed(Struct, tag=True, frozen=True, kw_only=True):
