@@ -13,12 +13,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from dlrover.core import kv_store, sync_points
 from dlrover.core import restarts as blame
 from dlrover.core.course import Course, gone_times, is_running
 from dlrover.core.nodes import NodeLife, after_outage
 from dlrover.core.rendezvous import Joined
 from dlrover.core.turn import Origin, micros
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.kv_messages import KvCommand
 from dlrover.protocol.messages import (
     Attach,
     Attached,
@@ -43,6 +45,7 @@ from dlrover.protocol.messages import (
     Stage,
     StopJob,
 )
+from dlrover.protocol.sync_messages import SyncCommand
 
 _LARGEST = 2**53
 """No counter of an agent comes near; beyond it is rubbish, and adding to it must not overflow the encoding."""
@@ -52,7 +55,7 @@ _MOST_WORKERS = 65_536
 
 def check_sender(command: Command, origin: Origin | None) -> None:
     """What a command says of its node must be what the stream says of its sender."""
-    if origin is None or not isinstance(command, JoinRendezvous | ReportFailure | ReportFinished | LeaveJob):
+    if origin is None or not isinstance(command, _FROM_A_NODE):
         return
     if (command.node, command.incarnation) != (origin.node, origin.incarnation):
         raise Rejected(
@@ -81,6 +84,7 @@ def _master_started(command: MasterStarted, course: Course) -> Reply:
         state.rendezvous.master_restarted(state.terms.limits, state.now, course.now)
     if state.restarts.incident is not None:
         state.restarts.incident.master_restarted(course.now - state.now)
+    state.sync.master_restarted(state.now, course.now)
     if state.drains_at is not None:
         state.drains_at = after_outage(state.drains_at, state.now, course.now)
     # When the newest world began stays as it is: its workers train on without a master.
@@ -260,6 +264,10 @@ def _deadline_passed(command: DeadlinePassed, course: Course) -> Reply:
             if state.drains_at is not None and state.drains_at <= course.now:
                 for _, node in sorted(state.nodes.live.items()):
                     course.lose(node, NodeLife.GONE, f"{node.label} did not leave in time")
+        case DeadlineKind.SYNC_TIMEOUT:
+            sentence = sync_points.expire(course, command.id)
+            if sentence:
+                course.verdicts.append(sentence)
         case DeadlineKind.LAST_CALL | DeadlineKind.JOIN_TIMEOUT:
             pass  # the rendezvous looks at the clock itself, just below
     course.advance()
@@ -301,6 +309,9 @@ def _differing_terms(ours: JobTerms, theirs: JobTerms, host: str) -> str:
     return f"{host} was started with other options than the job: {'; '.join(differences)}. Start all nodes alike."
 
 
+_FROM_A_NODE = (JoinRendezvous, ReportFailure, ReportFinished, LeaveJob, KvCommand, SyncCommand)
+"""Commands that name the node which sends them."""
+
 HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
     MasterStarted: _master_started,
     Attach: _attach,
@@ -312,5 +323,7 @@ HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
     NodeSilent: _node_silent,
     DeadlinePassed: _deadline_passed,
     StopJob: _stop_job,
+    **kv_store.HANDLERS,
+    **sync_points.HANDLERS,
 }
 """A test holds it against the union of commands."""

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from dlrover.core import restarts as blame
+from dlrover.core import sync_points
+from dlrover.core.kv_store import NUM_ROUNDS_KEPT
 from dlrover.core.nodes import REATTACH_WINDOW, Node, NodeLife
 from dlrover.core.rendezvous import Opening, choose_world, explain_timeout, num_usable
 from dlrover.core.restarts import Incident
@@ -109,6 +111,7 @@ class Course:
         # It was asked back and has not come: as far as anybody knows its workers ran until the agent died.
         was_stopping = node.id in rdzv.expected and rdzv.is_member(node.id)
         state.nodes.renew(node, command)
+        sync_points.leave(self, node.id)
         state.senders.begin(node.id, node.incarnation)
         if state.end is not None:
             return
@@ -193,6 +196,7 @@ class Course:
         else:
             return  # it has a place in a newer world, so it knows that its work was not done
         node.finished_round = round_
+        sync_points.leave(self, node.id)
         self.touch(node.id)
         if rdzv.is_all_finished():
             self.end_job(ExitReason.COMPLETED, "The workers of all nodes ended well.")
@@ -207,6 +211,7 @@ class Course:
         state, rdzv = self.state, self.state.rendezvous
         was_running = is_running(self.state, node)
         state.nodes.retire(node, life)
+        sync_points.leave(self, node.id)
         rdzv.forget(node.id, node.rank)
         if state.end is not None:
             return
@@ -282,6 +287,8 @@ class Course:
                 return
         restarts.settle(terms.restarts)
         rdzv.complete(world, self.now)
+        state.kv.drop_before(Round(rdzv.round - NUM_ROUNDS_KEPT + 1))
+        state.sync.drop_before(rdzv.round)
         rdzv.verdict = sentence
         self._say(sentence)
         state.stage = Stage.RUNNING

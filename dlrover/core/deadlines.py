@@ -23,7 +23,7 @@ class Deadline(NamedTuple):
 
 def running_deadlines(state: JobState) -> list[Deadline]:
     """All of them, in no order."""
-    return [*_of_nodes(state), *_of_rendezvous(state)]
+    return [*_of_nodes(state), *_of_rendezvous(state), *_of_sync_points(state)]
 
 
 def _of_nodes(state: JobState) -> list[Deadline]:
@@ -44,3 +44,13 @@ def _of_rendezvous(state: JobState) -> list[Deadline]:
         (rdzv.gives_up_at(limits), DeadlineKind.JOIN_TIMEOUT),
     )
     return [Deadline(at, kind, rdzv.next_round) for at, kind in times if at is not None]
+
+
+def _of_sync_points(state: JobState) -> list[Deadline]:
+    if state.end is not None:
+        return []
+    sync = state.sync
+    return [
+        Deadline(sync.points[round_][name].ends_at, DeadlineKind.SYNC_TIMEOUT, number)
+        for number, (round_, name) in sync.open.items()
+    ]

@@ -13,14 +13,16 @@ import hashlib
 import msgspec
 from msgspec.structs import replace
 
+from dlrover.core import kv_store, sync_points
 from dlrover.core.commands import HANDLERS, check_sender
 from dlrover.core.course import Course
 from dlrover.core.deadlines import running_deadlines
 from dlrover.core.nodes import Node, NodeLife
 from dlrover.core.state import DECISION_VERSION, JobState
-from dlrover.core.turn import Origin, Outcome
+from dlrover.core.turn import NotYet, Origin, Outcome
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import (
+    AskStatus,
     Attached,
     Command,
     DeadlinePassed,
@@ -30,6 +32,9 @@ from dlrover.protocol.messages import (
     Micros,
     NodeId,
     NodeStatus,
+    Ping,
+    Pong,
+    Query,
     Reply,
     Stage,
 )
@@ -66,6 +71,16 @@ class Job:
     def answered(self, origin: Origin | None) -> Reply | None:
         """The reply of a command that was applied before; None for a new one. May raise `Rejected` (`Senders`)."""
         return self._state.senders.answered(origin)
+
+    def ask(self, query: Query) -> Reply | NotYet:
+        """Answer a question. May raise `Rejected`."""
+        match query:
+            case AskStatus():
+                return self.status()
+            case Ping():
+                return Pong(job_name=self.job_name, master_epoch=self.master_epoch)
+            case _:
+                return _ANSWERS[type(query)](query, self._state)
 
     def due(self, now: Micros) -> list[DeadlinePassed]:
         """The deadlines that have passed, as commands to apply. Asking changes nothing."""
@@ -104,8 +119,9 @@ class Job:
         )
 
     def digest(self) -> bytes:
-        """16 bytes that differ when anything in the state differs."""
-        return hashlib.blake2b(self.encode(), digest_size=16).digest()
+        """16 bytes that differ when anything in the state differs. Stored values count by their history, not by their bytes."""
+        outline = replace(self._state, kv=self._state.kv.outline())
+        return hashlib.blake2b(_ENCODER.encode(outline), digest_size=16).digest()
 
     def encode(self) -> bytes:
         """The snapshot. Dicts are encoded in the order they grew, so that decoding gives the very same state."""
@@ -162,6 +178,8 @@ class Job:
             step=node.step,
         )
 
+
+_ANSWERS = {**kv_store.ANSWERS, **sync_points.ANSWERS}
 
 # msgspec's order="deterministic" takes dicts with str keys only, and ours are keyed by ids. It would also hide the
 # order in which a dict grew, which is state as well: the same commands give the same order, and decoding keeps it.

@@ -68,5 +68,7 @@ class Senders(Struct):
         sender = self.by_node[origin.node]
         sender.highest = origin.sequence
         sender.replies[origin.sequence] = reply
+        for sequence in [number for number in sender.replies if number <= origin.answered]:
+            del sender.replies[sequence]
         if len(sender.replies) > NUM_STORED_REPLIES:
             del sender.replies[min(sender.replies)]

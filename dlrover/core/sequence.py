@@ -19,16 +19,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.core.job import Job
-from dlrover.core.turn import Origin, Outcome
+from dlrover.core.turn import NotYet, Origin, Outcome
 from dlrover.protocol.errors import DLRoverError, Rejected
 from dlrover.protocol.messages import (
     MAX_JOURNALLED_FAILURE_BYTES,
-    AskStatus,
     Command,
     LeaveJob,
     Micros,
-    Ping,
-    Pong,
     Query,
     ReportFailure,
     StopJob,
@@ -145,14 +142,19 @@ class CommitSequence:
         return self._release_later(outcome)
 
     def stage_query(self, query: Query) -> int:
-        """Answer from the state as it is now; the answer is released together with what it saw."""
+        """Answer from the state as it is now; the answer is released together with what it saw. May raise `Rejected`."""
+        answer = self.try_query(query)
+        if isinstance(answer, int):
+            return answer
+        if isinstance(answer.otherwise, Rejected):
+            raise answer.otherwise
+        return self._release_later(Outcome(answer.otherwise))
+
+    def try_query(self, query: Query) -> int | NotYet:
+        """The same, for who is willing to wait."""
         assert not self._is_faulty, "the job is in an unknown state: rebuild it from the journal"
-        match query:
-            case AskStatus():
-                return self._release_later(Outcome(self._job.status()))
-            case Ping():
-                pong = Pong(job_name=self._job.job_name, master_epoch=self._job.master_epoch)
-                return self._release_later(Outcome(pong))
+        answer = self._job.ask(query)
+        return answer if isinstance(answer, NotYet) else self._release_later(Outcome(answer))
 
     def take(self) -> Batch | None:
         """What to write in the next transaction; None if nothing was staged."""

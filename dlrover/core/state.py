@@ -10,13 +10,15 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from dlrover.core.kv_store import KvStore
 from dlrover.core.nodes import Nodes
 from dlrover.core.rendezvous import Rendezvous
 from dlrover.core.restarts import Restarts
 from dlrover.core.senders import Senders
+from dlrover.core.sync_points import SyncPoints
 from dlrover.protocol.messages import JobEnd, JobTerms, Micros, Stage
 
-DECISION_VERSION = 2
+DECISION_VERSION = 3
 """Grows when the same commands would lead to another state: then only the snapshots of a journal can be used."""
 
 
@@ -45,3 +47,5 @@ class JobState(Struct, kw_only=True):
     rendezvous: Rendezvous = msgspec.field(default_factory=Rendezvous)
     restarts: Restarts = msgspec.field(default_factory=Restarts)
     senders: Senders = msgspec.field(default_factory=Senders)
+    kv: KvStore = msgspec.field(default_factory=KvStore)
+    sync: SyncPoints = msgspec.field(default_factory=SyncPoints)

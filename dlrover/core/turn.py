@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import Effect, Incarnation, NodeId, Reply
 
 MICROS_PER_SECOND = 1_000_000
@@ -26,6 +27,17 @@ class Origin(Struct, frozen=True):
     incarnation: Incarnation
     sequence: int
     """Grows from 1 within an incarnation; 0 marks a command that may be repeated at will (`Attach`)."""
+    answered: int = 0
+    """The sender waits for no answer up to this number any more: they need not be stored."""
+
+
+class NotYet(Struct, frozen=True):
+    """A question whose answer does not exist yet."""
+
+    topic: str
+    """When the state of this changes, it is worth looking again."""
+    otherwise: Reply | Rejected
+    """The answer if nobody wants to wait for a better one."""
 
 
 class Outcome(Struct, frozen=True):

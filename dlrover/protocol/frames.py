@@ -18,6 +18,8 @@ class Request(Struct, tag=True, frozen=True, kw_only=True):
     body: AgentCommand | Query
     sequence: int = 0
     """Of the sender's incarnation, growing from 1; 0 for queries and for `Attach`, which may be repeated at will."""
+    answered: int = 0
+    """All commands up to this sequence number are settled for the sender: the master may forget its answers to them."""
 
 
 class Answer(Struct, tag=True, frozen=True, kw_only=True):

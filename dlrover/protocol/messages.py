@@ -30,6 +30,8 @@ from dlrover.protocol.identity import NodeId as NodeId
 from dlrover.protocol.identity import NodeRank as NodeRank
 from dlrover.protocol.identity import PlatformId as PlatformId
 from dlrover.protocol.identity import Round as Round
+from dlrover.protocol.kv_messages import AnyKvCommand, AnyKvQuery, KvReply
+from dlrover.protocol.sync_messages import AnySyncCommand, AnySyncQuery, SyncReply
 
 PROTOCOL_VERSION = 1
 """Grows when an old peer would misunderstand a new one. New fields with defaults do not count."""
@@ -490,6 +492,8 @@ class DeadlineKind(enum.StrEnum):
     BLOCK_LEASE = "block-lease"
     GROWTH = "growth"
     """A node that came and went too often may enlarge the world again."""
+    SYNC_TIMEOUT = "sync-timeout"
+    """A sync point waits for a worker that does not come."""
     TAKE_UP = "take-up"
     """Members of a world that runs since before our journal was lost had their time for coming back."""
 
@@ -532,6 +536,8 @@ Command = (
     | UnblockRendezvous
     | AwaitOrder
     | NodesOrdered
+    | AnyKvCommand
+    | AnySyncCommand
 )
 AgentCommand = (
     Attach
@@ -543,6 +549,8 @@ AgentCommand = (
     | ScaleJob
     | BlockRendezvous
     | UnblockRendezvous
+    | AnyKvCommand
+    | AnySyncCommand
 )
 """What may come from outside. The rest is injected by the master's own shell."""
 
@@ -576,7 +584,7 @@ class Ping(Struct, tag=True, frozen=True):
     """Is this a master, of which job, and does it serve?"""
 
 
-Query = AskStatus | Ping
+Query = AskStatus | Ping | AnyKvQuery | AnySyncQuery
 
 
 class Pong(Struct, tag=True, frozen=True, kw_only=True):
@@ -619,7 +627,7 @@ class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
     """Hex of the job's state digest, for comparing a replay with the original."""
 
 
-Reply = Done | Attached | Pong | JobStatus
+Reply = Done | Attached | Pong | JobStatus | KvReply | SyncReply
 
 
 # Observations: volatile, never journalled.
@@ -649,7 +657,13 @@ class FinishJob(Struct, tag=True, frozen=True):
     end: JobEnd
 
 
-Effect = TellNode | FinishJob
+class LookAgain(Struct, tag=True, frozen=True):
+    """Questions that wait for one of these topics may have an answer now."""
+
+    topics: tuple[str, ...]
+
+
+Effect = TellNode | FinishJob | LookAgain
 
 
 # Worker to agent, over the node's unix socket.
@@ -669,4 +683,37 @@ class ReportStep(Struct, tag=True, frozen=True, kw_only=True):
     step: int
 
 
-WorkerMessage = Hello | ReportStep
+WorkerRequest = AnyKvCommand | AnyKvQuery | AnySyncCommand | AnySyncQuery
+"""What workers may ask of the master, through their agent."""
+
+
+class AskMaster(Struct, tag=True, frozen=True, kw_only=True):
+    """To be passed on to the master. Many may be under way at a time."""
+
+    id: int
+    """Of the connection; the answer has the same."""
+    body: WorkerRequest
+    timeout: float
+    """Seconds for which the worker waits for the answer."""
+
+
+WorkerMessage = Hello | ReportStep | AskMaster
+
+
+# Agent to worker, the answers.
+
+
+class MasterAnswer(Struct, tag=True, frozen=True, kw_only=True):
+    id: int
+    reply: Done | KvReply | SyncReply
+
+
+class MasterRefusal(Struct, tag=True, frozen=True, kw_only=True):
+    """Nothing changed; or, with the code "unavailable", nobody knows whether it did."""
+
+    id: int
+    code: str
+    message: str
+
+
+AgentMessage = MasterAnswer | MasterRefusal
