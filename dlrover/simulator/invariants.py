@@ -1,0 +1,260 @@
+"""
+What must never happen, as checks from outside the core.
+
+Each check looks at the state of the job and at what the simulation knows of the real world, and returns a sentence when
+something is wrong. `AFTER_COMMAND` runs on what a command touched, `IN_FULL` on everything, now and then and at the end.
+A room that joins the core adds its checks to these tables; data and checkpoints (I3, I4) will.
+
+* I1 one world is active, and a node is in at most one.
+* I2 a world has at least the minimum, at most the maximum, a multiple of the unit, and distinct ranks.
+* I5 the state after a replay is the state before the crash, bit for bit.
+* I6 a message of an older incarnation or an older master changes nothing, and no command is applied twice.
+* I7 restarts are charged for failures only, and never beyond the budget.
+* I8 when faults stop and enough nodes exist, the job makes progress within a bounded time, and ends for a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from dlrover.core.course import wish_of
+from dlrover.core.job import Job
+from dlrover.core.turn import Origin
+from dlrover.protocol.messages import (
+    Attach,
+    Command,
+    DeadlinePassed,
+    ExitReason,
+    JobEnd,
+    MasterStarted,
+    Run,
+    StopJob,
+)
+from dlrover.simulator.events import SECOND
+
+if TYPE_CHECKING:
+    from dlrover.simulator.simulation import Simulation
+
+BOUND = 420 * SECOND
+"""I8: virtual time from the end of the last trouble to new progress. Forty seconds until silence is believed, thirty of
+last call, and a slow node may need a hundred to start its workers; the rest is what several of these in a row take."""
+
+
+class Violation(Exception):
+    """An invariant does not hold."""
+
+    def __init__(self, invariant: str, sentence: str) -> None:
+        super().__init__(f"{invariant}: {sentence}")
+        self.invariant = invariant
+        self.sentence = sentence
+
+    def __reduce__(self) -> tuple[type[Violation], tuple[str, str]]:
+        return Violation, (self.invariant, self.sentence)
+
+
+class Touched(NamedTuple):
+    """One command that was applied, and what was true just before."""
+
+    command: Command
+    origin: Origin | None
+    round: int
+    num_restarts: int
+    is_stale: bool
+    """It named a node in a life that was not the current one."""
+    is_repeated: bool
+    """Its number had been applied before."""
+    had_end: bool
+
+
+def is_stale(job: Job, command: Command) -> bool:
+    """Whether the command speaks for a life that is not the current one."""
+    if isinstance(command, MasterStarted | Attach | DeadlinePassed | StopJob):
+        return False
+    node = job.state.nodes.live.get(getattr(command, "node", None))  # type: ignore[arg-type]
+    return node is None or node.incarnation != getattr(command, "incarnation", None)
+
+
+def _old_lives_change_nothing(sim: Simulation, job: Job, touched: Touched) -> str | None:
+    name = type(touched.command).__name__
+    if touched.is_stale:
+        return f"{name} of a former life was accepted: {touched.command}"
+    if touched.is_repeated:
+        return f"{name} was applied twice: {touched.origin}"
+    return None
+
+
+def _new_world_is_right(sim: Simulation, job: Job, touched: Touched) -> str | None:
+    state, rdzv = job.state, job.state.rendezvous
+    if rdzv.round == touched.round or rdzv.world is None:
+        return None
+    assert state.terms is not None, "a world without terms"
+    limits, members = state.terms.limits, rdzv.world.members
+    if rdzv.round < touched.round:
+        return f"round {rdzv.round} follows round {touched.round}"
+    if not limits.min_nodes <= len(members) <= limits.max_nodes or len(members) % limits.node_unit:
+        return (
+            f"the world of round {rdzv.round} has {len(members)} nodes, not {limits.min_nodes} to "
+            f"{limits.max_nodes} in multiples of {limits.node_unit}"
+        )
+    ranks = [member.node_rank for member in members]
+    if ranks != sorted(dict.fromkeys(ranks)):
+        return f"the node ranks of round {rdzv.round} are {ranks}"
+    first = 0
+    for member in members:
+        node = state.nodes.live.get(member.node)
+        if node is None or node.finished_round or not state.nodes.is_connected(member.node):
+            return f"node {member.node} cannot be in the world of round {rdzv.round}: it is not there"
+        if member.first_global_rank != first:
+            return f"node {member.node} begins at global rank {member.first_global_rank}, not at {first}"
+        first += member.local_world_size
+    if rdzv.world.world_size != first:
+        return f"the world of round {rdzv.round} has {first} workers and says {rdzv.world.world_size}"
+    return None
+
+
+def _budget_is_kept(sim: Simulation, job: Job, touched: Touched) -> str | None:
+    restarts, terms = job.state.restarts, job.state.terms
+    if restarts.num_restarts == touched.num_restarts or terms is None:
+        return None
+    policy = terms.restarts
+    for rank, spent in restarts.spent.items():
+        if spent > sim.ledger.chargeable.get(rank, 0):
+            return f"node rank {rank} was charged {spent} restarts and failed {sim.ledger.chargeable.get(rank, 0)} times"
+        if policy.max_restarts is not None and spent > max(0, policy.max_restarts):
+            return f"node rank {rank} has spent {spent} of {policy.max_restarts} restarts"
+    if policy.max_restarts is None and restarts.num_without_progress > policy.max_without_progress:
+        return f"{restarts.num_without_progress} restarts in a row without progress"
+    return None
+
+
+def _end_has_a_reason(sim: Simulation, job: Job, touched: Touched) -> str | None:
+    if touched.had_end or job.end is None:
+        return None
+    return explain_end(sim, job, job.end)
+
+
+def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
+    """Nothing if what the simulation knows explains why the job ended so."""
+    assert job.state.terms is not None, "a job ended before it began"
+    policy, charged = job.state.terms.restarts, sim.ledger.chargeable
+    calm = sim.calm_for()
+    match end.reason:
+        case ExitReason.COMPLETED:
+            if sim.training.best_step < sim.shape.num_steps:
+                return f"the job completed at step {sim.training.best_step} of {sim.shape.num_steps}"
+        case ExitReason.RENDEZVOUS_TIMEOUT | ExitReason.NOT_ENOUGH_NODES:
+            if calm > BOUND:
+                return f"the job gave up, although all was well for {calm / SECOND:.0f} s: {end.message}"
+        case ExitReason.STOPPED_BY_USER:
+            return f"nobody stopped the job: {end.message}"
+        case _ if end.first_failure is not None:
+            rank = end.first_failure.node_rank
+            if policy.max_restarts is not None and end.reason is not ExitReason.WORKER_ERROR:
+                if charged.get(rank, 0) <= policy.max_restarts:
+                    return f"node rank {rank} failed {charged.get(rank, 0)} times: {end.message}"
+            elif not sum(charged.values()) and not sim.ledger.num_ports_taken:
+                return f"nothing had failed: {end.message}"
+        case _:
+            return f"no failure is named: {end.message}"
+    return None
+
+
+def _states_agree_with_wishes(sim: Simulation, job: Job) -> str | None:
+    state = job.state
+    for node in state.nodes.live.values():
+        if node.desired.wish != wish_of(state, node):
+            return f"nobody told {node.label} about its new wish"
+        if node.desired.master_epoch != state.master_epoch:
+            return f"{node.label} has a wish of master epoch {node.desired.master_epoch}, not {state.master_epoch}"
+    return None
+
+
+def _one_world_is_active(sim: Simulation, job: Job) -> str | None:
+    running = [node.desired.wish.world for node in job.state.nodes.live.values() if isinstance(node.desired.wish, Run)]
+    if len({(world.round, world.coordinator) for world in running}) > 1:
+        return f"two worlds are active: {sorted({world.round for world in running})}"
+    if len({world.group_rank for world in running}) != len(running):
+        return "two nodes have the same place in the world"
+    return None
+
+
+def _each_node_has_one_place(sim: Simulation, job: Job) -> str | None:
+    state, nodes, rdzv = job.state, job.state.nodes, job.state.rendezvous
+    if {node.rank: node.id for node in nodes.live.values()} != nodes.holders:
+        return "the ranks are not those of the live nodes"
+    if state.end is not None:
+        return None
+    places = [*rdzv.waiting, *rdzv.absent, *rdzv.expected]
+    if rdzv.is_active:
+        places += [node for node in rdzv.group_ranks if rdzv.is_member(node) and node not in rdzv.finished]
+    unfinished = sorted(node.id for node in nodes.live.values() if not node.finished_round)
+    if sorted(places) != unfinished:
+        return f"each unfinished node shall be in one place: {sorted(places)} against {unfinished}"
+    if any(node in nodes.broken for node in rdzv.waiting):
+        return "a node without a stream waits for a world"
+    return None
+
+
+def _snapshot_is_the_state(sim: Simulation, job: Job) -> str | None:
+    data = job.encode()
+    return None if Job.decode(data).encode() == data else "a decoded snapshot is another state"
+
+
+def _agents_obey(sim: Simulation, job: Job) -> str | None:
+    """Who is attached and undisturbed runs what the master wants, not something older."""
+    if sim.calm_for() < BOUND or job.end is not None:
+        return None
+    for node in job.state.nodes.live.values():
+        agent = sim.agent_of(node.id)
+        if agent is None or agent.incarnation != node.incarnation or not agent.is_attached or agent.is_leaving:
+            continue
+        wish = node.desired.wish
+        running = 0 if agent.group is None else agent.group.world.round
+        wanted = wish.world.round if isinstance(wish, Run) else 0
+        if running != wanted and not agent.finished_round:
+            return f"{agent.node.label} runs round {running} and shall run round {wanted}"
+    return None
+
+
+def _calm_brings_progress(sim: Simulation, job: Job) -> str | None:
+    calm = sim.calm_for()
+    if calm <= BOUND or job.end is not None or not sim.has_enough_nodes():
+        return None
+    if sim.progress_since_trouble() <= 0:
+        return (
+            f"no progress beyond step {sim.training.progress()} for {calm / SECOND:.0f} s without trouble; "
+            f"{job.state.verdict}"
+        )
+    return None
+
+
+Check = Callable[["Simulation", Job], str | None]
+CommandCheck = Callable[["Simulation", Job, Touched], str | None]
+
+AFTER_COMMAND: list[tuple[str, CommandCheck]] = [
+    ("I6", _old_lives_change_nothing),
+    ("I2", _new_world_is_right),
+    ("I7", _budget_is_kept),
+    ("I8", _end_has_a_reason),
+]
+IN_FULL: list[tuple[str, Check]] = [
+    ("I1", _states_agree_with_wishes),
+    ("I1", _one_world_is_active),
+    ("I1", _each_node_has_one_place),
+    ("I5", _snapshot_is_the_state),
+    ("I8", _agents_obey),
+    ("I8", _calm_brings_progress),
+]
+
+
+def check_command(sim: Simulation, job: Job, touched: Touched) -> None:
+    for invariant, check in AFTER_COMMAND:
+        if (sentence := check(sim, job, touched)) is not None:
+            raise Violation(invariant, sentence)
+
+
+def check_in_full(sim: Simulation, job: Job) -> None:
+    for invariant, check in IN_FULL:
+        if (sentence := check(sim, job)) is not None:
+            raise Violation(invariant, sentence)

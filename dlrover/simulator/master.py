@@ -1,0 +1,547 @@
+"""
+A virtual master: the real core, the real commit order, and a shell that can die between any two of its lines.
+
+One turn takes what gathered, lets the core decide, writes one transaction and releases what came of it. Where the real
+desk awaits the disk, this one plans an event; whoever kills it meanwhile decides by chance whether the transaction had
+reached the disk. The next life replays the journal, and what it finds must be what its predecessor had made durable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dlrover.core.job import Job
+from dlrover.core.observations import Observations
+from dlrover.core.sequence import Batch, CommitSequence, Released
+from dlrover.core.turn import Origin
+from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.frames import Answer, Push, Refusal, Request
+from dlrover.protocol.messages import (
+    MAX_REQUESTS_IN_WORK,
+    Attach,
+    Attached,
+    Command,
+    DeadlinePassed,
+    FinishJob,
+    Heartbeat,
+    Incarnation,
+    MasterStarted,
+    Micros,
+    NodeDisconnected,
+    NodeId,
+    NodeSilent,
+    TellNode,
+)
+from dlrover.simulator.events import SECOND, span
+from dlrover.simulator.journal import Fenced
+from dlrover.simulator.network import CLOSE, PULSE, Connection, Downward, Upward
+
+if TYPE_CHECKING:
+    from dlrover.simulator.simulation import Simulation
+
+HEARTBEAT = (0.0, 6.0)
+"""Seconds that the newest heartbeat is old when they stop coming."""
+LONGEST_GRACE = 40 * SECOND
+COMING_BACK = 5 * SECOND
+RETRY_PERIOD = SECOND
+NO_SPIN = 100_000
+SERVICE_TIME = 0.0005
+TURN = 100
+"""Microseconds from the first request to the turn that takes it."""
+SLOW_DISK = 300
+"""Times slower."""
+
+
+class CrashPoint(enum.Enum):
+    """Between which two lines of a turn the master dies."""
+
+    STAGED = "after staging"
+    TAKEN = "after the batch was taken"
+    TORN = "while it writes, and the transaction is lost"
+    WRITTEN = "after the write, before anything is released"
+    HALF_RELEASED = "when half of it is released"
+
+
+class Line:
+    """The master's end of one stream."""
+
+    __slots__ = ("attached_at", "connection", "has_presented", "held", "incarnation", "node", "told")
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.has_presented = False
+        self.node: NodeId | None = None
+        self.incarnation: Incarnation | None = None
+        self.attached_at = 0
+        self.told = -1
+        self.held: dict[int, None] = {}
+        """Refused for now: no greater number may pass before these."""
+
+
+class Work:
+    """One command on its way through a turn."""
+
+    __slots__ = ("body", "id", "line", "origin")
+
+    def __init__(self, body: Command, line: Line | None = None, origin: Origin | None = None, id_: int = 0) -> None:
+        self.body = body
+        self.line = line
+        self.origin = origin
+        self.id = id_
+
+
+class VirtualMaster:
+    """One life of the master."""
+
+    def __init__(self, simulation: Simulation, job: Job, master_epoch: int) -> None:
+        self.sim = simulation
+        self.events = simulation.events
+        self.master_epoch = master_epoch
+        self.is_alive = True
+        self.is_stalled = False
+        self._stalled_since = 0
+        self._backlog: list[tuple[Connection, Upward]] = []
+        """What the kernel keeps while the process stands still."""
+        self._offset = max(job.now, simulation.wall()) - self.events.now
+        """From virtual time to the job's time."""
+        self._stood_still = 0
+        self._stopped_at: int | None = None
+        self._lines: dict[Connection, Line] = {}
+        self._current: dict[NodeId, Line] = {}
+        self._queue: list[Work] = []
+        self._findings: dict[NodeId, NodeDisconnected | NodeSilent] = {}
+        self._num_in_work = 0
+        self._num_refused = 0
+        self._is_turn_planned = False
+        self._is_writing = False
+        self._wake_at: int | None = None
+        self._is_failing = False
+        """The journal cannot be written."""
+        self._grace_until = 0
+        self._granted = 0
+        self._stalled = 0
+        """What the observations have not been told of."""
+        self._new_stall = 0
+        self._pending: Batch | None = None
+        """On its way to the disk."""
+        self._backlogged_write: tuple[Batch | None, dict[int, Work], list[tuple[Work, Rejected]], bytes] | None = None
+        self._snapshot_every = simulation.snapshot_every
+        self._num_batches = 0
+        self.crash_point: CrashPoint | None = None
+        """Dies there in the next turn that gets so far."""
+        self.downtime = 0
+        """How long there will be no master after it."""
+        self.applied: dict[tuple[NodeId, Incarnation], int] = {}
+        """Numbers of the commands that were applied and are not durable yet."""
+        self._adopt(job)
+        self.observations = Observations(self.now())
+
+    @property
+    def job(self) -> Job:
+        return self._job
+
+    def now(self) -> Micros:
+        at = self.events.now if self._stopped_at is None else self._stopped_at
+        return Micros(at + self._offset - self._stood_still)
+
+    def begin(self) -> None:
+        """The first command of this life."""
+        self._queue.append(Work(MasterStarted(self.master_epoch, "a-job")))
+        self._turn()
+
+    # What arrives.
+
+    def receive(self, connection: Connection, parcel: Upward) -> None:
+        if not self.is_alive:
+            return
+        if self.is_stalled:
+            self._backlog.append((connection, parcel))
+            return
+        line = self._lines.get(connection)
+        if line is None:
+            if isinstance(parcel, Request) and isinstance(parcel.body, Attach) and connection.is_open_below:
+                line = self._lines[connection] = Line(connection)
+            else:
+                return  # of a stream that was ended here
+        if isinstance(parcel, Request):
+            self._accept(line, parcel)
+        elif parcel is CLOSE:
+            self._closed(line)
+        elif parcel is PULSE and line.node is not None and self._current.get(line.node) is line:
+            self._heard(line)
+
+    def _heard(self, line: Line) -> None:
+        """Heartbeats come again, or came once and stopped again."""
+        assert line.node is not None, "only attached nodes beat"
+        if line.connection.agent.is_beating(line.connection):
+            self.observations.forget(line.node)
+        else:
+            self.watch(line.connection, 0)
+
+    def watch(self, connection: Connection, silent_for: int) -> None:
+        """No heartbeat comes from there any more: from now on silence is measured."""
+        line = self._lines.get(connection)
+        if not self.is_alive or line is None or line.node is None or self._current.get(line.node) is not line:
+            return
+        assert line.incarnation is not None, "attached without an incarnation"
+        seen_at = Micros(max(line.attached_at, self.now() - silent_for))
+        self.observations.attached(line.node, line.incarnation, seen_at)
+        step = connection.agent.told_step()
+        self.observations.heard(Heartbeat(node=line.node, incarnation=line.incarnation, step=step), seen_at)
+        self._plan_wake()
+
+    def _closed(self, line: Line) -> None:
+        del self._lines[line.connection]
+        node = line.node
+        if node is None or self._current.get(node) is not line:
+            return
+        del self._current[node]
+        assert line.incarnation is not None, "attached without an incarnation"
+        step = self.observations.step(node)
+        step = line.connection.agent.told_step() if step is None else step
+        self._findings[node] = NodeDisconnected(node=node, incarnation=line.incarnation, step=step)
+        self.observations.forget(node)
+        self._plan_turn()
+
+    def _accept(self, line: Line, request: Request) -> None:
+        body = request.body
+        if isinstance(body, Attach):
+            if line.has_presented:
+                return
+            line.has_presented = True
+            self._enqueue(Work(body, line, None, request.id))
+            return
+        if line.node is None or line.incarnation is None:
+            self._send(line, Refusal(id=request.id, code="not-attached", message=""))
+            return
+        assert not isinstance(body, MasterStarted), "agents send no such command"
+        work = Work(body, line, Origin(line.node, line.incarnation, request.sequence), request.id)  # type: ignore[arg-type]
+        if line.held and request.sequence > min(line.held):
+            self._refuse_for_now(work, self._retry_after())
+            return
+        line.held.pop(request.sequence, None)
+        self._enqueue(work)
+
+    def _enqueue(self, work: Work) -> None:
+        if self._num_in_work >= MAX_REQUESTS_IN_WORK:
+            self._num_refused += 1
+            self._refuse_for_now(work, self._retry_after())
+            return
+        self._num_in_work += 1
+        self._queue.append(work)
+        self._plan_turn()
+
+    def _retry_after(self) -> float:
+        return max(0.05, self._num_refused * SERVICE_TIME)
+
+    def _refuse_for_now(self, work: Work, retry_after: float) -> None:
+        line = work.line
+        if line is None:
+            return
+        if work.origin is not None:
+            line.held[work.origin.sequence] = None
+        elif isinstance(work.body, Attach):
+            line.has_presented = False
+        self._send(line, Refusal(id=work.id, code="unavailable", message="", retry_after=retry_after))
+
+    # Turns.
+
+    def _plan_turn(self) -> None:
+        if not self._is_turn_planned and not self._is_writing and not self.is_stalled:
+            self._is_turn_planned = True
+            self.events.after(TURN, self._turn)
+
+    def _plan_wake(self) -> None:
+        """Be awake at the next deadline. An earlier wake that turns out to be needless plans the next one."""
+        deadlines = [at for at in (self._job.next_deadline(), self.observations.next_deadline()) if at is not None]
+        if not deadlines or self._is_failing or self.is_stalled:
+            return
+        wake_at = max(min(deadlines), self._grace_until) - self._offset + self._stood_still
+        if self._wake_at is None or wake_at < self._wake_at or self._wake_at < self.events.now:
+            self._wake_at = wake_at
+            self.events.at(wake_at, self._wake, wake_at)
+
+    def _wake(self, planned_for: int) -> None:
+        if self.is_alive and self._wake_at == planned_for:
+            self._wake_at = None
+            if not self.is_stalled:
+                self._plan_turn()
+
+    def _turn(self) -> None:
+        self._is_turn_planned = False
+        if not self.is_alive or self.is_stalled or self._is_writing:
+            return
+        works, self._queue = self._queue, []
+        if self._is_failing:
+            for work in works:
+                self._num_in_work -= work.line is not None
+                self._refuse_for_now(work, 1.0)
+            return
+        self.applied = {}
+        before = self._job.encode() if self.crash_point is not None or self.sim.journal.is_full else b""
+        staged: dict[int, Work] = {}
+        rejected: list[tuple[Work, Rejected]] = []
+        now = self.now()
+        if self._new_stall:
+            self._extend_grace(now, self._new_stall)
+            self._stalled += self._new_stall
+            self._new_stall = 0
+        for work in self._in_order(works, now):
+            try:
+                staged[self.sim.stage(self, work, now)] = work
+            except Rejected as error:
+                rejected.append((work, error))
+        if self._dies_at(CrashPoint.STAGED, before):
+            return
+        batch = self.sequence.take()
+        if batch is None and not rejected:
+            self._plan_wake()
+            return
+        if self._dies_at(CrashPoint.TAKEN, before) or self._dies_at(CrashPoint.TORN, before):
+            return
+        self._is_writing = True
+        self._pending = batch
+        low, high = self.sim.shape.costs.commit
+        duration = span(self.sim.chance.disk, low, high) * (SLOW_DISK if self.sim.is_disk_slow else 1)
+        self.events.after(duration, self._write, batch, staged, rejected, before)
+
+    def _in_order(self, works: list[Work], now: Micros) -> Iterator[Work]:
+        """What silence says, what was sent, and last what time says, as the desk does."""
+        is_time_trusted = now >= self._grace_until
+        if is_time_trusted:
+            self._granted = 0
+            stalled, self._stalled = self._stalled, 0
+            for finding in self.observations.tick(now, Micros(now - stalled)):
+                self._findings[finding.node] = finding
+        yield from [Work(finding) for finding in self._findings.values()]
+        yield from works
+        if is_time_trusted:
+            next_deadline = self._job.next_deadline()
+            if next_deadline is not None and next_deadline <= now:
+                yield from [Work(command) for command in self._job.due(now)]
+
+    def _dies_at(self, point: CrashPoint, before: bytes) -> bool:
+        """`before`: the state of which nothing was taken back when we die here."""
+        if self.crash_point is not point or not before:
+            return False
+        self.sim.master_died(self, durable=before, why=point.value)
+        return True
+
+    def _write(
+        self,
+        batch: Batch | None,
+        staged: dict[int, Work],
+        rejected: list[tuple[Work, Rejected]],
+        before: bytes,
+    ) -> None:
+        if not self.is_alive:
+            return
+        if self.is_stalled:
+            self._backlogged_write = (batch, staged, rejected, before)
+            return
+        self._is_writing = False
+        self._pending = None
+        journal = self.sim.journal
+        try:
+            if batch is not None and batch.records:
+                journal.append(batch, self.master_epoch)
+                self.master_epoch = max(self.master_epoch, batch.master_epoch)
+            else:
+                journal.check_fence(self.master_epoch)
+        except Fenced:
+            self.sim.fenced(self)
+            return
+        except Unavailable:
+            self._fall_back(before, [*staged.values(), *(work for work, _ in rejected)])
+            return
+        if self._dies_at(CrashPoint.WRITTEN, before and self._job.encode()):
+            return
+        self._release(batch, staged)
+        if not self.is_alive:
+            return
+        for work, error in rejected:
+            self._reject(work, error)
+        if not self._queue:
+            self._num_refused = 0
+        if journal.num_since_snapshot >= self._snapshot_every and self.sequence.is_settled:
+            journal.save_snapshot(self._job, self.master_epoch)
+        self._plan_wake()
+        if self._queue or self._findings:
+            self._plan_turn()
+
+    def _release(self, batch: Batch | None, staged: dict[int, Work]) -> None:
+        released = () if batch is None else self.sequence.committed(batch)
+        self.sim.releasing(self, batch)
+        frames: dict[Connection, list[Downward]] = {}
+        told: dict[NodeId, None] = {}
+        is_over = False
+        half = len(released) // 2 if self.crash_point is CrashPoint.HALF_RELEASED else -1
+        for number, one in enumerate(released):
+            if number == half:
+                self._flush(frames)
+                self.sim.master_died(self, durable=self._job.encode(), why=CrashPoint.HALF_RELEASED.value)
+                return
+            is_over |= self._release_one(one, staged[one.ticket], frames, told)
+        for node in told:
+            line = self._current.get(node)
+            if line is None:
+                continue
+            try:
+                desired = self._job.desired(node)
+            except Rejected:
+                continue  # it left and was replaced in the very same batch
+            if desired.number > line.told:
+                line.told = desired.number
+                frames.setdefault(line.connection, []).append(Push(desired))
+        self._flush(frames)
+        if is_over:
+            self.sim.job_over(self)
+
+    def _release_one(
+        self, one: Released, work: Work, frames: dict[Connection, list[Downward]], told: dict[NodeId, None]
+    ) -> bool:
+        """Returns whether the job is over and the master may go."""
+        self._settle(work)
+        reply, line = one.outcome.reply, work.line
+        if isinstance(reply, Attached) and line is not None:
+            self._attach(line, reply)
+        if line is not None:
+            frames.setdefault(line.connection, []).append(Answer(id=work.id, body=reply))
+        is_over = False
+        for effect in one.outcome.effects:
+            if isinstance(effect, TellNode):
+                told[effect.node] = None
+            elif isinstance(effect, FinishJob):
+                is_over = True
+        return is_over
+
+    def _attach(self, line: Line, attached: Attached) -> None:
+        self._findings.pop(attached.node, None)
+        if line.connection not in self._lines:
+            self._findings[attached.node] = NodeDisconnected(node=attached.node, incarnation=attached.incarnation)
+            return
+        older = self._current.get(attached.node)
+        line.node, line.incarnation = attached.node, attached.incarnation
+        line.told = attached.desired.number
+        line.attached_at = self.now()
+        self._current[attached.node] = line
+        if older is not None:
+            self._end(older)
+        self._heard(line)
+
+    def _settle(self, work: Work) -> None:
+        if work.line is not None:
+            self._num_in_work -= 1
+        elif isinstance(work.body, NodeDisconnected | NodeSilent):
+            if self._findings.get(work.body.node) == work.body:
+                del self._findings[work.body.node]
+            if isinstance(work.body, NodeSilent):
+                line = self._current.get(work.body.node)
+                if line is not None and line.incarnation == work.body.incarnation:
+                    self._end(line)
+
+    def _end(self, line: Line) -> None:
+        """Close our end of the stream; the agent may come back on another one."""
+        if self._lines.pop(line.connection, None) is None:
+            return
+        self._send(line, CLOSE)
+        if line.node is not None and self._current.get(line.node) is line:
+            del self._current[line.node]
+            assert line.incarnation is not None, "attached without an incarnation"
+            self._findings[line.node] = NodeDisconnected(node=line.node, incarnation=line.incarnation)
+            self.observations.forget(line.node)
+            self._plan_turn()
+
+    def _reject(self, work: Work, error: Rejected) -> None:
+        self._settle(work)
+        if work.line is not None:
+            self._send(work.line, Refusal(id=work.id, code=error.code, message=str(error)))
+        elif isinstance(work.body, DeadlinePassed):
+            self._extend_grace(self.now(), NO_SPIN)
+
+    def _send(self, line: Line, parcel: Downward) -> None:
+        self.sim.network.send_down(line.connection, (parcel,))
+
+    def _flush(self, frames: dict[Connection, list[Downward]]) -> None:
+        for connection, parcels in frames.items():
+            self.sim.network.send_down(connection, tuple(parcels))
+
+    # When things go wrong.
+
+    def _fall_back(self, before: bytes, works: list[Work]) -> None:
+        """Not durable, so it never happened: forget the state that saw it."""
+        if not self._is_failing:
+            self._is_failing = True
+            self._stopped_at = self.events.now
+            self.events.after(RETRY_PERIOD, self._try_again)
+        job = self.sim.journal.restore()
+        self.sim.compare_restored(job, before)
+        self._adopt(job)
+        late, self._queue = self._queue, []
+        for work in [*works, *late]:
+            self._num_in_work -= work.line is not None
+            self._refuse_for_now(work, 1.0)
+
+    def _try_again(self) -> None:
+        if not self.is_alive:
+            return
+        if self.sim.journal.is_full or self.is_stalled:
+            self.events.after(RETRY_PERIOD, self._try_again)
+            return
+        self._is_failing = False
+        assert self._stopped_at is not None, "the clock never stopped"
+        self._stood_still += self.events.now - self._stopped_at
+        self._stopped_at = None
+        self._extend_grace(self.now(), COMING_BACK)
+        self._plan_turn()
+
+    def _adopt(self, job: Job) -> None:
+        self._job = job
+        self.sequence = CommitSequence(
+            job, master_epoch=self.master_epoch, next_number=job.number + 1, digest_every=self.sim.digest_every
+        )
+
+    def _extend_grace(self, now: Micros, duration: int) -> None:
+        given = min(duration, LONGEST_GRACE - self._granted)
+        self._granted += given
+        self._grace_until = max(self._grace_until, now + given)
+
+    def stall(self) -> bool:
+        if not self.is_alive or self.is_stalled:
+            return False
+        self.is_stalled = True
+        self._stalled_since = self.events.now
+        return True
+
+    def resume(self) -> None:
+        """It runs again, and first of all notices that it did not."""
+        if not self.is_alive or not self.is_stalled:
+            return
+        self.is_stalled = False
+        self._new_stall += self.events.now - self._stalled_since
+        write, self._backlogged_write = self._backlogged_write, None
+        if write is not None:
+            self._write(*write)
+        backlog, self._backlog = self._backlog, []
+        for connection, parcel in backlog:
+            self.receive(connection, parcel)
+        if self.is_alive:
+            self._plan_turn()
+
+    def die(self, *, is_seen: bool) -> None:
+        """The process is gone; `is_seen`: a kernel is left to close its streams."""
+        self.is_alive = False
+        if self._pending is not None and self._pending.records and self.sim.chance.disk.random() < 0.5:
+            # Killed while it wrote: whether the transaction reached the disk before, nobody can say.
+            with contextlib.suppress(Fenced, Unavailable):
+                self.sim.journal.append(self._pending, self.master_epoch)
+        for connection in list(self._lines):
+            if is_seen:
+                self.sim.network.send_down(connection, (CLOSE,))
+            else:
+                connection.agent.keepalive_soon()
+        self._lines.clear()
+        self._current.clear()

@@ -1,0 +1,124 @@
+"""
+What is simulated: the shape of a job and what things cost in it.
+
+A shape says how many nodes there are and what the job asks of them; costs say how long things take. Both are plain
+data, so that a forecast for people and a campaign against the core run the same engine with other numbers.
+"""
+
+from __future__ import annotations
+
+import random
+
+from msgspec import Struct
+
+from dlrover.protocol.messages import JobTerms, Limits, RestartPolicy
+
+
+class Costs(Struct, frozen=True, kw_only=True):
+    """How long things take, in seconds. A pair is a range from which each case is drawn."""
+
+    step: float = 1.0
+    """One step of a full world; a smaller one is slower in proportion."""
+    worker_start: tuple[float, float] = (0.05, 0.4)
+    """Forked from a warm zygote."""
+    first_start: tuple[float, float] = (2.0, 5.0)
+    """The first workers of a fresh agent wait for its imports."""
+    restore: float = 0.3
+    """From the start of the last worker of a world to its first step: connect, load the state."""
+    stop: tuple[float, float] = (0.05, 0.6)
+    """Workers that are told to stop."""
+    stubborn_stop: tuple[float, float] = (3.0, 5.0)
+    """The same for those that ignore the signal until they are killed."""
+    agent_restart: tuple[float, float] = (0.3, 3.0)
+    """The launcher starts a killed agent again."""
+    replacement: tuple[float, float] = (1.0, 90.0)
+    """The platform starts a node in place of a lost one."""
+    master_restart: tuple[float, float] = (0.1, 3.0)
+    network: tuple[float, float] = (0.0002, 0.002)
+    """One way."""
+    commit: tuple[float, float] = (0.0004, 0.003)
+    """One transaction of the journal."""
+
+
+class Shape(Struct, frozen=True, kw_only=True):
+    """One job and the nodes it has."""
+
+    min_nodes: int = 2
+    max_nodes: int = 4
+    node_unit: int = 1
+    spares: int = 0
+    """Nodes beyond the maximum, that wait."""
+    local_world_size: int = 1
+    has_fixed_ranks: bool = False
+    """Nodes ask for their node rank, as with --node-rank."""
+    restarts: RestartPolicy = RestartPolicy()
+    last_call: float = 30.0
+    first_call: float = 3.0
+    join_timeout: float = 600.0
+    num_steps: int = 3600
+    checkpoint_every: int = 100
+    """Steps between two checkpoints in storage."""
+    has_replicas: bool = True
+    """Snapshots in memory survive the loss of a node, because another one holds a copy."""
+    costs: Costs = Costs()
+
+    @property
+    def num_nodes(self) -> int:
+        return self.max_nodes + self.spares
+
+    @property
+    def terms(self) -> JobTerms:
+        return JobTerms(
+            limits=Limits(
+                min_nodes=self.min_nodes,
+                max_nodes=self.max_nodes,
+                node_unit=self.node_unit,
+                last_call=self.last_call,
+                first_call=self.first_call,
+                join_timeout=self.join_timeout,
+            ),
+            restarts=self.restarts,
+        )
+
+
+def draw_shape(chance: random.Random, hours: float) -> Shape:
+    """A small job, for depth: every way in which few nodes can meet, fail and finish."""
+    unit = chance.choice([1, 1, 1, 2])
+    low = chance.randint(1, 3)
+    more = chance.randint(0, 2)
+    num_steps = round(3600 * hours * chance.choice([0.3, 0.7, 0.9, 1.0]))
+    policy = chance.choice(
+        [
+            RestartPolicy(max_restarts=1000),
+            RestartPolicy(max_restarts=1000),
+            RestartPolicy(max_without_progress=50, max_same_crash=50),
+            RestartPolicy(),
+            RestartPolicy(max_restarts=chance.randint(0, 12)),
+        ]
+    )
+    return Shape(
+        min_nodes=low * unit,
+        max_nodes=(low + more) * unit,
+        node_unit=unit,
+        spares=chance.choice([0, 0, 1, 2]),
+        local_world_size=chance.choice([1, 2, 8]),
+        has_fixed_ranks=chance.random() < 0.3,
+        restarts=policy,
+        last_call=chance.choice([5.0, 30.0]),
+        join_timeout=chance.choice([600.0, 600.0, 120.0]),
+        num_steps=max(10, num_steps),
+        checkpoint_every=chance.choice([20, 100]),
+        has_replicas=chance.random() < 0.5,
+    )
+
+
+def draw_large_shape(chance: random.Random, hours: float, *, size: int) -> Shape:
+    """A large job, for scale. It may go on with nine tenths of its nodes."""
+    return Shape(
+        min_nodes=max(1, size * 9 // 10),
+        max_nodes=size,
+        spares=max(1, size // 50),
+        local_world_size=8,
+        restarts=RestartPolicy(max_restarts=1000),
+        num_steps=max(10, round(3600 * hours)),
+    )

@@ -1,0 +1,594 @@
+"""
+One life of one job, from a seed: its nodes, its network, its masters and everything that goes wrong.
+
+While the faults of the plan happen, invariants are checked on what each command touched. Then faults stop: cuts heal,
+whoever slept wakes up, the platform gives what it owes. From there on the job has to make progress and to end well, within
+bounded virtual time, or to have ended before for a reason that the faults explain.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import Struct
+
+from dlrover.core.job import Job
+from dlrover.core.sequence import Batch, CoreFault, JournalCorrupt
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages import (
+    Command,
+    FailureKind,
+    Incarnation,
+    Micros,
+    NodeId,
+    NodeRank,
+    ReportFailure,
+    Round,
+    TellNode,
+    WorldSpec,
+)
+from dlrover.simulator.agents import Group, VirtualAgent, VirtualNode
+from dlrover.simulator.events import SECOND, Chance, Events, span
+from dlrover.simulator.faults import FAULTS, Fault
+from dlrover.simulator.invariants import BOUND, Touched, Violation, check_command, check_in_full, is_stale
+from dlrover.simulator.journal import VirtualJournal
+from dlrover.simulator.master import HEARTBEAT, CrashPoint, VirtualMaster, Work
+from dlrover.simulator.network import Connection, Network
+from dlrover.simulator.platform import VirtualPlatform
+from dlrover.simulator.shapes import Shape
+from dlrover.simulator.training import Training
+
+FULL_CHECK_EVERY = 1000
+"""Events between two checks of everything."""
+LONGEST_PAUSE = 2.0
+PEER_LOST_ODDS = 0.3
+"""How often a worker notices the end of a peer before its agent stops it."""
+NUM_KEPT_CONNECTIONS = 4
+START = 1_700_000_000 * SECOND
+"""What the wall clock shows when a simulation begins."""
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """All that a seed decides beforehand."""
+
+    seed: int
+    shape: Shape
+    faults: tuple[Fault, ...]
+    hours: float
+    """So long faults happen."""
+    is_thorough: bool = False
+    """Everything is checked after each command, and each batch has its digest."""
+    digest_every: int = 16
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    """What became of it."""
+
+    seed: int
+    num_faults: int
+    by_kind: dict[str, int]
+    node_hours: float
+    virtual_hours: float
+    num_events: int
+    num_commands: int
+    num_rounds: int
+    num_masters: int
+    reason: str
+    """Why the job ended."""
+    trace: str
+    """Differs if anything differed."""
+    longest_recovery: float
+    """Seconds from a fault to the first step of the world after it, at most."""
+
+
+class Ledger:
+    """What really happened, kept apart from what the core believes."""
+
+    def __init__(self) -> None:
+        self.chargeable: dict[NodeRank, int] = {}
+        """Failures of each node rank that may cost a restart."""
+        self.num_ports_taken = 0
+        self.worlds: dict[int, dict[NodeId, int]] = {}
+        """Durable rounds: member to group rank."""
+        self.lives: dict[tuple[NodeRank, Incarnation], str] = {}
+        self.applied: dict[tuple[NodeId, Incarnation], int] = {}
+        """Highest sequence applied of each life."""
+        self.num_commands = 0
+
+    def charge(self, rank: NodeRank) -> None:
+        self.chargeable[rank] = self.chargeable.get(rank, 0) + 1
+
+
+class Simulation:
+    """Use `run`."""
+
+    def __init__(self, plan: Plan, *, on_note: Callable[[int, str], None] | None = None) -> None:
+        self.plan = plan
+        self.shape = plan.shape
+        self.terms = plan.shape.terms
+        self.events = Events()
+        self.chance = Chance(plan.seed)
+        self.digest_every = 1 if plan.is_thorough else plan.digest_every
+        self.snapshot_every = random.Random(f"{plan.seed}/snapshots").choice([50, 300, 2000])
+        self._on_note = on_note
+        self.ledger = Ledger()
+        self.training = Training(self.shape, self.events, self._finish_world)
+        self.network = Network(self.events, self.chance.network, self.shape.costs)
+        self.journal = VirtualJournal()
+        self.platform = VirtualPlatform(self)
+        self.nodes: list[VirtualNode] = []
+        self.num_launches = 0
+        self.num_ports_taken = 0
+        self.is_disk_slow = False
+        self.is_over = False
+        self.master: VirtualMaster | None = None
+        self._is_serving = False
+        self._num_masters = 0
+        self._seekers: dict[VirtualAgent, None] = {}
+        self._agents: dict[NodeId, VirtualAgent] = {}
+        self._num_ongoing = 0
+        self._trouble_at = 0
+        self._progress_then = 0
+        self._by_kind: dict[str, int] = {}
+        self._ongoing: dict[Callable[[], None], None] = {}
+        """How to end the troubles that last."""
+        self._has_quiet = False
+        self._ended_at: int | None = None
+        self._durable: bytes | None = None
+        """The state that the next master has to find; None: not known for certain."""
+        self._node_micros = 0
+        self._counted_at = 0
+
+    # The whole.
+
+    def run(self) -> Result:
+        """Raises `Violation`."""
+        try:
+            return self._run()
+        except (CoreFault, JournalCorrupt, AssertionError) as error:
+            cause = error.__cause__ if isinstance(error, CoreFault) and error.__cause__ is not None else error
+            invariant = "I5" if isinstance(error, JournalCorrupt) else "core"
+            raise Violation(invariant, f"{type(cause).__name__}: {cause}") from error
+
+    def _run(self) -> Result:
+        for fault in self.plan.faults:
+            self.events.at(fault.at, self._inject, fault)
+        self._start_master()
+        self.platform.begin()
+        faults_end_at = round(self.plan.hours * 3600 * SECOND)
+        self.events.at(faults_end_at, self._calm_down)
+        next_check = FULL_CHECK_EVERY
+        while not self.is_over and self.events.happen():
+            if self.events.num_past >= next_check:
+                next_check = self.events.num_past + FULL_CHECK_EVERY
+                self._check()
+                self._check_bounds(faults_end_at)
+        if not self.is_over:
+            raise Violation("I8", f"nothing will ever happen again; {self._describe()}")
+        return self._conclude()
+
+    def _check(self) -> None:
+        self._count_nodes()
+        if self.master is not None and self._is_serving:
+            check_in_full(self, self.master.job)
+
+    def _check_bounds(self, faults_end_at: int) -> None:
+        now = self.events.now
+        if self._ended_at is not None and self.calm_for() > BOUND and now - self._ended_at > BOUND:
+            raise Violation("I8", f"the job ended {(now - self._ended_at) / SECOND:.0f} s ago and is not over")
+        slowest = self.shape.costs.step * self.shape.max_nodes / self.shape.min_nodes
+        limit = faults_end_at + 2 * BOUND + round(self.shape.num_steps * slowest * SECOND)
+        if now > limit:
+            raise Violation("I8", f"the job should have finished; {self._describe()}")
+
+    def _conclude(self) -> Result:
+        self._check()
+        assert self.master is not None, "a job is over under a master"
+        job = self.master.job
+        if self.plan.is_thorough or self.plan.seed % 10 == 0:
+            if self.journal.restore_from_the_beginning().encode() != job.encode():
+                raise Violation("I5", "a replay of the whole journal leads to another state")
+        assert job.end is not None, "over without an end"
+        return Result(
+            seed=self.plan.seed,
+            num_faults=sum(self._by_kind.values()),
+            by_kind=dict(sorted(self._by_kind.items())),
+            node_hours=self._node_micros / 3600 / SECOND,
+            virtual_hours=self.events.now / 3600 / SECOND,
+            num_events=self.events.num_past,
+            num_commands=self.ledger.num_commands,
+            num_rounds=job.state.rendezvous.round,
+            num_masters=self._num_masters,
+            reason=job.end.reason.value,
+            trace=f"{self.journal.trace}-{self.events.num_past:x}-{self.events.now:x}",
+            longest_recovery=0.0,
+        )
+
+    def _describe(self) -> str:
+        if self.master is None:
+            return "there is no master"
+        status = self.master.job.status()
+        nodes = ", ".join(f"{node.node_rank}:{node.status}/{node.wish}" for node in status.nodes)
+        return f"stage {status.stage}, round {status.round}: {status.verdict} [{nodes}]"
+
+    def note(self, text: str) -> None:
+        """For the timeline."""
+        if self._on_note is not None:
+            self._on_note(self.events.now, text)
+
+    # Trouble and calm.
+
+    def _inject(self, fault: Fault) -> None:
+        if self._has_quiet or self.is_over or not FAULTS[fault.kind](self, fault):
+            return
+        self._by_kind[fault.kind] = self._by_kind.get(fault.kind, 0) + 1
+        self.note(f"FAULT {fault.kind}")
+        self.trouble()
+
+    def trouble(self) -> None:
+        """Something happened that the job has to recover from."""
+        self._count_nodes()
+        self._trouble_at = self.events.now
+        self._progress_then = self.training.progress()
+
+    def pass_by(self, duration: int, heal: Callable[[], Any]) -> None:
+        """A trouble that ends by itself, or with all others when faults stop."""
+        self._num_ongoing += 1
+        is_healed = False
+
+        def end() -> None:
+            nonlocal is_healed
+            if not is_healed:
+                is_healed = True
+                self._num_ongoing -= 1
+                self._ongoing.pop(end, None)
+                heal()
+                self.trouble()
+
+        self._ongoing[end] = None
+        self.events.after(duration, end)
+
+    def _calm_down(self) -> None:
+        """Faults stop."""
+        self._has_quiet = True
+        self.num_ports_taken = 0
+        for end in list(self._ongoing):
+            end()
+        self.note("faults stop")
+        self.trouble()
+
+    def calm_for(self) -> int:
+        """Since when nothing troubles the job."""
+        return 0 if self._num_ongoing or self.platform.num_pending else self.events.now - self._trouble_at
+
+    def progress_since_trouble(self) -> int:
+        return self.training.progress() - self._progress_then
+
+    def has_enough_nodes(self) -> bool:
+        num_there = sum(1 for node in self.nodes if node.agent is not None and not node.agent.is_leaving)
+        return num_there - num_there % self.shape.node_unit >= self.shape.min_nodes
+
+    def _count_nodes(self) -> None:
+        now = self.events.now
+        if now > self._counted_at:
+            self._node_micros += (now - self._counted_at) * len(self.nodes)
+            self._counted_at = now
+
+    # Masters.
+
+    def wall(self) -> int:
+        return START + self.events.now
+
+    def _start_master(self) -> None:
+        if self.is_over or (self.master is not None and self.master.is_alive):
+            return
+        epoch = self.journal.take_over()
+        job = self.journal.restore()
+        if self._durable is not None:
+            self.compare_restored(job, self._durable)
+        elif job.number != self.journal.last_number:
+            raise Violation("I5", f"the journal has {self.journal.last_number} records, the replay gave {job.number}")
+        self._num_masters += 1
+        self._is_serving = False
+        self.note(f"master epoch {epoch} starts")
+        self.trouble()
+        self.master = VirtualMaster(self, job, epoch)
+        self.master.begin()
+
+    def compare_restored(self, job: Job, durable: bytes) -> None:
+        if job.encode() != durable:
+            raise Violation("I5", f"after the replay of {job.number} commands the state is not what it was")
+
+    def crash_master(self, point: CrashPoint | None, *, downtime: int, is_seen: bool = True) -> bool:
+        """Now, or at that point of the next turn; the next master comes after a while."""
+        master = self.master
+        if master is None or not master.is_alive or master.crash_point is not None:
+            return False
+        master.downtime = downtime
+        if point is None:
+            self.master_died(master, durable=None, why="at rest", is_seen=is_seen)
+        else:
+            master.crash_point = point
+        return True
+
+    def master_died(self, master: VirtualMaster, *, durable: bytes | None, why: str, is_seen: bool = True) -> None:
+        """`durable`: the state that the next one has to find, if that is known for certain."""
+        self.note(f"master epoch {master.master_epoch} dies {why}")
+        master.die(is_seen=is_seen)
+        if self.master is master:
+            self._durable = durable
+            self._is_serving = False
+            self.trouble()
+            self.pass_by(master.downtime, self._start_master)
+
+    def stall_master(self, duration: int) -> bool:
+        master = self.master
+        if master is None or not master.stall():
+            return False
+        self._answer_nobody()
+        self.pass_by(duration, lambda: self._resume(master))
+        return True
+
+    def _resume(self, master: VirtualMaster) -> None:
+        master.resume()
+        if master is self.master:
+            self._call_seekers()
+
+    def replace_master(self, *, sleep: int) -> bool:
+        """The master sleeps, another takes over, and then the first one wakes up and goes on where it was."""
+        old = self.master
+        if old is None or not self._is_serving or not old.stall():
+            return False
+        self.note(f"master epoch {old.master_epoch} sleeps and is replaced")
+        self._answer_nobody()
+        self._durable = None
+        self.master = None
+        self._start_master()
+        self.pass_by(sleep, old.resume)
+        return True
+
+    def _answer_nobody(self) -> None:
+        for node in self.nodes:
+            if node.agent is not None:
+                node.agent.keepalive_soon()
+
+    def fenced(self, master: VirtualMaster) -> None:
+        self.note(f"master epoch {master.master_epoch} is fenced")
+        if master is self.master:
+            raise Violation("I6", "the newest master was fenced")
+        master.die(is_seen=True)
+
+    def listening_master(self) -> VirtualMaster | None:
+        master = self.master
+        return master if master is not None and master.is_alive and self._is_serving and not master.is_stalled else None
+
+    def answers(self, connection: Connection) -> bool:
+        """Whether the master at the other end is there and awake."""
+        return connection.master.is_alive and not connection.master.is_stalled
+
+    def wait_for_master(self, agent: VirtualAgent) -> None:
+        self._seekers[agent] = None
+
+    def _call_seekers(self) -> None:
+        seekers, self._seekers = self._seekers, {}
+        for agent in seekers:
+            self.events.after(span(self.chance.network, 0.0, LONGEST_PAUSE), agent.attempt)
+
+    # What masters do.
+
+    def stage(self, master: VirtualMaster, work: Work, now: Micros) -> int:
+        """The one way into the core; raises `Rejected`, after a look at whether that left no trace."""
+        job, command, origin = master.job, work.body, work.origin
+        state = job.state
+        number, before = job.number, job.encode() if self.plan.is_thorough else b""
+        is_repeated = False
+        if origin is not None:
+            life = (origin.node, origin.incarnation)
+            highest = max(self.ledger.applied.get(life, 0), master.applied.get(life, 0))
+            is_repeated = origin.sequence <= highest
+        touched = Touched(
+            command=command,
+            origin=origin,
+            round=state.rendezvous.round,
+            num_restarts=state.restarts.num_restarts,
+            is_stale=is_stale(job, command),
+            is_repeated=is_repeated,
+            had_end=job.end is not None,
+        )
+        try:
+            ticket = master.sequence.stage(command, now, origin)
+        except Rejected as error:
+            if job.number != number or (before and job.encode() != before):
+                raise Violation("I6", f"{type(command).__name__} was refused ({error.code}) and changed the job") from error
+            self._note_command(command, f"refused: {error.code}")
+            raise
+        if job.number != number:
+            self.ledger.num_commands += 1
+            self._note_command(command, "")
+            if origin is not None:
+                master.applied[life] = origin.sequence
+            if master is not self.master:
+                return ticket  # it was replaced while it slept: whatever it decides will not be durable
+            check_command(self, job, touched)
+            if self.plan.is_thorough:
+                check_in_full(self, job)
+        return ticket
+
+    def _note_command(self, command: Command, verdict: str) -> None:
+        if self._on_note is not None:
+            names = ("node", "node_rank", "launch", "incarnation", "round", "running_round", "kind", "id", "step", "reason")
+            values = [f"{name}={value}" for name in names if (value := getattr(command, name, None)) is not None]
+            if isinstance(command, ReportFailure):
+                values.append(f"failure={command.failures[0].kind}")
+            self.note(f"    {type(command).__name__} {' '.join(values)} {verdict}".rstrip())
+
+    def releasing(self, master: VirtualMaster, batch: Batch | None) -> None:
+        """What is released now is seen by everybody: it must be durable, and of the newest master."""
+        job = master.job
+        if master.master_epoch != self.journal.master_epoch:
+            raise Violation("I6", f"the master of epoch {master.master_epoch} speaks after it was replaced")
+        if job.number != self.journal.last_number:
+            raise Violation("I5", f"command {job.number} is told and {self.journal.last_number} is durable")
+        if master is not self.master:
+            raise Violation("I6", "two masters write")
+        if not self._is_serving:
+            self._is_serving = True
+            self._call_seekers()
+        self.ledger.applied.update(master.applied)
+        master.applied = {}
+        if batch is None:
+            return
+        self._note_world(job)
+        for one in batch.released:
+            for effect in one.outcome.effects:
+                if isinstance(effect, TellNode):
+                    node = job.state.nodes.live.get(effect.node)
+                    if node is not None and node.desired.master_epoch != job.master_epoch:
+                        raise Violation("I6", f"{node.label} is told a wish of an old master")
+        if self._on_note is not None:
+            for one in batch.released:
+                for verdict in one.outcome.verdicts:
+                    self.note(f"  {verdict}")
+        if job.end is not None and self._ended_at is None:
+            self._ended_at = self.events.now
+
+    def _note_world(self, job: Job) -> None:
+        world = job.state.rendezvous.world
+        if world is not None and world.round not in self.ledger.worlds:
+            self.ledger.worlds[world.round] = {member.node: place for place, member in enumerate(world.members)}
+            self.ledger.worlds.pop(world.round - 100, None)
+
+    def job_over(self, master: VirtualMaster) -> None:
+        self.note("the job is over")
+        self.is_over = True
+
+    # What agents do.
+
+    def opened(self, connection: Connection) -> None:
+        kept = connection.link.connections
+        kept.append(connection)
+        if len(kept) > NUM_KEPT_CONNECTIONS:
+            del kept[0]
+
+    def muted(self, connection: Connection) -> None:
+        """Heartbeats stop coming through."""
+        connection.master.watch(connection, span(self.chance.network, *HEARTBEAT))
+
+    def cut(self, node: VirtualNode, *, up: bool, down: bool, duration: int, is_deep: bool) -> None:
+        """Hold what the node and the master say to each other. Deep: its workers are cut off from their peers, too."""
+        link, agent = node.link, node.agent
+        link.num_cuts_up += up
+        link.num_cuts_down += down
+        round_ = None
+        if agent is not None:
+            if up and agent.connection is not None and agent.frozen_since is None:
+                self.muted(agent.connection)
+            agent.keepalive_soon()
+            if is_deep and agent.group is not None and agent.group.is_up and not agent.group.is_stopping:
+                round_ = agent.group.world.round
+                self.training.froze(round_)
+                self.events.after(span(self.chance.nodes, 10.0, 120.0), self._time_out, node, round_)
+
+        def heal() -> None:
+            link.num_cuts_up -= up
+            link.num_cuts_down -= down
+            if round_ is not None:
+                self.training.thawed(round_)
+            if link.is_cut:
+                return
+            for connection in link.connections:
+                self.network.healed(connection)
+            agent = node.agent
+            if agent is not None and agent.connection is not None and agent.frozen_since is None:
+                agent.pulse()
+            if agent is not None and agent in self._seekers:
+                del self._seekers[agent]
+                self.events.after(span(self.chance.network, 0.0, 5.0), agent.attempt)
+
+        self.pass_by(duration, heal)
+
+    def _time_out(self, node: VirtualNode, round_: Round) -> None:
+        """Collectives with an unreachable node give up after a while, on all its peers."""
+        world = self.training.worlds.get(round_)
+        if world is not None and not world.is_over and node.link.is_cut:
+            for peer in self.nodes:
+                agent = peer.agent
+                if agent is not None and agent.runs(round_):
+                    self.ledger.charge(agent.rank)
+                    self.events.after(span(self.chance.nodes, 0.0, 2.0), agent.lose_peer, round_)
+
+    def workers_starting(self, agent: VirtualAgent, world: WorldSpec) -> None:
+        """Only in a world that is durable and has a place for this node."""
+        members = self.ledger.worlds.get(world.round)
+        if members is None or members.get(agent.id) != world.group_rank:
+            raise Violation("I1", f"{agent.node.label} starts round {world.round}, in which it has no such place")
+
+    def workers_ended(self, agent: VirtualAgent, group: Group, kind: FailureKind | None) -> None:
+        """Peers may notice before anybody tells them."""
+        round_ = group.world.round
+        if not self.training.ended(round_, agent.node.number):
+            return
+        for node in self.nodes:
+            peer = node.agent
+            if peer is None or peer is agent or not peer.runs(round_):
+                continue
+            if self.chance.nodes.random() < PEER_LOST_ODDS:
+                if kind is FailureKind.STOPPED_BY_US:
+                    self.ledger.charge(peer.rank)
+                self.events.after(span(self.chance.nodes, 0.02, 2.0), peer.lose_peer, round_)
+
+    def _finish_world(self, round_: int) -> None:
+        self.note(f"the work is done in round {round_}")
+        for node in self.nodes:
+            if node.agent is not None and node.agent.runs(round_):
+                self.events.after(span(self.chance.nodes, 0.0, 0.3), node.agent.finish_workers, Round(round_))
+
+    def is_port_taken(self) -> bool:
+        if not self.num_ports_taken:
+            return False
+        self.num_ports_taken -= 1
+        self.ledger.num_ports_taken += 1
+        return True
+
+    def attached(self, agent: VirtualAgent) -> None:
+        self._agents[agent.id] = agent
+        life = self.ledger.lives.setdefault((agent.rank, agent.incarnation), agent.life)
+        if life != agent.life:
+            raise Violation("I6", f"incarnation {agent.incarnation} of rank {agent.rank} is given to two processes")
+
+    def agent_of(self, node: NodeId) -> VirtualAgent | None:
+        agent = self._agents.get(node)
+        return agent if agent is not None and agent.is_alive else None
+
+    def kill_agent(self, agent: VirtualAgent) -> None:
+        """Its launcher starts another one."""
+        node = agent.node
+        agent.die(is_seen=True)
+        self.events.after(span(self.chance.nodes, *self.shape.costs.agent_restart), self._restart_agent, node)
+
+    def _restart_agent(self, node: VirtualNode) -> None:
+        if node.is_powered and node.agent is None and not self.is_over:
+            self.trouble()
+            VirtualAgent(self, node)
+
+    def lose_machine(self, node: VirtualNode, *, is_seen: bool) -> None:
+        if node.agent is not None:
+            node.agent.die(is_seen=is_seen)
+        self._remove(node)
+
+    def exited(self, agent: VirtualAgent) -> None:
+        self.note(f"{agent.node.label} leaves")
+        self._remove(agent.node)
+
+    def _remove(self, node: VirtualNode) -> None:
+        if not node.is_powered:
+            return
+        self._count_nodes()
+        node.is_powered = False
+        self.nodes.remove(node)
+        if self._ended_at is None:
+            self.trouble()
+            self.platform.replace(node)
+

@@ -1,0 +1,167 @@
+"""
+The training itself, seen from outside: how far the model is, and what that costs.
+
+Steps are not events. A world that trains has begun at some instant with some step; how far it is follows from the
+clock. It stands still while a member is frozen, and is over for good when the workers of a member have ended. What the
+next world resumes from follows from who is still there: memory survives with its node, a checkpoint always does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dlrover.simulator.events import SECOND, Events, micros
+from dlrover.simulator.shapes import Shape
+
+
+class RunningWorld:
+    """The workers of one round, on all its nodes."""
+
+    __slots__ = ("base", "began_at", "is_over", "num_frozen", "paused_at", "size", "started", "step_micros", "version")
+
+    def __init__(self, size: int, step_micros: int) -> None:
+        self.size = size
+        self.step_micros = step_micros
+        self.started: dict[int, None] = {}
+        """Launches whose workers run."""
+        self.base = 0
+        self.began_at: int | None = None
+        """When step `base` was restored; None: not all workers have started."""
+        self.num_frozen = 0
+        self.paused_at: int | None = None
+        self.is_over = False
+        self.version = 0
+        """Tells a planned end from one that no longer holds."""
+
+
+class Training:
+    """Owned by the simulation; agents tell it what their workers do."""
+
+    def __init__(self, shape: Shape, events: Events, on_finished: Callable[[int], None]) -> None:
+        self._shape = shape
+        self._events = events
+        self._on_finished = on_finished
+        self.worlds: dict[int, RunningWorld] = {}
+        """By round; the old ones are dropped when a newer one begins."""
+        self.best_step = 0
+        """Greatest step ever reached."""
+        self.best_at = 0
+        self.resume_step = 0
+        """Of the newest memory snapshots."""
+        self.holders: dict[int, None] = {}
+        """Launches whose memory holds the state of `resume_step`."""
+        self.begun_round = 0
+        """Newest round that made its first step."""
+        self.begun_at = 0
+        self.num_lost_steps = 0
+        self.trained_micros = 0
+        self.begun_worlds: list[tuple[int, int, int]] = []
+        """(when, round, nodes) of each world that trained."""
+
+    def started(self, round_: int, size: int, launch: int, *, is_frozen: bool = False) -> None:
+        """All workers of a node run."""
+        world = self.worlds.get(round_)
+        if world is None:
+            pace = micros(self._shape.costs.step * self._shape.max_nodes / size)
+            world = self.worlds[round_] = RunningWorld(size, max(1, pace))
+        world.started[launch] = None
+        if is_frozen:
+            self.froze(round_)
+        if len(world.started) == world.size and not world.is_over:
+            world.version += 1
+            self._events.after(micros(self._shape.costs.restore), self._begin, round_, world.version)
+
+    def _begin(self, round_: int, version: int) -> None:
+        world = self.worlds.get(round_)
+        if world is None or world.is_over or world.version != version:
+            return
+        step = self.resume_step
+        if not self._shape.has_replicas and any(launch not in world.started for launch in self.holders):
+            step -= step % self._shape.checkpoint_every
+        self.num_lost_steps += self.resume_step - step
+        self.resume_step = world.base = step
+        self.holders = dict(world.started)
+        world.began_at = self._events.now
+        self.begun_round = max(self.begun_round, round_)
+        self.begun_at = self._events.now
+        self.begun_worlds.append((self._events.now, round_, world.size))
+        self._plan_end(round_, world)
+
+    def _plan_end(self, round_: int, world: RunningWorld) -> None:
+        world.version += 1
+        if world.num_frozen:
+            world.paused_at = self._events.now
+            return
+        assert world.began_at is not None, "a world that never began cannot end"
+        end_at = world.began_at + (self._shape.num_steps - world.base) * world.step_micros
+        self._events.at(end_at, self._finish, round_, world.version)
+
+    def _finish(self, round_: int, version: int) -> None:
+        world = self.worlds.get(round_)
+        if world is not None and not world.is_over and world.version == version:
+            self._stop(world)
+            self._on_finished(round_)
+
+    def step(self, round_: int) -> int | None:
+        """How far that round is now; None before its first step."""
+        world = self.worlds.get(round_)
+        if world is None or world.began_at is None:
+            return None
+        if world.is_over:
+            return world.base
+        until = self._events.now if world.paused_at is None else world.paused_at
+        return min(self._shape.num_steps, world.base + (until - world.began_at) // world.step_micros)
+
+    def froze(self, round_: int) -> None:
+        world = self.worlds.get(round_)
+        if world is None:
+            return
+        world.num_frozen += 1
+        if world.began_at is not None and not world.is_over and world.paused_at is None:
+            world.paused_at = self._events.now
+            world.version += 1
+
+    def thawed(self, round_: int) -> None:
+        world = self.worlds.get(round_)
+        if world is None or not world.num_frozen:
+            return
+        world.num_frozen -= 1
+        if not world.num_frozen and world.paused_at is not None and not world.is_over:
+            assert world.began_at is not None, "paused before it began"
+            world.began_at += self._events.now - world.paused_at
+            world.paused_at = None
+            self._plan_end(round_, world)
+
+    def ended(self, round_: int, launch: int) -> bool:
+        """The workers of a node have ended, somehow. Returns whether that took their peers by surprise."""
+        world = self.worlds.get(round_)
+        if world is None:
+            return False
+        world.started.pop(launch, None)
+        was_alive = not world.is_over
+        if was_alive:
+            self._stop(world)
+        if not world.started:
+            del self.worlds[round_]
+        return was_alive
+
+    def _stop(self, world: RunningWorld) -> None:
+        world.version += 1
+        if world.began_at is not None:
+            until = self._events.now if world.paused_at is None else world.paused_at
+            step = min(self._shape.num_steps, world.base + (until - world.began_at) // world.step_micros)
+            self.trained_micros += (step - world.base) * world.step_micros
+            world.base = step
+            self.resume_step = max(self.resume_step, step)
+            if step > self.best_step:
+                self.best_step, self.best_at = step, self._events.now
+        world.is_over = True
+
+    def progress(self) -> int:
+        """The greatest step that any world has reached up to now."""
+        steps = [self.step(round_) or 0 for round_ in self.worlds]
+        return max([self.best_step, *steps])
+
+    @property
+    def ideal_micros(self) -> int:
+        return round(self._shape.num_steps * self._shape.costs.step * SECOND)
