@@ -23,15 +23,17 @@ from msgspec.structs import replace
 from dlrover.core.job import Job
 from dlrover.core.observations import SILENCE, Observations
 from dlrover.core.sequence import Batch, CommitSequence, CoreFault
-from dlrover.core.turn import Origin, Outcome
+from dlrover.core.turn import NotYet, Origin, Outcome
 from dlrover.master.clock import MasterClock
 from dlrover.master.grace import Grace, StallWatch
 from dlrover.master.keeper import Keeper
 from dlrover.master.roster import Line, Roster
+from dlrover.master.waiting_room import WaitingRoom
 from dlrover.master.work import SHORTEST_RETRY, Work
 from dlrover.protocol.codec import Question, Unreadable
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.frames import Ack, Beat, FromAgent, Refusal, Request
+from dlrover.protocol.kv_messages import MAX_WAIT
 from dlrover.protocol.messages import (
     MAX_REQUESTS_IN_WORK,
     Attach,
@@ -42,6 +44,7 @@ from dlrover.protocol.messages import (
     FinishJob,
     JobEnd,
     JobStatus,
+    LookAgain,
     MasterStarted,
     Micros,
     NodeDisconnected,
@@ -82,6 +85,7 @@ class Desk:
         self._clock = clock
         self._job_name = job_name
         self._roster = Roster()
+        self._waiting = WaitingRoom()
         self._observations = Observations(clock.now(), silence=silence)
         self._queue: list[Work] = []
         self._findings: dict[NodeId, NodeDisconnected | NodeSilent] = {}  # kept until they are durable
@@ -118,6 +122,7 @@ class Desk:
                     stream.send(Refusal(id=parcel.id, code=parcel.code, message=parcel.message))
 
     def closed(self, stream: AgentStream) -> None:
+        self._waiting.drop(self._roster.line(stream))
         finding = self._roster.close(stream)
         if finding is not None:
             # How far the node had come goes with it: without it a job whose agents die now and then seems to stand still.
@@ -126,7 +131,8 @@ class Desk:
             self._wake.set()
 
     async def ask(self, question: Question) -> Reply:
-        work = Work(question, answer=asyncio.get_running_loop().create_future())
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        work = Work(question, answer=answer, waits_until=self._waits_until(question))
         self._enqueue(work)
         assert work.answer is not None
         return await work.answer
@@ -163,6 +169,13 @@ class Desk:
         """Seconds until there is something to do that nobody wakes us for."""
         if self._failed_bytes:
             return max(0.0, (self._retry_at - self._clock.elapsed()) / 1e6)
+        return min(self._nap_of_job(), self._nap_of_waiting())
+
+    def _nap_of_waiting(self) -> float:
+        at = self._waiting.next_deadline()
+        return LONGEST_NAP if at is None else max(0.0, (at - self._clock.elapsed()) / 1e6)
+
+    def _nap_of_job(self) -> float:
         now = self._clock.now()
         deadlines = [at for at in (self._job.next_deadline(), self._observations.next_deadline()) if at is not None]
         if not deadlines:
@@ -173,6 +186,7 @@ class Desk:
         return nap
 
     async def _turn(self) -> None:
+        self._look_again(self._waiting.expired(self._clock.elapsed()))
         works, self._queue = self._queue, []
         if self._failed_bytes:
             works = self._refuse_commands(works)
@@ -183,11 +197,13 @@ class Desk:
         began_at = time.thread_time()
         for work in self._in_order(works, now):
             try:
-                staged[self._stage(work, now)] = work
+                ticket = self._stage(work, now)
+                if ticket is not None:
+                    staged[ticket] = work
             except Rejected as error:
                 rejected.append((work, error))
             except CoreFault as fault:
-                self._queue[:0] = [other for other in works if other is not work]
+                self._queue[:0] = [other for other in works if other is not work and other not in self._waiting]
                 await self._quarantine(work, fault)
                 return
         batch = self._sequence.take()
@@ -231,12 +247,31 @@ class Desk:
         if is_time_trusted and not self._failed_bytes:
             yield from [Work(command) for command in self._job.due(now) if not self._is_poison(command)]
 
-    def _stage(self, work: Work, now: Micros) -> int:
+    def _stage(self, work: Work, now: Micros) -> int | None:
+        """The ticket of its outcome; None: a question that goes on waiting for its answer."""
         if isinstance(work.body, Query):
-            return self._sequence.stage_query(work.body)
+            return self._stage_query(work, work.body)
         if self._is_poison(work.body):
             raise Rejected(f"{type(work.body).__name__} broke the master once and is refused since.", code="internal")
         return self._sequence.stage(work.body, now, work.origin)
+
+    def _stage_query(self, work: Work, query: Query) -> int | None:
+        if work.waits_until <= self._clock.elapsed():
+            return self._sequence.stage_query(query)
+        answer = self._sequence.try_query(query)
+        if not isinstance(answer, NotYet):
+            return answer
+        if work.line is None or work.line.is_open:
+            self._waiting.sit(work, answer.topic)
+        self._num_in_work -= 1  # who waits costs nothing, and must not keep others from coming in
+        return None
+
+    def _look_again(self, works: list[Work]) -> None:
+        """At questions that waited: their answer may be there, or their time is over."""
+        if works:
+            self._num_in_work += len(works)
+            self._queue += works
+            self._wake.set()
 
     def _is_poison(self, command: Command) -> bool:
         return bool(self._poison) and msgspec.msgpack.encode(command) in self._poison
@@ -250,6 +285,7 @@ class Desk:
     def _release(self, batch: Batch | None, staged: dict[int, Work], now: Micros) -> None:
         """Durable: from here on everybody may know."""
         told: dict[NodeId, None] = {}
+        touched: dict[str, None] = {}
         ended: JobEnd | None = None
         for released in () if batch is None else self._sequence.committed(batch):
             work, outcome = staged[released.ticket], released.outcome
@@ -267,6 +303,9 @@ class Desk:
                         told[node] = None
                     case FinishJob(end=end):
                         ended = end
+                    case LookAgain(topics=topics):
+                        touched.update(dict.fromkeys(topics))
+        self._look_again(self._waiting.touched(touched))
         self._roster.push(told, self._desired, self._clock.elapsed())
         if ended is not None and not self.finished.done():
             self.finished.set_result(ended)
@@ -378,6 +417,7 @@ class Desk:
 
     async def _rebuild(self) -> None:
         self._adopt(await self._keeper.restore())
+        self._look_again(self._waiting.clear())  # what they saw was not durable
 
     def _adopt(self, job: Job) -> None:
         self._job = job
@@ -403,13 +443,13 @@ class Desk:
             return
         if isinstance(request.body, Attach | Query):
             line.has_presented |= isinstance(request.body, Attach)
-            self._enqueue(Work(request.body, line=line, id=request.id))
+            self._enqueue(Work(request.body, line=line, id=request.id, waits_until=self._waits_until(request.body)))
             return
         if line.node is None or line.incarnation is None:
             text = "attach first: the stream's first request must be an Attach"
             line.stream.send(Refusal(id=request.id, code="not-attached", message=text))
             return
-        origin = Origin(line.node, line.incarnation, request.sequence)
+        origin = Origin(line.node, line.incarnation, request.sequence, request.answered)
         if request.sequence < 1:
             text = "a command needs a sequence number from 1 on, or it could be applied twice"
             line.stream.send(Refusal(id=request.id, code="malformed", message=text))
@@ -430,6 +470,10 @@ class Desk:
         self._num_in_work += 1
         self._queue.append(work)
         self._wake.set()
+
+    def _waits_until(self, body: object) -> int:
+        wait = getattr(body, "wait", 0.0)
+        return self._clock.elapsed() + round(min(wait, MAX_WAIT) * 1e6) if wait > 0 else 0
 
     def _retry_after(self) -> float:
         return max(SHORTEST_RETRY, self._num_refused * SERVICE_TIME)

@@ -28,6 +28,8 @@ class Work:
     id: int = 0
     answer: asyncio.Future[Reply] | None = None
     """Of a one-shot question; else `line` and `id` say where the answer goes. Neither: a finding of our own."""
+    waits_until: int = 0
+    """Of a question: how long its answer may be waited for, by the master's elapsed microseconds."""
 
     @property
     def is_from_outside(self) -> bool:

@@ -95,6 +95,7 @@ class AgentChannel:
         self._last_id = ATTACH_ID
         self._last_sequence = 0
         self._waiting: dict[int, _Waiting] = {}  # in the order of id, which is also that of sequence
+        self._unsettled: dict[int, None] = {}  # sequence numbers of the commands in `_waiting`, smallest first
         self._held: list[int] = []  # refused for now, to be sent again in order
         self._resend: asyncio.TimerHandle | None = None
         self._outbox: Outbox[FromAgent] | None = None  # of the attached stream; None while there is none
@@ -131,17 +132,29 @@ class AgentChannel:
             self._waiting.clear()
 
     async def call(self, command: AgentCommand | Query, *, timeout: float) -> Reply:
-        """Durable when it returns. Raises Rejected, or Unavailable without an answer: it may still be applied then."""
+        """
+        Durable when it returns. Raises Rejected, or Unavailable without an answer: a command may still be applied then.
+
+        A question may wait on the master; if the stream breaks meanwhile, it is asked again on the next one.
+        """
         assert not isinstance(command, Attach), "the channel attaches by itself"
         if self._over is not None:
             raise self._over
         is_query = isinstance(command, Query)
-        request = Request(id=self._last_id + 1, body=command, sequence=0 if is_query else self._last_sequence + 1)
+        sequence = 0 if is_query else self._last_sequence + 1
+        request = Request(
+            id=self._last_id + 1,
+            body=command,
+            sequence=sequence,
+            answered=0 if is_query else next(iter(self._unsettled), sequence) - 1,
+        )
         check_size(request)
         self._last_id = request.id
         self._last_sequence = max(self._last_sequence, request.sequence)
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         self._waiting[request.id] = waiting
+        if not is_query:
+            self._unsettled[request.sequence] = None
         if self._outbox is not None:
             self._send(waiting)
         try:
@@ -150,8 +163,8 @@ class AgentChannel:
             trouble = f" ({self.trouble})" if self.trouble else ""
             raise Unavailable(f"no answer from the master at {self._address} within {timeout:g} s{trouble}") from None
         finally:
-            if not waiting.is_sent:
-                self._waiting.pop(request.id, None)
+            if not waiting.is_sent or is_query:
+                self._settle(request.id)
 
     def beat(self, heartbeat: Heartbeat) -> None:
         """Volatile: without a stream it is dropped, attaching says more."""
@@ -235,13 +248,13 @@ class AgentChannel:
             case Answer(id=number, body=body):
                 if number == ATTACH_ID and isinstance(body, Attached):
                     self._accept(body, outbox)
-                elif (waiting := self._waiting.pop(number, None)) is not None and not waiting.answer.done():
+                elif (waiting := self._settle(number)) is not None and not waiting.answer.done():
                     waiting.answer.set_result(body)
             case Refusal(id=number, retry_after=None):
                 rejected = Rejected(parcel.message, code=parcel.code)
                 if number == ATTACH_ID:
                     raise rejected
-                if (waiting := self._waiting.pop(number, None)) is not None and not waiting.answer.done():
+                if (waiting := self._settle(number)) is not None and not waiting.answer.done():
                     waiting.answer.set_exception(rejected)
             case Refusal(id=number, retry_after=float() as retry_after):
                 self._hold(number, retry_after, outbox)
@@ -273,6 +286,13 @@ class AgentChannel:
             self._desired_number = desired.number
             self._on_desired(desired)
         outbox.put(Ack(desired.number))
+
+    def _settle(self, number: int) -> _Waiting | None:
+        """Answered, or nobody wants the answer any more."""
+        waiting = self._waiting.pop(number, None)
+        if waiting is not None:
+            self._unsettled.pop(waiting.request.sequence, None)
+        return waiting
 
     def _send(self, waiting: _Waiting) -> None:
         assert self._outbox is not None, "only an attached stream carries requests"
@@ -308,7 +328,7 @@ class AgentChannel:
         for number, waiting in list(self._waiting.items()):
             waiting.is_sent = False
             if waiting.answer.done():  # its caller gave up
-                del self._waiting[number]
+                self._settle(number)
 
     def _note(self, error: Unavailable) -> None:
         text = str(error)
