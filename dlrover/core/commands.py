@@ -15,15 +15,21 @@ from msgspec.structs import replace
 
 from dlrover.core import kv_store, sync_points
 from dlrover.core import restarts as blame
-from dlrover.core.course import Course, gone_times, is_running
+from dlrover.core.course import EXIT_RENDEZVOUS_TIMEOUT, Course, gone_times, is_running, pend_timeouts
 from dlrover.core.nodes import NodeLife, after_outage
-from dlrover.core.rendezvous import Joined
+from dlrover.core.rendezvous import Block, Joined
+from dlrover.core.state import JobState
 from dlrover.core.turn import Origin, micros
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.fleet_messages import ScaleJob
 from dlrover.protocol.kv_messages import KvCommand
 from dlrover.protocol.messages import (
+    NODE_CHECK_RENDEZVOUS,
+    TRAINING_RENDEZVOUS,
     Attach,
     Attached,
+    AwaitOrder,
+    BlockRendezvous,
     Command,
     DeadlineKind,
     DeadlinePassed,
@@ -33,22 +39,31 @@ from dlrover.protocol.messages import (
     FirstFailure,
     JobTerms,
     JoinRendezvous,
+    Leave,
     LeaveJob,
     LeaveReason,
     MasterStarted,
+    Micros,
     NodeDisconnected,
     NodeId,
     NodeSilent,
+    NodesOrdered,
     Reply,
     ReportFailure,
     ReportFinished,
     Stage,
     StopJob,
+    UnblockRendezvous,
 )
 from dlrover.protocol.sync_messages import SyncCommand
 
 _LARGEST = 2**53
 """No counter of an agent comes near; beyond it is rubbish, and adding to it must not overflow the encoding."""
+_MOST_NODES = 1_000_000
+_DEEPEST_PLACE = 8
+_LONGEST_NAME = 256
+LONGEST_BLOCK = 3600.0
+"""Seconds: who needs longer says so again."""
 _MOST_WORKERS = 65_536
 """On one node. No machine has so many devices, and the sum over all nodes must not overflow the encoding either."""
 
@@ -79,7 +94,7 @@ def _master_started(command: MasterStarted, course: Course) -> Reply:
 
     state.master_epoch = command.master_epoch
     state.job_name = state.job_name or command.job_name
-    state.nodes.master_restarted(course.now)
+    state.nodes.master_restarted(course.now, state.detection)
     if state.terms is not None:
         state.rendezvous.master_restarted(state.terms.limits, state.now, course.now)
     if state.restarts.incident is not None:
@@ -98,7 +113,7 @@ def _master_started(command: MasterStarted, course: Course) -> Reply:
 def _attach(command: Attach, course: Course) -> Reply:
     state, nodes = course.state, course.state.nodes
     _check_attach(command)
-    _check_terms(command, state.terms)
+    _check_terms(command, state.terms, is_scaled=state.limits_version > 0)
     if command.master_epoch > max(state.master_epoch, _LARGEST):
         raise Rejected(f"There never was a master epoch {command.master_epoch}.", code="malformed")
     node = nodes.of_launch(command.launch)
@@ -149,9 +164,12 @@ def _attach(command: Attach, course: Course) -> Reply:
 
 def _join(command: JoinRendezvous, course: Course) -> Reply:
     rdzv = course.state.rendezvous
+    _check_rendezvous(command)
     node = course.state.nodes.current(command.node, command.incarnation)
     if course.state.end is not None:
         raise Rejected(f"The job has ended: {course.state.end.message}", code="job-ended")
+    if node.dismissed is not None:
+        raise Rejected(f"{node.label} shall leave: {node.dismissed.reason}.", code="dismissed")
     if command.round != rdzv.next_round or (rdzv.opening is None and rdzv.is_member(node.id)):
         state = "open" if rdzv.opening is not None else "not open"
         raise Rejected(
@@ -169,7 +187,9 @@ def _join(command: JoinRendezvous, course: Course) -> Reply:
         )
 
     node.local_world_size = command.local_world_size
-    joined = Joined(node.rank, command.local_world_size, command.offer)
+    if node.id in rdzv.take_up.claims:
+        course.give_up_claims(f"{node.label} does not run in it any more")
+    joined = Joined(node.rank, command.local_world_size, command.offer, node.place, node.group)
     rdzv.join(node.id, joined, course.now, is_connected=course.state.nodes.is_connected(node.id))
     course.touch(node.id)
     course.advance()
@@ -195,9 +215,11 @@ def _report_failure(command: ReportFailure, course: Course) -> Reply:
     )
     incident = restarts.incident
     if incident is not None and incident.round == command.round:
-        course.hear_more(incident, first, lived)
+        course.hear_more(incident, first, lived, command.failures)
     elif is_running(course.state, node) and command.round == rdzv.round:
-        course.begin_incident(first, lived)
+        course.begin_incident(first, lived, command.failures)
+    elif node.id in rdzv.take_up.claims and command.round == rdzv.round:
+        course.give_up_claims(f"a worker of {node.label} failed")
     course.advance()
     return Done()
 
@@ -237,7 +259,7 @@ def _node_disconnected(command: NodeDisconnected, course: Course) -> Reply:
 
     node.reached(command.step)
     if nodes.is_connected(node.id):
-        nodes.stream_broke(node, course.now)
+        nodes.stream_broke(node, course.now, course.detection)
         course.state.rendezvous.stream_broke(node.id)
     return Done()
 
@@ -268,7 +290,11 @@ def _deadline_passed(command: DeadlinePassed, course: Course) -> Reply:
             sentence = sync_points.expire(course, command.id)
             if sentence:
                 course.verdicts.append(sentence)
-        case DeadlineKind.LAST_CALL | DeadlineKind.JOIN_TIMEOUT:
+        case DeadlineKind.PEND_TIMEOUT:
+            leaves_at = pend_timeouts(state).get(NodeId(command.id))
+            if leaves_at is not None and leaves_at <= course.now:
+                course.dismiss(state.nodes.live[NodeId(command.id)], _too_many(state))
+        case _:
             pass  # the rendezvous looks at the clock itself, just below
     course.advance()
     return Done()
@@ -282,8 +308,97 @@ def _stop_job(command: StopJob, course: Course) -> Reply:
     return Done()
 
 
+def _scale_job(command: ScaleJob, course: Course) -> Reply:
+    state = course.state
+    if state.end is not None:
+        raise Rejected(f"The job has ended: {state.end.message}", code="job-ended")
+    if state.terms is None:
+        raise Rejected("No node has come yet, and the first one says how many there shall be.", code="not-begun")
+    former = state.terms.limits
+    try:
+        limits = replace(former, min_nodes=command.min_nodes, max_nodes=command.max_nodes)
+    except ValueError as error:
+        raise Rejected(f"The job cannot be scaled: {error}.", code="bad-limits") from error
+    if limits.max_nodes > _MOST_NODES:
+        raise Rejected(f"The job cannot have more than {_MOST_NODES} nodes.", code="bad-limits")
+
+    if limits != former:
+        state.terms = replace(state.terms, limits=limits)
+        state.limits_version += 1
+        course.rescale(former)
+        course.advance()
+    return Done()
+
+
+def _block(command: BlockRendezvous, course: Course) -> Reply:
+    rdzv = course.state.rendezvous
+    node = course.state.nodes.current(command.node, command.incarnation)
+    if course.state.end is not None:
+        raise Rejected(f"The job has ended: {course.state.end.message}", code="job-ended")
+    if not command.reason.strip() or not 0 < command.lease <= LONGEST_BLOCK:
+        raise Rejected(
+            f"A block needs a reason and a lease of up to {LONGEST_BLOCK:g} s, not {command.lease:g}.", code="malformed"
+        )
+
+    rdzv.blocks[node.id] = Block(Micros(course.now + micros(command.lease)), node.label, command.reason.strip())
+    course.say(f"The rendezvous is blocked by {node.label} for up to {command.lease:g} s: {command.reason.strip()}.")
+    course.advance()
+    return Done()
+
+
+def _unblock(command: UnblockRendezvous, course: Course) -> Reply:
+    node = course.state.nodes.current(command.node, command.incarnation)
+
+    if course.state.rendezvous.blocks.pop(node.id, None) is not None:
+        course.say(f"The rendezvous is blocked by {node.label} no longer.")
+    course.advance()
+    return Done()
+
+
+def _await_order(command: AwaitOrder, course: Course) -> Reply:
+    if not 0 < command.limit <= LONGEST_BLOCK:
+        raise Rejected(
+            f"An order can be awaited for up to {LONGEST_BLOCK:g} s, not {command.limit:g}.", code="malformed"
+        )
+
+    if course.state.end is None:
+        course.state.rendezvous.order_awaited_until = Micros(course.now + micros(command.limit))
+    return Done()
+
+
+def _nodes_ordered(command: NodesOrdered, course: Course) -> Reply:
+    if len(command.ranks) > _MOST_NODES or any(not 0 <= rank <= _LARGEST for rank in command.ranks):
+        raise Rejected("The order of the nodes names ranks that cannot be.", code="malformed")
+
+    rdzv = course.state.rendezvous
+    rdzv.order = tuple(dict.fromkeys(command.ranks))
+    rdzv.order_awaited_until = None
+    course.advance()
+    return Done()
+
+
+def _too_many(state: JobState) -> Leave:
+    assert state.terms is not None, "somebody waits for a world before anybody came"
+    limits = state.terms.limits
+    return Leave(
+        f"the job has its {limits.max_nodes} nodes, and no world had room for this one within {limits.pend_timeout:g} s "
+        "(--rdzv-conf pend_timeout). Allow more nodes with --nnodes, or keep it warm with --standby",
+        EXIT_RENDEZVOUS_TIMEOUT,
+    )
+
+
+def _check_rendezvous(command: JoinRendezvous) -> None:
+    if command.name == NODE_CHECK_RENDEZVOUS:
+        raise Rejected("This job has no node check to join.", code="no-node-check")
+    if command.name != TRAINING_RENDEZVOUS:
+        raise Rejected(
+            f"There is no rendezvous {command.name!r}. Known are {TRAINING_RENDEZVOUS} and {NODE_CHECK_RENDEZVOUS}.",
+            code="unknown-rendezvous",
+        )
+
+
 def _check_attach(command: Attach) -> None:
-    counters = (command.incarnation, command.running_round, command.node_rank or 0)
+    counters = (command.incarnation, command.running_round, command.node_rank or 0, command.former_rank or 0)
     is_size_sane = 1 <= command.local_world_size <= _MOST_WORKERS
     if not command.launch or not is_size_sane or min(counters) < 0 or max(counters) > _LARGEST:
         raise Rejected(
@@ -291,25 +406,56 @@ def _check_attach(command: Attach) -> None:
             "node_rank, incarnation and running_round.",
             code="malformed",
         )
+    is_place_sane = len(command.place) <= _DEEPEST_PLACE and all(len(name) <= _LONGEST_NAME for name in command.place)
+    if not is_place_sane or abs(command.group) > _LARGEST:
+        raise Rejected(
+            f"A place has at most {_DEEPEST_PLACE} levels with names of at most {_LONGEST_NAME} characters, and a group "
+            "is a small number.",
+            code="malformed",
+        )
 
 
-def _check_terms(command: Attach, terms: JobTerms | None) -> None:
-    """A differing shutdown timeout harms nobody: each agent stops its own workers by its own."""
-    if terms is not None and replace(command.terms, shutdown_timeout=terms.shutdown_timeout) != terms:
-        raise Rejected(_differing_terms(terms, command.terms, command.host), code="terms-differ")
+def _check_terms(command: Attach, terms: JobTerms | None, *, is_scaled: bool) -> None:
+    """A differing shutdown timeout harms nobody: each agent stops its own workers by its own.
+
+    Nor do the numbers of nodes once somebody has scaled the job: nodes come with those of the command line.
+    """
+    if terms is None:
+        return
+    theirs = replace(command.terms, shutdown_timeout=terms.shutdown_timeout)
+    if is_scaled:
+        limits = replace(theirs.limits, min_nodes=terms.limits.min_nodes, max_nodes=terms.limits.max_nodes)
+        theirs = replace(theirs, limits=limits)
+    if theirs != terms:
+        raise Rejected(_differing_terms(terms, theirs, command.host), code="terms-differ")
 
 
 def _differing_terms(ours: JobTerms, theirs: JobTerms, host: str) -> str:
     differences = [
         f"{field} is {getattr(part, field)!r} in the job and {getattr(other, field)!r} there"
-        for part, other in ((ours.limits, theirs.limits), (ours.restarts, theirs.restarts))
+        for part, other in (
+            (ours.limits, theirs.limits),
+            (ours.restarts, theirs.restarts),
+            (ours.detection, theirs.detection),
+        )
         for field in part.__struct_fields__
         if getattr(part, field) != getattr(other, field)
     ]
+    if ours.standby != theirs.standby:
+        differences.append(f"standby is {ours.standby} in the job and {theirs.standby} there")
     return f"{host} was started with other options than the job: {'; '.join(differences)}. Start all nodes alike."
 
 
-_FROM_A_NODE = (JoinRendezvous, ReportFailure, ReportFinished, LeaveJob, KvCommand, SyncCommand)
+_FROM_A_NODE = (
+    JoinRendezvous,
+    ReportFailure,
+    ReportFinished,
+    LeaveJob,
+    BlockRendezvous,
+    UnblockRendezvous,
+    KvCommand,
+    SyncCommand,
+)
 """Commands that name the node which sends them."""
 
 HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
@@ -323,6 +469,11 @@ HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
     NodeSilent: _node_silent,
     DeadlinePassed: _deadline_passed,
     StopJob: _stop_job,
+    ScaleJob: _scale_job,
+    BlockRendezvous: _block,
+    UnblockRendezvous: _unblock,
+    AwaitOrder: _await_order,
+    NodesOrdered: _nodes_ordered,
     **kv_store.HANDLERS,
     **sync_points.HANDLERS,
 }

@@ -18,14 +18,17 @@ from msgspec.structs import replace
 from dlrover.core import restarts as blame
 from dlrover.core import sync_points
 from dlrover.core.kv_store import NUM_ROUNDS_KEPT
-from dlrover.core.nodes import REATTACH_WINDOW, Node, NodeLife
-from dlrover.core.rendezvous import Opening, choose_world, explain_timeout, num_usable
+from dlrover.core.nodes import Node, NodeLife, reattach_window
+from dlrover.core.rendezvous import Member, Opening, World, choose_world, explain_timeout, num_usable
 from dlrover.core.restarts import Incident
 from dlrover.core.state import JobState
+from dlrover.core.take_up import Claim, is_sane
 from dlrover.core.turn import micros
 from dlrover.protocol.messages import (
     Attach,
     Desired,
+    Detection,
+    DistinctFailure,
     Effect,
     End,
     ExitReason,
@@ -36,9 +39,11 @@ from dlrover.protocol.messages import (
     JobEnd,
     JobTerms,
     Join,
+    Leave,
     Limits,
     Micros,
     NodeId,
+    NodeRank,
     Round,
     Run,
     Stage,
@@ -68,6 +73,10 @@ class Course:
         """A dict because the order of a set is not reproducible."""
         self._is_all_touched = False
 
+    @property
+    def detection(self) -> Detection:
+        return self.state.detection
+
     def touch(self, node: NodeId) -> None:
         """The wish of this node may be another one now."""
         self._touched[node] = None
@@ -78,7 +87,7 @@ class Course:
     def admit(self, command: Attach) -> Node:
         """A launch that nobody knows becomes a node, and is asked to join."""
         state, nodes, rdzv = self.state, self.state.nodes, self.state.rendezvous
-        rank = nodes.lowest_free_rank() if command.node_rank is None else command.node_rank
+        rank = command.node_rank if command.node_rank is not None else self._rank_for(command)
         former = nodes.former.get(rank)
         if former is not None:
             state.senders.forget(former.id)
@@ -90,11 +99,86 @@ class Course:
                 rdzv.round = command.running_round
                 self.touch_all()
             self._hear_finished(node, command)
-            if not node.finished_round:
+            is_claiming = self._hear_claim(node, command)
+            if not node.finished_round and not is_claiming:
                 rdzv.expect(node.id, node.rank)
             if rdzv.world is None and rdzv.opening is None:
                 self._open(StopCause.MEMBERSHIP, "the job begins")
         return node
+
+    def _rank_for(self, command: Attach) -> NodeRank:
+        """The one it had before, if nobody else has it by now."""
+        nodes, former = self.state.nodes, command.former_rank
+        if former is not None and former not in nodes.holders and former not in nodes.former:
+            return former
+        return nodes.lowest_free_rank()
+
+    def _hear_claim(self, node: Node, command: Attach) -> bool:
+        """The node runs workers of a world that we know nothing of, because our journal was lost. Whether that counts."""
+        rdzv, world = self.state.rendezvous, command.world
+        take_up = rdzv.take_up
+        if rdzv.world is not None or take_up.is_over or world is None or not is_sane(world, command.running_round):
+            return False
+        if world.round != rdzv.round:
+            return False  # others ran in a newer one
+        if take_up.claims and take_up.round != world.round:
+            self.give_up_claims(f"{node.label} runs in round {world.round}")
+            return False
+        if take_up.contradicts(world):
+            self.give_up_claims(f"what {node.label} says of round {world.round} contradicts the others")
+            return False
+        if not take_up.claims:
+            take_up.until = Micros(self.now + micros(reattach_window(self.detection)))
+        take_up.claims[node.id] = Claim(node.rank, world)
+        return True
+
+    def give_up_claims(self, why: str) -> None:
+        """The world from before our time cannot be taken up: a new round forms."""
+        rdzv = self.state.rendezvous
+        self.say(f"The world of round {rdzv.take_up.round} cannot be taken up again: {why}. A new round forms.")
+        for node in rdzv.give_up_claims(self.now):
+            self.touch(node)
+
+    def _take_up(self) -> None:
+        """All members of the claimed world are back: it goes on, and nobody restarts."""
+        state, rdzv = self.state, self.state.rendezvous
+        claimed = rdzv.take_up.in_order()
+        assert claimed is not None, "nothing to take up"
+        assert state.terms is not None, "a claim without a node"
+        first, size = claimed[0][1].world, len(claimed)
+        if size % state.terms.limits.node_unit:
+            self.give_up_claims(f"{size} nodes are no multiple of --node-unit {state.terms.limits.node_unit}")
+            return
+        limits = state.terms.limits
+        if not limits.min_nodes <= size <= limits.max_nodes:
+            # It did run, so the job had been scaled.
+            limits = replace(limits, min_nodes=min(limits.min_nodes, size), max_nodes=max(limits.max_nodes, size))
+            state.terms = replace(state.terms, limits=limits)
+            state.limits_version += 1
+        members = tuple(
+            Member(
+                node,
+                claim.node_rank,
+                claim.world.local_world_size,
+                claim.world.first_global_rank,
+                # What the others had offered nobody knows any more, and nobody needs.
+                first.coordinator if not claim.world.group_rank else "",
+            )
+            for node, claim in claimed
+        )
+        rdzv.adopt(World(first.round, members, first.world_size, state.limits_version), self.now)
+        rdzv.verdict = (
+            f"Round {rdzv.round} goes on: the journal was lost, all {size} nodes of its world are back, and no worker "
+            "restarts."
+        )
+        self.say(rdzv.verdict)
+        state.stage = Stage.RUNNING
+        for member in members:
+            if (node := state.nodes.live.get(member.node)) is not None:
+                node.entered_at = self.now
+            self.touch(member.node)
+        if rdzv.is_all_finished():
+            self.end_job(ExitReason.COMPLETED, "The workers of all nodes ended well.")
 
     def reattach(self, node: Node, command: Attach) -> None:
         """The same life on a new stream: nothing restarts. Or one that never heard of its new incarnation."""
@@ -113,11 +197,14 @@ class Course:
         state.nodes.renew(node, command)
         sync_points.leave(self, node.id)
         state.senders.begin(node.id, node.incarnation)
-        if state.end is not None:
+        rdzv.blocks.pop(node.id, None)
+        if state.end is not None or node.dismissed is not None:
             return
         self._hear_finished(node, command)
         if node.finished_round:
             return
+        if node.id in rdzv.take_up.claims:
+            self.give_up_claims(f"the agent of {node.label} was restarted, its workers are dead")
         incident = state.restarts.open_incident(rdzv.round)
         if not was_running:
             rdzv.expect(node.id, node.rank)
@@ -134,31 +221,37 @@ class Course:
             first = FirstFailure(failure=failure, node_rank=node.rank, host=node.host, round=rdzv.round, step=node.step)
             lived = (self.now - rdzv.completed_at) / micros(1.0)
             if was_running:
-                self.begin_incident(first, lived)
+                self.begin_incident(first, lived, (failure,))
             elif incident is not None:
-                self.hear_more(incident, first, lived)  # others told first that they lost this one
+                self.hear_more(incident, first, lived, (failure,))  # others told first that they lost this one
 
-    def begin_incident(self, first: FirstFailure, lived: float) -> None:
+    def begin_incident(self, first: FirstFailure, lived: float, failures: tuple[WorkerFailure, ...]) -> None:
         """The first report of a round's failures: decide, and open the next round without waiting for the others."""
         state = self.state
         incident = Incident(round=first.round, first=first, began_at=self.now, step=first.step, lived=lived)
+        blame.count(incident, failures, first.node_rank, first.host)
         state.restarts.incident = incident
         self._open(StopCause.FAILURE, blame.describe(first))
         if blame.is_secondary(first.failure):
-            self._say(f"{blame.describe(first)} The next round opens; the first failure may still be reported.")
+            self.say(f"{blame.describe(first)} The next round opens; the first failure may still be reported.")
         elif not self._are_too_few_left():
             self._judge(incident)
 
-    def hear_more(self, incident: Incident, first: FirstFailure, lived: float) -> None:
+    def hear_more(
+        self, incident: Incident, first: FirstFailure, lived: float, failures: tuple[WorkerFailure, ...]
+    ) -> None:
         """A further report of a round that has failed already. It never costs a second restart."""
         state = self.state
+        if blame.count(incident, failures, first.node_rank, first.host) and state.end is not None:
+            state.end = replace(state.end, distinct_failures=tuple(incident.distinct))
+            self.touch_all()
         is_late = self.now - incident.began_at > micros(blame.LATE_FAILURE)
         if is_late and (incident.is_settled or state.end is not None):
             return
         is_better = blame.improve(incident, first)
         if incident.is_settled:
             if is_better:
-                self._say(f"{blame.describe(incident.first)} It was the first failure of the round.")
+                self.say(f"{blame.describe(incident.first)} It was the first failure of the round.")
             return
         blame.note(incident, first.step, lived)
         if state.end is not None:
@@ -177,7 +270,7 @@ class Course:
         if decision.reason is not None:
             self.end_job(decision.reason, decision.sentence, first=incident.first)
             return False
-        self._say(f"{blame.describe(incident.first)} {decision.sentence}")
+        self.say(f"{blame.describe(incident.first)} {decision.sentence}")
         return True
 
     def finish_node(self, node: Node, round_: Round) -> None:
@@ -210,12 +303,18 @@ class Course:
         """A live node is there no more; if its world needs it, the others meet again, at no cost of the budget."""
         state, rdzv = self.state, self.state.rendezvous
         was_running = is_running(self.state, node)
+        was_claiming = node.id in rdzv.take_up.claims and not node.finished_round
         state.nodes.retire(node, life)
         sync_points.leave(self, node.id)
         rdzv.forget(node.id, node.rank)
+        rdzv.blocks.pop(node.id, None)
         if state.end is not None:
             return
-        self._say(f"{why[0].upper()}{why[1:]}.")
+        self.say(f"{why[0].upper()}{why[1:]}.")
+        if was_running and node.entered_at is not None:
+            rdzv.bystanders.note_loss(node.rank, node.entered_at, self.now)
+        if was_claiming:
+            self.give_up_claims(why)
         if was_running:
             self._open(StopCause.MEMBERSHIP, why)
 
@@ -223,9 +322,38 @@ class Course:
         """Its stream broke and it did not come back in time. It may still, with the news that it has finished."""
         rdzv, broken = self.state.rendezvous, self.state.nodes.broken[node.id]
         if broken.broken_at is not None and rdzv.is_member(node.id) and not node.finished_round:
-            until = Micros(broken.broken_at + micros(REATTACH_WINDOW))
+            until = Micros(broken.broken_at + micros(reattach_window(self.detection)))
             rdzv.may_return_until = max(rdzv.may_return_until, until)
         self.lose(node, NodeLife.GONE, f"{node.label} lost its connection and did not come back")
+
+    def dismiss(self, node: Node, leave: Leave) -> None:
+        """The job goes on without this node. If it is a member of the world, the next round must be open already."""
+        assert not is_running(self.state, node), f"{node.label} is needed"
+        self.state.rendezvous.forget(node.id, node.rank)
+        self.state.rendezvous.blocks.pop(node.id, None)
+        node.dismissed = leave
+        self.say(f"{node.label[0].upper()}{node.label[1:]} leaves: {leave.reason}.")
+        self.touch(node.id)
+
+    def rescale(self, former: Limits) -> None:
+        """The limits are other ones now: who is too many goes, and a world that is too large makes room at once.
+
+        A world below a raised minimum goes on until enough nodes are there: stopping it would help nobody.
+        """
+        state, rdzv = self.state, self.state.rendezvous
+        assert state.terms is not None, "scaled before any node came"
+        limits = state.terms.limits
+        sentence = f"the job was scaled from {_span(former)} to {_span(limits)} nodes"
+        self.say(f"{sentence[0].upper()}{sentence[1:]}.")
+        if rdzv.finished or limits.max_nodes >= former.max_nodes:
+            return  # in its last minutes nobody restarts; and growing is the rendezvous's own matter
+        if rdzv.is_active and rdzv.world is not None and len(rdzv.world.members) > limits.max_nodes:
+            self._open(StopCause.MEMBERSHIP, sentence)
+        there = [node for node in state.nodes.live.values() if not node.finished_round and node.dismissed is None]
+        there.sort(key=lambda node: (not rdzv.is_member(node.id), node.rank))
+        for node in there[limits.max_nodes + state.terms.standby :]:
+            if not is_running(state, node) and node.id not in rdzv.take_up.claims:
+                self.dismiss(node, Leave("the job was scaled down", 0))
 
     def _open(self, cause: StopCause, reason: str) -> None:
         state, rdzv = self.state, self.state.rendezvous
@@ -246,12 +374,28 @@ class Course:
             return
         if state.terms is None:
             return
-        limits = state.terms.limits
+        for block in rdzv.lift_expired(self.now):
+            self.say(f"The lease of {block.owner} is over: the rendezvous is blocked no longer ({block.reason}).")
+        if rdzv.take_up.claims:
+            if rdzv.take_up.in_order() is not None:
+                self._take_up()
+                self.advance()
+                return
+            if rdzv.take_up.until <= self.now:
+                come, size = len(rdzv.take_up.claims), rdzv.take_up.size
+                self.give_up_claims(f"only {come} of its {size} nodes came back in time")
+        self._meet(state.terms)
+        if state.end is None and state.terms.limits.pend_timeout is not None:
+            rdzv.bystanders.note_pending(pending(state), self.now)
+
+    def _meet(self, terms: JobTerms) -> None:
+        """Open the next round if the world should grow, and complete it if its time has come."""
+        state, rdzv, limits = self.state, self.state.rendezvous, terms.limits
         if rdzv.opening is None:
-            reason = rdzv.reason_to_grow(limits)
+            reason = rdzv.reason_to_grow(limits, self.now)
             if reason is None:
                 return
-            self._say(f"{reason[0].upper()}{reason[1:]}.")
+            self.say(f"{reason[0].upper()}{reason[1:]}.")
             self._open(StopCause.MEMBERSHIP, reason)
         if self._are_too_few_left():
             self._end_unfinished(limits)
@@ -265,15 +409,15 @@ class Course:
             self.end_job(reason_, explain_timeout(rdzv, limits), exit_code=EXIT_RENDEZVOUS_TIMEOUT)
             self.advance()
             return
-        self._try_world(state.terms)
+        self._try_world(terms)
 
     def _try_world(self, terms: JobTerms) -> None:
         """Complete the open round if its time has come, and charge what led to it."""
         state, rdzv, restarts = self.state, self.state.rendezvous, self.state.restarts
-        world, sentence = choose_world(rdzv, terms.limits, self.now)
+        world, sentence = choose_world(rdzv, terms.limits, self.now, limits_version=state.limits_version)
         if world is None:
             if rdzv.waiting and sentence != rdzv.verdict:  # that nobody waits yet is no news
-                self._say(sentence)
+                self.say(sentence)
             rdzv.verdict = sentence
             return
         incident = restarts.open_incident(rdzv.round)
@@ -286,13 +430,16 @@ class Course:
                 self.advance()
                 return
         restarts.settle(terms.restarts)
+        former = rdzv.group_ranks
         rdzv.complete(world, self.now)
         state.kv.drop_before(Round(rdzv.round - NUM_ROUNDS_KEPT + 1))
         state.sync.drop_before(rdzv.round)
         rdzv.verdict = sentence
-        self._say(sentence)
+        self.say(sentence)
         state.stage = Stage.RUNNING
         for member in world.members:
+            if member.node not in former:
+                state.nodes.live[member.node].entered_at = self.now
             self.touch(member.node)
         for node in rdzv.expected:
             self.touch(node)  # they missed it and are asked for the next
@@ -343,13 +490,19 @@ class Course:
             first_failure=first,
             num_restarts=state.restarts.num_restarts,
             num_rounds=state.rendezvous.round,
+            distinct_failures=self._distinct_failures(first),
         )
         state.stage = Stage.STOPPING
         terms = JobTerms() if state.terms is None else state.terms
         state.drains_at = Micros(self.now + micros(terms.shutdown_timeout + DRAIN_MARGIN))
         state.rendezvous.close()
-        self._say(f"The job ends ({reason.value}): {state.end.message}")
+        self.say(f"The job ends ({reason.value}): {state.end.message}")
         self.touch_all()
+
+    def _distinct_failures(self, first: FirstFailure | None) -> tuple[DistinctFailure, ...]:
+        incident = self.state.restarts.incident
+        is_about_it = incident is not None and first is not None and incident.round == first.round
+        return tuple(incident.distinct) if incident is not None and is_about_it else ()
 
     def _finish_job(self, end: JobEnd) -> None:
         """The last node has left: the master may go, too."""
@@ -371,7 +524,7 @@ class Course:
                 node.desired = Desired(node.desired.number + 1, state.master_epoch, wish)
                 self.effects.append(TellNode(node.id))
 
-    def _say(self, verdict: str) -> None:
+    def say(self, verdict: str) -> None:
         self.verdicts.append(verdict)
 
 
@@ -380,8 +533,12 @@ def wish_of(state: JobState, node: Node) -> Wish:
     rdzv = state.rendezvous
     if state.end is not None:
         return End(state.end)
+    if node.dismissed is not None:
+        return node.dismissed
     if node.finished_round:
         return Idle(f"your workers finished in round {node.finished_round}; others still work")
+    if node.id in rdzv.take_up.claims:
+        return Run(rdzv.take_up.claims[node.id].world)
     if node.id in rdzv.waiting or node.id in rdzv.absent:
         return Wait("you have joined; a round will start with you when there is room")
     if rdzv.is_active and rdzv.is_member(node.id):
@@ -404,10 +561,47 @@ def gone_times(state: JobState, nodes: Iterable[NodeId]) -> dict[NodeId, Micros]
     is_last_hope = bool(broken) and _is_none_dispensable(state)
     return {
         node: state.nodes.gone_at(
-            node, has_spare=has_spare, is_needed=is_last_hope and not state.nodes.live[node].finished_round
+            node,
+            state.detection,
+            has_spare=has_spare,
+            is_needed=is_last_hope and not state.nodes.live[node].finished_round,
         )
         for node in broken
     }
+
+
+def standby(state: JobState) -> list[NodeId]:
+    """Who waits warm beside the world, as wished: the lowest ranks outside it."""
+    wanted = 0 if state.terms is None else state.terms.standby
+    return state.rendezvous.outsiders()[:wanted]
+
+
+def pending(state: JobState) -> list[NodeId]:
+    """Who waits beside the world although nobody asked for so many."""
+    wanted = 0 if state.terms is None else state.terms.standby
+    return state.rendezvous.outsiders()[wanted:]
+
+
+def pend_timeouts(state: JobState) -> dict[NodeId, Micros]:
+    """When pending nodes are sent away. Not while a round is open: it may take them."""
+    timeout = None if state.terms is None else state.terms.limits.pend_timeout
+    if timeout is None or state.end is not None or not state.rendezvous.is_active:
+        return {}
+    left_out = state.rendezvous.bystanders.left_out
+    return {node: Micros(since + micros(timeout)) for node, since in left_out.items()}
+
+
+def suspects(state: JobState) -> list[NodeId]:
+    """Members that have not come back although all the others can say is that they lost somebody."""
+    rdzv = state.rendezvous
+    incident = state.restarts.open_incident(rdzv.round)
+    if state.end is not None or incident is None or incident.first.failure.kind is not FailureKind.PEER_LOST:
+        return []
+    return [node for node in rdzv.expected if node in rdzv.group_ranks]
+
+
+def _span(limits: Limits) -> str:
+    return f"{limits.min_nodes}:{limits.max_nodes}"
 
 
 def _is_none_dispensable(state: JobState) -> bool:

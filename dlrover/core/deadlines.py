@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dlrover.core.course import gone_times
+from dlrover.core.course import gone_times, pend_timeouts
 from dlrover.core.state import JobState
 from dlrover.protocol.messages import DeadlineKind, Micros
 
@@ -42,8 +42,13 @@ def _of_rendezvous(state: JobState) -> list[Deadline]:
         (rdzv.call_ends_at(limits), DeadlineKind.LAST_CALL),
         (rdzv.too_few_at(limits), DeadlineKind.LAST_CALL),
         (rdzv.gives_up_at(limits), DeadlineKind.JOIN_TIMEOUT),
+        (rdzv.hold_ends_at(), DeadlineKind.BLOCK_LEASE),
+        (rdzv.take_up.until if rdzv.take_up.claims else None, DeadlineKind.TAKE_UP),
+        (rdzv.grows_at(limits), DeadlineKind.GROWTH),
     )
-    return [Deadline(at, kind, rdzv.next_round) for at, kind in times if at is not None]
+    running = [Deadline(at, kind, rdzv.next_round) for at, kind in times if at is not None]
+    pend_times = pend_timeouts(state).items()
+    return running + [Deadline(at, DeadlineKind.PEND_TIMEOUT, node) for node, at in pend_times]
 
 
 def _of_sync_points(state: JobState) -> list[Deadline]:

@@ -9,13 +9,14 @@ checked first and applied whole, or `Rejected` and nothing has changed.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Container
 
 import msgspec
 from msgspec.structs import replace
 
 from dlrover.core import kv_store, sync_points
 from dlrover.core.commands import HANDLERS, check_sender
-from dlrover.core.course import Course
+from dlrover.core.course import Course, pending, standby, suspects
 from dlrover.core.deadlines import running_deadlines
 from dlrover.core.nodes import Node, NodeLife
 from dlrover.core.state import DECISION_VERSION, JobState
@@ -27,8 +28,10 @@ from dlrover.protocol.messages import (
     Command,
     DeadlinePassed,
     Desired,
+    Detection,
     JobEnd,
     JobStatus,
+    Limits,
     Micros,
     NodeId,
     NodeStatus,
@@ -102,9 +105,20 @@ class Job:
     def is_connected(self, node: NodeId) -> bool:
         return self._state.nodes.is_connected(node)
 
+    def suspects(self) -> list[NodeId]:
+        """Whose neighbours say that they lost somebody: for these the observations may be sure sooner."""
+        return suspects(self._state)
+
+    @property
+    def detection(self) -> Detection:
+        return self._state.detection
+
     def status(self) -> JobStatus:
         state = self._state
         world = state.rendezvous.world
+        limits = Limits() if state.terms is None else state.terms.limits
+        incident = state.restarts.incident
+        warm, too_many = self._bystanders()
         return JobStatus(
             job_name=state.job_name,
             stage=state.stage,
@@ -113,8 +127,14 @@ class Job:
             world_size=0 if world is None else world.world_size,
             num_restarts=state.restarts.num_restarts,
             verdict=state.verdict,
-            nodes=tuple(self._node_status(node) for node in state.nodes.in_rank_order()),
+            nodes=tuple(self._node_status(node, warm, too_many) for node in state.nodes.in_rank_order()),
             end=state.end,
+            min_nodes=limits.min_nodes,
+            max_nodes=limits.max_nodes,
+            limits_version=state.limits_version,
+            num_standby=len(warm),
+            num_pending=len(too_many),
+            distinct_failures=() if incident is None else tuple(incident.distinct),
             digest=self.digest().hex(),
         )
 
@@ -162,12 +182,25 @@ class Job:
         """For tests, invariants and the simulator: read only."""
         return self._state
 
-    def _node_status(self, node: Node) -> NodeStatus:
+    def _bystanders(self) -> tuple[dict[NodeId, None], dict[NodeId, None]]:
+        """Who waits beside an active world on purpose, and who is too many."""
+        state = self._state
+        if not state.rendezvous.is_active:
+            return {}, {}
+        return dict.fromkeys(standby(state)), dict.fromkeys(pending(state))
+
+    def _node_status(self, node: Node, warm: Container[NodeId], too_many: Container[NodeId]) -> NodeStatus:
         status: str = node.life.value
         if node.life is NodeLife.ALIVE and not self.is_connected(node.id):
             status = "disconnected"
+        elif node.life is NodeLife.ALIVE and node.dismissed is not None:
+            status = "leaving"
         elif node.life is NodeLife.ALIVE and node.finished_round:
             status = "finished"
+        elif node.id in warm:
+            status = "standby"
+        elif node.id in too_many:
+            status = "pending"
         return NodeStatus(
             node=node.id,
             node_rank=node.rank,

@@ -14,15 +14,27 @@ from msgspec import Struct
 
 from dlrover.core.turn import micros
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Attach, Desired, Incarnation, Micros, NodeId, NodeRank, Round, Wait
+from dlrover.protocol.messages import (
+    Attach,
+    Desired,
+    Detection,
+    Incarnation,
+    Leave,
+    Micros,
+    NodeId,
+    NodeRank,
+    Round,
+    Wait,
+)
 
-GONE_AFTER_BREAK = 5.0
-"""Seconds after which a node whose stream broke counts as gone."""
-GONE_AFTER_BREAK_WITH_SPARE = 1.0
-"""The same where a warm node waits to take its place."""
 REATTACH_WINDOW = 40.0
-"""Seconds that every node has for coming back after a master start: nobody is suspected before a window of silence. It
-is also the patience with a node without which the job must fail."""
+"""Seconds that every node has at least for coming back after a master start: nobody is suspected before a window of
+silence. It is also the patience with a node without which the job must fail."""
+
+
+def reattach_window(detection: Detection) -> float:
+    """Who may be silent for longer may also take longer to come back."""
+    return max(REATTACH_WINDOW, detection.silence)
 
 
 def after_outage(deadline: Micros, last_command_at: Micros, now: Micros) -> Micros:
@@ -60,6 +72,14 @@ class Node(Struct, kw_only=True):
     """Round in which all its workers ended well; 0: not yet. A finished node is never started again."""
     step: int | None = None
     """Greatest step that anybody told of it."""
+    place: tuple[str, ...] = ()
+    """Where it is in the network, outermost switch first."""
+    group: int = -1
+    """Its scheduling group; -1: none."""
+    entered_at: Micros | None = None
+    """When it became a member of the world, through all rounds since; None: it never was."""
+    dismissed: Leave | None = None
+    """The job goes on without it; it is in no round any more, and only has to leave."""
     desired: Desired = Desired(number=0, master_epoch=0, wish=Wait("not decided yet"))
 
     def reached(self, step: int | None) -> None:
@@ -149,6 +169,8 @@ class Nodes(Struct):
             incarnation=self._next_incarnation(rank, attach.incarnation),
             local_world_size=attach.local_world_size,
             process=attach.life,
+            place=attach.place,
+            group=attach.group,
         )
         self.next_id = NodeId(self.next_id + 1)
         self.launches[attach.launch] = rank
@@ -161,8 +183,12 @@ class Nodes(Struct):
         node.host = attach.host
         node.local_world_size = attach.local_world_size
         node.process = attach.life
+        node.place = attach.place
+        node.group = attach.group
         if node.life is not NodeLife.ALIVE:
             node.life = NodeLife.ALIVE
+            node.entered_at = None
+            node.dismissed = None  # it had left, and somebody started it anew
             del self.former[node.rank]
             self._hold(node)
         self.broken.pop(node.id, None)
@@ -177,21 +203,21 @@ class Nodes(Struct):
         self.former[node.rank] = node
         self.first_free = min(self.first_free, node.rank)
 
-    def stream_broke(self, node: Node, now: Micros) -> None:
-        self.broken[node.id] = Broken(gone_at=Micros(now + micros(GONE_AFTER_BREAK)), broken_at=now)
+    def stream_broke(self, node: Node, now: Micros, detection: Detection) -> None:
+        self.broken[node.id] = Broken(gone_at=Micros(now + micros(detection.break_grace)), broken_at=now)
 
-    def master_restarted(self, now: Micros) -> None:
+    def master_restarted(self, now: Micros, detection: Detection) -> None:
         """Nobody is connected to a new master, and nobody is to blame for that."""
-        window = Broken(gone_at=Micros(now + micros(REATTACH_WINDOW)), broken_at=None)
+        window = Broken(gone_at=Micros(now + micros(reattach_window(detection))), broken_at=None)
         self.broken = dict.fromkeys(self.live, window)
 
-    def gone_at(self, node: NodeId, *, has_spare: bool, is_needed: bool) -> Micros:
+    def gone_at(self, node: NodeId, detection: Detection, *, has_spare: bool, is_needed: bool) -> Micros:
         """When a node without a stream is given up. One without which the job must fail has the longest time."""
         broken = self.broken[node]
         if is_needed and broken.broken_at is not None:
-            return Micros(broken.broken_at + micros(REATTACH_WINDOW))
+            return Micros(broken.broken_at + micros(reattach_window(detection)))
         if has_spare and broken.broken_at is not None:
-            return Micros(min(broken.gone_at, broken.broken_at + micros(GONE_AFTER_BREAK_WITH_SPARE)))
+            return Micros(min(broken.gone_at, broken.broken_at + micros(detection.break_grace_with_spare)))
         return broken.gone_at
 
     def in_rank_order(self) -> list[Node]:

@@ -5,9 +5,13 @@ A completed world is immutable and stays until the next one replaces it: a newco
 destroy nothing. Opening the next round is a decision of its own, taken by the job; only then members are asked to come
 back.
 
-Each live node that has not finished is in exactly one place: it waits, it is absent (joined, but its stream is broken),
-it is expected (asked to join and has not yet), or it is a member of a world whose successor is not open. The counts
-that decide a round are therefore lengths, and a join costs the same with ten nodes and with ten thousand.
+Each live node that has not finished and was not dismissed is in exactly one place: it waits, it is absent (joined, but
+its stream is broken), it is expected (asked to join and has not yet), it claims a world that an earlier master began, or
+it is a member of a world whose successor is not open. The counts that decide a round are therefore lengths, and a join
+costs the same with ten nodes and with ten thousand.
+
+A round can be held although enough nodes wait: by a node that needs the others to stand still for a while, until the
+order of the nodes is known, or while members of a world from before may still come back. Each hold has an end.
 """
 
 from __future__ import annotations
@@ -15,9 +19,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
+import msgspec
 from msgspec import Struct
 
+from dlrover.core.bystanders import Bystanders
 from dlrover.core.nodes import REATTACH_WINDOW, after_outage
+from dlrover.core.take_up import TakeUp
+from dlrover.core.topology import Placed, arrange
 from dlrover.core.turn import micros
 from dlrover.protocol.messages import Limits, Micros, NodeId, NodeRank, Round, StopCause, WorldSpec
 
@@ -34,6 +42,8 @@ class Joined(Struct, frozen=True):
     node_rank: NodeRank
     local_world_size: int
     offer: str
+    place: tuple[str, ...] = ()
+    group: int = -1
 
 
 class Member(Struct, frozen=True):
@@ -52,6 +62,8 @@ class World(Struct, frozen=True):
     round: Round
     members: tuple[Member, ...]
     world_size: int
+    limits_version: int = 0
+    """Of the limits that it obeys: a job may be scaled while it runs."""
 
     @property
     def coordinator(self) -> str:
@@ -62,6 +74,14 @@ class Opening(Struct, frozen=True):
     """Why the next round is open."""
 
     cause: StopCause
+    reason: str
+
+
+class Block(Struct, frozen=True):
+    """No round completes before it is lifted or ends."""
+
+    until: Micros
+    owner: str
     reason: str
 
 
@@ -92,6 +112,16 @@ class Rendezvous(Struct):
     """Newest join of a node that did not wait yet, or the opening of the round: first and last call count from here."""
     below_min_since: Micros | None = None
     """Since when too few nodes wait in the open round; None while enough do or nothing is open."""
+    granted: int = 0
+    """Microseconds that nodes were given for coming back after outages of the master, beyond the join timeout."""
+    blocks: dict[NodeId, Block] = {}
+    """By owner."""
+    order: tuple[NodeRank, ...] = ()
+    """The newest word of the topology sorter; empty: none."""
+    order_awaited_until: Micros | None = None
+    """The sorter was asked: so long the round waits for its answer."""
+    take_up: TakeUp = msgspec.field(default_factory=TakeUp)
+    bystanders: Bystanders = msgspec.field(default_factory=Bystanders)
     used_offers: list[str] = []
     """Coordinators of the last rounds, oldest first: a port is never used for two rounds."""
     verdict: str = "no node has attached yet"
@@ -116,7 +146,13 @@ class Rendezvous(Struct):
         num_members = 0
         if self.world is not None and self.opening is None:
             num_members = len(self.world.members) - len(self.finished) - len(self.lost)
-        return len(self.waiting) + self.num_coming + num_members
+        num_claiming = sum(1 for node in self.take_up.claims if node not in self.finished)
+        return len(self.waiting) + self.num_coming + num_claiming + num_members
+
+    @property
+    def is_held(self) -> bool:
+        """Whether no round may complete now, however many wait."""
+        return bool(self.blocks) or bool(self.take_up.claims) or self.order_awaited_until is not None
 
     def coming(self) -> str:
         """Those nodes in words."""
@@ -131,6 +167,15 @@ class Rendezvous(Struct):
     def has_spare(self) -> bool:
         """Whether somebody outside the newest world waits, warm."""
         return self.world is not None and any(node not in self.group_ranks for node in self.waiting)
+
+    def outsiders(self) -> list[NodeId]:
+        """Who has joined and is no member of the newest world, by rank."""
+        joined = itertools.chain(self.waiting.items(), self.absent.items())
+        return [
+            node
+            for node, _ in sorted(joined, key=lambda item: item[1].node_rank)
+            if self.world is not None and node not in self.group_ranks
+        ]
 
     def spec(self, node: NodeId) -> WorldSpec:
         """The member's place in the world."""
@@ -183,6 +228,7 @@ class Rendezvous(Struct):
         self.opening = opening
         self.call_began_at = now
         self.below_min_since = None
+        self.granted = 0
         for node in members:
             assert self.world is not None, "members without a world"
             self.expected[node] = self.world.members[self.group_ranks[node]].node_rank
@@ -221,7 +267,53 @@ class Rendezvous(Struct):
         self.lost = {}
         self.may_return_until = Micros(0)
         self.below_min_since = None
+        self.granted = 0
         self.used_offers = [*self.used_offers, world.coordinator][-NUM_USED_OFFERS:]
+
+    def adopt(self, world: World, now: Micros) -> None:
+        """The world that its members claimed is ours from now on; it began before we did."""
+        assert self.world is None, f"round {self.round} has a world already"
+        self.round = world.round
+        self.world = world
+        self.completed_at = now
+        self.group_ranks = {member.node: group_rank for group_rank, member in enumerate(world.members)}
+        self.finished = {node: rank for node, rank in self.finished.items() if node in self.group_ranks}
+        self.opening = None
+        self.below_min_since = None
+        self.take_up = TakeUp(is_over=True)
+        self.used_offers = [*self.used_offers, world.coordinator][-NUM_USED_OFFERS:]
+
+    def give_up_claims(self, now: Micros) -> list[NodeId]:
+        """The world that was claimed cannot be had any more: whoever runs in it shall join the open round."""
+        nodes = [node for node in self.take_up.claims if node not in self.finished]
+        claims, self.take_up = self.take_up.claims, TakeUp(is_over=True)
+        for node in nodes:
+            self.expect(node, claims[node].node_rank)
+        self.call_began_at = now
+        return nodes
+
+    def lift_expired(self, now: Micros) -> list[Block]:
+        """End the holds whose time is over, and say which blocks ended so."""
+        expired = [block for block in self.blocks.values() if block.until <= now]
+        self.blocks = {node: block for node, block in self.blocks.items() if block.until > now}
+        if self.order_awaited_until is not None and self.order_awaited_until <= now:
+            self.order_awaited_until = None
+        return expired
+
+    def hold_ends_at(self) -> Micros | None:
+        ends = [block.until for block in self.blocks.values()]
+        if self.order_awaited_until is not None:
+            ends.append(self.order_awaited_until)
+        return min(ends, default=None)
+
+    def why_held(self) -> str:
+        """For a sentence, while something holds the round."""
+        if self.blocks:
+            return "; ".join(f"blocked by {block.owner}: {block.reason}" for block in self.blocks.values())
+        if self.take_up.claims:
+            come, size = len(self.take_up.claims), self.take_up.size
+            return f"the world of round {self.take_up.round} runs on and is taken up when all are back, {come} of {size} are"
+        return "the order of the nodes is being asked for"
 
     def master_restarted(self, limits: Limits, last_command_at: Micros, now: Micros) -> None:
         """Nobody could join while the master was away, and nobody has a stream yet.
@@ -234,8 +326,17 @@ class Rendezvous(Struct):
         self.may_return_until = after_outage(self.may_return_until, last_command_at, now)
         if self.below_min_since is not None:
             timeout = micros(limits.join_timeout)
-            gives_up_at = after_outage(Micros(self.below_min_since + timeout), last_command_at, now)
-            self.below_min_since = Micros(gives_up_at - timeout)
+            former = Micros(self.below_min_since + timeout)
+            gives_up_at = after_outage(former, last_command_at, now)
+            # Not more than the timeout itself in all, or a master that keeps restarting would put it off for ever.
+            if gives_up_at > former and self.granted < timeout:
+                self.granted += gives_up_at - now
+                self.below_min_since = Micros(gives_up_at - timeout)
+        for node, block in self.blocks.items():
+            until = Micros(block.until + now - last_command_at)
+            self.blocks[node] = Block(until, block.owner, block.reason)
+        self.order_awaited_until = None  # whoever asked is dead, and so is the answer
+        self.take_up.until = after_outage(self.take_up.until, last_command_at, now)
 
     def close(self) -> None:
         """The job is over: nobody meets any more."""
@@ -244,10 +345,14 @@ class Rendezvous(Struct):
         self.absent = {}
         self.expected = {}
         self.below_min_since = None
+        self.blocks = {}
+        self.order_awaited_until = None
+        self.take_up = TakeUp(is_over=True)
+        self.bystanders.left_out = {}
 
     def note_shortage(self, limits: Limits, now: Micros) -> None:
         """Keep the clock of the join timeout: it runs while the open round is below the minimum."""
-        if num_usable(len(self.waiting), limits) >= limits.min_nodes:
+        if self.take_up.claims or num_usable(len(self.waiting), limits) >= limits.min_nodes:
             self.below_min_since = None
         elif self.below_min_since is None:
             self.below_min_since = now
@@ -266,6 +371,8 @@ class Rendezvous(Struct):
         num_left = len(self.waiting) + self.num_coming
         if self.opening is None or not self.finished or num_usable(num_left, limits) >= limits.min_nodes:
             return None
+        if self.take_up.claims:
+            return None  # a world is about to be known again
         if self.world is None:
             return Micros(self.call_began_at + micros(REATTACH_WINDOW))
         return max(self.call_began_at, self.may_return_until)
@@ -274,7 +381,7 @@ class Rendezvous(Struct):
         """Until when a round that could start holds the door open; None: there is nobody worth waiting for."""
         num_waiting, num_coming = len(self.waiting), self.num_coming
         usable = num_usable(num_waiting, limits)
-        if self.opening is None or usable < limits.min_nodes:
+        if self.opening is None or usable < limits.min_nodes or self.is_held:
             return None
         if num_usable(num_waiting + num_coming, limits) > usable or self._is_member_displaced(usable):
             return Micros(self.call_began_at + micros(limits.last_call))
@@ -282,44 +389,65 @@ class Rendezvous(Struct):
             return Micros(self.call_began_at + micros(limits.first_call))
         return None
 
-    def reason_to_grow(self, limits: Limits) -> str | None:
-        """Why the next round should open although the world is healthy; None: it should not.
+    def grows_at(self, limits: Limits) -> Micros | None:
+        """When so many nodes are welcome that the healthy world should grow, maybe long ago; None: it should not.
 
-        Nobody is added once a member has finished: the job is in its last minutes and a restart would undo them.
+        Nobody is added once a member has finished: the job is in its last minutes and a restart would undo them. Nor
+        while rounds are held: members would stop for a round that cannot complete.
         """
-        if self.world is None or self.opening is not None or self.finished or not self.waiting:
+        if self.world is None or self.opening is not None or self.finished or not self.waiting or self.is_held:
             return None
         size = len(self.world.members)
-        possible = num_usable(size + len(self.waiting), limits)
-        if possible <= size:
+        num_needed = limits.node_unit - size % limits.node_unit
+        if size + num_needed > limits.max_nodes or num_needed > len(self.waiting):
             return None
-        newcomers = _named([joined.node_rank for joined in self.waiting.values()])
-        return f"{newcomers} can join: the world grows from {size} to up to {possible} nodes"
+        return sorted(self.bystanders.welcome_at(joined.node_rank) for joined in self.waiting.values())[num_needed - 1]
+
+    def reason_to_grow(self, limits: Limits, now: Micros) -> str | None:
+        """Why the next round should open although the world is healthy; None: it should not, or not yet."""
+        grows_at = self.grows_at(limits)
+        if self.world is None or grows_at is None or grows_at > now:
+            return None
+        size = len(self.world.members)
+        ranks = [joined.node_rank for joined in self.waiting.values()]
+        welcome = [rank for rank in ranks if self.bystanders.welcome_at(rank) <= now]
+        possible = num_usable(size + len(ranks), limits)
+        return f"{_named(welcome)} can join: the world grows from {size} to up to {possible} nodes"
 
     def missing_ranks(self, limits: Limits) -> list[NodeRank]:
-        """Whom the open round lacks: former members, or before any world the lowest ranks."""
+        """Whom the open round lacks: former members, or before any world the lowest ranks. No more than can be named."""
         present = {joined.node_rank: None for joined in self.waiting.values()}
+        wanted: Iterable[NodeRank]
         if self.world is not None:
-            wanted = [member.node_rank for member in self.world.members if member.node not in self.finished]
+            wanted = (member.node_rank for member in self.world.members if member.node not in self.finished)
         else:
-            wanted = [NodeRank(rank) for rank in range(limits.min_nodes)]
-        return [rank for rank in wanted if rank not in present]
+            wanted = (NodeRank(rank) for rank in range(limits.min_nodes))
+        return list(itertools.islice((rank for rank in wanted if rank not in present), _NUM_NAMED + 1))
 
     def _is_member_displaced(self, usable: int) -> bool:
-        """Whether starting now would give a member's place to a stranger although the member is on its way.
+        """Whether starting now would give a member's place to somebody with less right while the member is on its way.
 
-        A spare has joined long before; the members are only stopping their workers. They hold the state in memory.
+        To a stranger: a spare has joined long before, the members are only stopping their workers, and hold the state
+        in memory. Or, in a world that shall shrink, to a member of a higher rank.
         """
-        if not any(node in self.group_ranks for node in itertools.chain(self.expected, self.absent)):
+        coming = [
+            member.node_rank
+            for node in itertools.chain(self.expected, self.absent)
+            if self.world is not None and node in self.group_ranks
+            for member in (self.world.members[self.group_ranks[node]],)
+        ]
+        if not coming:
             return False
-        num_members = sum(1 for node in self.waiting if node in self.group_ranks)
-        return num_members < usable
+        ranks = sorted(joined.node_rank for node, joined in self.waiting.items() if node in self.group_ranks)
+        return len(ranks) < usable or min(coming) < ranks[usable - 1]
 
     def _drop(self, node: NodeId) -> None:
         """Out of whichever place it is in."""
         self.waiting.pop(node, None)
         self.absent.pop(node, None)
         self.expected.pop(node, None)
+        if node not in self.finished:
+            self.take_up.claims.pop(node, None)
 
 
 def num_usable(num_nodes: int, limits: Limits) -> int:
@@ -328,7 +456,7 @@ def num_usable(num_nodes: int, limits: Limits) -> int:
     return capped - capped % limits.node_unit
 
 
-def choose_world(rdzv: Rendezvous, limits: Limits, now: Micros) -> tuple[World | None, str]:
+def choose_world(rdzv: Rendezvous, limits: Limits, now: Micros, *, limits_version: int = 0) -> tuple[World | None, str]:
     """Decide whether the open round completes, and say why or why not."""
     num_waiting = len(rdzv.waiting)
     label = f"Round {rdzv.next_round}"
@@ -336,6 +464,8 @@ def choose_world(rdzv: Rendezvous, limits: Limits, now: Micros) -> tuple[World |
     if usable < limits.min_nodes:
         unit = f", in multiples of {limits.node_unit}" if limits.node_unit > 1 else ""
         return None, f"{label}: {num_waiting} of at least {limits.min_nodes} nodes wait{unit}."
+    if rdzv.is_held:
+        return None, f"{label}: {_waiting(num_waiting)}; {rdzv.why_held()}."
     ends_at = rdzv.call_ends_at(limits)
     if ends_at is not None and now < ends_at:
         if rdzv.num_coming:
@@ -344,15 +474,17 @@ def choose_world(rdzv: Rendezvous, limits: Limits, now: Micros) -> tuple[World |
             f"{label}: {_waiting(num_waiting)}, at most {limits.max_nodes} can start; "
             f"first call of {limits.first_call:g} s for more."
         )
-    # Members of the newest world first: they hold its state. Otherwise, and in the world, ranks give the order.
+    # Members of the newest world first: they hold its state. Otherwise ranks say who, and the network in which order.
     candidates = sorted(rdzv.waiting.items(), key=lambda item: (item[0] not in rdzv.group_ranks, item[1].node_rank))
-    chosen = sorted(candidates[:usable], key=lambda item: item[1].node_rank)
+    chosen = {joined.node_rank: (node, joined) for node, joined in candidates[:usable]}
+    placed = [Placed(rank, joined.place, joined.group) for rank, (_, joined) in chosen.items()]
     members: list[Member] = []
     first_global_rank = 0
-    for node, joined in chosen:
+    for node_rank in arrange(placed, rdzv.order):
+        node, joined = chosen[node_rank]
         members.append(Member(node, joined.node_rank, joined.local_world_size, first_global_rank, joined.offer))
         first_global_rank += joined.local_world_size
-    world = World(round=rdzv.next_round, members=tuple(members), world_size=first_global_rank)
+    world = World(rdzv.next_round, tuple(members), first_global_rank, limits_version)
     workers = f"{first_global_rank} worker{'' if first_global_rank == 1 else 's'}"
     return world, f"{label} starts: {usable} of {_nodes(num_waiting, 'waiting ')}, {workers}."
 
@@ -362,7 +494,8 @@ def explain_timeout(rdzv: Rendezvous, limits: Limits) -> str:
     num_waiting = len(rdzv.waiting)
     missing = rdzv.missing_ranks(limits)
     verb = "is" if len(missing) == 1 else "are"
-    lack = f"; {_named(missing)} {verb} missing" if missing else ""
+    named = f"{_named(missing[:_NUM_NAMED])} and others" if len(missing) > _NUM_NAMED else _named(missing)
+    lack = f"; {named} {verb} missing" if missing else ""
     log = "its log" if len(missing) == 1 else "their logs"
     fewer = num_usable(num_waiting, limits)
     remedy = f"or allow fewer with --nnodes {fewer}:{limits.max_nodes}" if fewer else "and whether they reach us"

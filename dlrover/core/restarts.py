@@ -17,6 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.protocol.messages import (
+    DistinctFailure,
     ExitReason,
     FailureKind,
     FirstFailure,
@@ -35,6 +36,10 @@ DEVICE_FAULT_CODES = (14, 128, 201, 202)
 """Exit codes by which accelerator runtimes say that the device is broken."""
 NUM_CRASHES = 64
 """So many different crashes are remembered for recognising a loop."""
+NUM_DISTINCT = 16
+"""So many ways to fail are kept of one incident, the first ones; of an error storm these tell everything."""
+_SHORT = 160
+"""Characters of a message that is repeated to every node."""
 
 _SECONDARY = {FailureKind.PEER_LOST: 1, FailureKind.STOPPED_BY_US: 2}
 """Consequences of another failure, the more telling first."""
@@ -61,6 +66,8 @@ class Incident(Struct):
     """A member of the world went too: then workers that only lost a peer have told nothing about themselves."""
     is_settled: bool = False
     """The next round has completed: charged, only the record may still improve."""
+    distinct: list[DistinctFailure] = []
+    """Each way to fail once, in the order in which they were told. What was stopped by us failed in no way."""
 
     def master_restarted(self, outage: int) -> None:
         """Reports of it could not arrive meanwhile; they have the rest of their time again."""
@@ -172,6 +179,32 @@ def note(incident: Incident, step: int | None, lived: float) -> None:
         incident.step = step
         incident.first = replace(incident.first, step=step)
     incident.lived = max(incident.lived, lived)
+
+
+def count(incident: Incident, failures: tuple[WorkerFailure, ...], node_rank: NodeRank, host: str) -> bool:
+    """Remember how these workers failed. Returns whether a way was among them that nobody had told of before."""
+    is_new = False
+    for failure in failures:
+        if failure.kind is FailureKind.STOPPED_BY_US:
+            continue
+        digest = traceback_digest(failure)
+        for index, known in enumerate(incident.distinct):
+            if (known.kind, known.traceback_digest) == (failure.kind, digest):
+                incident.distinct[index] = replace(known, count=known.count + 1)
+                break
+        else:
+            if len(incident.distinct) < NUM_DISTINCT:
+                is_new = True
+                told = DistinctFailure(
+                    kind=failure.kind,
+                    message=failure.message[:_SHORT],
+                    node_rank=node_rank,
+                    host=host,
+                    global_rank=failure.global_rank,
+                    traceback_digest=digest,
+                )
+                incident.distinct.append(told)
+    return is_new
 
 
 def is_charged(incident: Incident) -> bool:

@@ -23,6 +23,7 @@ from dlrover.core.turn import NotYet, Origin, Outcome
 from dlrover.protocol.errors import DLRoverError, Rejected
 from dlrover.protocol.messages import (
     MAX_JOURNALLED_FAILURE_BYTES,
+    BlockRendezvous,
     Command,
     LeaveJob,
     Micros,
@@ -259,6 +260,8 @@ def trimmed_for_journal(command: Command) -> Command:
             return replace(command, failures=tuple(_trimmed_failure(failure) for failure in command.failures))
         case LeaveJob() | StopJob():
             return replace(command, message=_head(command.message, MAX_MESSAGE_BYTES_JOURNALLED))
+        case BlockRendezvous():
+            return replace(command, reason=_head(command.reason, MAX_MESSAGE_BYTES_JOURNALLED))
         case _:
             return command
 

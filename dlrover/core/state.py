@@ -16,7 +16,7 @@ from dlrover.core.rendezvous import Rendezvous
 from dlrover.core.restarts import Restarts
 from dlrover.core.senders import Senders
 from dlrover.core.sync_points import SyncPoints
-from dlrover.protocol.messages import JobEnd, JobTerms, Micros, Stage
+from dlrover.protocol.messages import Detection, JobEnd, JobTerms, Micros, Stage
 
 DECISION_VERSION = 3
 """Grows when the same commands would lead to another state: then only the snapshots of a journal can be used."""
@@ -33,7 +33,9 @@ class JobState(Struct, kw_only=True):
     master_epoch: int = 0
     job_name: str = ""
     terms: JobTerms | None = None
-    """Set by the first node that attaches."""
+    """Set by the first node that attaches; the limits are those of the newest scaling."""
+    limits_version: int = 0
+    """How often the job was scaled. From 1 on the limits that nodes come with do not count any more."""
     stage: Stage = Stage.INIT
     end: JobEnd | None = None
     """Set from stage STOPPING on."""
@@ -49,3 +51,8 @@ class JobState(Struct, kw_only=True):
     senders: Senders = msgspec.field(default_factory=Senders)
     kv: KvStore = msgspec.field(default_factory=KvStore)
     sync: SyncPoints = msgspec.field(default_factory=SyncPoints)
+
+    @property
+    def detection(self) -> Detection:
+        """Before the first node has come nobody can be lost."""
+        return Detection() if self.terms is None else self.terms.detection

@@ -72,7 +72,7 @@ class TestGivenNumber:
 
     def test_membership_changes_cost_nothing(self) -> None:
         scene = Scene(terms(1, 2, RestartPolicy(max_restarts=0))).gather("a", "b")
-        for second in range(10, 100, 10):
+        for second in range(100, 1000, 100):
             scene.at(second).silent("b")
             rejoin_a = scene.wish("a")
             assert isinstance(rejoin_a, Join)
@@ -220,8 +220,8 @@ class TestKinds:
 
     def test_taken_ports_with_other_rounds_in_between_are_chance(self) -> None:
         scene = Scene(terms(1, 2, RestartPolicy(max_restarts=0))).gather("a", "b")
-        for _ in range(5):
-            scene.fail("a", failure(FailureKind.PORT_TAKEN))
+        for second in range(100, 600, 100):
+            scene.at(second).fail("a", failure(FailureKind.PORT_TAKEN))
             rejoin(scene)
             scene.silent("b")
             scene.join("a")
