@@ -422,9 +422,11 @@ class Course:
             return
         incident = restarts.open_incident(rdzv.round)
         if incident is not None and blame.is_secondary(incident.first.failure):
-            # No better failure was reported. If a member is missing, that is the cause and nobody's budget pays.
+            # No better failure was reported. If a member is missing, that is the cause and nobody's budget pays. A node
+            # without power is missed by its peers long before its silence is believed: it just did not come back.
             incident.is_member_lost = any(
-                node in rdzv.lost or not state.nodes.is_connected(node) for node in rdzv.group_ranks
+                node in rdzv.lost or node in rdzv.expected or not state.nodes.is_connected(node)
+                for node in rdzv.group_ranks
             )
             if not self._judge(incident):
                 self.advance()

@@ -47,6 +47,8 @@ HEARTBEAT = (0.0, 6.0)
 LONGEST_GRACE = 40 * SECOND
 COMING_BACK = 5 * SECOND
 RETRY_PERIOD = SECOND
+FENCE_PERIOD = 5 * SECOND
+"""Between two looks of an idle master at the journal: is it still the newest?"""
 NO_SPIN = 100_000
 SERVICE_TIME = 0.0005
 TURN = 100
@@ -118,6 +120,7 @@ class VirtualMaster:
         self._is_turn_planned = False
         self._is_writing = False
         self._wake_at: int | None = None
+        self._has_begun = False
         self._is_failing = False
         """The journal cannot be written."""
         self._grace_until = 0
@@ -373,6 +376,7 @@ class VirtualMaster:
             self._plan_turn()
 
     def _release(self, batch: Batch | None, staged: dict[int, Work]) -> None:
+        self._has_begun = True
         released = () if batch is None else self.sequence.committed(batch)
         self.sim.releasing(self, batch)
         frames: dict[Connection, list[Downward]] = {}
@@ -472,13 +476,18 @@ class VirtualMaster:
     # When things go wrong.
 
     def _fall_back(self, before: bytes, works: list[Work]) -> None:
-        """Not durable, so it never happened: forget the state that saw it."""
+        """Not durable, so it never happened: forget the state that saw it. A master that cannot even begin ends."""
+        if not self._has_begun:
+            self.downtime = span(self.sim.chance.disk, *self.sim.shape.costs.master_restart)
+            self.sim.master_died(self, durable=before, why="because it cannot write")
+            return
         if not self._is_failing:
             self._is_failing = True
             self._stopped_at = self.events.now
             self.events.after(RETRY_PERIOD, self._try_again)
         job = self.sim.journal.restore()
-        self.sim.compare_restored(job, before)
+        if before:  # else the disk filled up only after this turn had begun
+            self.sim.compare_restored(job, before)
         self._adopt(job)
         late, self._queue = self._queue, []
         for work in [*works, *late]:
@@ -530,6 +539,11 @@ class VirtualMaster:
             self.receive(connection, parcel)
         if self.is_alive:
             self._plan_turn()
+
+    def look_at_the_fence(self) -> None:
+        """What an idle master does now and then: without it, one that was replaced would keep its agents for ever."""
+        if self.is_alive and not self.is_stalled and self.sim.master is not self:
+            self.sim.fenced(self)
 
     def die(self, *, is_seen: bool) -> None:
         """The process is gone; `is_seen`: a kernel is left to close its streams."""

@@ -34,7 +34,7 @@ from dlrover.simulator.events import SECOND, Chance, Events, span
 from dlrover.simulator.faults import FAULTS, Fault
 from dlrover.simulator.invariants import BOUND, Touched, Violation, check_command, check_in_full, is_stale
 from dlrover.simulator.journal import VirtualJournal
-from dlrover.simulator.master import HEARTBEAT, CrashPoint, VirtualMaster, Work
+from dlrover.simulator.master import FENCE_PERIOD, HEARTBEAT, CrashPoint, VirtualMaster, Work
 from dlrover.simulator.network import Connection, Network
 from dlrover.simulator.platform import VirtualPlatform
 from dlrover.simulator.shapes import Shape
@@ -346,8 +346,12 @@ class Simulation:
         self._durable = None
         self.master = None
         self._start_master()
-        self.pass_by(sleep, old.resume)
+        self.pass_by(sleep, lambda: self._wake_replaced(old))
         return True
+
+    def _wake_replaced(self, old: VirtualMaster) -> None:
+        old.resume()
+        self.events.after(FENCE_PERIOD, old.look_at_the_fence)
 
     def _answer_nobody(self) -> None:
         for node in self.nodes:

@@ -132,6 +132,16 @@ class TestGivenNumber:
         assert isinstance(scene.wish("a"), Run)
         assert scene.job.state.restarts.spent == {}
 
+    def test_a_node_without_power_is_what_the_others_lost_before_its_silence_is_believed(self) -> None:
+        """Found by the simulator: the last call ends first, and the messenger paid."""
+        scene = Scene(terms(1, 2, RestartPolicy(max_restarts=0), last_call=5.0)).gather("a", "b")
+        scene.at(10).fail("a", failure(PEER_LOST, at=10))
+        scene.join("a")
+        scene.tick(15)
+        assert isinstance(scene.wish("a"), Run)
+        assert scene.world("a").group_world_size == 1
+        assert scene.job.state.restarts.spent == {}
+
 
 class TestAsLongAsThereIsProgress:
     def test_three_in_a_row_without_progress(self) -> None:
