@@ -1,0 +1,149 @@
+"""
+Where nodes come from: the one interface that a laptop, Kubernetes and Ray fill in.
+
+The master asks for nodes by intents and hears what exists by lists and events. An intent says what shall be, not what
+to do: it may be applied twice, and again by the next master. A platform that cannot take it now says so by
+`LaunchNotTaken`, and the master goes on trying; one that never will, by `Rejected`.
+
+What a platform must keep to beyond the signatures is written as tests in `tests/platforms/contract.py`; every
+implementation passes them.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from msgspec import Struct
+
+from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.fleet_messages import (
+    LaunchNode,
+    NodeChanged,
+    NodeExit,
+    NodePhase,
+    NodesListed,
+    PlatformNode,
+    RemoveNode,
+)
+
+Intent = LaunchNode | RemoveNode
+Sight = NodesListed | NodeChanged
+"""What a watch sees."""
+
+
+class Capabilities(Struct, frozen=True, kw_only=True):
+    """What a platform can do beyond starting and ending nodes. Shown at the start, so that nobody has to guess."""
+
+    can_relaunch: bool = True
+    """A lost node can be replaced by a new one; False where people start nodes by hand."""
+    own_addresses: bool = False
+    """Each node has an address of its own, so that it can be cut off alone."""
+    can_limit_memory: bool = False
+    """`Resource.memory_mb` is held, and a node that exceeds it ends as `OOMKilled`."""
+    can_cordon: bool = False
+    """`cordon_host` and `avoid_hosts` are followed: there are several machines."""
+
+
+class LaunchNotTaken(Unavailable):
+    """The platform does not take a launch now: no room, an unknown resource. The reason is for people."""
+
+
+class StaleMaster(Rejected):
+    """The intent is of a master that another one has followed."""
+
+    def __init__(self, intent: Intent, newest: int) -> None:
+        super().__init__(
+            f"{type(intent).__name__} of {intent.name} is of master epoch {intent.master_epoch}, and the platform has "
+            f"heard of {newest}: another master runs the job now. Nothing was changed.",
+            code="old-master",
+        )
+
+
+class Platform(Protocol):
+    """Nodes of one job. All methods raise `Unavailable` while the platform cannot be reached."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    async def apply(self, intent: Intent) -> None:
+        """
+        Take the intent; returning means that the platform will see to it, not that it is done.
+
+        Idempotent by job and id: a launch of a node that is or was there, and a removal of one that is not, do
+        nothing. Raises `StaleMaster`, `LaunchNotTaken`, and `Rejected` for an intent that makes no sense.
+        """
+        ...
+
+    async def list(self) -> tuple[PlatformNode, ...]:
+        """Every node of the job, ended ones included until they are removed, by ascending id."""
+        ...
+
+    def watch(self) -> AsyncIterator[Sight]:
+        """
+        A full list, then every change in order; after a lost connection again a full list, and so on for ever.
+
+        What ended while nobody watched is in the list, so nothing is missed.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections. The nodes stay."""
+        ...
+
+
+def check_intent(intent: Intent) -> None:
+    """Raises `Rejected` for what no platform could do."""
+    kind = type(intent).__name__
+    if intent.id < 0:
+        raise _bad(f"{kind} names the node {intent.id}: ids are 0 or more")
+    if not intent.name or not all(letter.isascii() and (letter.isalnum() or letter in "-_.") for letter in intent.name):
+        raise _bad(f"{kind} of node {intent.id} names it {intent.name!r}: use letters, digits, dots and dashes")
+    if isinstance(intent, RemoveNode):
+        if not (0 <= intent.grace < math.inf):
+            raise _bad(f"{kind} of {intent.name} gives it {intent.grace} s for ending: give 0 or more")
+        return
+    if intent.rank < 0:
+        raise _bad(f"{kind} of {intent.name} gives it the rank {intent.rank}: ranks are 0 or more")
+    resource = intent.resource
+    if resource.cpu < 0 or resource.memory_mb < 0 or resource.gpus < 0:
+        raise _bad(f"{kind} of {intent.name} asks for less than nothing: {resource}")
+
+
+def check_same(known: LaunchNode, intent: LaunchNode) -> None:
+    """A repeated launch may differ in what is counted, never in what the node is."""
+    if (known.node_type, known.rank) != (intent.node_type, intent.rank):
+        raise _bad(
+            f"node {intent.id} was launched as {known.node_type} {known.rank} and shall now be {intent.node_type} "
+            f"{intent.rank}: give a new node a new id"
+        )
+
+
+def phase_of(exit_code: int) -> NodePhase:
+    return NodePhase.SUCCEEDED if exit_code == 0 else NodePhase.FAILED
+
+
+_HARDWARE_CODES = (14, 201, 202)
+"""Conventions of the field: damaged memory of a GPU, its driver lost, left-overs of another process on it."""
+_OOM_CODE = 247
+_KILLED_CODES = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+_FATAL_CODES = (1, 128 + signal.SIGABRT)
+
+
+def exit_reason(exit_code: int, *, is_out_of_memory: bool = False) -> NodeExit:
+    """Why a node ended, from its exit code (128 + n for signal n) and what the kernel says about its memory."""
+    if exit_code == 0:
+        return NodeExit.SUCCEEDED
+    if is_out_of_memory or exit_code == _OOM_CODE:
+        return NodeExit.OOM
+    if exit_code in _KILLED_CODES:
+        return NodeExit.KILLED
+    if exit_code in _FATAL_CODES:
+        return NodeExit.FATAL
+    return NodeExit.HARDWARE if exit_code in _HARDWARE_CODES else NodeExit.UNKNOWN
+
+
+def _bad(what: str) -> Rejected:
+    return Rejected(f"{what}. Nothing was changed.", code="bad-intent")

@@ -1,0 +1,103 @@
+"""
+Memory limits of local nodes: one cgroup per node, below our own.
+
+The kernel then ends what exceeds the limit, and counts it: so that a node that ran out of memory is told from one that
+somebody killed. Only where we may create cgroups: root, with the memory controller at hand (v1, or v2 if our own group
+passes it on).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from pathlib import Path
+
+from dlrover.protocol.errors import Unavailable
+
+_V1 = Path("/sys/fs/cgroup/memory")
+_V2 = Path("/sys/fs/cgroup")
+_PREFIX = "dlrover-"
+
+
+class MemoryLimits:
+    """Of one node host. `available` says whether there is any point in having one."""
+
+    def __init__(self, tag: str) -> None:
+        self._tag = tag
+        self._parent = _parent()
+
+    @staticmethod
+    def available() -> bool:
+        parent = _parent()
+        return parent is not None and os.geteuid() == 0 and os.access(parent, os.W_OK)
+
+    def create(self, key: str, memory_mb: int) -> str:
+        """The file to write one's pid to. Raises `Unavailable`."""
+        group = self._group(key)
+        limit = str(memory_mb * 1024 * 1024)
+        try:
+            group.mkdir(exist_ok=True)
+            (group / ("memory.limit_in_bytes" if _is_v1(group) else "memory.max")).write_text(limit)
+            swap = group / ("memory.memsw.limit_in_bytes" if _is_v1(group) else "memory.swap.max")
+            if swap.exists():
+                swap.write_text(limit if _is_v1(group) else "0")
+        except OSError as error:
+            raise Unavailable(f"the memory of a node cannot be limited: {group}: {error.strerror}") from error
+        return str(group / "cgroup.procs")
+
+    def num_kills(self, key: str) -> int:
+        """How many processes of the node the kernel ended for want of memory."""
+        group = self._group(key)
+        try:
+            text = (group / ("memory.oom_control" if _is_v1(group) else "memory.events")).read_text()
+        except OSError:
+            return 0
+        found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
+        return int(found.group(1)) if found else 0
+
+    def remove(self, key: str) -> None:
+        with contextlib.suppress(OSError):  # somebody is still in it: `dlrover clean` tries again
+            self._group(key).rmdir()
+
+    def _group(self, key: str) -> Path:
+        assert self._parent is not None, "asked for a limit where none are available"
+        return self._parent / f"{_PREFIX}{self._tag}-{key}"
+
+
+def remove_groups(tag: str) -> list[str]:
+    """Those of a dead host."""
+    parent = _parent()
+    removed = []
+    for group in sorted(parent.glob(f"{_PREFIX}{tag}-*")) if parent is not None else []:
+        try:
+            group.rmdir()
+            removed.append(f"cgroup {group.name}")
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                continue
+    return removed
+
+
+def _is_v1(group: Path) -> bool:
+    return _V1 in group.parents
+
+
+def _parent() -> Path | None:
+    """Our own group, where it has a memory controller that a group below would have, too."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            group = _V1 / path.lstrip("/")
+            return group if group.is_dir() else (_V1 if _V1.is_dir() else None)
+        if not controllers:
+            group = _V2 / path.lstrip("/")
+            with contextlib.suppress(OSError):
+                if "memory" in (group / "cgroup.subtree_control").read_text().split():
+                    return group
+    return None

@@ -1,0 +1,544 @@
+"""
+The node host: parent of all local nodes, and the truth about them.
+
+It runs in `dlrover local`, beside the master and not in it: when the master is killed, no node notices, and what ended in
+between is told to the next one. Being a subreaper it adopts whatever a killed node leaves. It serves a unix socket in a
+closed directory, to processes of its own user only.
+
+A node that ended stays in the list with its exit code until it is removed, so a watch that begins late misses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from dlrover.platforms.base import (
+    Intent,
+    LaunchNotTaken,
+    StaleMaster,
+    check_intent,
+    check_same,
+    exit_reason,
+    phase_of,
+)
+from dlrover.platforms.claims import Claim, dead_tags
+from dlrover.platforms.host_messages import (
+    ANSWER,
+    REQUEST,
+    HostAnswer,
+    HostRequest,
+    IntentRefused,
+    ListNodes,
+    RefusalKind,
+    Taken,
+    WatchNodes,
+)
+from dlrover.platforms.memory_limits import MemoryLimits, remove_groups
+from dlrover.platforms.namespaces import NODE_INTERFACE, Namespaces, Place, remove_namespaces
+from dlrover.platforms.node_process import MARK, ORPHAN_GRACE, NodeCommand, NodeProcess, send
+from dlrover.protocol.addresses import LOOPBACK
+from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
+from dlrover.protocol.fleet_messages import (
+    LaunchNode,
+    NodeChanged,
+    NodeEventKind,
+    NodeExit,
+    NodePhase,
+    NodesListed,
+    PlatformNode,
+    RemoveNode,
+)
+from dlrover.protocol.identity import PlatformId
+from dlrover.protocol.lifeline import follow_parent
+from dlrover.protocol.local import pack, peer_credentials, read_frame
+
+log = logging.getLogger(__name__)
+
+MAX_UNSENT = 10_000
+"""Events for a watch that does not read. Then it is hung up on, and begins anew with a list when it reads again."""
+REQUEST_TIMEOUT = 10.0
+"""Seconds for a request to arrive whole."""
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class HostConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    directory: str
+    """0700, of this host alone: the socket, and the nodes' log files if `log_dir` is empty."""
+    program: tuple[str, ...]
+    """What a node runs. The node's own values come by the environment, as on every platform."""
+    environ: dict[str, str] = {}
+    log_dir: str = ""
+    capacity: int = 0
+    """How many nodes may run at a time; 0: as many as are asked for."""
+    grace: float = 30.0
+    """Seconds that nodes have for ending when the host ends."""
+
+    @property
+    def socket(self) -> str:
+        return os.path.join(self.directory, "host.sock")
+
+
+@dataclass(eq=False)
+class _Node:
+    intent: LaunchNode
+    seen: PlatformNode
+    process: NodeProcess
+    key: str
+    """Names its cgroup: unique on this host."""
+    life: asyncio.Task[None] = field(init=False)
+    """Ends when nothing of the node is left."""
+    stopping: asyncio.Task[None] | None = None
+    stops_at: float = 0.0
+    removal: RemoveNode | None = None
+    """Set: it shall vanish from the list as soon as it has ended."""
+
+
+@dataclass(eq=False)
+class _Watch:
+    queue: asyncio.Queue[HostAnswer | None]
+
+
+@dataclass
+class _Job:
+    number: int
+    master_epoch: int = 0
+    nodes: dict[PlatformId, _Node] = field(default_factory=dict)
+    launches: dict[PlatformId, LaunchNode | None] = field(default_factory=dict)
+    """Every id ever heard of: none is used twice. None: a removal came before any launch."""
+    watches: list[_Watch] = field(default_factory=list)
+
+
+OnLine = Callable[[str, bytes, bool], None]
+"""Name of the node, one line of its output with its end, whether it is of stderr."""
+OnChange = Callable[[NodeChanged], None]
+
+
+class NodeHost:
+    """`start` it in the main thread of a process that has no other way of reaping its children; `stop` ends all nodes."""
+
+    def __init__(
+        self,
+        config: HostConfig,
+        *,
+        networks: Namespaces | None = None,
+        memory: MemoryLimits | None = None,
+        on_line: OnLine = lambda name, line, is_error: None,
+        on_change: OnChange = lambda change: None,
+    ) -> None:
+        self._config = config
+        self._networks = networks
+        self._memory = memory
+        self._on_line = on_line
+        self._on_change = on_change
+        self._jobs: dict[str, _Job] = {}
+        self._run = os.urandom(4).hex()
+        self._children: dict[int, Callable[[int], None]] = {}
+        self._is_ending = False
+        self._server: asyncio.Server | None = None
+        self._talks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        become_subreaper()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
+        self._server = await asyncio.start_unix_server(self._talk, self._config.socket)
+        os.chmod(self._config.socket, 0o600)
+
+    def adopt(self, pid: int, on_exit: Callable[[int], None]) -> None:
+        """A child that is no node (the master): have its wait status told. Nobody else may wait for it."""
+        self._children[pid] = on_exit
+
+    async def stop(self) -> None:
+        """End all nodes at once, each with the grace it has; take no more launches."""
+        self._is_ending = True
+        living = [node for node in self._nodes() if not node.life.done()]
+        for node in living:
+            self._stop_node(node, self._config.grace)
+        if living:
+            await asyncio.wait([node.life for node in living])
+
+    async def close(self) -> None:
+        """After `stop`: nobody is served any more."""
+        if self._server is not None:
+            self._server.close()
+        for talk in tuple(self._talks):
+            talk.cancel()
+        await asyncio.gather(*self._talks, return_exceptions=True)
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
+        with contextlib.suppress(OSError):
+            os.unlink(self._config.socket)
+
+    def seen(self, job_uid: str) -> tuple[PlatformNode, ...]:
+        return tuple(node.seen for _, node in sorted(self._job(job_uid).nodes.items()))
+
+    # Intents.
+
+    def apply(self, job_uid: str, intent: Intent) -> None:
+        check_intent(intent)
+        job = self._job(job_uid)
+        if intent.master_epoch < job.master_epoch:
+            raise StaleMaster(intent, job.master_epoch)
+        job.master_epoch = intent.master_epoch
+        if isinstance(intent, LaunchNode):
+            self._launch(job_uid, job, intent)
+        else:
+            self._remove(job, intent)
+
+    def _launch(self, job_uid: str, job: _Job, intent: LaunchNode) -> None:
+        if intent.id in job.launches:
+            known = job.launches[intent.id]
+            if known is not None:
+                check_same(known, intent)
+            return
+        self._check_room(job, intent)
+        key = f"{job.number}-{intent.id}"
+        try:
+            process, place = self._start(job_uid, intent, key)
+        except Unavailable as error:
+            raise LaunchNotTaken(f"{intent.name}: {error}") from error
+        job.launches[intent.id] = intent
+        seen = PlatformNode(
+            id=intent.id,
+            node_type=intent.node_type,
+            rank=intent.rank,
+            phase=NodePhase.PENDING,
+            host=place.address if place is not None else LOOPBACK,
+            name=intent.name,
+            relaunch_count=intent.relaunch_count,
+            group=intent.group,
+        )
+        node = _Node(intent, seen, process, key)
+        node.life = asyncio.ensure_future(self._live(job, node))
+        job.nodes[intent.id] = node
+        self._tell(job, NodeChanged(kind=NodeEventKind.ADDED, node=seen))
+        self._change(job, node, replace(seen, phase=NodePhase.RUNNING))
+
+    def _check_room(self, job: _Job, intent: LaunchNode) -> None:
+        running = sum(not node.life.done() for node in self._nodes())
+        if self._is_ending:
+            raise LaunchNotTaken(f"{intent.name}: this machine's node host is ending")
+        if self._networks is not None and job.number > 0:
+            raise LaunchNotTaken(f"{intent.name}: the namespaces of this node host are for its first job alone")
+        if self._config.capacity and running >= self._config.capacity:
+            raise LaunchNotTaken(f"{intent.name}: {running} of at most {self._config.capacity} nodes run already")
+        total_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (1024 * 1024)
+        if intent.resource.memory_mb > total_mb:
+            raise LaunchNotTaken(
+                f"{intent.name}: asks for {intent.resource.memory_mb} MB, and this machine has {total_mb} MB"
+            )
+        num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+        if intent.resource.gpus > num_gpus:
+            raise LaunchNotTaken(
+                f"{intent.name}: asks for {intent.resource.gpus} GPUs, and this machine has {num_gpus}"
+            )
+
+    def _start(self, job_uid: str, intent: LaunchNode, key: str) -> tuple[NodeProcess, Place | None]:
+        """Raises `Unavailable`, and leaves nothing then."""
+        place = self._networks.add(intent.id) if self._networks is not None else None
+        try:
+            cgroup = ""
+            if self._memory is not None and intent.resource.memory_mb:
+                cgroup = self._memory.create(key, intent.resource.memory_mb)
+            log_dir = self._config.log_dir or self._config.directory
+            command = NodeCommand(
+                argv=self._config.program,
+                environ=self._environ(intent, place),
+                mark=f"{self._run}.{job_uid}.{intent.id}",
+                log_file=os.path.join(log_dir, f"{intent.name}.log"),
+                network=place.network if place is not None else "",
+                cgroup=cgroup,
+            )
+            process = NodeProcess(command, on_line=lambda line, is_error: self._on_line(intent.name, line, is_error))
+        except BaseException:
+            self._release(intent.id, key)
+            raise
+        self._children[process.pid] = process.ended
+        return process, place
+
+    def _environ(self, intent: LaunchNode, place: Place | None) -> dict[str, str]:
+        own = {
+            "DLROVER_NODE_ID": str(intent.id),
+            "NODE_ID": str(intent.id),
+            "NODE_RANK": str(intent.rank),
+            "NODE_TYPE": intent.node_type.value,
+            "DLROVER_NODE_GROUP": str(intent.group),
+        }
+        if place is not None:
+            own["POD_IP"] = place.address
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+                own[variable] = self._config.environ.get(variable, NODE_INTERFACE)
+        return {**self._config.environ, **own}
+
+    async def _live(self, job: _Job, node: _Node) -> None:
+        """From the start of a node's process until nothing of it is left."""
+        exit_code = await asyncio.shield(node.process.exit_code)
+        self._kill_strangers()
+        await node.process.sweep(0.0 if node.stopping is not None else ORPHAN_GRACE)
+        is_out_of_memory = self._memory is not None and bool(
+            node.intent.resource.memory_mb and self._memory.num_kills(node.key)
+        )
+        self._release(node.intent.id, node.key)
+        reason = exit_reason(exit_code, is_out_of_memory=is_out_of_memory)
+        if node.removal is not None:
+            self._vanish(job, node, exit_code, reason)
+        else:
+            message = f"exit code {exit_code}" + (", out of memory" if is_out_of_memory else "")
+            ended = replace(
+                node.seen, phase=phase_of(exit_code), exit_code=exit_code, exit_reason=reason, message=message
+            )
+            self._change(job, node, ended)
+
+    def _remove(self, job: _Job, intent: RemoveNode) -> None:
+        job.launches.setdefault(intent.id, None)
+        node = job.nodes.get(intent.id)
+        if node is None:
+            return
+        if node.life.done():
+            assert node.seen.exit_code is not None, f"{node.seen.name} ended without an exit code"
+            node.removal = intent
+            self._vanish(job, node, node.seen.exit_code, node.seen.exit_reason)
+            return
+        node.removal = node.removal or intent
+        self._stop_node(node, intent.grace)
+
+    def _stop_node(self, node: _Node, grace: float) -> None:
+        """Again with less patience: the shorter one counts."""
+        stops_at = asyncio.get_running_loop().time() + grace
+        if node.stopping is not None:
+            if stops_at >= node.stops_at:
+                return
+            node.stopping.cancel()
+        node.stops_at = stops_at
+        node.stopping = asyncio.ensure_future(node.process.stop(grace))
+
+    def _vanish(self, job: _Job, node: _Node, exit_code: int, reason: NodeExit) -> None:
+        del job.nodes[node.intent.id]
+        last = replace(
+            node.seen,
+            phase=NodePhase.DELETED,
+            exit_code=exit_code,
+            exit_reason=reason if node.seen.phase is not NodePhase.RUNNING else NodeExit.KILLED,
+            message="" if node.removal is None else node.removal.reason,
+        )
+        self._tell(job, NodeChanged(kind=NodeEventKind.DELETED, node=last))
+
+    def _release(self, node: PlatformId, key: str) -> None:
+        if self._networks is not None:
+            self._networks.remove(node)
+        if self._memory is not None:
+            self._memory.remove(key)
+
+    # Events.
+
+    def _change(self, job: _Job, node: _Node, seen: PlatformNode) -> None:
+        node.seen = seen
+        self._tell(job, NodeChanged(kind=NodeEventKind.MODIFIED, node=seen))
+
+    def _tell(self, job: _Job, change: NodeChanged) -> None:
+        self._on_change(change)
+        for watch in tuple(job.watches):
+            if watch.queue.qsize() < MAX_UNSENT:
+                watch.queue.put_nowait(change)
+            else:
+                job.watches.remove(watch)
+                watch.queue.put_nowait(None)
+
+    def _job(self, uid: str) -> _Job:
+        return self._jobs.setdefault(uid, _Job(len(self._jobs)))
+
+    def _nodes(self) -> Iterator[_Node]:
+        for job in self._jobs.values():
+            yield from job.nodes.values()
+
+    # Children.
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            tell = self._children.pop(pid, None)
+            if tell is not None:
+                tell(status)
+
+    def _kill_strangers(self) -> None:
+        """
+        Children that we did not start and that carry no mark of ours: a node left them, and cleared their environment.
+
+        While its launcher and agent live they would adopt them, so these are of a node that is gone.
+        """
+        for pid in _children_of(os.getpid()):
+            if pid not in self._children and not _has_mark(pid, self._run):
+                send(pid, signal.SIGKILL)
+
+    # The socket.
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._talks.add(task)
+        try:
+            await self._converse(reader, writer)
+        except (OSError, Rejected, TimeoutError) as error:
+            log.info("a client of the node host was hung up on reason=%s", error)
+        except asyncio.CancelledError:
+            pass  # the host closes; a task that asyncio's server started must not end as cancelled
+        finally:
+            self._talks.discard(task)
+            writer.close()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer: socket.socket = writer.get_extra_info("socket")
+        _, uid, _ = peer_credentials(peer)
+        if uid not in (0, os.geteuid()):
+            raise Rejected(f"a process of user {uid} has no business here")
+        async with asyncio.timeout(REQUEST_TIMEOUT):
+            frame = await read_frame(reader)
+        if frame is None:
+            return
+        request = REQUEST.decode(frame)
+        if isinstance(request.body, WatchNodes):
+            await self._serve_watch(request.job_uid, reader, writer)
+        else:
+            await _send(writer, self._answer(request))
+
+    def _answer(self, request: HostRequest) -> HostAnswer:
+        body = request.body
+        if isinstance(body, ListNodes):
+            return NodesListed(nodes=self.seen(request.job_uid))
+        assert isinstance(body, LaunchNode | RemoveNode), "watches are served elsewhere"
+        try:
+            self.apply(request.job_uid, body)
+        except StaleMaster as error:
+            newest = self._job(request.job_uid).master_epoch
+            return IntentRefused(kind=RefusalKind.OLD_MASTER, message=str(error), newest_master_epoch=newest)
+        except Rejected as error:
+            return IntentRefused(kind=RefusalKind.BAD, message=str(error), code=error.code)
+        except Unavailable as error:
+            return IntentRefused(kind=RefusalKind.NOT_NOW, message=str(error))
+        return Taken()
+
+    async def _serve_watch(self, job_uid: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        job = self._job(job_uid)
+        watch = _Watch(asyncio.Queue())
+        job.watches.append(watch)
+        watch.queue.put_nowait(NodesListed(nodes=self.seen(job_uid)))
+        sending = asyncio.ensure_future(_send_all(writer, watch.queue))
+        hanging_up = asyncio.ensure_future(reader.read(1))
+        try:
+            await asyncio.wait([sending, hanging_up], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if watch in job.watches:
+                job.watches.remove(watch)
+            sending.cancel()
+            hanging_up.cancel()
+            await asyncio.gather(sending, hanging_up, return_exceptions=True)
+
+
+async def _send_all(writer: asyncio.StreamWriter, queue: asyncio.Queue[HostAnswer | None]) -> None:
+    while (answer := await queue.get()) is not None:
+        await _send(writer, answer)
+
+
+async def _send(writer: asyncio.StreamWriter, answer: HostAnswer) -> None:
+    writer.write(pack(ANSWER.encode(answer)))
+    await writer.drain()
+
+
+def become_subreaper() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(number)}")
+
+
+def remove_left_behind() -> list[str]:
+    """What killed node hosts left in the kernel under a name: for `dlrover clean`. Tells what was removed."""
+    removed: list[str] = []
+    with dead_tags() as tags:
+        for tag in tags:
+            removed += [*remove_namespaces(tag), *remove_groups(tag)]
+    return removed
+
+
+def claim_kernel_names(
+    *, wants_networks: bool, wants_memory: bool
+) -> tuple[Claim | None, Namespaces | None, MemoryLimits | None]:
+    """What this host may use of namespaces and cgroups. Raises `ConfigError` if namespaces are wanted and fail."""
+    if not (wants_networks or wants_memory):
+        return None, None, None
+    claim = Claim()
+    try:
+        networks = Namespaces.create(claim.tag) if wants_networks else None
+    except Unavailable as error:
+        claim.release()
+        raise ConfigError(f"Network namespaces could not be made: {error}. Use --netns off.") from error
+    return claim, networks, MemoryLimits(claim.tag) if wants_memory else None
+
+
+def _children_of(pid: int) -> Iterator[int]:
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+        except OSError:
+            continue
+        if int(parent) == pid and state not in (b"Z", b"X"):
+            yield int(name)
+
+
+def _has_mark(pid: int, run: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return f"\0{MARK}={run}.".encode() in b"\0" + file.read()
+    except OSError:
+        return True  # gone, or not to be told
+
+
+def main() -> int:
+    """`python -m dlrover.platforms.node_host CONFIG`: a host on its own, until SIGTERM or the end of its parent."""
+    import sys
+
+    if not follow_parent(signal.SIGTERM):
+        return 1
+    config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=HostConfig)
+    asyncio.run(_serve(config))
+    return 0
+
+
+async def _serve(config: HostConfig) -> None:
+    wants_memory = MemoryLimits.available()
+    claim, networks, memory = claim_kernel_names(wants_networks=False, wants_memory=wants_memory)
+    host = NodeHost(config, networks=networks, memory=memory)
+    await host.start()
+    over = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)
+    print(msgspec.json.encode({"socket": config.socket, "memory": memory is not None}).decode(), flush=True)
+    try:
+        await over.wait()
+    finally:
+        await host.stop()
+        await host.close()
+        if claim is not None:
+            claim.release()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

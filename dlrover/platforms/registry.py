@@ -1,0 +1,61 @@
+"""
+From the name of a platform to the platform.
+
+Modules are imported when they are asked for, so that nobody needs the libraries of a platform that is not used.
+Others add theirs under the entry point group `dlrover.platforms`, or name a class as `module::Class`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Protocol
+
+from dlrover.platforms.base import Platform
+from dlrover.protocol.errors import ConfigError
+
+ENTRY_POINTS = "dlrover.platforms"
+_BUILT_IN = {
+    "fake": "dlrover.platforms.fake::FakePlatform",
+    "local": "dlrover.platforms.local::LocalPlatform",
+}
+
+
+class PlatformClass(Protocol):
+    """What the registry finds by name."""
+
+    @classmethod
+    def from_options(cls, job_uid: str, options: Mapping[str, object]) -> Platform:
+        """Raises `ConfigError` for options that it does not know."""
+        ...
+
+
+def build_platform(name: str, *, job_uid: str, options: Mapping[str, object]) -> Platform:
+    """Raises `ConfigError` for a name that nobody knows and for options that the platform does not."""
+    return find_platform(name).from_options(job_uid, options)
+
+
+def find_platform(name: str) -> type[PlatformClass]:
+    if "::" in name:
+        return _load(name, name)
+    if name in _BUILT_IN:
+        return _load(name, _BUILT_IN[name])
+    others = {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}
+    if name in others:
+        return _load(name, others[name].value.replace(":", "::", 1))
+    known = ", ".join(sorted({*_BUILT_IN, *others}))
+    raise ConfigError(f"There is no platform {name!r}. Known are {known}; a class of your own is named module::Class.")
+
+
+def _load(name: str, target: str) -> type[PlatformClass]:
+    module_name, _, class_name = target.partition("::")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except ImportError as error:
+        raise ConfigError(f"The platform {name} cannot be loaded: {error}. Is its package installed?") from error
+    except AttributeError as error:
+        raise ConfigError(f"The platform {name}: the module {module_name} has no class {class_name!r}.") from error
+    if not callable(getattr(found, "from_options", None)):
+        raise ConfigError(f"The platform {name}: {class_name} has no `from_options`, so it cannot be built by name.")
+    return found  # type: ignore[no-any-return]
