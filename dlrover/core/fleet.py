@@ -266,17 +266,19 @@ class Fleet(Struct, kw_only=True):
         """The one place where a phase changes, so that the lists always agree with it."""
         replicas = self.replicas[node.node_type]
         node.phase = phase
-        replicas.pending.pop(node.id, None)
-        replicas.running.pop(node.id, None)
         if phase is not NodePhase.INITIAL:
             self.to_launch.pop(node.id, None)
         if phase is NodePhase.RUNNING and node.running_since is None:
             node.running_since = now
         if phase in ENDED and node.ended_at is None:
             node.ended_at = now
+        if node.is_pending:
+            return  # it keeps its place among those that wait
+        replicas.pending.pop(node.id, None)
         if node.is_live:
-            (replicas.running if phase is NodePhase.RUNNING else replicas.pending)[node.id] = None
+            replicas.running[node.id] = None
             return
+        replicas.running.pop(node.id, None)
         self.to_launch.pop(node.id, None)
         if replicas.holders.get(node.rank) == node.id:
             del replicas.holders[node.rank]

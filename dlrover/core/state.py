@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from dlrover.core.fleet import Fleet
 from dlrover.core.kv_store import KvStore
 from dlrover.core.nodes import Nodes
 from dlrover.core.rendezvous import Rendezvous
@@ -51,6 +52,8 @@ class JobState(Struct, kw_only=True):
     senders: Senders = msgspec.field(default_factory=Senders)
     kv: KvStore = msgspec.field(default_factory=KvStore)
     sync: SyncPoints = msgspec.field(default_factory=SyncPoints)
+    fleet: Fleet | None = None
+    """None: people start the nodes by hand."""
 
     @property
     def detection(self) -> Detection:

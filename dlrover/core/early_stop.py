@@ -1,0 +1,254 @@
+"""
+Early stop: when waiting for nodes cannot help any more, or has taken too long.
+
+Five rules, first hit wins, on the state and the clock alone. Each rule that depends on time also names its deadline, and
+only while its condition holds; so a deadline that has passed always ends the job, and none is left standing.
+
+Until then the job waits: it says how many workers run, whom it waits for and until when, and goes on by itself when they
+have come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from dlrover.core.fleet import Fleet, FleetNode
+from dlrover.core.parameter_servers import WAIT_FOR_PS
+from dlrover.core.relaunch import smaller
+from dlrover.core.state import JobState
+from dlrover.core.turn import MICROS_PER_SECOND, micros
+from dlrover.protocol.fleet_messages import NodePhase, NodeType, Strategy
+from dlrover.protocol.messages import DeadlineKind, ExitReason, Limits, Micros
+
+MIN_PENDING_TIMEOUT = 600.0
+DEFAULT_PENDING_TIMEOUT = 600.0
+"""For a parameter server that waits for more memory, where the user allows to wait for ever."""
+MIN_GROUP_TIMEOUT = 300.0
+MIN_SHORTAGE, MAX_SHORTAGE = 600.0, 3600.0
+SHORTAGE_FACTOR = 1.5
+MIN_NODES_FOR_CHECK = 4
+"""Fewer workers may all fail the node check by chance."""
+NECESSARY = 1
+"""Of `FleetSpec.pending_strategy`."""
+
+
+class Stop(NamedTuple):
+    reason: ExitReason
+    sentence: str
+
+
+class Wait(NamedTuple):
+    """A node that has waited too long at that time."""
+
+    at: Micros
+    node: FleetNode
+
+
+def judge(state: JobState, now: Micros) -> Stop | None:
+    """Whether the job should end for lack of nodes."""
+    fleet = state.fleet
+    if fleet is None or state.end is not None:
+        return None
+    if _have_all_checks_failed(fleet):
+        return Stop(
+            ExitReason.NODE_CHECK_FAILED,
+            f"The first nodes of all {fleet.workers.spec.count} workers failed the node check. Look for what they have in "
+            "common: the network between them, the driver, the image.",
+        )
+    for wait in _too_long(state):
+        if wait.at <= now:
+            return Stop(ExitReason.PENDING_TIMEOUT, _explain_wait(wait.node, now))
+    ends_at = shortage_ends_at(state)
+    if ends_at is not None and ends_at <= now:
+        assert fleet.short_since is not None, "a shortage without a beginning"
+        seconds = (now - fleet.short_since) / MICROS_PER_SECOND
+        return Stop(
+            ExitReason.NOT_ENOUGH_NODES,
+            f"For {seconds:.0f} s {_alive(fleet)} workers have been alive or done, and the job needs "
+            f"{_limits(state).min_nodes}. See why the others were not relaunched, or allow fewer.",
+        )
+    return None
+
+
+def deadlines(state: JobState) -> list[tuple[Micros, DeadlineKind, int]]:
+    """All that are running, of these rules and of what is tried before them."""
+    fleet = state.fleet
+    if fleet is None or state.end is not None or not fleet.is_listed:
+        return []
+    found: list[tuple[Micros, DeadlineKind, int]] = []
+    oldest = min(_too_long(state), key=lambda wait: wait.at, default=None)
+    if oldest is not None:
+        found.append((oldest.at, DeadlineKind.NODE_PENDING, oldest.node.id))
+    ends_at = shortage_ends_at(state)
+    if ends_at is not None:
+        found.append((ends_at, DeadlineKind.TOO_FEW_ALIVE, 0))
+    if not fleet.is_suspended:
+        found.extend((wait.at, DeadlineKind.SMALLER_NODE, wait.node.id) for wait in to_make_smaller(fleet))
+        found.extend((wait.at, DeadlineKind.GROUP_PENDING, wait.node.id) for wait in groups_to_move(fleet))
+    found.extend((wait.at, DeadlineKind.PS_WAIT, wait.node.id) for wait in unseen_servers(fleet))
+    return found
+
+
+def note_shortage(state: JobState, now: Micros) -> None:
+    """Keep the clock of the last rule: it runs while some workers are alive, but fewer than a world needs."""
+    fleet = state.fleet
+    if fleet is None:
+        return
+    is_short = (
+        state.terms is not None
+        and fleet.spec.strategy is Strategy.ALLREDUCE
+        and 0 < fleet.workers.num_live
+        and _alive(fleet) < state.terms.limits.min_nodes
+    )
+    if not is_short:
+        fleet.short_since = None
+    elif fleet.short_since is None:
+        fleet.short_since = now
+
+
+def shortage_ends_at(state: JobState) -> Micros | None:
+    fleet = state.fleet
+    if fleet is None or fleet.short_since is None or state.terms is None:
+        return None
+    patience = SHORTAGE_FACTOR * state.terms.limits.join_timeout
+    return Micros(fleet.short_since + micros(min(max(patience, MIN_SHORTAGE), MAX_SHORTAGE)))
+
+
+def describe(state: JobState) -> str:
+    """Whether enough workers run, in a sentence that changes only with what it tells."""
+    fleet = state.fleet
+    if fleet is None or state.terms is None or fleet.spec.strategy is not Strategy.ALLREDUCE:
+        return ""
+    workers, min_nodes = fleet.workers, state.terms.limits.min_nodes
+    num_running = len(workers.running) + _num_finished_and_gone(fleet)
+    if num_running >= min_nodes:
+        return ""
+    waiting = next((fleet.nodes[node] for node in workers.pending), None)
+    if waiting is None:
+        return f"{num_running} of at least {min_nodes} workers run, and no other is on its way."
+    why = f": {waiting.message}" if waiting.message else ""
+    is_limited = fleet.spec.pending_strategy > 0 and fleet.spec.pending_timeout > 0
+    patience = max(fleet.spec.pending_timeout, MIN_PENDING_TIMEOUT)
+    limit = f" It gives up after {patience:g} s." if is_limited else ""
+    held = " It is suspended and launches nothing." if fleet.is_suspended else limit
+    return (
+        f"{num_running} of at least {min_nodes} workers run; the job waits for {len(workers.pending)} that the platform "
+        f"has to bring, first {waiting.label}{why}.{held}"
+    )
+
+
+def to_make_smaller(fleet: Fleet) -> list[Wait]:
+    """Nodes of a parameter-server job that may come sooner if they ask for less. More memory was asked for on purpose."""
+    if fleet.spec.strategy is not Strategy.PS:
+        return []
+    timeout = fleet.spec.pending_timeout if fleet.spec.pending_timeout > 0 else DEFAULT_PENDING_TIMEOUT
+    candidates = [
+        node for node in _all_pending(fleet) if node.phase is NodePhase.PENDING and not node.is_oom_replacement
+    ]
+    return _waits([node for node in candidates if _can_be_smaller(node)], timeout)
+
+
+def groups_to_move(fleet: Fleet) -> list[Wait]:
+    """Relaunched nodes that wait for room in a group where there may be none."""
+    spec = fleet.spec
+    is_judged = spec.strategy is Strategy.ALLREDUCE and spec.pending_strategy > 0
+    if not is_judged or not spec.group_affinity or len(fleet.relaunched_groups) >= spec.max_group_relaunches:
+        return []
+    stuck = [
+        node
+        for node in _all_pending(fleet)
+        if node.is_replacement and node.group >= 0 and node.group not in fleet.relaunched_groups
+    ]
+    return _waits(stuck, max(spec.group_pending_timeout, MIN_GROUP_TIMEOUT))
+
+
+def unseen_servers(fleet: Fleet) -> list[Wait]:
+    """Parameter servers that the platform does not even show; the workers wait for them only so long."""
+    replicas = fleet.replicas.get(NodeType.PS)
+    nodes = [fleet.nodes[node] for node in (() if replicas is None else replicas.pending)]
+    return _waits([node for node in nodes if node.phase is NodePhase.INITIAL and not node.is_wait_over], WAIT_FOR_PS)
+
+
+def _too_long(state: JobState) -> list[Wait]:
+    """Who must not wait for ever, in the order of the rules; only while the job really cannot do without."""
+    fleet = state.fleet
+    if fleet is None or not fleet.is_listed or fleet.is_suspended:
+        return []
+    spec = fleet.spec
+    raw = spec.pending_timeout if spec.pending_timeout > 0 else DEFAULT_PENDING_TIMEOUT
+    servers = [node for node in fleet.live_nodes(NodeType.PS) if node.is_pending]
+    found = _waits([node for node in servers if node.is_oom_replacement and node.phase is NodePhase.PENDING], raw)
+    if spec.pending_strategy <= 0 or spec.pending_timeout <= 0:
+        return found
+    timeout = max(spec.pending_timeout, MIN_PENDING_TIMEOUT)
+    # Whoever can still ask for less has another try first.
+    found += _waits([node for node in servers if not _will_be_smaller(fleet, node)], timeout)
+    return found + _waits(_needed_workers(state, fleet), timeout)
+
+
+def _needed_workers(state: JobState, fleet: Fleet) -> Iterable[FleetNode]:
+    """The worker whose wait ends the job; nobody, while the job goes on without those that wait."""
+    spec, workers = fleet.spec, fleet.workers
+    if not workers.pending:
+        return ()
+    oldest = fleet.nodes[next(iter(workers.pending))]
+    is_nobody_running = not workers.running and not workers.finished
+    if spec.strategy is not Strategy.ALLREDUCE and spec.pending_strategy == NECESSARY:
+        first = fleet.holder(NodeType.CHIEF, 0) or fleet.holder(NodeType.WORKER, 0)
+        needed = [first] if first is not None and first.is_pending else []
+    elif is_nobody_running:
+        needed = [oldest]
+    elif state.terms is not None and len(workers.running) + len(workers.finished) < state.terms.limits.min_nodes:
+        needed = [oldest]
+    else:
+        needed = []
+    return [node for node in needed if not _will_be_smaller(fleet, node)]
+
+
+def _will_be_smaller(fleet: Fleet, node: FleetNode) -> bool:
+    is_tried = fleet.spec.strategy is Strategy.PS and node.phase is NodePhase.PENDING and not node.is_oom_replacement
+    return is_tried and _can_be_smaller(node)
+
+
+def _can_be_smaller(node: FleetNode) -> bool:
+    return smaller(node.resource) is not None
+
+
+def _have_all_checks_failed(fleet: Fleet) -> bool:
+    count = fleet.workers.spec.count
+    is_judged = fleet.spec.strategy is Strategy.ALLREDUCE and count >= MIN_NODES_FOR_CHECK
+    return is_judged and len(fleet.checks_failed) >= count
+
+
+def _alive(fleet: Fleet) -> int:
+    """Workers that are there or will be, and those whose work is done."""
+    return len(fleet.workers.holders) + _num_finished_and_gone(fleet)
+
+
+def _num_finished_and_gone(fleet: Fleet) -> int:
+    workers = fleet.workers
+    return sum(1 for rank in workers.finished if rank not in workers.holders)
+
+
+def _all_pending(fleet: Fleet) -> list[FleetNode]:
+    return [fleet.nodes[node] for replicas in fleet.replicas.values() for node in replicas.pending]
+
+
+def _waits(nodes: Iterable[FleetNode], timeout: float) -> list[Wait]:
+    """One that was never asked for does not wait yet."""
+    return [Wait(Micros(node.asked_at + micros(timeout)), node) for node in nodes if node.asked_at is not None]
+
+
+def _explain_wait(node: FleetNode, now: Micros) -> str:
+    assert node.asked_at is not None, f"{node.label} was never asked for"
+    seconds = (now - node.asked_at) / MICROS_PER_SECOND
+    said = f" The platform says: {node.message.rstrip('.')}." if node.message else ""
+    return (
+        f"{node.label[0].upper()}{node.label[1:]} has waited for its resources for {seconds:.0f} s, and the job cannot go "
+        f"on without it.{said} Ask for less per node or for fewer nodes, or allow a longer pending timeout."
+    )
+
+
+def _limits(state: JobState) -> Limits:
+    return Limits() if state.terms is None else state.terms.limits
