@@ -6,18 +6,20 @@ apart from the job, and can only lead to a finding, which enters the job as an o
 
 Silence is judged on the master's own clock, and a master that was itself asleep (swapped out, stopped, starved) must
 not take its own absence for the nodes': each tick that comes late moves all deadlines by its lateness.
+
+One witness alone needs long to be sure: a busy machine may stall for half a minute. But where the neighbours of a silent
+node say that they lost somebody, two witnesses agree, and it is found sooner. Who is suspected so is the job's to say.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from msgspec import Struct
 
 from dlrover.core.turn import micros
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Heartbeat, Incarnation, Micros, NodeId, NodeSilent
-
-SILENCE = 40.0
-"""Seconds after the last heartbeat received: eight heartbeats of 5 s."""
+from dlrover.protocol.messages import Detection, Heartbeat, Incarnation, Micros, NodeId, NodeSilent
 
 
 class Seen(Struct):
@@ -33,12 +35,18 @@ class Seen(Struct):
 class Observations:
     """Volatile. A new master starts with an empty one, so nobody is suspected before a full window."""
 
-    def __init__(self, started_at: Micros, *, silence: float = SILENCE) -> None:
+    def __init__(self, started_at: Micros, detection: Detection | None = None) -> None:
         self._started_at = started_at
-        self._silence = micros(silence)
+        self._detection = Detection() if detection is None else detection
+        self._suspects: dict[NodeId, None] = {}
         self._seen: dict[NodeId, Seen] = {}
         self._lateness = 0
         """Microseconds by which all ticks together came late."""
+
+    def follow(self, detection: Detection, suspects: Iterable[NodeId] = ()) -> None:
+        """What the job says now: how patient to be, and with whom less."""
+        self._detection = detection
+        self._suspects = dict.fromkeys(suspects)
 
     def attached(self, node: NodeId, incarnation: Incarnation, now: Micros) -> None:
         """From now on the node has to be heard of."""
@@ -69,7 +77,7 @@ class Observations:
         findings = [
             NodeSilent(node=node, incarnation=seen.incarnation, last_seen_at=seen.last_seen_at)
             for node, seen in sorted(self._seen.items())
-            if self._silent_at(seen) <= now
+            if self._silent_at(node, seen) <= now
         ]
         for finding in findings:
             del self._seen[finding.node]
@@ -77,7 +85,7 @@ class Observations:
 
     def next_deadline(self) -> Micros | None:
         """When the next node will be found silent if nothing is heard of it."""
-        return min((self._silent_at(seen) for seen in self._seen.values()), default=None)
+        return min((self._silent_at(node, seen) for node, seen in self._seen.items()), default=None)
 
     def step(self, node: NodeId) -> int | None:
         """The newest step the node told of; ask before it is forgotten, as evidence for `NodeDisconnected`."""
@@ -88,6 +96,7 @@ class Observations:
         """The newest step each node told of."""
         return {node: seen.step for node, seen in sorted(self._seen.items()) if seen.step is not None}
 
-    def _silent_at(self, seen: Seen) -> Micros:
+    def _silent_at(self, node: NodeId, seen: Seen) -> Micros:
         begins_at = max(seen.last_seen_at, self._started_at)
-        return Micros(begins_at + self._silence + self._lateness - seen.lateness_then)
+        patience = self._detection.suspicion if node in self._suspects else self._detection.silence
+        return Micros(begins_at + micros(patience) + self._lateness - seen.lateness_then)

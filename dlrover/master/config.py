@@ -42,6 +42,10 @@ class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     because a code can come from anywhere. Empty: not written."""
     log_file: str = ""
     """Empty: standard error."""
+    topology_querier: str = ""
+    """`module::Class` that knows where hosts are in the network; empty: nodes say so themselves, or nobody knows."""
+    topology_sorter: str = ""
+    """`module::Class` that orders the nodes of a world; empty: neighbours in the network together."""
     parent_death: bool = False
     """End (as by SIGTERM) when the process that started us ends."""
     parent_pid: int = 0

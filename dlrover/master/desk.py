@@ -15,32 +15,37 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
 from dlrover.core.job import Job
-from dlrover.core.observations import SILENCE, Observations
+from dlrover.core.observations import Observations
 from dlrover.core.sequence import Batch, CommitSequence, CoreFault
 from dlrover.core.turn import NotYet, Origin, Outcome
 from dlrover.master.clock import MasterClock
 from dlrover.master.grace import Grace, StallWatch
 from dlrover.master.keeper import Keeper
 from dlrover.master.roster import Line, Roster
+from dlrover.master.topology import TIME_LIMIT, NodeTopologyMeta, Topology
 from dlrover.master.waiting_room import WaitingRoom
 from dlrover.master.work import SHORTEST_RETRY, Work
 from dlrover.protocol.codec import Question, Unreadable
 from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
 from dlrover.protocol.frames import Ack, Beat, FromAgent, Refusal, Request
 from dlrover.protocol.kv_messages import MAX_WAIT
 from dlrover.protocol.messages import (
+    MAX_FAILURE_BYTES,
     MAX_REQUESTS_IN_WORK,
     Attach,
     Attached,
+    AwaitOrder,
     Command,
     DeadlinePassed,
     Desired,
+    Detection,
     FinishJob,
     JobEnd,
     JobStatus,
@@ -50,6 +55,7 @@ from dlrover.protocol.messages import (
     NodeDisconnected,
     NodeId,
     NodeSilent,
+    NodesOrdered,
     Query,
     Reply,
     ReportFailure,
@@ -78,15 +84,26 @@ class Desk:
     """Implements the seam of `protocol.serving`; `run` is its one task."""
 
     def __init__(
-        self, keeper: Keeper, job: Job, clock: MasterClock, *, job_name: str, silence: float = SILENCE
+        self,
+        keeper: Keeper,
+        job: Job,
+        clock: MasterClock,
+        *,
+        job_name: str,
+        detection: Detection | None = None,
+        topology: Topology | None = None,
     ) -> None:
-        """`silence`: seconds without a heartbeat after which a node is given up."""
+        """`detection`: instead of what the job's terms say, for tests."""
         self._keeper = keeper
+        self._detection = detection
+        self._topology = Topology() if topology is None else topology
+        self._errands: set[asyncio.Task[None]] = set()  # questions to plug-ins
+        self._is_order_old = False
         self._clock = clock
         self._job_name = job_name
         self._roster = Roster()
         self._waiting = WaitingRoom()
-        self._observations = Observations(clock.now(), silence=silence)
+        self._observations = Observations(clock.now(), detection)
         self._queue: list[Work] = []
         self._findings: dict[NodeId, NodeDisconnected | NodeSilent] = {}  # kept until they are durable
         self._num_in_work = 0
@@ -101,6 +118,8 @@ class Desk:
         self._verdict = ""
         self._adopt(job)
         self.finished: asyncio.Future[JobEnd] = asyncio.get_running_loop().create_future()
+        self.on_intent: Callable[[LaunchNode | RemoveNode], None] = _no_platform
+        """Takes what the job wants of its platform. Set by the service before anything is decided."""
 
     # The seam towards the wire.
 
@@ -137,6 +156,18 @@ class Desk:
         assert work.answer is not None
         return await work.answer
 
+    def tell(self, command: Command) -> asyncio.Future[Reply]:
+        """
+        A command of the master's own shell (what the platform shows). Done when durable; may fail as `ask` does.
+
+        Never refused for want of room: who reports what exists must not lose against a storm of reports.
+        """
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._num_in_work += 1
+        self._queue.append(Work(command, answer=answer))
+        self._wake.set()
+        return answer
+
     # The task.
 
     async def begin(self, master_epoch: int) -> None:
@@ -164,6 +195,9 @@ class Desk:
                 await self._turn()
         finally:
             self._stalls.stop()
+            for errand in self._errands:
+                errand.cancel()
+            self._topology.close()
 
     def _nap(self) -> float:
         """Seconds until there is something to do that nobody wakes us for."""
@@ -177,6 +211,7 @@ class Desk:
 
     def _nap_of_job(self) -> float:
         now = self._clock.now()
+        self._follow_job()
         deadlines = [at for at in (self._job.next_deadline(), self._observations.next_deadline()) if at is not None]
         if not deadlines:
             return LONGEST_NAP
@@ -237,15 +272,23 @@ class Desk:
         To be staged one by one: which deadlines are due is asked when all that came in time to meet them is applied.
         """
         is_time_trusted = self._grace.is_over(now)
+        self._follow_job()
         if is_time_trusted:
             stalled, self._stalled = self._stalled, 0
             for finding in self._observations.tick(now, Micros(now - stalled)):
                 self._findings[finding.node] = finding
         if not self._failed_bytes:
             yield from [Work(finding) for finding in self._findings.values()]
-        yield from works
+        for work in works:
+            yield work
+            if self._topology.has_sorter and isinstance(work.body, Attach) and not work.body.incarnation:
+                yield Work(AwaitOrder(limit=2 * TIME_LIMIT))  # the answer may first come for the nodes before it
         if is_time_trusted and not self._failed_bytes:
             yield from [Work(command) for command in self._job.due(now) if not self._is_poison(command)]
+
+    def _follow_job(self) -> None:
+        """The job must not look at the observations; so they are told what it knows."""
+        self._observations.follow(self._detection or self._job.detection, self._job.suspects())
 
     def _stage(self, work: Work, now: Micros) -> int | None:
         """The ticket of its outcome; None: a question that goes on waiting for its answer."""
@@ -305,6 +348,8 @@ class Desk:
                         ended = end
                     case LookAgain(topics=topics):
                         touched.update(dict.fromkeys(topics))
+                    case LaunchNode() | RemoveNode():
+                        self.on_intent(effect)
         self._look_again(self._waiting.touched(touched))
         self._roster.push(told, self._desired, self._clock.elapsed())
         if ended is not None and not self.finished.done():
@@ -316,6 +361,7 @@ class Desk:
             line.clock_stood_still = self._clock.stood_still
             self._roster.attach(line, attached, self._clock.elapsed())
             self._observations.attached(attached.node, attached.incarnation, now)
+            self._ask_for_order()
         else:
             self._findings[attached.node] = NodeDisconnected(node=attached.node, incarnation=attached.incarnation)
             self._wake.set()
@@ -441,8 +487,11 @@ class Desk:
             text = "this stream is attached already; another node needs its own"
             line.stream.send(Refusal(id=request.id, code="attached", message=text))
             return
-        if isinstance(request.body, Attach | Query):
-            line.has_presented |= isinstance(request.body, Attach)
+        if isinstance(request.body, Attach):
+            line.has_presented = True
+            self._accept_attach(line, request.id, request.body)
+            return
+        if isinstance(request.body, Query):
             self._enqueue(Work(request.body, line=line, id=request.id, waits_until=self._waits_until(request.body)))
             return
         if line.node is None or line.incarnation is None:
@@ -454,12 +503,66 @@ class Desk:
             text = "a command needs a sequence number from 1 on, or it could be applied twice"
             line.stream.send(Refusal(id=request.id, code="malformed", message=text))
             return
+        if isinstance(request.body, ReportFailure) and (size_bytes := _largest(request.body)) > MAX_FAILURE_BYTES:
+            text = (
+                f"a failure of {size_bytes} bytes: the limit is {MAX_FAILURE_BYTES}. Send the last part of its traceback "
+                "and log"
+            )
+            line.stream.send(Refusal(id=request.id, code="too-large", message=text))
+            return
         work = Work(self._in_our_time(request.body, line), origin, line, request.id)
         if not line.gate.admits(request.sequence):
             work.fail(Unavailable("an earlier command of this node was refused for now", self._retry_after()))
             return
         line.gate.passed(request.sequence)
         self._enqueue(work)
+
+    def _accept_attach(self, line: Line, id_: int, attach: Attach) -> None:
+        """Where the node is belongs to what it says of itself: somebody may have to be asked first."""
+        place = attach.place or self._topology.known_place(attach.host)
+        if place is not None:
+            self._enqueue(Work(replace(attach, place=place), line=line, id=id_))
+        else:
+            self._run_errand(self._place_and_attach(line, id_, attach))
+
+    async def _place_and_attach(self, line: Line, id_: int, attach: Attach) -> None:
+        place = await self._topology.place_of(attach.host)
+        if line.is_open:
+            self._enqueue(Work(replace(attach, place=place), line=line, id=id_))
+
+    def _ask_for_order(self) -> None:
+        """One question at a time; if the nodes changed meanwhile it is asked again."""
+        if self._topology.has_sorter and not self._is_order_old:
+            self._is_order_old = True
+            self._run_errand(self._order_nodes())
+
+    async def _order_nodes(self) -> None:
+        while True:
+            nodes = self._nodes_to_sort()
+            ranks = await self._topology.order(nodes)
+            if nodes == self._nodes_to_sort() or not self._topology.has_sorter:
+                break
+        self._is_order_old = False
+        self._queue.append(Work(NodesOrdered(ranks=ranks)))
+        self._wake.set()
+
+    def _nodes_to_sort(self) -> list[NodeTopologyMeta]:
+        live = sorted(self._job.state.nodes.live.values(), key=lambda node: node.rank)
+        return [
+            NodeTopologyMeta(
+                node_rank=node.rank,
+                process_num=node.local_world_size,
+                node_ip=node.host,
+                asw=node.place[-1] if node.place else "",
+                psw=node.place[0] if len(node.place) > 1 else "",
+            )
+            for node in live
+        ]
+
+    def _run_errand(self, errand: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(errand)
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
 
     def _enqueue(self, work: Work) -> None:
         if self._num_in_work >= MAX_REQUESTS_IN_WORK:
@@ -492,3 +595,19 @@ class Desk:
             return self._job.desired(node)
         except Rejected:
             return None
+
+
+def _largest(report: ReportFailure) -> int:
+    """Bytes of the texts of the largest failure in it."""
+    return max(
+        (
+            sum(len(text.encode()) for text in (failure.message, failure.traceback, failure.log_tail))
+            for failure in report.failures
+        ),
+        default=0,
+    )
+
+
+def _no_platform(intent: LaunchNode | RemoveNode) -> None:
+    """A job that had a platform once goes on under a master without one: its nodes are started by hand now."""
+    log.warning("no platform to ask intent=%s node=%s", type(intent).__name__, intent.name)

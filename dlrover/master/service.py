@@ -18,6 +18,7 @@ from dlrover.master.clock import MasterClock
 from dlrover.master.config import EXIT_STOPPED, MasterConfig, Ready, announce, read_token, tell_end
 from dlrover.master.desk import Desk
 from dlrover.master.keeper import Keeper
+from dlrover.master.topology import Topology
 from dlrover.protocol.messages import JobEnd, StopJob
 from dlrover.protocol.serving import MasterServer
 
@@ -36,11 +37,12 @@ async def serve(config: MasterConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _resolve, stopped, number)
     token = read_token(config)
+    topology = Topology.load(config.topology_querier, config.topology_sorter)
     server = MasterServer(token=token, tls=config.tls)
     port = server.bind(config.host, config.port)
     keeper = await Keeper.open(Path(config.journal), job_name=config.job_name)
     job = await keeper.restore()
-    desk = Desk(keeper, job, MasterClock(job.now), job_name=config.job_name)
+    desk = Desk(keeper, job, MasterClock(job.now), job_name=config.job_name, topology=topology)
     await desk.begin(keeper.master_epoch)
     await server.start(desk)
     working = asyncio.ensure_future(desk.run())

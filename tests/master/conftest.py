@@ -20,16 +20,17 @@ import pytest_asyncio
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from dlrover.core.job import Job
-from dlrover.core.observations import SILENCE
 from dlrover.master.clock import MasterClock
 from dlrover.master.config import MasterConfig, Ready
 from dlrover.master.desk import Desk
 from dlrover.master.keeper import Keeper
+from dlrover.master.topology import Topology
 from dlrover.protocol.messages import (
     AskStatus,
     Attach,
     Attached,
     Desired,
+    Detection,
     Incarnation,
     JobStatus,
     JobTerms,
@@ -45,6 +46,10 @@ from dlrover.protocol.serving import MasterServer
 
 TOKEN = "token of the test"
 TWO_NODES = JobTerms(limits=Limits(min_nodes=2, max_nodes=2))
+
+
+def quick_detection(silence: float) -> Detection:
+    return Detection(silence=silence, suspicion=silence, lease=silence / 2, heartbeat=silence / 8)
 
 
 class Agent:
@@ -180,7 +185,8 @@ async def start_master(tmp_path: Path) -> AsyncIterator[StartMaster]:
         *,
         port: int = 0,
         make_job: Callable[[Job], Job] = lambda job: job,
-        silence: float = SILENCE,
+        silence: float | None = None,
+        topology: Topology | None = None,
         hours_later: int = 0,
     ) -> Master:
         server = MasterServer(token=TOKEN)
@@ -188,7 +194,8 @@ async def start_master(tmp_path: Path) -> AsyncIterator[StartMaster]:
         keeper = await Keeper.open(tmp_path / "journal.sqlite", job_name="job")
         job = make_job(await keeper.restore())
         clock = MasterClock(job.now, wall=lambda: time.time_ns() + hours_later * 3600 * 10**9)
-        desk = Desk(keeper, job, clock, job_name="job", silence=silence)
+        detection = None if silence is None else quick_detection(silence)
+        desk = Desk(keeper, job, clock, job_name="job", detection=detection, topology=topology)
         await desk.begin(keeper.master_epoch)
         await server.start(desk)
         working = asyncio.ensure_future(desk.run())
