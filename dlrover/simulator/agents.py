@@ -597,6 +597,12 @@ class VirtualAgent:
         group = self.group
         return group is not None and group.world.round == round_ and group.is_up and not group.is_stopping
 
+    def is_overdue(self) -> bool:
+        """Without a master for longer than it may be."""
+        since = self.outage_since
+        is_awake = self.frozen_since is None and not self.is_leaving
+        return is_awake and since is not None and self.sim.events.now - since > MASTER_GRACE + SECOND
+
     def lose_peer(self, round_: Round) -> None:
         """A collective fails because a worker of another node is gone."""
         group = self.group

@@ -19,17 +19,20 @@ from dlrover.core.sequence import Batch, CoreFault, JournalCorrupt
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import (
     Command,
+    DeadlineKind,
+    DeadlinePassed,
     FailureKind,
     Incarnation,
     Micros,
     NodeId,
     NodeRank,
+    NodeSilent,
     ReportFailure,
     Round,
     TellNode,
     WorldSpec,
 )
-from dlrover.simulator.agents import Group, VirtualAgent, VirtualNode
+from dlrover.simulator.agents import MASTER_GRACE, Group, VirtualAgent, VirtualNode
 from dlrover.simulator.events import SECOND, Chance, Events, span
 from dlrover.simulator.faults import FAULTS, Fault
 from dlrover.simulator.invariants import BOUND, Touched, Violation, check_command, check_in_full, is_stale
@@ -46,6 +49,8 @@ LONGEST_PAUSE = 2.0
 PEER_LOST_ODDS = 0.3
 """How often a worker notices the end of a peer before its agent stops it."""
 NUM_KEPT_CONNECTIONS = 4
+OVERLAP = 60 * SECOND
+"""After so long a node that the master can reach has stopped the workers of a world that was replaced."""
 START = 1_700_000_000 * SECOND
 """What the wall clock shows when a simulation begins."""
 
@@ -61,6 +66,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     is_thorough: bool = False
     """Everything is checked after each command, and each batch has its digest."""
     digest_every: int = 16
+    is_cut_off: bool = False
+    """The simulation ends with the faults, and nobody asks how the job does."""
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -75,12 +82,14 @@ class Result(Struct, frozen=True, kw_only=True):
     num_commands: int
     num_rounds: int
     num_masters: int
+    num_alarms: int
+    """Nodes that were given up, and workers that were killed for having slept too long."""
     reason: str
-    """Why the job ended."""
+    """Why the job ended; empty if it was not waited for."""
     trace: str
     """Differs if anything differed."""
-    longest_recovery: float
-    """Seconds from a fault to the first step of the world after it, at most."""
+    progress: tuple[tuple[float, int], ...] = ()
+    """(hours, step) at each turning point, if it was asked for."""
 
 
 class Ledger:
@@ -96,6 +105,7 @@ class Ledger:
         self.applied: dict[tuple[NodeId, Incarnation], int] = {}
         """Highest sequence applied of each life."""
         self.num_commands = 0
+        self.num_alarms = 0
 
     def charge(self, rank: NodeRank) -> None:
         self.chargeable[rank] = self.chargeable.get(rank, 0) + 1
@@ -114,7 +124,7 @@ class Simulation:
         self.snapshot_every = random.Random(f"{plan.seed}/snapshots").choice([50, 300, 2000])
         self._on_note = on_note
         self.ledger = Ledger()
-        self.training = Training(self.shape, self.events, self._finish_world)
+        self.training = Training(self.shape, self.events, self._finish_world, self._world_began)
         self.network = Network(self.events, self.chance.network, self.shape.costs)
         self.journal = VirtualJournal()
         self.platform = VirtualPlatform(self)
@@ -190,7 +200,6 @@ class Simulation:
         if self.plan.is_thorough or self.plan.seed % 10 == 0:
             if self.journal.restore_from_the_beginning().encode() != job.encode():
                 raise Violation("I5", "a replay of the whole journal leads to another state")
-        assert job.end is not None, "over without an end"
         return Result(
             seed=self.plan.seed,
             num_faults=sum(self._by_kind.values()),
@@ -201,9 +210,9 @@ class Simulation:
             num_commands=self.ledger.num_commands,
             num_rounds=job.state.rendezvous.round,
             num_masters=self._num_masters,
-            reason=job.end.reason.value,
+            num_alarms=self.ledger.num_alarms,
+            reason="" if job.end is None else job.end.reason.value,
             trace=f"{self.journal.trace}-{self.events.num_past:x}-{self.events.now:x}",
-            longest_recovery=0.0,
         )
 
     def _describe(self) -> str:
@@ -253,6 +262,7 @@ class Simulation:
     def _calm_down(self) -> None:
         """Faults stop."""
         self._has_quiet = True
+        self.is_over |= self.plan.is_cut_off
         self.num_ports_taken = 0
         for end in list(self._ongoing):
             end()
@@ -411,6 +421,9 @@ class Simulation:
         if job.number != number:
             self.ledger.num_commands += 1
             self._note_command(command, "")
+            is_sleeper = isinstance(command, ReportFailure) and command.failures[0].kind is FailureKind.STOPPED_BY_US
+            is_gone = isinstance(command, DeadlinePassed) and command.kind is DeadlineKind.NODE_GONE
+            self.ledger.num_alarms += is_sleeper or is_gone or isinstance(command, NodeSilent)
             if origin is not None:
                 master.applied[life] = origin.sequence
             if master is not self.master:
@@ -548,6 +561,33 @@ class Simulation:
         for node in self.nodes:
             if node.agent is not None and node.agent.runs(round_):
                 self.events.after(span(self.chance.nodes, 0.0, 0.3), node.agent.finish_workers, Round(round_))
+
+    def _world_began(self, round_: int) -> None:
+        """An older world that still trains does so unheard, and not for ever."""
+        for older in self.training.worlds:
+            if older < round_ and self.training.is_training(older):
+                self.events.after(OVERLAP, self._check_overlap, older)
+                self.events.after(MASTER_GRACE + OVERLAP, self._check_overlap, older)
+
+    def _check_overlap(self, round_: int) -> None:
+        if self.is_over or not self.training.is_training(round_):
+            return
+        members = [node.agent for node in self.nodes if node.agent is not None and node.agent.runs(round_)]
+        heard = [agent for agent in members if agent.is_attached and self.answers_now(agent)]
+        forgotten = [agent for agent in members if agent.is_overdue()]
+        if heard or forgotten:
+            labels = ", ".join(agent.node.label for agent in [*heard, *forgotten])
+            raise Violation("I1", f"two worlds train at the same time, and {labels} could know: round {round_} is over")
+
+    def answers_now(self, agent: VirtualAgent) -> bool:
+        connection = agent.connection
+        return (
+            connection is not None
+            and agent.frozen_since is None
+            and not connection.link.is_cut
+            and connection.master is self.master
+            and self.answers(connection)
+        )
 
     def is_port_taken(self) -> bool:
         if not self.num_ports_taken:

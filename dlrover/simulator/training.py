@@ -37,10 +37,13 @@ class RunningWorld:
 class Training:
     """Owned by the simulation; agents tell it what their workers do."""
 
-    def __init__(self, shape: Shape, events: Events, on_finished: Callable[[int], None]) -> None:
+    def __init__(
+        self, shape: Shape, events: Events, on_finished: Callable[[int], None], on_begun: Callable[[int], None]
+    ) -> None:
         self._shape = shape
         self._events = events
         self._on_finished = on_finished
+        self._on_begun = on_begun
         self.worlds: dict[int, RunningWorld] = {}
         """By round; the old ones are dropped when a newer one begins."""
         self.best_step = 0
@@ -86,6 +89,12 @@ class Training:
         self.begun_at = self._events.now
         self.begun_worlds.append((self._events.now, round_, world.size))
         self._plan_end(round_, world)
+        self._on_begun(round_)
+
+    def is_training(self, round_: int) -> bool:
+        """Whether that world makes steps right now."""
+        world = self.worlds.get(round_)
+        return world is not None and world.began_at is not None and not world.is_over and world.paused_at is None
 
     def _plan_end(self, round_: int, world: RunningWorld) -> None:
         world.version += 1

@@ -1,0 +1,184 @@
+"""
+Many seeds: which plan a seed means, running them on all cores, and what a failing one boils down to.
+
+Most seeds are small jobs for depth, one in twenty is larger, one in five hundred is a cluster. One seed in fifty is
+checked in full after each command.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from collections.abc import Callable, Iterator
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from dlrover.simulator.faults import MASTER_PAUSES, PAUSES, Fault, draw_faults
+from dlrover.simulator.invariants import Violation
+from dlrover.simulator.shapes import Shape, draw_large_shape, draw_shape
+from dlrover.simulator.simulation import Plan, Result, Simulation
+
+THOROUGH_EVERY = 50
+LARGER_EVERY = 20
+CLUSTER_EVERY = 500
+FULL_LIST = 8.0
+"""Nodes: a larger job gets as many faults as one of this size, or it would never train."""
+MAX_SHRINK_RUNS = 120
+
+
+class Failure(Struct, frozen=True, kw_only=True):
+    """A seed that broke something."""
+
+    seed: int
+    invariant: str
+    sentence: str
+    num_faults: int
+
+
+Outcome = Result | Failure
+
+
+def draw_plan(seed: int, *, is_standard: bool = False) -> Plan:
+    """What this seed means. `is_standard`: small jobs under the standard mix only, for measuring speed."""
+    chance = random.Random(f"{seed}/plan")
+    hours, intensity = 1.0, 1.0
+    if is_standard:
+        return _plan(seed, chance, draw_shape(chance, hours), hours, intensity)
+    if seed % CLUSTER_EVERY == CLUSTER_EVERY - 1:
+        hours = 0.25
+        shape = draw_large_shape(chance, hours, size=chance.choice([200, 500, 1000]))
+    elif seed % LARGER_EVERY == LARGER_EVERY - 1:
+        hours = 0.5
+        shape = draw_large_shape(chance, hours, size=chance.randint(10, 40))
+        intensity = chance.choice([1.0, 4.0])
+    else:
+        shape = draw_shape(chance, hours)
+        intensity = chance.choice([1.0, 3.0, 8.0, 16.0])
+    plan = _plan(seed, chance, shape, hours, intensity)
+    return replace(plan, is_thorough=seed % THOROUGH_EVERY == 0, digest_every=16 if shape.num_nodes < 100 else 64)
+
+
+def _plan(seed: int, chance: random.Random, shape: Shape, hours: float, intensity: float) -> Plan:
+    num_nodes = shape.num_nodes
+    spread = intensity * min(1.0, FULL_LIST / num_nodes)
+    faults = draw_faults(chance, hours=hours, num_nodes=num_nodes, intensity=spread)
+    return Plan(seed=seed, shape=shape, faults=faults, hours=hours)
+
+
+def draw_pauses(seed: int, *, num_nodes: int, days: float) -> Plan:
+    """Healthy nodes that stall, on slow links, with jumping clocks: nothing of it is a reason to do anything."""
+    chance = random.Random(f"{seed}/pauses")
+    hours = 24 * days
+    shape = Shape(min_nodes=num_nodes, max_nodes=num_nodes, num_steps=round(hours * 36_000))
+    faults = draw_faults(chance, hours=hours, num_nodes=num_nodes, mix=PAUSES, master_mix=MASTER_PAUSES)
+    return Plan(seed=seed, shape=shape, faults=faults, hours=hours, is_cut_off=True, digest_every=1000)
+
+
+def run_plan(plan: Plan, *, on_note: Callable[[int, str], None] | None = None) -> Outcome:
+    try:
+        return Simulation(plan, on_note=on_note).run()
+    except Violation as violation:
+        return Failure(
+            seed=plan.seed,
+            invariant=violation.invariant,
+            sentence=violation.sentence,
+            num_faults=len(plan.faults),
+        )
+
+
+def run_seed(seed: int) -> Outcome:
+    return run_plan(draw_plan(seed))
+
+
+def run_standard_seed(seed: int) -> Outcome:
+    return run_plan(draw_plan(seed, is_standard=True))
+
+
+class Totals:
+    """What a campaign amounts to."""
+
+    def __init__(self) -> None:
+        self.num_seeds = 0
+        self.num_faults = 0
+        self.num_events = 0
+        self.num_commands = 0
+        self.num_masters = 0
+        self.num_rounds = 0
+        self.num_alarms = 0
+        self.node_hours = 0.0
+        self.by_kind: dict[str, int] = {}
+        self.by_reason: dict[str, int] = {}
+        self.failures: list[Failure] = []
+        self._began_at = time.monotonic()
+
+    def add(self, outcome: Outcome) -> None:
+        self.num_seeds += 1
+        if isinstance(outcome, Failure):
+            self.failures.append(outcome)
+            return
+        self.num_faults += outcome.num_faults
+        self.num_events += outcome.num_events
+        self.num_commands += outcome.num_commands
+        self.num_masters += outcome.num_masters
+        self.num_rounds += outcome.num_rounds
+        self.num_alarms += outcome.num_alarms
+        self.node_hours += outcome.node_hours
+        self.by_reason[outcome.reason] = self.by_reason.get(outcome.reason, 0) + 1
+        for kind, count in outcome.by_kind.items():
+            self.by_kind[kind] = self.by_kind.get(kind, 0) + count
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began_at
+
+
+def run_many(
+    run: Callable[[int], Outcome], seeds: Iterator[int], *, jobs: int, is_enough: Callable[[Totals], bool]
+) -> Iterator[Totals]:
+    """Runs seeds until it is enough, and says after each how far it is. A few that were begun are lost at the end."""
+    totals = Totals()
+    if jobs == 1:
+        for seed in seeds:
+            totals.add(run(seed))
+            yield totals
+            if is_enough(totals):
+                return
+        return
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        for outcome in pool.imap_unordered(run, _slowly(seeds, lambda: totals.num_seeds, ahead=64 * jobs), chunksize=8):
+            totals.add(outcome)
+            yield totals
+            if is_enough(totals):
+                pool.terminate()
+                return
+
+
+def _slowly(seeds: Iterator[int], num_done: Callable[[], int], *, ahead: int) -> Iterator[int]:
+    """A pool takes whatever an iterator gives: hold it back, or it would take all numbers there are."""
+    for count, seed in enumerate(seeds):
+        while count - num_done() > ahead:
+            time.sleep(0.005)
+        yield seed
+
+
+def shrink(plan: Plan, invariant: str) -> tuple[Plan, Failure]:
+    """A plan with fewer faults that still breaks the same invariant, as far as some dozens of attempts lead."""
+    failure = run_plan(plan)
+    assert isinstance(failure, Failure), "only a failing plan can shrink"
+    num_runs, size = 0, max(1, len(plan.faults) // 2)
+    while num_runs < MAX_SHRINK_RUNS:
+        at = 0
+        while at < len(plan.faults) and num_runs < MAX_SHRINK_RUNS:
+            fewer: tuple[Fault, ...] = plan.faults[:at] + plan.faults[at + size :]
+            num_runs += 1
+            outcome = run_plan(replace(plan, faults=fewer))
+            if isinstance(outcome, Failure) and outcome.invariant == invariant:
+                plan, failure = replace(plan, faults=fewer), outcome
+            else:
+                at += size
+        if size == 1:
+            break
+        size = max(1, size // 2)
+    return plan, failure
