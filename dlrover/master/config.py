@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from dlrover.protocol.addresses import LOOPBACK, TlsConfig, is_loopback
 from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.fleet_messages import FleetSpec
 from dlrover.protocol.messages import JobEnd
 
 EXIT_USAGE = 2
@@ -46,6 +47,15 @@ class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """`module::Class` that knows where hosts are in the network; empty: nodes say so themselves, or nobody knows."""
     topology_sorter: str = ""
     """`module::Class` that orders the nodes of a world; empty: neighbours in the network together."""
+    platform: str = ""
+    """Where nodes come from: local, the name of an installed platform, or `module::Class`. Empty: people start them."""
+    platform_options: dict[str, object] = {}
+    """What the platform needs to know; it refuses what it does not know."""
+    job_uid: str = ""
+    """By which the platform tells this job's nodes from those of another job, also one of the same name. Empty: the
+    job's name."""
+    fleet: FleetSpec | None = None
+    """Which nodes the job wants of its platform."""
     parent_death: bool = False
     """End (as by SIGTERM) when the process that started us ends."""
     parent_pid: int = 0

@@ -17,8 +17,12 @@ from typing import Any
 from dlrover.master.clock import MasterClock
 from dlrover.master.config import EXIT_STOPPED, MasterConfig, Ready, announce, read_token, tell_end
 from dlrover.master.desk import Desk
+from dlrover.master.fleet_keeper import FleetKeeper
 from dlrover.master.keeper import Keeper
 from dlrover.master.topology import Topology
+from dlrover.platforms.base import Platform
+from dlrover.platforms.registry import build_platform
+from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import JobEnd, StopJob
 from dlrover.protocol.serving import MasterServer
 
@@ -38,14 +42,17 @@ async def serve(config: MasterConfig) -> int:
         loop.add_signal_handler(number, _resolve, stopped, number)
     token = read_token(config)
     topology = Topology.load(config.topology_querier, config.topology_sorter)
+    platform = _platform(config)
     server = MasterServer(token=token, tls=config.tls)
     port = server.bind(config.host, config.port)
     keeper = await Keeper.open(Path(config.journal), job_name=config.job_name)
     job = await keeper.restore()
     desk = Desk(keeper, job, MasterClock(job.now), job_name=config.job_name, topology=topology)
+    fleet = None if platform is None else _fleet_keeper(config, platform, desk)
     await desk.begin(keeper.master_epoch)
     await server.start(desk)
     working = asyncio.ensure_future(desk.run())
+    keeping = [] if fleet is None else [asyncio.ensure_future(fleet.run())]
     loop.add_signal_handler(signal.SIGUSR1, _end_job, desk)
     announce(config, Ready(port=port, pid=os.getpid(), master_epoch=keeper.master_epoch))
     log.info(
@@ -58,17 +65,25 @@ async def serve(config: MasterConfig) -> int:
         "yes" if token else "no (loopback only; DLROVER_JOB_TOKEN or a token file allows more)",
         "no" if config.tls is None else "mutual" if config.tls.ca else "yes",
     )
-    waited: list[asyncio.Future[Any]] = [working, stopped, desk.finished]
+    waited: list[asyncio.Future[Any]] = [working, stopped, desk.finished, *keeping]
     await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    for task in keeping:
+        if task.done():
+            task.result()  # it never ends by itself: a bug, which ends the process
+        task.cancel()
     if working.done() and not desk.finished.done():
         # Fenced, or the journal is lost: say nothing more to anybody, the process ends at once.
         working.result()
     if desk.finished.done():
         _tell_end(config, desk.finished.result())
+        if fleet is not None:
+            await fleet.drain()
     # Nothing is decided any more: that our own going closes the streams says nothing about the nodes.
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
     await server.stop()
+    if platform is not None:
+        await platform.close()
     await keeper.close()
     if desk.finished.done():
         end = desk.finished.result()
@@ -76,6 +91,23 @@ async def serve(config: MasterConfig) -> int:
         return end.exit_code
     log.info("stopped signal=%s", signal.Signals(stopped.result()).name)
     return EXIT_STOPPED
+
+
+def _platform(config: MasterConfig) -> Platform | None:
+    """Raises ConfigError, before anything was touched."""
+    if not config.platform:
+        return None
+    if config.fleet is None:
+        raise ConfigError(f"A master with the platform {config.platform} must know which nodes it shall have: `fleet`.")
+    return build_platform(config.platform, job_uid=config.job_uid or config.job_name, options=config.platform_options)
+
+
+def _fleet_keeper(config: MasterConfig, platform: Platform, desk: Desk) -> FleetKeeper:
+    assert config.fleet is not None, "checked where the platform was built"
+    fleet = FleetKeeper(platform, config.fleet, desk.tell)
+    desk.on_intent = fleet.take
+    log.info("platform=%s capabilities=%s", config.platform, platform.capabilities)
+    return fleet
 
 
 def _end_job(desk: Desk) -> None:

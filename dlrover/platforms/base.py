@@ -99,8 +99,8 @@ def check_intent(intent: Intent) -> None:
     kind = type(intent).__name__
     if intent.id < 0:
         raise _bad(f"{kind} names the node {intent.id}: ids are 0 or more")
-    if not intent.name or not all(letter.isascii() and (letter.isalnum() or letter in "-_.") for letter in intent.name):
-        raise _bad(f"{kind} of node {intent.id} names it {intent.name!r}: use letters, digits, dots and dashes")
+    if not intent.name or not intent.name.isprintable():
+        raise _bad(f"{kind} of node {intent.id} names it {intent.name!r}: give it a name that can be shown")
     if isinstance(intent, RemoveNode):
         if not (0 <= intent.grace < math.inf):
             raise _bad(f"{kind} of {intent.name} gives it {intent.grace} s for ending: give 0 or more")

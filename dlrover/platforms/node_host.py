@@ -122,7 +122,7 @@ class _Job:
 
 
 OnLine = Callable[[str, bytes, bool], None]
-"""Name of the node, one line of its output with its end, whether it is of stderr."""
+"""Short name of the node, one line of its output with its end, whether it is of stderr."""
 OnChange = Callable[[NodeChanged], None]
 
 
@@ -256,11 +256,13 @@ class NodeHost:
                 argv=self._config.program,
                 environ=self._environ(intent, place),
                 mark=f"{self._run}.{job_uid}.{intent.id}",
-                log_file=os.path.join(log_dir, f"{intent.name}.log"),
+                log_file=os.path.join(log_dir, f"{short_name(intent)}-{intent.id}.log"),
                 network=place.network if place is not None else "",
                 cgroup=cgroup,
             )
-            process = NodeProcess(command, on_line=lambda line, is_error: self._on_line(intent.name, line, is_error))
+            process = NodeProcess(
+                command, on_line=lambda line, is_error: self._on_line(short_name(intent), line, is_error)
+            )
         except BaseException:
             self._release(intent.id, key)
             raise
@@ -458,6 +460,11 @@ async def _send_all(writer: asyncio.StreamWriter, queue: asyncio.Queue[HostAnswe
 async def _send(writer: asyncio.StreamWriter, answer: HostAnswer) -> None:
     writer.write(pack(ANSWER.encode(answer)))
     await writer.drain()
+
+
+def short_name(node: LaunchNode | PlatformNode) -> str:
+    """For people, in whose eyes a replacement is the same node."""
+    return f"{node.node_type.value}-{node.rank}"
 
 
 def become_subreaper() -> None:

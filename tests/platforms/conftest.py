@@ -63,7 +63,7 @@ class LocalLab:
         self.order(node, "exhaust")
 
     def log(self, node: int) -> str:
-        return (self.directory / f"worker-{node}.log").read_text()
+        return (self.directory / f"worker-{node}-{node}.log").read_text()
 
     def processes(self) -> list[int]:
         """Everything of any node, whatever it did to its environment and session: its command names our directory."""

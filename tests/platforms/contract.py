@@ -246,7 +246,7 @@ class PlatformContract:
             (launch(-1), "ids are 0 or more"),
             (launch(0, rank=-2), "ranks are 0 or more"),
             (launch(0, memory_mb=-1), "less than nothing"),
-            (LaunchNode(id=PlatformId(0), node_type=NodeType.WORKER, rank=0, name="../../etc"), "names it"),
+            (LaunchNode(id=PlatformId(0), node_type=NodeType.WORKER, rank=0, name=""), "give it a name"),
             (remove(0, grace=float("nan")), "give 0 or more"),
         ],
     )
