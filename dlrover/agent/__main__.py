@@ -106,6 +106,7 @@ async def _serve(config: AgentConfig, spawner: Spawner) -> AgentResult:
             build_group=build_group,
             step=socket.step,
         )
+        socket.relay_to(agent.relay)
         return await agent.run()
     except ConfigError as error:
         return AgentResult(exit_code=EXIT_USAGE, message=str(error))

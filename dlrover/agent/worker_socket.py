@@ -1,8 +1,12 @@
 """
-The node's unix socket, where workers tell their agent how far they are.
+The node's unix socket, where workers speak to their agent.
 
-In the runtime directory (0700), and only processes of our own user are heard. Messages are observations: a worker
-that sends nonsense is cut off and trains on.
+They tell how far they are, which nobody answers, and they ask the master, through us: their requests are merged into
+the agent's one stream, and the answers go back by number, in whatever order they come.
+
+In the runtime directory (0700), and only processes of our own user are heard. A worker that sends nonsense is cut off
+and trains on. A worker of an older round, that was stopped or frozen when the others moved on, is refused: whatever it
+left in the store now would be found by the wrong ones.
 """
 
 from __future__ import annotations
@@ -10,17 +14,40 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
-from dlrover.protocol.errors import ConfigError, Rejected
-from dlrover.protocol.local import peer_credentials, read_frame
-from dlrover.protocol.messages import Hello, ReportStep, Round, WorkerMessage
+from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
+from dlrover.protocol.local import pack, peer_credentials, read_frame
+from dlrover.protocol.messages import (
+    AgentMessage,
+    AskMaster,
+    Hello,
+    MasterAnswer,
+    MasterRefusal,
+    Reply,
+    ReportStep,
+    Round,
+    WorkerMessage,
+    WorkerRequest,
+)
+from dlrover.protocol.sync_messages import JoinSync
 
 _log = logging.getLogger(__name__)
 
 _MAX_PATH_BYTES = 107
 """What the kernel allows for the name of a unix socket."""
+MAX_ASKED = 1024
+"""Requests of one connection under way. A worker has one for each thread that waits; more is a bug that fills memory."""
+LONGEST_ASK = 3600.0
+"""Seconds. Nobody waits longer for one answer; who has to, asks again."""
+
+
+class Relay(Protocol):
+    async def __call__(self, request: WorkerRequest, *, timeout: float) -> Reply:
+        """Raises Rejected or Unavailable."""
 
 
 class WorkerSocket:
@@ -28,6 +55,7 @@ class WorkerSocket:
         self.path = path
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
+        self._relay: Relay = _refuse
         self._round = Round(0)
         self._steps: dict[int, int] = {}
         """Newest step by local rank, of the current round."""
@@ -58,8 +86,12 @@ class WorkerSocket:
         if os.path.exists(self.path):
             os.unlink(self.path)
 
+    def relay_to(self, relay: Relay) -> None:
+        """Where the workers' requests go; refused until then."""
+        self._relay = relay
+
     def open_round(self, number: Round) -> None:
-        """Steps of former rounds count no more."""
+        """Steps of former rounds count no more, and their workers are not heard any more."""
         self._round = number
         self._steps = {}
 
@@ -75,20 +107,25 @@ class WorkerSocket:
         task.add_done_callback(self._connections.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked: set[asyncio.Task[None]] = set()
         try:
             pid, uid, _gid = peer_credentials(writer.get_extra_info("socket"))
             if uid != os.getuid():
                 _log.warning("pid %d of user %d tried to speak to the agent's socket; refused.", pid, uid)
                 return
-            await self._listen(reader)
+            await self._listen(reader, writer, asked)
         except (msgspec.DecodeError, Rejected) as error:
             _log.warning("A worker sent what is no message (%s); its progress is not followed any more.", error)
         except ConnectionError:
             return
         finally:
+            for task in asked:
+                task.cancel()  # nobody hears the answer; a command that has left still counts
             writer.close()
 
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
+    async def _listen(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asked: set[asyncio.Task[None]]
+    ) -> None:
         hello: Hello | None = None
         while (frame := await read_frame(reader)) is not None:
             match self._decode(frame):
@@ -98,3 +135,48 @@ class WorkerSocket:
                     if hello is not None and hello.round == self._round:
                         known = self._steps.get(hello.local_rank)
                         self._steps[hello.local_rank] = step if known is None else max(known, step)
+                case AskMaster() as ask:
+                    if len(asked) >= MAX_ASKED:
+                        text = f"This worker waits for {MAX_ASKED} answers already."
+                        _send(writer, MasterRefusal(id=ask.id, code="too-many-waiting", message=text))
+                        continue
+                    task = asyncio.create_task(self._ask(hello, ask, writer))
+                    asked.add(task)
+                    task.add_done_callback(asked.discard)
+                    await writer.drain()  # who does not read answers need not ask more
+
+    async def _ask(self, hello: Hello | None, ask: AskMaster, writer: asyncio.StreamWriter) -> None:
+        answer: AgentMessage
+        try:
+            request = self._checked(hello, ask.body)
+            timeout = min(ask.timeout, LONGEST_ASK) if ask.timeout > 0 else 0.0
+            reply = await self._relay(request, timeout=timeout)
+            answer = MasterAnswer(id=ask.id, reply=reply)  # type: ignore[arg-type]  # decided by what was asked
+        except Rejected as error:
+            answer = MasterRefusal(id=ask.id, code=error.code, message=str(error))
+        except Unavailable as error:
+            answer = MasterRefusal(id=ask.id, code="unavailable", message=str(error))
+        _send(writer, answer)
+
+    def _checked(self, hello: Hello | None, request: WorkerRequest) -> WorkerRequest:
+        if hello is None:
+            raise Rejected("Say hello first: who asks?", code="malformed")
+        if hello.round != self._round or request.round not in (0, hello.round):
+            raise Rejected(
+                f"A worker of round {hello.round} asks for round {request.round}; this node runs round {self._round}. "
+                "Workers of former rounds, and in the name of other rounds, are not heard.",
+                code="stale-round",
+            )
+        return replace(request, local_rank=hello.local_rank) if isinstance(request, JoinSync) else request
+
+
+async def _refuse(request: WorkerRequest, *, timeout: float) -> Reply:
+    raise Unavailable("the agent has not begun to speak to the master yet")
+
+
+def _send(writer: asyncio.StreamWriter, message: AgentMessage) -> None:
+    if not writer.is_closing():
+        writer.write(pack(_ENCODER.encode(message)))
+
+
+_ENCODER = msgspec.msgpack.Encoder()

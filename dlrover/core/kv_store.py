@@ -134,7 +134,7 @@ class KvStore(Struct):
                 _check_reply(sum(map(len, values)), f"The values of {len(keys)} keys")
                 return KvValues(values)
             case KvWait(keys=keys):
-                missing = [key for key in keys if not room.has(key)]
+                missing = [key for key in keys if not (key in room.queues if query.is_for_queues else room.has(key))]
                 return _not_yet(query, missing) if missing else Done()
             case KvCheck(keys=keys):
                 return KvFlag(all(room.has(key) for key in keys))

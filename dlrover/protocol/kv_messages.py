@@ -90,6 +90,8 @@ class KvWait(KvQuery, tag=True, frozen=True, kw_only=True):
 
     keys: tuple[str, ...]
     wait: float = 0.0
+    is_for_queues: bool = False
+    """Values do not count."""
 
 
 class KvCheck(KvQuery, tag=True, frozen=True, kw_only=True):

@@ -17,6 +17,10 @@ from types import CodeType, ModuleType
 
 ALIASES: Mapping[str, Mapping[str, str]] = {
     # old module: {old name: "new module:new name"}
+    "dlrover.python.elastic_agent.sychronization.sync_client": {"SyncClient": "dlrover.trainer.sync:SyncClient"},
+    "dlrover.python.elastic_agent.torch.master_kv_store": {
+        "MasterKVStore": "dlrover.trainer.torch.kv_store:MasterKVStore"
+    },
     "dlrover.python.elastic_agent.torch.training": {
         "ElasticLaunchConfig": "dlrover.trainer.torch.elastic_run:ElasticLaunchConfig",
         "launch_agent": "dlrover.trainer.torch.elastic_run:launch_agent",

@@ -1,0 +1,227 @@
+"""
+The worker's line to the master: requests over the agent's unix socket, and their answers.
+
+Blocking and for many threads at once, without a thread of its own: whoever waits while nobody else reads, reads for all.
+A fork (a DataLoader worker) opens its own connection. While the agent cannot be reached the link tries again until the
+caller's deadline; but a command whose connection broke before its answer came is not sent twice, because it may have
+been applied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+
+from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.kv_messages import KvQuery
+from dlrover.protocol.local import FrameBuffer, pack
+from dlrover.protocol.messages import AgentMessage, AskMaster, Hello, MasterAnswer, MasterRefusal, Reply, WorkerRequest
+from dlrover.protocol.sync_messages import SyncQuery
+from dlrover.trainer import environment
+
+_CONNECT_TIMEOUT = 5.0
+_SEND_TIMEOUT = 30
+"""Whole seconds for the agent to take a message from the socket, however long the caller may wait for the answer."""
+_FIRST_PAUSE = 0.02
+_LONGEST_PAUSE = 1.0
+_CHUNK_BYTES = 256 * 1024
+
+
+class Link(Protocol):
+    """Something that takes a worker's requests: the agent, or a stand-in where there is none."""
+
+    def ask(self, request: WorkerRequest, *, timeout: float) -> Reply:
+        """Raises Rejected, or Unavailable: no answer within `timeout` seconds; a command may have been applied then."""
+
+
+def pause_before_retry() -> None:
+    """For who goes on waiting although the agent said at once that it cannot reach the master."""
+    time.sleep(random.uniform(0.0, _LONGEST_PAUSE))
+
+
+class AgentLink:
+    """One connection to the agent, opened at the first request and whenever it was lost."""
+
+    def __init__(self, where: environment.WorkerEnvironment) -> None:
+        self._where = where
+        self._begin()
+        _links.add(self)
+
+    def ask(self, request: WorkerRequest, *, timeout: float) -> Reply:
+        end_at = time.monotonic() + timeout
+        envelope = _FIRST_PAUSE
+        while True:
+            try:
+                return self._exchange(request, end_at)
+            except _LostError as lost:
+                if lost.may_have_arrived and not isinstance(request, KvQuery | SyncQuery):
+                    raise Unavailable(
+                        f"The connection to the agent broke before {type(request).__name__} was answered; it may have "
+                        "been applied."
+                    ) from lost
+                pause = random.uniform(0, envelope)
+                if time.monotonic() + pause >= end_at:
+                    raise Unavailable(f"No agent answers at {self._where.agent_socket}: {lost}") from lost
+            time.sleep(pause)
+            envelope = min(2 * envelope, _LONGEST_PAUSE)
+
+    def close(self) -> None:
+        with self._news:
+            self._drop(self._connection)
+
+    def _begin(self) -> None:
+        self._news = threading.Condition(threading.Lock())
+        """Guards all below but the writing end of the socket; notified when answers came or nobody reads any more."""
+        self._connection: _Connection | None = None
+        self._last_id = 0
+
+    def _forked(self) -> None:
+        """In the child: the parent's connection is not ours, and its threads, that may hold locks, are not here."""
+        connection = self._connection
+        self._begin()
+        if connection is not None:
+            connection.socket.close()
+
+    def _exchange(self, request: WorkerRequest, end_at: float) -> Reply:
+        with self._news:
+            if self._connection is None:
+                self._connection = _Connection(self._where, end_at)
+            connection = self._connection
+            self._last_id += 1
+            number = self._last_id
+            connection.pending[number] = None
+        try:
+            ask = AskMaster(id=number, body=request, timeout=max(end_at - time.monotonic(), 0.0))
+            frame = pack(_ENCODER.encode(ask))  # raises Rejected before anything is sent
+            self._send(connection, frame)
+            answer = self._await(connection, number, end_at)
+        finally:
+            with self._news:
+                connection.pending.pop(number, None)
+        if isinstance(answer, MasterAnswer):
+            return answer.reply
+        if answer.code == "unavailable":
+            raise Unavailable(answer.message)
+        raise Rejected(answer.message, code=answer.code)
+
+    def _send(self, connection: _Connection, frame: bytes) -> None:
+        try:
+            with connection.sending:
+                connection.socket.sendall(frame)
+        except OSError as error:
+            with self._news:
+                self._drop(connection)
+            # The agent cannot use a part of a frame.
+            raise _LostError(str(error), may_have_arrived=False) from error
+
+    def _await(self, connection: _Connection, number: int, end_at: float) -> AgentMessage:
+        with self._news:
+            while (answer := connection.pending[number]) is None:
+                if connection.is_lost:
+                    raise _LostError("the agent hung up", may_have_arrived=True)
+                left = end_at - time.monotonic()
+                if left <= 0:
+                    raise Unavailable("The agent did not answer in time.")
+                if connection.is_being_read:
+                    self._news.wait(left)
+                else:
+                    self._read(connection, left)
+            return answer
+
+    def _read(self, connection: _Connection, timeout: float) -> None:
+        """Wait for bytes in the name of all threads. Called with the lock, which is free meanwhile."""
+        connection.is_being_read = True
+        self._news.release()
+        answers: Iterable[AgentMessage] = ()
+        is_lost = False
+        try:
+            answers = connection.read(timeout)
+        except (OSError, msgspec.DecodeError, Rejected):
+            is_lost = True
+        finally:
+            self._news.acquire()
+            connection.is_being_read = False
+            for answer in answers:
+                if answer.id in connection.pending:  # else its caller has left
+                    connection.pending[answer.id] = answer
+            if is_lost:
+                self._drop(connection)
+            if len(connection.pending) > 1:
+                self._news.notify_all()
+
+    def _drop(self, connection: _Connection | None) -> None:
+        if connection is None:
+            return
+        connection.is_lost = True
+        with contextlib.suppress(OSError):
+            connection.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads from it
+        if not connection.is_being_read:
+            connection.socket.close()
+        if self._connection is connection:
+            self._connection = None
+        self._news.notify_all()
+
+
+class _LostError(Exception):
+    def __init__(self, message: str, *, may_have_arrived: bool) -> None:
+        super().__init__(message)
+        self.may_have_arrived = may_have_arrived
+
+
+class _Connection:
+    def __init__(self, where: environment.WorkerEnvironment, end_at: float) -> None:
+        """Raises _LostError when nobody listens."""
+        self.pending: dict[int, AgentMessage | None] = {}
+        """Requests under way, and the answers of those that have one."""
+        self.is_being_read = False
+        self.is_lost = False
+        self.sending = threading.Lock()
+        """Frames of two threads must not be mixed; apart from the other lock, because it is held while the agent reads."""
+        self._frames = FrameBuffer()
+        sock = self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(max(0.001, min(_CONNECT_TIMEOUT, end_at - time.monotonic())))
+            sock.connect(where.agent_socket)
+            sock.settimeout(None)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT, 0))
+            hello = Hello(local_rank=where.local_rank, round=where.round, pid=os.getpid())
+            sock.sendall(pack(_ENCODER.encode(hello)))
+        except OSError as error:
+            sock.close()
+            raise _LostError(str(error), may_have_arrived=False) from error
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    def read(self, timeout: float) -> list[AgentMessage]:
+        """What comes next, or nothing within the time."""
+        if not self._poll.poll(timeout * 1000):
+            return []
+        data = self.socket.recv(_CHUNK_BYTES)
+        if not data:
+            raise ConnectionResetError("the agent hung up")
+        return [_DECODER.decode(frame) for frame in self._frames.feed(data)]
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(MasterAnswer | MasterRefusal)
+
+_links: weakref.WeakSet[AgentLink] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for link in list(_links):
+        link._forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,82 @@
+"""
+A world of one: answers a worker's requests where there is no agent.
+
+Outside `dlrover-run` a script that uses the key-value store or sync points still runs, alone: the very rooms of the
+job's core live in the process, and nobody else is ever there. Threads share it; a fork gets a copy; other processes see
+nothing of it, so it cannot connect ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+
+from dlrover.core import sync_points
+from dlrover.core.kv_store import KvStore
+from dlrover.core.turn import NotYet
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.kv_messages import KvCommand, KvQuery
+from dlrover.protocol.messages import Done, Micros, NodeId, Reply, WorkerRequest
+from dlrover.protocol.sync_messages import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncState
+from dlrover.trainer import environment
+from dlrover.trainer.agent_link import AgentLink, Link
+
+_ALONE = NodeId(0)
+
+
+class StandIn:
+    """Implements `Link` within the process."""
+
+    def __init__(self) -> None:
+        self._kv = KvStore()
+        self._sync = sync_points.SyncPoints()
+        self._changed = threading.Condition()
+        """Guards both rooms."""
+
+    def ask(self, request: WorkerRequest, *, timeout: float) -> Reply:
+        end_at = time.monotonic() + min(timeout, getattr(request, "wait", 0.0))
+        with self._changed:
+            if isinstance(request, KvCommand | JoinSync | NotifyBarrier):
+                reply = self._apply(request)
+                self._changed.notify_all()
+                return reply
+            while isinstance(answer := self._answer(request), NotYet):
+                left = end_at - time.monotonic()
+                if left <= 0:
+                    if isinstance(answer.otherwise, Rejected):
+                        raise answer.otherwise
+                    return answer.otherwise
+                self._changed.wait(left)
+            return answer
+
+    def _apply(self, command: KvCommand | JoinSync | NotifyBarrier) -> Reply:
+        match command:
+            case JoinSync(name=name, round=round_):
+                return self._sync.join(name, round_, (_ALONE, 0), {_ALONE: [0]}, Micros(0))
+            case NotifyBarrier(name=name, round=round_):
+                self._sync.notify(name, round_)
+                return Done()
+            case _:
+                return self._kv.apply(command)  # type: ignore[arg-type]  # all subclasses are in the union
+
+    def _answer(self, query: WorkerRequest) -> Reply | NotYet:
+        match query:
+            case SyncFinished(name=name, round=round_):
+                point = self._sync.points.get(round_, {}).get(name)
+                found = point is not None
+                return SyncState(True) if found else NotYet("", SyncState(False))
+            case BarrierOpen(name=name, round=round_, generation=generation):
+                found = self._sync.barriers.get(round_, {}).get(name, 0) >= generation
+                return SyncState(True) if found else NotYet("", SyncState(False))
+            case KvQuery():
+                return self._kv.answer(query)
+            case _:
+                raise AssertionError(f"{type(query).__name__} is no question")
+
+
+@functools.cache
+def current_link() -> Link:
+    """The process's one line to its agent, or the stand-in outside `dlrover-run`."""
+    where = environment.current()
+    return StandIn() if where is None else AgentLink(where)

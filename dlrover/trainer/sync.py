@@ -1,0 +1,97 @@
+"""
+`SyncClient`: workers that wait for each other by name.
+
+Every worker that runs joins the same name and then waits until all have; or one says that a barrier is open and the
+others wait for that. Names can be used again: the second join of a name waits for the second join of all others. It is the
+control plane's own means, so it works without a process group, and it does not wait for workers that have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.messages import Round, WorkerRequest
+from dlrover.protocol.sync_messages import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncJoined, SyncState
+from dlrover.trainer import environment
+from dlrover.trainer.agent_link import Link, pause_before_retry
+from dlrover.trainer.stand_in import current_link
+
+_log = logging.getLogger(__name__)
+
+_PATIENCE = 60.0
+"""Seconds for a command: a master that restarts is back sooner."""
+_SLICE = 30.0
+"""Seconds that one question waits on the master; longer waits are renewed."""
+_MARGIN = 2.0
+
+
+class SyncClient:
+    """Belongs to one worker; for several threads use several names."""
+
+    def __init__(self, *, link: Link | None = None) -> None:
+        where = environment.current()
+        self._round = Round(0) if where is None else where.round
+        self._link = current_link() if link is None else link
+        self._generations: dict[str, int] = {}
+        """Of the sync points that we have joined."""
+        self._passed: dict[str, int] = {}
+        """How often we went through each barrier."""
+
+    def join_sync(self, name: str) -> bool:
+        """False: refused, or too late, because the others went on without us."""
+        try:
+            reply = self._link.ask(JoinSync(name=name, round=self._round), timeout=_PATIENCE)
+        except (Rejected, Unavailable) as error:
+            _log.warning("joining sync point %r failed: %s", name, error)
+            return False
+        assert isinstance(reply, SyncJoined), f"{reply} for a join"
+        self._generations[name] = reply.generation
+        return not reply.is_late
+
+    def wait_sync_finished(self, name: str, timeout: float = 0) -> bool:
+        """Whether all have joined within so many seconds; 0: however long it takes (an hour, then laggards are dropped)."""
+        generation = self._generations.get(name, 0)
+        return self._wait(
+            lambda wait: SyncFinished(name=name, round=self._round, generation=generation, wait=wait), timeout
+        )
+
+    def barrier(self, name: str, timeout: float = 0) -> bool:
+        """Whether somebody opened the barrier within so many seconds; 0: however long it takes."""
+        generation = self._passed.get(name, 0) + 1
+        is_open = self._wait(
+            lambda wait: BarrierOpen(name=name, round=self._round, generation=generation, wait=wait), timeout
+        )
+        if is_open:
+            self._passed[name] = generation
+        return is_open
+
+    def notify_barrier(self, name: str) -> bool:
+        """Open the barrier for one passage of everybody."""
+        try:
+            self._link.ask(NotifyBarrier(name=name, round=self._round), timeout=_PATIENCE)
+        except (Rejected, Unavailable) as error:
+            _log.warning("opening barrier %r failed: %s", name, error)
+            return False
+        return True
+
+    def _wait(self, question: Callable[[float], WorkerRequest], timeout: float) -> bool:
+        end_at = time.monotonic() + timeout if timeout > 0 else float("inf")
+        while True:
+            wait = min(max(end_at - time.monotonic(), 0.0), _SLICE)
+            try:
+                reply = self._link.ask(question(wait), timeout=wait + _MARGIN)
+            except Rejected as error:
+                _log.warning("waiting failed: %s", error)
+                return False
+            except Unavailable as error:
+                _log.info("waiting goes on: %s", error)
+                pause_before_retry()
+            else:
+                assert isinstance(reply, SyncState), f"{reply} for a wait"
+                if reply.is_reached:
+                    return True
+            if wait < _SLICE:
+                return False
