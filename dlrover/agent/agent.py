@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from dlrover.agent.config import AgentConfig, AgentResult
 from dlrover.agent.driver import Group, WorkerDriver
+from dlrover.agent.preemption import wait_for_notice
 from dlrover.agent.worker_group import Failed, Finished, PortOffer
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import DLRoverError, JobError, Rejected, Unavailable
@@ -38,12 +39,14 @@ from dlrover.protocol.messages import (
     Incarnation,
     Join,
     JoinRendezvous,
+    Leave,
     LeaveJob,
     LeaveReason,
     Micros,
     NodeId,
-    NodeRank,
     Query,
+    NodeRank,
+    PlatformId,
     Reply,
     ReportFailure,
     ReportFinished,
@@ -82,9 +85,6 @@ class Patience(NamedTuple):
     """A finished training is a success even if the master is gone for good: wait so long for it, then leave with 0."""
     first_connection: float = 120.0
     """For the master to appear at all, however short its later absences may be."""
-
-
-PATIENCE = Patience()
 
 
 class BuildGroup(Protocol):
@@ -132,10 +132,12 @@ class Agent:
         build_group: BuildGroup,
         step: Callable[[], int | None],
         connect: Connect = AgentChannel,
-        patience: Patience = PATIENCE,
+        patience: Patience | None = None,
     ) -> None:
+        """`patience`: by default what the job's terms say."""
+        detection = config.terms.detection
         self._config = config
-        self._patience = patience
+        self._patience = patience or Patience(heartbeat=detection.heartbeat, lease=detection.lease)
         self._local_world_size = local_world_size
         self._step = step
         self._launcher_pid = os.getppid()
@@ -170,11 +172,14 @@ class Agent:
         """The port we offered for `_joined_round`, held until the round's workers start."""
         self._started_round = Round(0)
         """Newest round whose workers we started. Each is started once: a repeated wish for it means nothing."""
+        self._world: WorldSpec | None = None
+        """Of `_started_round`: told to a master whose journal was lost."""
         self._finished_round = Round(0)
         self._finished_at = 0.0
         self._offered_ports: deque[int] = deque(maxlen=NUM_OFFERED)
         """Oldest first: a port serves one round, or comes back last where HOST_PORTS has no other."""
         self._signal: signal.Signals | None = None
+        self._is_preempted = False
         self._broken: DLRoverError | None = None
         """This node cannot go on: the master refused it for good, or workers cannot be started here."""
         self._is_leaving = False
@@ -195,6 +200,8 @@ class Agent:
                     self._tasks.create_task(self._heartbeats(), name="heartbeats"),
                     self._tasks.create_task(self._driver.run(), name="driver"),
                 ]
+                if self._config.preemption_file:
+                    helpers.append(self._tasks.create_task(self._watch_for_preemption(), name="preemption"))
                 result = await self._follow()
                 await self._channel.close()
                 for helper in helpers:
@@ -233,6 +240,8 @@ class Agent:
             self._news.clear()
             if self._signal is not None:
                 return await self._leave_by_signal(self._signal)
+            if self._is_preempted:
+                return await self._leave_preempted()
             if self._broken is not None:
                 return await self._give_up(EXIT_FAILED, str(self._broken))
             if self._has_lost_master():
@@ -256,6 +265,8 @@ class Agent:
                     self._driver.want_none(StopCause.MEMBERSHIP)
             case End():
                 return await self._end(wish)
+            case Leave():
+                return await self._leave(wish)
             case _:
                 assert_never(wish)
         return None
@@ -310,6 +321,7 @@ class Agent:
         if world.round <= self._started_round:
             return
         self._started_round = world.round
+        self._world = world
         self._finished_round = Round(0)  # of an earlier one, which then was not enough
         offer, self._offer = self._offer, None
         log.info(
@@ -349,12 +361,32 @@ class Agent:
         is_alone = os.getppid() != self._launcher_pid
         cause = StopCause.FAILURE if is_alone else StopCause.END_OF_JOB
         self._driver.want_none(cause, number)
-        await asyncio.gather(self._driver.settle(), self._part(f"{number.name} received"))
+        await asyncio.gather(self._driver.settle(), self._part(LeaveReason.STOPPED_BY_USER, f"{number.name} received"))
         return AgentResult(exit_code=EXIT_BY_SIGNAL + number, message=f"stopped by {number.name}")
 
-    async def _part(self, message: str) -> None:
+    async def _leave_preempted(self) -> AgentResult:
+        """The machine goes: the master hears it first, so that the others meet again while our workers still stop."""
+        self._is_leaving = True
+        notice = f"{self._config.preemption_file} announced that this machine is taken away"
+        log.warning("%s: leaving", notice)
+        parting = asyncio.ensure_future(self._part(LeaveReason.PREEMPTED, notice))
+        await asyncio.sleep(0)  # the farewell is on its way before anything stops
+        self._driver.want_none(StopCause.PREEMPTION)
+        await asyncio.gather(self._driver.settle(), parting)
+        return AgentResult(exit_code=EXIT_BY_SIGNAL + signal.SIGTERM, message=f"{notice}; the job goes on without it.")
+
+    async def _leave(self, wish: Leave) -> AgentResult:
+        """The job goes on without us."""
+        self._is_leaving = True
+        log.warning("leaving the job: %s", wish.reason)
+        self._driver.want_none(StopCause.MEMBERSHIP)
+        await asyncio.gather(self._driver.settle(), self._part(LeaveReason.DISMISSED, wish.reason))
+        message = f"This node left the job: {wish.reason}."
+        return AgentResult(exit_code=wish.exit_code, message=message, is_dismissed=True)
+
+    async def _part(self, reason: LeaveReason, message: str) -> None:
         """Say farewell, then close: a stream that broke while workers stop would be healed and bring us back."""
-        await self._say_farewell(LeaveReason.STOPPED_BY_USER, message)
+        await self._say_farewell(reason, message)
         await self._channel.close()
 
     async def _without_master(self) -> AgentResult:
@@ -402,7 +434,18 @@ class Agent:
             running_round=max(self._driver.running_round, self._finished_round),
             is_finished=self._finished_round > 0,
             life=self._life,
+            world=self._claimed_world(),
+            former_rank=self._node_rank if self._node_rank >= 0 else None,
+            place=self._config.place,
+            group=self._config.group,
+            platform_node=PlatformId(self._config.platform_node),
+            node_type=self._config.node_type,
         )
+
+    def _claimed_world(self) -> WorldSpec | None:
+        """The world whose workers run here, or have finished here."""
+        round_ = max(self._driver.running_round, self._finished_round)
+        return self._world if self._world is not None and self._world.round == round_ else None
 
     def _on_attached(self, attached: Attached) -> None:
         if self._incarnation and attached.incarnation != self._incarnation and not self._is_leaving:
@@ -444,6 +487,11 @@ class Agent:
 
     def _on_broken(self, error: DLRoverError) -> None:
         self._broken = self._broken or error
+        self._news.set()
+
+    async def _watch_for_preemption(self) -> None:
+        await wait_for_notice(self._config.preemption_file)
+        self._is_preempted = True
         self._news.set()
 
     def _on_signal(self, number: int) -> None:
@@ -504,6 +552,7 @@ class Agent:
         self._drop_offer()
         self._desired = None
         self._joined_round = self._started_round = Round(0)
+        self._world = None
 
     async def _heartbeats(self) -> None:
         while True:

@@ -12,6 +12,7 @@ import enum
 from msgspec import Struct
 
 from dlrover.protocol.addresses import TlsConfig as TlsConfig
+from dlrover.protocol.fleet_messages import NodeType
 from dlrover.protocol.messages import JobEnd, JobTerms
 
 
@@ -96,6 +97,15 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Ports usable for the coordinator (HOST_PORTS on host networks); empty: any free one."""
     is_virtual_local_rank: bool = False
     """torchrun's --virtual-local-rank: LOCAL_RANK is 0 and the device is chosen by visibility."""
+    preemption_file: str = ""
+    """When it appears, this machine will be taken away: leave in good order. Empty: nobody tells so."""
+    place: tuple[str, ...] = ()
+    """Where this node is in the network, outermost switch first; empty: unknown here."""
+    group: int = -1
+    """Scheduling group (rack) of the node; -1: none."""
+    platform_node: int = -1
+    """What the platform knows this node by; -1: started by hand."""
+    node_type: NodeType = NodeType.WORKER
     log_level: str = "WARNING"
     """Of the agent's own log on stderr; quiet by default, as torchrun."""
 
@@ -109,5 +119,7 @@ class AgentResult(Struct, frozen=True, kw_only=True):
     """Of the first failed worker: what --exit-code=worker passes on (128+n for signal n)."""
     first_failed_rank: int | None = None
     num_restarts: int = 0
+    is_dismissed: bool = False
+    """The job goes on without this node, as the master wished."""
     end: JobEnd | None = None
     """How the job ended, if the master told; the launcher prints its report from it."""

@@ -137,8 +137,10 @@ def _attach(command: Attach, course: Course) -> Reply:
 
     if state.terms is None:
         state.terms = command.terms
-    if command.master_epoch > state.master_epoch:
-        # Our journal was lost. Wishes of an epoch below the newest that agents have seen would be refused as outdated.
+    is_life_of_another = node is None and state.rendezvous.world is None and command.world is not None
+    if command.master_epoch > state.master_epoch - is_life_of_another:
+        # Our journal was lost. Wishes of an epoch below the newest that agents have seen would be refused as outdated;
+        # so would those of the same epoch, to a life that goes on and has heard greater numbers of it.
         state.master_epoch = command.master_epoch + 1
         course.touch_all()
     if holder is not None:

@@ -91,16 +91,14 @@ class Course:
         former = nodes.former.get(rank)
         if former is not None:
             state.senders.forget(former.id)
-        node = nodes.admit(command, rank)
+        claim = self._hear_claim(command, rank)
+        node = nodes.admit(command, rank, is_continued=claim is not None)
+        if claim is not None:
+            rdzv.take_up.claims[node.id] = claim
         state.senders.begin(node.id, node.incarnation)
         if state.end is None:
-            if rdzv.world is None and command.running_round > rdzv.round:
-                # Rounds of a life whose journal was lost must not be numbered again: their stores may still answer.
-                rdzv.round = command.running_round
-                self.touch_all()
             self._hear_finished(node, command)
-            is_claiming = self._hear_claim(node, command)
-            if not node.finished_round and not is_claiming:
+            if not node.finished_round and claim is None:
                 rdzv.expect(node.id, node.rank)
             if rdzv.world is None and rdzv.opening is None:
                 self._open(StopCause.MEMBERSHIP, "the job begins")
@@ -113,24 +111,30 @@ class Course:
             return former
         return nodes.lowest_free_rank()
 
-    def _hear_claim(self, node: Node, command: Attach) -> bool:
-        """The node runs workers of a world that we know nothing of, because our journal was lost. Whether that counts."""
+    def _hear_claim(self, command: Attach, rank: NodeRank) -> Claim | None:
+        """A node that is about to be admitted runs workers of a world that we know nothing of: our journal was lost.
+
+        None: it does not, or what it says cannot count.
+        """
         rdzv, world = self.state.rendezvous, command.world
-        take_up = rdzv.take_up
-        if rdzv.world is not None or take_up.is_over or world is None or not is_sane(world, command.running_round):
-            return False
-        if world.round != rdzv.round:
-            return False  # others ran in a newer one
-        if take_up.claims and take_up.round != world.round:
-            self.give_up_claims(f"{node.label} runs in round {world.round}")
-            return False
-        if take_up.contradicts(world):
-            self.give_up_claims(f"what {node.label} says of round {world.round} contradicts the others")
-            return False
-        if not take_up.claims:
-            take_up.until = Micros(self.now + micros(reattach_window(self.detection)))
-        take_up.claims[node.id] = Claim(node.rank, world)
-        return True
+        if self.state.end is not None or rdzv.world is not None:
+            return None
+        if command.running_round > rdzv.round:
+            if rdzv.take_up.claims:
+                self.give_up_claims(f"{command.host} ran in round {command.running_round}")
+            # Rounds of a life whose journal was lost must not be numbered again: their stores may still answer.
+            rdzv.round = command.running_round
+            self.touch_all()
+        is_possible = world is not None and is_sane(world, command.running_round) and world.round == rdzv.round
+        is_newest_life = command.incarnation > self.state.nodes.incarnations.get(rank, 0)
+        if world is None or not is_possible or not is_newest_life or rdzv.take_up.is_over:
+            return None
+        if rdzv.take_up.contradicts(world):
+            self.give_up_claims(f"what {command.host} says of round {world.round} contradicts the others")
+            return None
+        if not rdzv.take_up.claims:
+            rdzv.take_up.until = Micros(self.now + micros(reattach_window(self.detection)))
+        return Claim(rank, world)
 
     def give_up_claims(self, why: str) -> None:
         """The world from before our time cannot be taken up: a new round forms."""

@@ -155,8 +155,11 @@ class Nodes(Struct):
             rank += 1
         return NodeRank(rank)
 
-    def admit(self, attach: Attach, rank: NodeRank) -> Node:
-        """A launch that nobody knows takes a free rank; the former holder is forgotten."""
+    def admit(self, attach: Attach, rank: NodeRank, *, is_continued: bool = False) -> Node:
+        """A launch that nobody knows takes a free rank; the former holder is forgotten.
+
+        `is_continued`: the life that it had under a master whose journal was lost goes on, with its workers.
+        """
         assert rank not in self.holders, f"node rank {rank} is held by node {self.holders[rank]}"
         former = self.former.pop(rank, None)
         if former is not None:
@@ -166,7 +169,7 @@ class Nodes(Struct):
             rank=rank,
             launch=attach.launch,
             host=attach.host,
-            incarnation=self._next_incarnation(rank, attach.incarnation),
+            incarnation=self._next_incarnation(rank, Incarnation(attach.incarnation - is_continued)),
             local_world_size=attach.local_world_size,
             process=attach.life,
             place=attach.place,

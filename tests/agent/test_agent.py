@@ -25,6 +25,7 @@ from dlrover.agent.worker_group import PortOffer
 from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.messages import (
     Attach,
+    Detection,
     End,
     ExitReason,
     FailureKind,
@@ -32,6 +33,7 @@ from dlrover.protocol.messages import (
     JobTerms,
     Join,
     JoinRendezvous,
+    Leave,
     LeaveJob,
     LeaveReason,
     Limits,
@@ -54,7 +56,9 @@ GRACE = 600.0
 class Life:
     """One agent process of a node."""
 
-    def __init__(self, master: LoopbackMaster, scratch: Path, *, patience: Patience = PATIENCE, **changes: Any) -> None:
+    def __init__(
+        self, master: LoopbackMaster, scratch: Path, *, patience: Patience | None = PATIENCE, **changes: Any
+    ) -> None:
         self._news = master.news
         self.workers = StandInNode(master.news)
         self.step: int | None = None
@@ -528,15 +532,79 @@ async def test_an_end_that_cannot_be_told_is_said_by_attaching(stage):
     assert [attach.is_finished for attach in stage.master.heard_of(Attach)] == [False, True]
 
 
-async def test_a_master_that_forgot_everything_gets_a_new_round(stage):
-    life = stage.begin()
-    first = await life.workers.running(1)
+async def test_a_master_that_forgot_everything_takes_the_running_world_up_again(stage):
+    lives = [stage.begin(launch, nodes=2) for launch in "ab"]
+    groups = [await life.workers.running(1) for life in lives]
     stage.master.restart(forget=True)
-    second = await life.workers.running(2)
+    await stage.until(lambda: all(life.channel.is_attached for life in lives))
+    await stage.until(lambda: stage.master.job.state.rendezvous.is_active)
+    for life in lives:
+        await life.looks()
+    assert all(group.is_running for group in groups), "nobody restarts"
+    assert [len(life.workers.groups) for life in lives] == [1, 1]
+    assert "no worker restarts" in stage.master.job.status().verdict
+
+    groups[0].fail()  # and it is a world like any other
+    seconds = [await life.workers.running(2) for life in lives]
+    assert {group.world.round for group in seconds} == {2}
+    for group in seconds:
+        group.finish()
+    assert [(await life.result()).exit_code for life in lives] == [0, 0]
+
+
+async def test_a_forgotten_world_of_which_a_member_is_missing_gets_a_new_round(stage):
+    lives = [stage.begin(launch, nodes=2) for launch in "ab"]
+    groups = [await life.workers.running(1) for life in lives]
+    lives[1].channel.cut()
+    stage.master.restart(forget=True)
+    await stage.until(lambda: lives[0].channel.is_attached)
+    await lives[0].looks()
+    assert groups[0].is_running, "the other one may still come back"
+    stage.master.advance(41)
+    await stage.until(lambda: groups[0].is_stopped)
+    lives[1].channel.restore()
+    seconds = [await life.workers.running(2) for life in lives]
+    assert {group.world.round for group in seconds} == {2}  # the number 1 is not given twice
+
+
+# Leaving.
+
+
+async def test_a_node_that_is_dismissed_stops_its_workers_and_leaves_with_that_code(stage):
+    life = stage.begin()
+    group = await life.workers.running(1)
+    life.channel.wish(Leave("the job has too many nodes", 22))
+    result = await life.result()
+    assert (result.exit_code, result.is_dismissed) == (22, True)
+    assert "the job has too many nodes" in result.message
+    assert group.stops == [(StopCause.MEMBERSHIP, signal.SIGTERM)]
+    assert [leave.reason for leave in stage.master.heard_of(LeaveJob)] == [LeaveReason.DISMISSED]
+
+
+async def test_a_preemption_notice_is_told_before_workers_have_stopped(stage, tmp_path):
+    notice = tmp_path / "preempted"
+    terms = JobTerms(limits=Limits(min_nodes=1, max_nodes=2))
+    lives = [stage.begin(launch, terms=terms, preemption_file=str(notice) if launch == "b" else "") for launch in "ab"]
+    first, other = [await life.workers.running(1) for life in lives]
+    other.may_stop.clear()
+    notice.touch()
+    alone = await lives[0].workers.running(2)
+    assert not other.is_stopped, "it still has its grace while the others go on"
+    assert alone.world.group_world_size == 1
+    other.may_stop.set()
+    result = await lives[1].result()
+    assert other.stops == [(StopCause.PREEMPTION, signal.SIGTERM)]
+    assert result.exit_code == EXIT_BY_SIGNAL + signal.SIGTERM
+    assert [leave.reason for leave in stage.master.heard_of(LeaveJob)] == [LeaveReason.PREEMPTED]
     assert first.is_stopped
-    assert second.world.round == 2  # the number 1 is not given twice
-    second.finish()
-    assert (await life.result()).exit_code == 0
+
+
+async def test_heartbeat_and_lease_come_from_the_terms_of_the_job(stage):
+    """With the heartbeat of 5 s that is the default nobody would look within the deadline of this test."""
+    terms = JobTerms(detection=Detection(heartbeat=0.005, silence=40.0, suspicion=12.0))
+    life = stage.begin(terms=terms, patience=None)
+    await life.workers.running(1)
+    await stage.until(lambda: len(stage.master.beats) > 2)
 
 
 async def test_an_attach_whose_answer_was_lost_is_repeated(stage):
