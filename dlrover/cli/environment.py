@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.fleet_messages import NodeType
 
 DEFAULT_LOG_LEVEL = "WARNING"
 """torchrun is silent unless something happens, and so are we. DLROVER_LOG_LEVEL=INFO shows settings and decisions."""
@@ -39,6 +40,12 @@ class Environment(Struct, frozen=True, kw_only=True):
     node_rank_variable: str = ""
     """The variable that `node_rank` came from."""
     node_num: int | None = None
+    platform_node: int = -1
+    """What the platform that started this node knows it by; -1: started by hand."""
+    node_type: NodeType = NodeType.WORKER
+    node_group: int = -1
+    is_reporting: bool = True
+    """Whether this node tells how the job failed; whoever started all of them tells it once instead."""
     pod_ip: str = ""
     host_ports: tuple[int, ...] = ()
     interpreter: str = ""
@@ -53,6 +60,8 @@ class Environment(Struct, frozen=True, kw_only=True):
 
 def read_environment(environ: Mapping[str, str]) -> Environment:
     node_rank, node_rank_variable = _node_rank(environ)
+    platform_node = _integer(environ, "DLROVER_NODE_ID", at_least=0)
+    node_group = _integer(environ, "DLROVER_NODE_GROUP", at_least=-1)
     shutdown_timeout = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     level = environ.get("DLROVER_LOG_LEVEL", DEFAULT_LOG_LEVEL).upper() or DEFAULT_LOG_LEVEL
     if level not in _LOG_LEVELS:
@@ -64,6 +73,10 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         node_rank=node_rank,
         node_rank_variable=node_rank_variable,
         node_num=_integer(environ, "NODE_NUM", at_least=1),
+        platform_node=-1 if platform_node is None else platform_node,
+        node_type=NodeType.WORKER if platform_node is None else _node_type(environ.get("NODE_TYPE", "")),
+        node_group=-1 if node_group is None else node_group,
+        is_reporting=environ.get("DLROVER_REPORT", "") != "off",
         pod_ip=environ.get("POD_IP", ""),
         host_ports=_ports(environ.get("HOST_PORTS", "")),
         interpreter=environ.get("PYTHON_EXEC", ""),
@@ -87,6 +100,15 @@ def _node_rank(environ: Mapping[str, str]) -> tuple[int | None, str]:
     if is_pod and not is_worker and environ.get("RANK") and environ.get("WORLD_SIZE"):
         return _integer(environ, "RANK", at_least=0), "RANK"
     return None, ""
+
+
+def _node_type(text: str) -> NodeType:
+    """Looked at only on a node of a platform: elsewhere the variable may mean anything."""
+    try:
+        return NodeType(text or NodeType.WORKER)
+    except ValueError as error:
+        known = ", ".join(kind.value for kind in NodeType)
+        raise ConfigError(f"The variable NODE_TYPE={text} must be one of {known}.") from error
 
 
 def _integer(environ: Mapping[str, str], variable: str, *, at_least: int) -> int | None:

@@ -222,6 +222,9 @@ class Launcher:
             master_grace=self._settings.master_grace,
             host_ports=self._settings.environment.host_ports,
             is_virtual_local_rank=self._settings.is_virtual_local_rank,
+            platform_node=self._settings.environment.platform_node,
+            node_type=self._settings.environment.node_type,
+            group=self._settings.environment.node_group,
             log_level=self._settings.environment.log_level,
         )
         self._directory.record(str(self._place.address))
@@ -240,7 +243,7 @@ class Launcher:
             self._report(result)
             return
         if self._job_end is not None:
-            result = _result_of(self._job_end)
+            result = result_of(self._job_end)
             say("the job ended while this node's agent was not there to hear of it")
             self._ended = Ended(self._exit_code(result), result)
             self._report(result)
@@ -278,7 +281,7 @@ class Launcher:
     def _report(self, result: AgentResult) -> None:
         if result.exit_code == EXIT_USAGE:
             say_block(f"dlrover-run: error: {result.message}")
-        elif result.exit_code != 0:
+        elif result.exit_code != 0 and self._settings.environment.is_reporting:
             from dlrover.cli.report import failure_report
 
             say_block(failure_report(self._job_name, result))
@@ -534,7 +537,7 @@ class Launcher:
                 return
 
 
-def _result_of(end: JobEnd) -> AgentResult:
+def result_of(end: JobEnd) -> AgentResult:
     """What the agent would have told, had it been there."""
     failure = None if end.first_failure is None else end.first_failure.failure
     worker_exit_code = None
