@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dlrover.agent.cgroups import Cgroups
 from dlrover.agent.config import AgentConfig, AgentResult, EntryKind
 from dlrover.agent.spawner import Spawner
 from dlrover.protocol.descriptors import open_standard_descriptors
@@ -41,11 +42,13 @@ def main() -> int:
     launcher_pid = os.getppid()
     if not follow_parent(signal.SIGTERM):
         return 0  # the launcher has gone before we could ask to be told
+    cgroups = Cgroups.open(config.runtime_dir)
     spawner = Spawner.start(
         is_warm=config.is_warm and config.entry.kind is not EntryKind.PROGRAM,
         preload=config.preload,
         interpreter=config.interpreter,
         search_path=str(Path(config.entry.target).parent) if config.entry.kind is EntryKind.SCRIPT else "",
+        cgroups="" if cgroups is None else cgroups.path,
     )
     logging.basicConfig(
         stream=sys.stderr,
@@ -56,7 +59,7 @@ def main() -> int:
     )
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        result = _run(config, spawner)
+        result = _run(config, spawner, cgroups)
     except Exception:  # the process edge: a bug ends the process, and the launcher starts another
         log.exception("bug in the agent")
         return EXIT_BUG
@@ -67,13 +70,13 @@ def main() -> int:
     return result.exit_code
 
 
-def _run(config: AgentConfig, spawner: Spawner) -> AgentResult:
+def _run(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None) -> AgentResult:
     import asyncio
 
-    return asyncio.run(_serve(config, spawner))
+    return asyncio.run(_serve(config, spawner, cgroups))
 
 
-async def _serve(config: AgentConfig, spawner: Spawner) -> AgentResult:
+async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None) -> AgentResult:
     from dlrover.agent.agent import Agent
     from dlrover.agent.devices import resolve_local_world_size
     from dlrover.agent.output import WorkerOutput
@@ -82,7 +85,7 @@ async def _serve(config: AgentConfig, spawner: Spawner) -> AgentResult:
     from dlrover.agent.worker_socket import WorkerSocket
     from dlrover.protocol.errors import ConfigError
 
-    tree = ProcessTree(keep=lambda: spawner.zygote_pids)
+    tree = ProcessTree(keep=lambda: spawner.zygote_pids, cgroups=cgroups)
     output = WorkerOutput(config.log, role=config.role, run_id=config.run_id, runtime_dir=config.runtime_dir)
     socket = await WorkerSocket.open(config.runtime_dir)
 
@@ -116,6 +119,8 @@ async def _serve(config: AgentConfig, spawner: Spawner) -> AgentResult:
         tree.close()
         output.close()
         spawner.close()
+        if cgroups is not None:
+            cgroups.close()
 
 
 def _read_config(argv: list[str]) -> AgentConfig:

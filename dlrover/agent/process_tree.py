@@ -22,6 +22,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from dlrover.agent.cgroups import Cgroups
 from dlrover.agent.reaction import LOOK_EVERY, Handler, Reaction
 from dlrover.protocol.messages import StopCause
 
@@ -196,13 +197,15 @@ class ProcessTree:
     The processes of this node's agent, seen from its event loop.
 
     Watches workers through pidfds (or SIGCHLD where there are none), reaps orphans that end by themselves while
-    training runs, and stops trees. `keep` names pids that are never touched: the zygote of the moment.
+    training runs, and stops trees. `keep` names pids that are never touched: the zygote of the moment. With `cgroups`
+    what is to be killed is killed there at once, before anybody looks for it.
     """
 
-    def __init__(self, keep: Callable[[], Collection[int]] = tuple) -> None:
+    def __init__(self, keep: Callable[[], Collection[int]] = tuple, *, cgroups: Cgroups | None = None) -> None:
         import asyncio
 
         self._keep = keep
+        self._cgroups = cgroups
         self._loop = asyncio.get_running_loop()
         self._watched: dict[int, _Watch] = {}
         self._loop.add_signal_handler(signal.SIGCHLD, self._on_child)
@@ -315,6 +318,8 @@ class ProcessTree:
 
     def kill(self) -> None:
         """SIGKILL to every descendant but the kept ones, without waiting for their ends."""
+        if self._cgroups is not None:
+            self._cgroups.kill(self._keep())
         for process in descendants(os.getpid(), keep=self._keep()):
             if process.state != "Z":
                 send_signal(process, signal.SIGKILL)
@@ -324,6 +329,8 @@ class ProcessTree:
         import asyncio
 
         until = self._loop.time() + deadline
+        if self._cgroups is not None:
+            self._cgroups.kill(self._keep())
         while True:
             remaining = []
             own_pid = os.getpid()
@@ -338,6 +345,8 @@ class ProcessTree:
                     send_signal(process, signal.SIGKILL)
                     remaining.append(process)
             if not remaining:
+                if self._cgroups is not None:
+                    self._cgroups.remove_empty()
                 return
             left = until - self._loop.time()
             if left <= 0:

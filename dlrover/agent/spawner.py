@@ -63,12 +63,14 @@ class Spawner:
         interpreter: str = "",
         search_path: str = "",
         environ: Mapping[bytes, bytes] | None = None,
+        cgroups: str = "",
     ) -> None:
         self._interpreter = interpreter or sys.executable
         self._wants_warm = is_warm and os.path.abspath(self._interpreter) == os.path.abspath(sys.executable)
         self._preload = tuple(preload)
         self._search_path = os.path.abspath(search_path)
         self._environ = dict(os.environb if environ is None else environ)
+        self._cgroups = cgroups
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._frames = FrameBuffer()
@@ -92,11 +94,21 @@ class Spawner:
         interpreter: str = "",
         search_path: str = "",
         environ: Mapping[bytes, bytes] | None = None,
+        cgroups: str = "",
     ) -> Spawner:
-        """Become a subreaper and have a zygote begin its imports. Returns at once."""
+        """
+        Become a subreaper and have a zygote begin its imports. Returns at once.
+
+        `cgroups` is the directory in which the zygote makes cgroups for itself and its workers, if there is one.
+        """
         become_subreaper()
         spawner = cls(
-            is_warm=is_warm, preload=preload, interpreter=interpreter, search_path=search_path, environ=environ
+            is_warm=is_warm,
+            preload=preload,
+            interpreter=interpreter,
+            search_path=search_path,
+            environ=environ,
+            cgroups=cgroups,
         )
         spawner._start_zygote()
         return spawner
@@ -193,7 +205,7 @@ class Spawner:
         command = [sys.executable, "-u", "-c", _CODE, "--fd", str(theirs.fileno()), "--agent-pid", str(os.getpid())]
         if self._wants_warm:
             command += ["--warm", "--preload", ",".join(self._preload), "--search-path", self._search_path]
-        command += ["--room", _TITLE_ROOM]
+        command += ["--cgroups", self._cgroups, "--room", _TITLE_ROOM]
         environ = dict(self._environ)
         if self._wants_warm:
             # Starts its threads at import, and a fork needs a process without any. Workers get their own number back.

@@ -156,12 +156,12 @@ class NodeDirectory:
             with locked(self._root):
                 self._remove_files()
         except ConfigError as error:
-            _remove_tree(self.path)  # ours alone; only the listing needs the lock
+            _remove_node(self.path)  # ours alone; only the listing needs the lock
             self._release()
             say(f"not everything could be removed. {error}")
 
     def _remove_files(self) -> None:
-        _remove_tree(self.path)
+        _remove_node(self.path)
         _remove_empty_job(self.job_dir)
         self._release()
 
@@ -309,7 +309,7 @@ def reap(root: str, *, older_than: float = STALE_AFTER, patience: float | None =
         if stale:
             _kill_processes_of([left.path for left in stale])
         for left in stale:
-            _remove_tree(left.path)
+            _remove_node(left.path)
         for job in _subdirectories(root):
             _remove_empty_job(job)
     return stale
@@ -370,6 +370,13 @@ def _kill_processes_of(paths: list[str]) -> None:
             continue
         finally:
             os.close(descriptor)
+
+
+def _remove_node(path: str) -> None:
+    from dlrover.agent.cgroups import clear_recorded  # late: only an agent that was killed left anything there
+
+    clear_recorded(path)
+    _remove_tree(path)
 
 
 def _remove_empty_job(job_dir: str) -> None:

@@ -20,6 +20,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -45,6 +46,7 @@ _READ_AT_IMPORT = ("GOMP_", "KMP_", "LD_", "MALLOC_", "PYTHON", "PYTORCH_", "TOR
 _IDLE = 1.0
 """Seconds without a request before workers are forked ahead: the last ones are busy starting until then."""
 _READ_LATER = ("TORCH_NCCL_", "TORCHELASTIC_")
+_MAX_CGROUP_ATTEMPTS = 3
 
 
 def main() -> None:
@@ -73,6 +75,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--preload", default="", help="modules to import beside torch, separated by commas")
     parser.add_argument("--search-path", default="", help="where preloaded modules are looked for first")
     parser.add_argument("--note", default="", help="why this zygote is not warm")
+    parser.add_argument("--cgroups", default="", help="directory to make cgroups in, for the workers and ourselves")
     parser.add_argument("--room", default="", help="room for the title of the process")
     return parser.parse_args(argv)
 
@@ -101,12 +104,17 @@ class _Zygote:
         self._spares: dict[int, socket.socket] = {}
         """Workers forked ahead by pid, each with the socket on which it waits for its order."""
         self._num_spares_wanted = 0
+        self._num_cgroups = 0
+        self._shares_cgroup = False
+        """With workers that run."""
 
     def serve(self) -> ForkWorker | None:
         """Returns None when the agent has hung up, or in a forked child the order that it has become."""
         self._prepare()
         while True:
             if self._is_idle():
+                if self._shares_cgroup:
+                    self._enter_new_cgroup(os.getpid())
                 order = self._fork_ahead()
                 if order is not None:
                     return order
@@ -125,6 +133,8 @@ class _Zygote:
                     births.append((message.id, birth))
                 for descriptor in descriptors:
                     os.close(descriptor)
+                if isinstance(message, ForkWorker):
+                    self._shares_cgroup = bool(self._arguments.cgroups)
             for number, birth in births:
                 self._tell(number, self._finish(birth))
 
@@ -132,7 +142,8 @@ class _Zygote:
         """Wait for a request; True if none came for a while and there is something to do ahead."""
         while True:
             is_short = len(self._spares) < self._num_spares_wanted
-            ready, _, _ = select.select([self._socket, *self._spares.values()], [], [], _IDLE if is_short else None)
+            timeout = _IDLE if is_short or self._shares_cgroup else None
+            ready, _, _ = select.select([self._socket, *self._spares.values()], [], [], timeout)
             if not ready:
                 return True
             if self._socket in ready:
@@ -149,13 +160,49 @@ class _Zygote:
             # would touch, and so copy, pages that are shared with all workers.
             gc.disable()
             known = worker.open_descriptors()
+            moved = self._begin_to_enter_cgroup()
+            obstacle: _CannotWarmError | None = None
             try:
                 self._import_all()
-            except _CannotWarmError as obstacle:
+            except _CannotWarmError as error:
+                obstacle = error
+            moved()
+            if obstacle is not None:
                 self._restart_cold(str(obstacle))
             self._library_descriptors = frozenset(worker.open_descriptors() - known)
             gc.freeze()
+        else:
+            self._enter_new_cgroup(os.getpid())
         self._reply(Prepared(is_warm=self._is_warm, seconds=time.monotonic() - started_at, note=self._arguments.note))
+
+    def _begin_to_enter_cgroup(self) -> Callable[[], object]:
+        """While we import: the kernel lets a process wait for it. Not by a thread, which a fork would lose; call the result."""
+        if not self._arguments.cgroups:
+            return lambda: None
+        own_pid = os.getpid()
+        helper_pid = os.fork()
+        if helper_pid == 0:
+            self._enter_new_cgroup(own_pid)
+            os._exit(0)
+        self._num_cgroups += _MAX_CGROUP_ATTEMPTS
+        return lambda: os.waitpid(helper_pid, 0)
+
+    def _enter_new_cgroup(self, pid: int) -> None:
+        """Leave the workers forked until now among themselves: then the agent can kill their cgroup as a whole."""
+        self._shares_cgroup = False
+        for _ in range(_MAX_CGROUP_ATTEMPTS if self._arguments.cgroups else 0):
+            self._num_cgroups += 1
+            path = f"{self._arguments.cgroups}/{pid}-{self._num_cgroups}"
+            try:
+                os.mkdir(path)
+                with open(f"{path}/cgroup.procs", "w") as file:
+                    file.write(str(pid))
+                return
+            except FileNotFoundError:
+                continue  # the agent has just removed it, empty as it was
+            except OSError as error:
+                print(f"dlrover: no cgroup for the workers: {error}", file=sys.stderr)
+                self._arguments.cgroups = ""
 
     def _import_all(self) -> None:
         try:
@@ -189,7 +236,7 @@ class _Zygote:
         os.set_inheritable(self._socket.fileno(), True)
         arguments = [
             "--fd", str(self._socket.fileno()), "--agent-pid", str(self._arguments.agent_pid), "--note", note,
-            "--room", self._arguments.room,
+            "--cgroups", self._arguments.cgroups, "--room", self._arguments.room,
         ]  # fmt: skip
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:4], *arguments])
 

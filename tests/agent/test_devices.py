@@ -83,7 +83,6 @@ async def node_with(tmp_path: Path, *, preload: tuple[str, ...] = (), **variable
         yield Node(spawner, tree)
     finally:
         spawner.close()
-        await tree.sweep()
         tree.close()
 
 
