@@ -252,7 +252,8 @@ class CheckCycle(Struct, kw_only=True):
 
     def _present(self) -> dict[NodeRank, SchedulingGroup]:
         """Who can take part in the next phase, in ascending order."""
-        everybody = {**self.members, **self.late}
+        # The performance test has no next phase: who comes late has no part in it.
+        everybody = self.members if self.mode is CheckMode.ALL else {**self.members, **self.late}
         return {rank: everybody[rank] for rank in sorted(everybody) if rank not in self.gone}
 
     def _examine(self) -> Findings:

@@ -515,6 +515,14 @@ class TestPerformanceTest:
         say(cycle)
         assert end(cycle).has_passed
 
+    def test_a_latecomer_has_no_part_in_it(self) -> None:
+        cycle = begin(4, mode=CheckMode.ALL)
+        cycle.join(NodeRank(9))
+        say(cycle)
+        verdict = end(cycle)
+        assert verdict.has_passed
+        assert 9 not in verdict.statuses
+
     def test_a_failure_accuses_nobody(self) -> None:
         cycle = begin(7, mode=CheckMode.ALL)
         say(cycle, failed=tuple(range(7)))
