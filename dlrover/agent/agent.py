@@ -19,15 +19,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, assert_never
 
-from msgspec.structs import replace
-
 from dlrover.agent.config import AgentConfig, AgentResult
 from dlrover.agent.driver import Group, WorkerDriver
 from dlrover.agent.preemption import wait_for_notice
+from dlrover.agent.relay import Relay
 from dlrover.agent.worker_group import Failed, Finished, PortOffer
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import DLRoverError, JobError, Rejected, Unavailable
-from dlrover.protocol.kv_messages import AnyKvCommand, KvCommand
 from dlrover.protocol.messages import (
     AgentCommand,
     Attach,
@@ -44,9 +42,9 @@ from dlrover.protocol.messages import (
     LeaveReason,
     Micros,
     NodeId,
-    Query,
     NodeRank,
     PlatformId,
+    Query,
     Reply,
     ReportFailure,
     ReportFinished,
@@ -54,18 +52,13 @@ from dlrover.protocol.messages import (
     Run,
     StopCause,
     Wait,
-    WorkerRequest,
     WorldSpec,
 )
 from dlrover.protocol.rpc import AgentChannel
-from dlrover.protocol.sync_messages import AnySyncCommand, SyncCommand
 
 log = logging.getLogger("dlrover.agent")
 
 NUM_OFFERED = 128
-MAX_RELAYED = 32
-"""Commands of workers that may be on their way at a time. The master stores 64 replies for who has to send again, and our
-own commands need some of them."""
 
 EXIT_FAILED = 1
 EXIT_MASTER_LOST = 23
@@ -187,7 +180,8 @@ class Agent:
         self._reports: set[asyncio.Task[None]] = set()
         """On their way to the master."""
         self._news = asyncio.Event()
-        self._relaying = asyncio.Semaphore(MAX_RELAYED)
+        self.relay = Relay(self._channel.call, lambda: (self._node, self._incarnation))
+        """For the requests of our workers."""
 
     async def run(self) -> AgentResult:
         loop = asyncio.get_running_loop()
@@ -209,31 +203,6 @@ class Agent:
         finally:
             self._drop_offer()
         return result
-
-    async def relay(self, request: WorkerRequest, *, timeout: float) -> Reply:
-        """Ask the master for a worker. Raises Rejected, or Unavailable: then a command may still be applied."""
-        if not isinstance(request, KvCommand | SyncCommand):
-            return await self._channel.call(request, timeout=timeout)
-        end_at = time.monotonic() + timeout
-        try:
-            async with asyncio.timeout(timeout):
-                await self._relaying.acquire()
-        except TimeoutError:
-            raise Unavailable(f"{MAX_RELAYED} commands of this node wait for the master already") from None
-        try:
-            return await self._relay_command(request, end_at)
-        except Rejected as error:
-            if error.code != "too-old":
-                raise
-            # It was refused before, and the answer lost with the stream: had it been applied, its reply would be stored.
-            return await self._relay_command(request, end_at)
-        finally:
-            self._relaying.release()
-
-    async def _relay_command(self, command: AnyKvCommand | AnySyncCommand, end_at: float) -> Reply:
-        # In the name of the life we have now: if it ends before the answer comes, the command is refused, not applied twice.
-        command = replace(command, node=self._node, incarnation=self._incarnation)
-        return await self._channel.call(command, timeout=max(end_at - time.monotonic(), 0.0))
 
     async def _follow(self) -> AgentResult:
         while True:

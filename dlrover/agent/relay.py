@@ -1,0 +1,61 @@
+"""
+Workers' requests on their way to the master, in the name of this node.
+
+All workers of a node share the agent's one stream. A command gets the agent's number there, so one that is sent again
+after a broken stream is applied once; it names the life of the agent that took it on, so it is refused and not applied
+anew if that life has ended meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.kv_messages import AnyKvCommand, KvCommand
+from dlrover.protocol.messages import AgentCommand, Incarnation, NodeId, Query, Reply, WorkerRequest
+from dlrover.protocol.sync_messages import AnySyncCommand, SyncCommand
+
+MAX_RELAYED = 32
+"""Commands that may be on their way at a time. The master stores 64 replies for who has to send again, and the agent's
+own commands need some of them."""
+
+
+class Call(Protocol):
+    async def __call__(self, command: AgentCommand | Query, *, timeout: float) -> Reply: ...
+
+
+class Relay:
+    def __init__(self, call: Call, who: Callable[[], tuple[NodeId, Incarnation]]) -> None:
+        self._call = call
+        self._who = who
+        self._under_way = asyncio.Semaphore(MAX_RELAYED)
+
+    async def __call__(self, request: WorkerRequest, *, timeout: float) -> Reply:
+        """Raises Rejected, or Unavailable: then a command may still be applied."""
+        if not isinstance(request, KvCommand | SyncCommand):
+            return await self._call(request, timeout=timeout)
+        end_at = time.monotonic() + timeout
+        try:
+            async with asyncio.timeout(timeout):
+                await self._under_way.acquire()
+        except TimeoutError:
+            raise Unavailable(f"{MAX_RELAYED} commands of this node wait for the master already") from None
+        try:
+            return await self._send(request, end_at)
+        except Rejected as error:
+            if error.code != "too-old":
+                raise
+            # It was refused before, and the answer lost with the stream: had it been applied, its reply would be stored.
+            return await self._send(request, end_at)
+        finally:
+            self._under_way.release()
+
+    async def _send(self, command: AnyKvCommand | AnySyncCommand, end_at: float) -> Reply:
+        node, incarnation = self._who()
+        named = replace(command, node=node, incarnation=incarnation)
+        return await self._call(named, timeout=max(end_at - time.monotonic(), 0.0))
