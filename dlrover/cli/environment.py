@@ -46,6 +46,9 @@ class Environment(Struct, frozen=True, kw_only=True):
     node_group: int = -1
     is_reporting: bool = True
     """Whether this node tells how the job failed; whoever started all of them tells it once instead."""
+    preemption_file: str = ""
+    topology_querier: str = ""
+    topology_sorter: str = ""
     pod_ip: str = ""
     host_ports: tuple[int, ...] = ()
     interpreter: str = ""
@@ -73,6 +76,9 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         node_rank=node_rank,
         node_rank_variable=node_rank_variable,
         node_num=_integer(environ, "NODE_NUM", at_least=1),
+        preemption_file=environ.get("DLROVER_PREEMPTION_FILE", ""),
+        topology_querier=environ.get("DLROVER_TOPOLOGY_QUERIER", ""),
+        topology_sorter=environ.get("DLROVER_TOPOLOGY_SORTER", ""),
         platform_node=-1 if platform_node is None else platform_node,
         node_type=NodeType.WORKER if platform_node is None else _node_type(environ.get("NODE_TYPE", "")),
         node_group=-1 if node_group is None else node_group,

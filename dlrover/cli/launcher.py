@@ -170,6 +170,7 @@ class Launcher:
         self._job_end: JobEnd | None = None  # the master's last word
         self._stopped_by: int | None = None  # the first signal that asked us to end
         self._kill_agent_at: float | None = None
+        self._dismissed: AgentResult | None = None  # our node has left, we host the master for the others
         self._ended: Ended | None = None
 
     def run(self) -> Ended:
@@ -220,6 +221,7 @@ class Launcher:
             tls=self._settings.tls,
             shutdown_timeout=self._settings.shutdown_timeout,
             master_grace=self._settings.master_grace,
+            preemption_file=self._settings.preemption_file,
             host_ports=self._settings.environment.host_ports,
             is_virtual_local_rank=self._settings.is_virtual_local_rank,
             platform_node=self._settings.environment.platform_node,
@@ -237,6 +239,10 @@ class Launcher:
         if self._stopped_by is not None:
             is_done = result is not None and result.exit_code == 0
             self._ended = Ended(0 if is_done else 128 + self._stopped_by, result)
+            return
+        if result is not None and result.is_dismissed and self._master is not None and self._has_other_nodes:
+            say(f"{result.message} This launcher stays, because it hosts the master of the others.")
+            self._dismissed = result
             return
         if result is not None:
             self._ended = Ended(self._exit_code(result), result)
@@ -325,6 +331,8 @@ class Launcher:
             ready_file=self._ready_file,
             end_file=self._end_file,
             log_file=self._master_log,
+            topology_querier=self._settings.topology_querier,
+            topology_sorter=self._settings.topology_sorter,
             parent_death=True,
             parent_pid=os.getpid(),
         )
@@ -356,6 +364,9 @@ class Launcher:
         from dlrover.master.config import EXIT_PORT_IN_USE
 
         self._job_end = self._read_end()
+        if self._job_end is not None and self._dismissed is not None:
+            self._ended = Ended(self._dismissed.exit_code, self._dismissed)
+            return
         if self._job_end is not None:
             # The agent is on its way out. One that is not (it has just been started again and will find no master)
             # must not wait for one.
@@ -443,6 +454,8 @@ class Launcher:
             if self._master is not None and self._has_other_nodes and os.path.exists(self._ready_file):
                 # The master goes with us; without it the others would train into the void and then wait for its return.
                 processes.send(self._master, signal.SIGUSR1)
+            if self._dismissed is not None:
+                self._ended = Ended(128 + number, self._dismissed)
         elif number == signal.SIGINT:
             say("interrupted again: killing everything at once")
             self._kill_agent_at = time.monotonic()

@@ -22,6 +22,7 @@ from dlrover.cli.environment import read_environment
 from dlrover.cli.launcher import EXIT_USAGE, Programs
 from dlrover.cli.processes import SignalInbox
 from dlrover.cli.runtime_dir import NodeDirectory, user_root
+from dlrover.cli.settings import check_plugin
 from dlrover.protocol.addresses import LOOPBACK, Address, TlsConfig
 from dlrover.protocol.errors import ConfigError
 
@@ -92,6 +93,12 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
             port=seat.port,
             token_file=token_file,
             tls=tls,
+            topology_querier=check_plugin(
+                options.topology_querier or environment.topology_querier, option="--topology-querier"
+            ),
+            topology_sorter=check_plugin(
+                options.topology_sorter or environment.topology_sorter, option="--topology-sorter"
+            ),
             ready_file=os.path.join(directory.path, "master.ready"),
             parent_death=True,
             parent_pid=os.getpid(),
@@ -154,6 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--tls-ca", default="", metavar="FILE", help="certificates that clients must come from")
     add("--tls-cert", default="", metavar="FILE", help="our certificate")
     add("--tls-key", default="", metavar="FILE", help="its key")
+    add("--topology-querier", default="", metavar="MODULE::CLASS", help="plug-in that knows the switches above a host")
+    add("--topology-sorter", default="", metavar="MODULE::CLASS", help="plug-in that orders the nodes of a world")
     for name, harmless in _LATER:
         add(name, default=harmless, help=argparse.SUPPRESS)
     return parser

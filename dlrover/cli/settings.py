@@ -18,7 +18,7 @@ from dlrover.agent.config import Entry, EntryKind, LogConfig, Streams, TlsConfig
 from dlrover.cli.environment import Environment, read_environment
 from dlrover.cli.options import Origin, Parsed, nearest, parse, unavailable
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages import JobTerms, Limits, RestartPolicy
+from dlrover.protocol.messages import Detection, JobTerms, Limits, RestartPolicy
 
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
 
@@ -38,6 +38,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tls: TlsConfig | None = None
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
     master_grace: float = 600.0
+    preemption_file: str = ""
+    topology_querier: str = ""
+    topology_sorter: str = ""
     is_virtual_local_rank: bool = False
     is_exit_code_of_worker: bool = False
     signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -86,7 +89,12 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
     if master_port is not None and not 0 <= master_port <= 65535:
         raise ConfigError(f"--master-port {master_port}: give a port from 0 to 65535.")
     return Settings(
-        terms=JobTerms(limits=limits, restarts=RestartPolicy(max_restarts=max_restarts)),
+        terms=JobTerms(
+            limits=limits,
+            restarts=RestartPolicy(max_restarts=max_restarts),
+            detection=_detection(parsed),
+            standby=_standby(parsed),
+        ),
         entry=read_entry(parsed),
         local_world_size=parse_nproc("auto" if is_automatic else parsed.text("nproc_per_node")),
         node_rank=_node_rank(parsed, environment, limits, notes),
@@ -98,6 +106,13 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
         tls=_tls(parsed),
         shutdown_timeout=_shutdown_timeout(parsed, environment),
         master_grace=_at_least_zero("--master-grace", parsed.number("master_grace")),
+        preemption_file=_absolute(parsed.text("preemption_file") or environment.preemption_file),
+        topology_querier=check_plugin(
+            parsed.text("topology_querier") or environment.topology_querier, option="--topology-querier"
+        ),
+        topology_sorter=check_plugin(
+            parsed.text("topology_sorter") or environment.topology_sorter, option="--topology-sorter"
+        ),
         is_virtual_local_rank=parsed.flag("virtual_local_rank"),
         is_exit_code_of_worker=parsed.text("exit_code") == "worker",
         signals=parse_signals(parsed.text("signals_to_handle")),
@@ -166,10 +181,8 @@ def parse_rdzv_conf(text: str, notes: list[str]) -> dict[str, float]:
             raise ConfigError(f"--rdzv-conf {key}={value}: give a number of seconds.") from error
         if not seconds >= 0 or (math.isinf(seconds) and key != "pend_timeout"):
             raise ConfigError(f"--rdzv-conf {key}={value}: give a finite number of seconds of at least 0.")
-        if key == "pend_timeout":
-            if not math.isinf(seconds):
-                notes.append("--rdzv-conf pend_timeout has no effect yet: a surplus node waits until the job ends.")
-            continue
+        if math.isinf(seconds):
+            continue  # a surplus node waits until the job ends, as by default
         found["last_call" if key.startswith("last") else key] = seconds
     return found
 
@@ -310,6 +323,47 @@ def _limits(parsed: Parsed, environment: Environment, notes: list[str]) -> Limit
         return Limits(min_nodes=min_nodes, max_nodes=max_nodes, node_unit=parsed.integer("node_unit"), **times)
     except ValueError as error:
         raise ConfigError(f"{error}.") from error
+
+
+def _detection(parsed: Parsed) -> Detection:
+    """What was not given follows from what was, in the proportions of the defaults."""
+    heartbeat, silence = parsed.number("heartbeat"), parsed.number("node_silence")
+    usual = Detection()
+    grace = parsed.number("node_grace")
+    if parsed.values["node_suspicion"] is not None:
+        suspicion = parsed.number("node_suspicion")
+    else:
+        suspicion = max(2 * heartbeat, min(usual.suspicion, silence))
+    try:
+        return Detection(
+            heartbeat=heartbeat,
+            silence=silence,
+            suspicion=suspicion,
+            lease=min(usual.lease, 0.75 * silence),
+            break_grace=grace,
+            break_grace_with_spare=min(usual.break_grace_with_spare, grace),
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"--heartbeat {heartbeat:g}, --node-silence {silence:g}, --node-suspicion {suspicion:g} and --node-grace "
+            f"{grace:g} do not fit together: {error}."
+        ) from error
+
+
+def _standby(parsed: Parsed) -> int:
+    standby = parsed.integer("standby")
+    if standby < 0:
+        raise ConfigError(f"--standby {standby}: give a number of nodes of at least 0.")
+    return standby
+
+
+def check_plugin(name: str, *, option: str) -> str:
+    """Only the form: it is imported where it runs, in the master."""
+    module, separator, class_name = name.partition("::")
+    is_module = all(piece.isidentifier() for piece in module.split("."))
+    if name and not (separator and is_module and class_name.isidentifier()):
+        raise ConfigError(f"{option} {name}: give module::Class, for example my_network::Querier.")
+    return name
 
 
 def parse_nproc(text: str) -> int | str:

@@ -25,6 +25,11 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         "ElasticLaunchConfig": "dlrover.trainer.torch.elastic_run:ElasticLaunchConfig",
         "launch_agent": "dlrover.trainer.torch.elastic_run:launch_agent",
     },
+    "dlrover.python.master.elastic_training.net_topology": {
+        "DefaultTopologyQuerier": "dlrover.master.topology:DefaultTopologyQuerier",
+        "DpTopologySorter": "dlrover.master.topology:DpTopologySorter",
+        "NodeTopologyMeta": "dlrover.master.topology:NodeTopologyMeta",
+    },
     "dlrover.python.master.main": {"main": "dlrover.cli.master_command:main"},
 }
 

@@ -142,7 +142,7 @@ def test_a_bad_command_line_is_answered_with_what_is_wrong(
         ["--network-check"], ["--precheck", "1"], ["--comm_perf_test"], ["--exclude-straggler"],
         ["--save_at_breakpoint"], ["--auto-tuning"], ["--auto_tunning"], ["--numa-affinity"], ["--membind-policy",
         "bind"], ["--training-port", "6"], ["--ucp_device_type", "cuda"], ["--accelerator", "ascend-npu"],
-        ["--standby", "1"], ["--numa-binding", "node"], ["--logs-specs", "mine"], ["--event-log-handler", "console"],
+        ["--numa-binding", "node"], ["--logs-specs", "mine"], ["--event-log-handler", "console"],
     ],
     ids=" ".join,
 )  # fmt: skip

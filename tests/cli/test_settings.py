@@ -15,6 +15,7 @@ from dlrover.cli.environment import read_environment
 from dlrover.cli.options import parse
 from dlrover.cli.settings import Settings, build_settings, effective_values, parse_streams, read_settings
 from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.messages import Detection
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_the_last_call_of_rdzv_conf_holds_for_the_first_round_too(script: str) -
     limits = settings.terms.limits
     assert (limits.join_timeout, limits.last_call, limits.first_call) == (900, 7, 7)
     assert any("timeout has no effect" in note for note in settings.notes)
-    assert any("pend_timeout" in note for note in settings.notes)
+    assert limits.pend_timeout == 60.0
 
 
 @pytest.mark.parametrize(
@@ -182,6 +183,12 @@ BAD = [
     (["--log-dir=/proc/nowhere", "{script}"], {}, "/proc/nowhere"),
     (["--log-dir={script}/below", "{script}"], {}, "cannot be written"),
     (["--network-check", "{script}"], {}, "not yet available"),
+    (["--standby=-1", "{script}"], {}, "--standby -1"),
+    (["--node-silence=8", "{script}"], {}, "less than two heartbeats"),
+    (["--heartbeat=0", "{script}"], {}, "--heartbeat 0"),
+    (["--node-suspicion=50", "{script}"], {}, "--node-suspicion 50"),
+    (["--topology-sorter=mine.Sorter", "{script}"], {}, "module::Class"),
+    (["{script}"], {"DLROVER_TOPOLOGY_QUERIER": "a-b::C"}, "module::Class"),
     (["{script}"], {"NODE_RANK": "first"}, "NODE_RANK=first"),
     (["{script}"], {"HOST_PORTS": "1,x"}, "HOST_PORTS=1,x"),
     (["{script}"], {"DLROVER_LOG_LEVEL": "LOUD"}, "DLROVER_LOG_LEVEL=LOUD"),
@@ -228,3 +235,19 @@ def test_the_launcher_starts_light(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_detection_was_not_given_follows_from_what_was(script: str) -> None:
+    usual = settings_of(script).terms.detection
+    assert usual == Detection()
+    slow = settings_of("--heartbeat", "10", "--node-silence", "100", "--standby", "2", script).terms
+    assert (slow.detection.suspicion, slow.detection.lease, slow.standby) == (20, 30, 2)
+    quick = settings_of("--heartbeat", "1", "--node-silence", "8", "--node-grace", "0.5", script).terms.detection
+    assert (quick.suspicion, quick.lease, quick.break_grace, quick.break_grace_with_spare) == (8, 6, 0.5, 0.5)
+
+
+def test_variables_name_the_notice_and_the_plug_ins_and_options_win(script: str, tmp_path: Path) -> None:
+    environ = {"DLROVER_PREEMPTION_FILE": str(tmp_path / "notice"), "DLROVER_TOPOLOGY_SORTER": "a.b::C"}
+    _, settings = read_settings(["--topology-sorter", "mine::Sorter", script], environ)
+    assert settings.preemption_file == str(tmp_path / "notice")
+    assert (settings.topology_sorter, settings.topology_querier) == ("mine::Sorter", "")
