@@ -25,6 +25,7 @@ from dlrover.core.job import DECISION_VERSION, Job
 from dlrover.core.sequence import JournalCorrupt, Step, load, walk
 from dlrover.master.journal import ADVICE, JournalError, check_meta, checksum, explain, read_meta, read_stored
 from dlrover.protocol.errors import DLRoverError
+from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
 from dlrover.protocol.messages import (
     Attach,
     Command,
@@ -35,6 +36,7 @@ from dlrover.protocol.messages import (
     Idle,
     Join,
     JoinRendezvous,
+    Leave,
     LeaveJob,
     MasterStarted,
     Micros,
@@ -48,6 +50,9 @@ from dlrover.protocol.messages import (
     Wait,
     Wish,
 )
+
+_LONGEST = 200
+"""Characters of a command that is printed field by field."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -226,7 +231,7 @@ def in_words(command: Command) -> str:
         case StopJob():
             return f"somebody stops the job{_quoted(command.message)}"
         case _:
-            assert_never(command)
+            return _plainly(command)
 
 
 def effect_in_words(effect: Effect, job: Job) -> str:
@@ -235,8 +240,19 @@ def effect_in_words(effect: Effect, job: Job) -> str:
             return f"node {node}: {_wish_in_words(job.desired(node).wish)}"
         case FinishJob(end=end):
             return f"the job is over: {end.reason.value}, exit code {end.exit_code}. {end.message}"
+        case LaunchNode():
+            return f"platform: launch {effect.name} as {effect.node_type.value} {effect.rank}"
+        case RemoveNode():
+            return f"platform: remove {effect.name}: {effect.reason}"
         case _:
-            assert_never(effect)
+            return _plainly(effect)
+
+
+def _plainly(message: msgspec.Struct) -> str:
+    """Most commands of the smaller rooms say enough by their names and fields."""
+    fields = ", ".join(f"{name}={getattr(message, name)!r}" for name in message.__struct_fields__)
+    text = f"{type(message).__name__}({fields})"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _wish_in_words(wish: Wish) -> str:
@@ -250,6 +266,8 @@ def _wish_in_words(wish: Wish) -> str:
                 f"run round {world.round} as group rank {world.group_rank} of {world.group_world_size}, global ranks "
                 f"{world.first_global_rank}-{world.first_global_rank + world.local_world_size - 1} of {world.world_size}"
             )
+        case Leave():
+            return f"leave: {wish.reason}"
         case Idle():
             return f"idle: {wish.reason}"
         case End(end=end):

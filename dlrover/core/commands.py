@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dlrover.core import kv_store, sync_points
+from dlrover.core import fleet_commands, kv_store, life_cycle, sync_points
 from dlrover.core import restarts as blame
 from dlrover.core.course import EXIT_RENDEZVOUS_TIMEOUT, Course, gone_times, is_running, pend_timeouts
 from dlrover.core.nodes import NodeLife, after_outage
@@ -21,7 +21,7 @@ from dlrover.core.rendezvous import Block, Joined
 from dlrover.core.state import JobState
 from dlrover.core.turn import Origin, micros
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import ScaleJob
+from dlrover.protocol.fleet_messages import NodeExit, ReportNodeError, ScaleJob
 from dlrover.protocol.kv_messages import KvCommand
 from dlrover.protocol.messages import (
     NODE_CHECK_RENDEZVOUS,
@@ -102,10 +102,13 @@ def _master_started(command: MasterStarted, course: Course) -> Reply:
     state.sync.master_restarted(state.now, course.now)
     if state.drains_at is not None:
         state.drains_at = after_outage(state.drains_at, state.now, course.now)
+    if state.fleet is not None:
+        life_cycle.master_restarted(course)
     # When the newest world began stays as it is: its workers train on without a master.
     course.touch_all()
     if state.end is not None and state.stage is Stage.STOPPED:
         # The former master may have died between its commit and its exit.
+        life_cycle.issue(course)
         course.effects.append(FinishJob(state.end))
     return Done()
 
@@ -113,6 +116,8 @@ def _master_started(command: MasterStarted, course: Course) -> Reply:
 def _attach(command: Attach, course: Course) -> Reply:
     state, nodes = course.state, course.state.nodes
     _check_attach(command)
+    life_cycle.check_attach(state, command)
+    command = life_cycle.rank_for(state, command)
     _check_terms(command, state.terms, is_scaled=state.limits_version > 0)
     if command.master_epoch > max(state.master_epoch, _LARGEST):
         raise Rejected(f"There never was a master epoch {command.master_epoch}.", code="malformed")
@@ -128,7 +133,8 @@ def _attach(command: Attach, course: Course) -> Reply:
     holder = None
     if node is None and command.node_rank is not None:
         holder = nodes.holder(command.node_rank)
-        if holder is not None and nodes.is_connected(holder.id):
+        is_alive = holder is not None and nodes.is_connected(holder.id)
+        if holder is not None and is_alive and not life_cycle.is_taken_over(state, holder, command):
             raise Rejected(
                 f"Node rank {command.node_rank} is asked for by {command.host} and held by {holder.host}, which is "
                 "alive. Give each node its own --node-rank, or none.",
@@ -144,13 +150,15 @@ def _attach(command: Attach, course: Course) -> Reply:
         state.master_epoch = command.master_epoch + 1
         course.touch_all()
     if holder is not None:
-        course.lose(holder, NodeLife.GONE, f"{holder.label} is replaced by {command.host}")
+        life_cycle.part_with(state, holder, command)
+        course.lose(holder, NodeLife.GONE, f"{holder.label} is replaced by {command.host}", is_presumed=True)
     if node is None:
         node = course.admit(command)
     elif node.life is NodeLife.ALIVE and (is_unheard or command.incarnation == node.incarnation):
         course.reattach(node, command)
     else:
         course.renew(node, command)
+    life_cycle.agent_attached(course, node, command)
     course.touch(node.id)
     course.advance()
     return Attached(
@@ -243,9 +251,9 @@ def _leave(command: LeaveJob, course: Course) -> Reply:
     node = state.nodes.current(command.node, command.incarnation)
 
     why = f"{node.label} left ({command.reason.value})" + (f": {command.message}" if command.message else "")
-    course.lose(node, NodeLife.LEFT, why)
+    course.lose(node, NodeLife.LEFT, why, exit_reason=life_cycle.exit_of_leave(command.reason))
     is_final = command.reason in (LeaveReason.STOPPED_BY_USER, LeaveReason.FAILED, LeaveReason.JOB_ENDED)
-    if state.end is None and not state.nodes.live and is_final:
+    if state.end is None and not state.nodes.live and is_final and state.fleet is None:
         by_user = command.reason is LeaveReason.STOPPED_BY_USER
         course.end_job(
             ExitReason.STOPPED_BY_USER if by_user else ExitReason.WORKER_ERROR,
@@ -270,7 +278,8 @@ def _node_silent(command: NodeSilent, course: Course) -> Reply:
     node = course.state.nodes.current(command.node, command.incarnation)
 
     silence = (course.now - command.last_seen_at) / micros(1.0)
-    course.lose(node, NodeLife.GONE, f"{node.label} was silent for {silence:.0f} s")
+    why = f"{node.label} was silent for {silence:.0f} s"
+    course.lose(node, NodeLife.GONE, why, exit_reason=NodeExit.NO_HEARTBEAT)
     course.advance()
     return Done()
 
@@ -296,6 +305,8 @@ def _deadline_passed(command: DeadlinePassed, course: Course) -> Reply:
             leaves_at = pend_timeouts(state).get(NodeId(command.id))
             if leaves_at is not None and leaves_at <= course.now:
                 course.dismiss(state.nodes.live[NodeId(command.id)], _too_many(state))
+        case DeadlineKind.SMALLER_NODE | DeadlineKind.GROUP_PENDING | DeadlineKind.PS_WAIT if state.fleet is not None:
+            life_cycle.hear_deadline(course, command)
         case _:
             pass  # the rendezvous looks at the clock itself, just below
     course.advance()
@@ -328,6 +339,7 @@ def _scale_job(command: ScaleJob, course: Course) -> Reply:
         state.terms = replace(state.terms, limits=limits)
         state.limits_version += 1
         course.rescale(former)
+        life_cycle.retarget(course, limits.max_nodes)
         course.advance()
     return Done()
 
@@ -455,6 +467,7 @@ _FROM_A_NODE = (
     LeaveJob,
     BlockRendezvous,
     UnblockRendezvous,
+    ReportNodeError,
     KvCommand,
     SyncCommand,
 )
@@ -476,6 +489,7 @@ HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
     UnblockRendezvous: _unblock,
     AwaitOrder: _await_order,
     NodesOrdered: _nodes_ordered,
+    **fleet_commands.HANDLERS,
     **kv_store.HANDLERS,
     **sync_points.HANDLERS,
 }

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
+from dlrover.core import life_cycle, sync_points
 from dlrover.core import restarts as blame
-from dlrover.core import sync_points
 from dlrover.core.kv_store import NUM_ROUNDS_KEPT
 from dlrover.core.nodes import Node, NodeLife, reattach_window
 from dlrover.core.rendezvous import Member, Opening, World, choose_world, explain_timeout, num_usable
@@ -24,6 +24,7 @@ from dlrover.core.restarts import Incident
 from dlrover.core.state import JobState
 from dlrover.core.take_up import Claim, is_sane
 from dlrover.core.turn import micros
+from dlrover.protocol.fleet_messages import NodeExit
 from dlrover.protocol.messages import (
     Attach,
     Desired,
@@ -72,6 +73,8 @@ class Course:
         self._touched: dict[NodeId, None] = {}
         """A dict because the order of a set is not reproducible."""
         self._is_all_touched = False
+        self.ending: tuple[ExitReason, str] | None = None
+        """Why the job shall end after this command; the first reason counts."""
 
     @property
     def detection(self) -> Detection:
@@ -176,7 +179,7 @@ class Course:
             "restarts."
         )
         self.say(rdzv.verdict)
-        state.stage = Stage.RUNNING
+        self._enter_running()
         for member in members:
             if (node := state.nodes.live.get(member.node)) is not None:
                 node.entered_at = self.now
@@ -271,10 +274,25 @@ class Course:
         state = self.state
         assert state.terms is not None, "workers ran before any node attached"
         decision = blame.decide(state.terms.restarts, state.restarts, incident)
+        if self._is_node_replaced(incident, decision):
+            return True
         if decision.reason is not None:
             self.end_job(decision.reason, decision.sentence, first=incident.first)
             return False
         self.say(f"{blame.describe(incident.first)} {decision.sentence}")
+        return True
+
+    def _is_node_replaced(self, incident: Incident, decision: blame.Decision) -> bool:
+        """Where a platform can give another node, that is better than ending, and for a broken device the only way."""
+        failure = incident.first.failure
+        if incident.is_node_replaced or not blame.calls_for_another_node(incident, decision):
+            return incident.is_node_replaced
+        exit_reason = NodeExit.HARDWARE if blame.is_device_fault(failure) else NodeExit.FATAL
+        if blame.is_out_of_memory(failure):
+            exit_reason = NodeExit.OOM
+        if not life_cycle.replace_node_of(self, incident.first.node_rank, exit_reason, blame.describe(incident.first)):
+            return False
+        self.state.restarts.node_replaced(incident)
         return True
 
     def finish_node(self, node: Node, round_: Round) -> None:
@@ -294,6 +312,7 @@ class Course:
             return  # it has a place in a newer world, so it knows that its work was not done
         node.finished_round = round_
         sync_points.leave(self, node.id)
+        life_cycle.agent_finished(self, node)
         self.touch(node.id)
         if rdzv.is_all_finished():
             self.end_job(ExitReason.COMPLETED, "The workers of all nodes ended well.")
@@ -303,8 +322,19 @@ class Course:
         if command.is_finished and command.running_round:
             self.finish_node(node, command.running_round)
 
-    def lose(self, node: Node, life: NodeLife, why: str) -> None:
-        """A live node is there no more; if its world needs it, the others meet again, at no cost of the budget."""
+    def lose(
+        self,
+        node: Node,
+        life: NodeLife,
+        why: str,
+        *,
+        exit_reason: NodeExit = NodeExit.KILLED,
+        is_presumed: bool = False,
+    ) -> None:
+        """A live node is there no more; if its world needs it, the others meet again, at no cost of the budget.
+
+        The last two are for the platform that it came from (`life_cycle.agent_lost`).
+        """
         state, rdzv = self.state, self.state.rendezvous
         was_running = is_running(self.state, node)
         was_claiming = node.id in rdzv.take_up.claims and not node.finished_round
@@ -313,6 +343,7 @@ class Course:
         rdzv.forget(node.id, node.rank)
         rdzv.blocks.pop(node.id, None)
         if state.end is not None:
+            life_cycle.agent_lost(self, node, exit_reason, is_presumed=is_presumed)
             return
         self.say(f"{why[0].upper()}{why[1:]}.")
         if was_running and node.entered_at is not None:
@@ -321,6 +352,7 @@ class Course:
             self.give_up_claims(why)
         if was_running:
             self._open(StopCause.MEMBERSHIP, why)
+        life_cycle.agent_lost(self, node, exit_reason, is_presumed=is_presumed)
 
     def give_up(self, node: Node) -> None:
         """Its stream broke and it did not come back in time. It may still, with the news that it has finished."""
@@ -328,7 +360,7 @@ class Course:
         if broken.broken_at is not None and rdzv.is_member(node.id) and not node.finished_round:
             until = Micros(broken.broken_at + micros(reattach_window(self.detection)))
             rdzv.may_return_until = max(rdzv.may_return_until, until)
-        self.lose(node, NodeLife.GONE, f"{node.label} lost its connection and did not come back")
+        self.lose(node, NodeLife.GONE, f"{node.label} lost its connection and did not come back", is_presumed=True)
 
     def dismiss(self, node: Node, leave: Leave) -> None:
         """The job goes on without this node. If it is a member of the world, the next round must be open already."""
@@ -373,6 +405,7 @@ class Course:
     def advance(self) -> None:
         """After each command: let the rendezvous go as far as it can, and the ended job end."""
         state, rdzv = self.state, self.state.rendezvous
+        life_cycle.settle(self)
         if state.end is not None:
             self._finish_job(state.end)
             return
@@ -442,13 +475,21 @@ class Course:
         state.sync.drop_before(rdzv.round)
         rdzv.verdict = sentence
         self.say(sentence)
-        state.stage = Stage.RUNNING
+        self._enter_running()
         for member in world.members:
             if member.node not in former:
                 state.nodes.live[member.node].entered_at = self.now
             self.touch(member.node)
         for node in rdzv.expected:
             self.touch(node)  # they missed it and are asked for the next
+
+    def _enter_running(self) -> None:
+        """A suspended job may train, it only launches nothing: it is running when it is resumed."""
+        state = self.state
+        if state.fleet is not None and state.fleet.is_suspended:
+            state.fleet.suspended_from = Stage.RUNNING
+        else:
+            state.stage = Stage.RUNNING
 
     def _are_too_few_left(self) -> bool:
         """Whether the open round can lead to nothing, because some have finished and the rest is no world."""
@@ -503,7 +544,29 @@ class Course:
         state.drains_at = Micros(self.now + micros(terms.shutdown_timeout + DRAIN_MARGIN))
         state.rendezvous.close()
         self.say(f"The job ends ({reason.value}): {state.end.message}")
+        life_cycle.job_ended(self)
         self.touch_all()
+
+    def wants_end(self, reason: ExitReason, sentence: str) -> None:
+        """The job ends when everything that follows from the command is known."""
+        if self.ending is None and self.state.end is None:
+            self.ending = (reason, sentence)
+
+    def start_over(self, why: str) -> None:
+        """Every worker was replaced: the rounds go on counting, and nothing else of the past counts."""
+        state, rdzv = self.state, self.state.rendezvous
+        rdzv.start_over()
+        if state.restarts.incident is not None:
+            state.restarts.incident.is_settled = True
+        state.kv.drop_before(Round(rdzv.round + 1))
+        state.sync.drop_before(Round(rdzv.round + 1))
+        for node in state.nodes.live.values():
+            node.finished_round = Round(0)
+            if node.dismissed is None:
+                rdzv.expect(node.id, node.rank)
+            self.touch(node.id)
+        if state.nodes.live:
+            self._open(StopCause.MEMBERSHIP, why)
 
     def _distinct_failures(self, first: FirstFailure | None) -> tuple[DistinctFailure, ...]:
         incident = self.state.restarts.incident
@@ -516,6 +579,7 @@ class Course:
         if state.stage is Stage.STOPPING and not state.nodes.live:
             state.stage = Stage.STOPPED
             state.drains_at = None
+            life_cycle.job_finished(self)
             self.effects.append(FinishJob(end))
 
     def tell_nodes(self) -> None:

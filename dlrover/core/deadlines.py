@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dlrover.core import early_stop
 from dlrover.core.course import gone_times, pend_timeouts
 from dlrover.core.state import JobState
 from dlrover.protocol.messages import DeadlineKind, Micros
@@ -23,7 +24,8 @@ class Deadline(NamedTuple):
 
 def running_deadlines(state: JobState) -> list[Deadline]:
     """All of them, in no order."""
-    return [*_of_nodes(state), *_of_rendezvous(state), *_of_sync_points(state)]
+    fleet = [Deadline(at, kind, id_) for at, kind, id_ in early_stop.deadlines(state)]
+    return [*_of_nodes(state), *_of_rendezvous(state), *_of_sync_points(state), *fleet]
 
 
 def _of_nodes(state: JobState) -> list[Deadline]:

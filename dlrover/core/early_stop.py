@@ -98,7 +98,7 @@ def note_shortage(state: JobState, now: Micros) -> None:
     is_short = (
         state.terms is not None
         and fleet.spec.strategy is Strategy.ALLREDUCE
-        and 0 < fleet.workers.num_live
+        and fleet.workers.num_live > 0
         and _alive(fleet) < state.terms.limits.min_nodes
     )
     if not is_short:
@@ -197,9 +197,9 @@ def _needed_workers(state: JobState, fleet: Fleet) -> Iterable[FleetNode]:
     if spec.strategy is not Strategy.ALLREDUCE and spec.pending_strategy == NECESSARY:
         first = fleet.holder(NodeType.CHIEF, 0) or fleet.holder(NodeType.WORKER, 0)
         needed = [first] if first is not None and first.is_pending else []
-    elif is_nobody_running:
-        needed = [oldest]
-    elif state.terms is not None and len(workers.running) + len(workers.finished) < state.terms.limits.min_nodes:
+    elif is_nobody_running or (
+        state.terms is not None and len(workers.running) + len(workers.finished) < state.terms.limits.min_nodes
+    ):
         needed = [oldest]
     else:
         needed = []

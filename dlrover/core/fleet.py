@@ -82,10 +82,12 @@ class FleetNode(Struct, kw_only=True):
     is_oom_replacement: bool = False
     is_presumed: bool = False
     """We took it for gone before the platform said anything; what it says later decides what that costs."""
+    is_over: bool = False
+    """The platform itself says that its processes have ended."""
+    is_gone: bool = False
+    """The platform does not show it any more."""
     is_wait_over: bool = False
     """A parameter server that did not come in time: the workers go on without it."""
-    launch_epoch: int = 0
-    """Master epoch in which the platform was asked for it last."""
     removal: Removal | None = None
     """Open until the platform does not show the node any more."""
 
@@ -299,12 +301,13 @@ class Fleet(Struct, kw_only=True):
 
     def remove(self, node: FleetNode, removal: Removal) -> None:
         """Ask the platform to have it no more. One that was never asked for cannot be there."""
-        if node.removal is None and node.asked_at is not None:
+        if node.removal is None and node.asked_at is not None and not node.is_gone:
             node.removal = removal
             self.to_remove[node.id] = None
 
     def gone(self, node: FleetNode) -> None:
         """The platform does not show it any more."""
+        node.is_gone = node.is_over = True
         node.removal = None
         self.to_remove.pop(node.id, None)
 
@@ -357,7 +360,7 @@ class Fleet(Struct, kw_only=True):
         return len(self.failures)
 
     def master_restarted(self) -> None:
-        """What exists is not known any more, and whom the former master asked nobody knows."""
+        """What exists is not known any more, and what the former master asked for nobody knows."""
         self.is_listed = False
         self.to_remove = {node.id: None for node in self.nodes.values() if node.removal is not None}
         self.to_launch = {node.id: None for node in self.nodes.values() if node.is_live and _is_unseen(node)}

@@ -14,7 +14,7 @@ from collections.abc import Container
 import msgspec
 from msgspec.structs import replace
 
-from dlrover.core import kv_store, sync_points
+from dlrover.core import fleet_commands, kv_store, sync_points
 from dlrover.core.commands import HANDLERS, check_sender
 from dlrover.core.course import Course, pending, standby, suspects
 from dlrover.core.deadlines import running_deadlines
@@ -135,6 +135,8 @@ class Job:
             num_standby=len(warm),
             num_pending=len(too_many),
             distinct_failures=() if incident is None else tuple(incident.distinct),
+            fleet=() if state.fleet is None else state.fleet.status(),
+            shortage="" if state.fleet is None else state.fleet.verdict,
             digest=self.digest().hex(),
         )
 
@@ -212,7 +214,7 @@ class Job:
         )
 
 
-_ANSWERS = {**kv_store.ANSWERS, **sync_points.ANSWERS}
+_ANSWERS = {**fleet_commands.ANSWERS, **kv_store.ANSWERS, **sync_points.ANSWERS}
 
 # msgspec's order="deterministic" takes dicts with str keys only, and ours are keyed by ids. It would also hide the
 # order in which a dict grew, which is state as well: the same commands give the same order, and decoding keeps it.

@@ -122,6 +122,10 @@ class Rendezvous(Struct):
     """The sorter was asked: so long the round waits for its answer."""
     take_up: TakeUp = msgspec.field(default_factory=TakeUp)
     bystanders: Bystanders = msgspec.field(default_factory=Bystanders)
+    num_pending_launches: int = 0
+    """Nodes that the platform has yet to bring; how long is its own matter, not that of the join timeout."""
+    num_unattached: int = 0
+    """Nodes of the platform from which nobody has come yet. Kept only once somebody has finished."""
     used_offers: list[str] = []
     """Coordinators of the last rounds, oldest first: a port is never used for two rounds."""
     verdict: str = "no node has attached yet"
@@ -338,6 +342,16 @@ class Rendezvous(Struct):
         self.order_awaited_until = None  # whoever asked is dead, and so is the answer
         self.take_up.until = after_outage(self.take_up.until, last_command_at, now)
 
+    def start_over(self) -> None:
+        """All members are replaced: nothing of the newest world counts any more but its number."""
+        self.world = None
+        self.group_ranks = {}
+        self.opening = None
+        self.finished = {}
+        self.lost = {}
+        self.may_return_until = Micros(0)
+        self.below_min_since = None
+
     def close(self) -> None:
         """The job is over: nobody meets any more."""
         self.opening = None
@@ -352,7 +366,8 @@ class Rendezvous(Struct):
 
     def note_shortage(self, limits: Limits, now: Micros) -> None:
         """Keep the clock of the join timeout: it runs while the open round is below the minimum."""
-        if self.take_up.claims or num_usable(len(self.waiting), limits) >= limits.min_nodes:
+        is_enough = num_usable(len(self.waiting), limits) >= limits.min_nodes
+        if self.take_up.claims or is_enough or self.num_pending_launches:
             self.below_min_since = None
         elif self.below_min_since is None:
             self.below_min_since = now
@@ -368,7 +383,7 @@ class Rendezvous(Struct):
         Not before those who were lost with their stream had a window for telling us that they finished, too. If the
         world itself was lost with a journal, nobody knows who belongs to it: then everybody has that window.
         """
-        num_left = len(self.waiting) + self.num_coming
+        num_left = len(self.waiting) + self.num_coming + self.num_unattached
         if self.opening is None or not self.finished or num_usable(num_left, limits) >= limits.min_nodes:
             return None
         if self.take_up.claims:

@@ -64,6 +64,8 @@ class Incident(Struct):
     lived: float
     is_member_lost: bool = False
     """A member of the world went too: then workers that only lost a peer have told nothing about themselves."""
+    is_node_replaced: bool = False
+    """The platform gives another node for it, which that budget pays."""
     is_settled: bool = False
     """The next round has completed: charged, only the record may still improve."""
     distinct: list[DistinctFailure] = []
@@ -131,6 +133,12 @@ class Restarts(Struct):
             self._remember_crash(incident)
         if incident.step is not None and (self.best_step is None or incident.step > self.best_step):
             self.best_step = incident.step
+
+    def node_replaced(self, incident: Incident) -> None:
+        """Its rank begins anew, on another node."""
+        incident.is_node_replaced = True
+        self.spent.pop(incident.first.node_rank, None)
+        self.num_without_progress = 0
 
     def num_ports_taken_before(self, round_: Round) -> int:
         """How many rounds just before this one failed for a taken port, without any other in between."""
@@ -210,7 +218,8 @@ def count(incident: Incident, failures: tuple[WorkerFailure, ...], node_rank: No
 def is_charged(incident: Incident) -> bool:
     """Whether the restart costs budget: not for a taken port, and not for workers that merely lost a lost node."""
     failure = incident.first.failure
-    return failure.kind is not FailureKind.PORT_TAKEN and not (is_secondary(failure) and incident.is_member_lost)
+    is_consequence = incident.is_node_replaced or (is_secondary(failure) and incident.is_member_lost)
+    return failure.kind is not FailureKind.PORT_TAKEN and not is_consequence
 
 
 def made_progress(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> bool:
@@ -238,6 +247,23 @@ def decide(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> Dec
     if policy.max_restarts is not None:
         return _decide_by_number(policy.max_restarts, restarts, incident)
     return _decide_by_progress(policy, restarts, incident)
+
+
+def calls_for_another_node(incident: Incident, decision: Decision) -> bool:
+    """Whether the workers cannot go on where they are, but might elsewhere."""
+    failure = incident.first.failure
+    if is_secondary(failure) or failure.kind is FailureKind.PORT_TAKEN:
+        return False  # the node that tells of it is not the one to blame
+    is_spent = decision.reason not in (None, ExitReason.CODE_ERROR)
+    return is_spent or is_device_fault(failure)
+
+
+def is_device_fault(failure: WorkerFailure) -> bool:
+    return failure.kind is FailureKind.EXIT_CODE and failure.exit_code in DEVICE_FAULT_CODES
+
+
+def is_out_of_memory(failure: WorkerFailure) -> bool:
+    return failure.kind in _MEMORY
 
 
 def describe(first: FirstFailure) -> str:

@@ -65,7 +65,7 @@ _FIRST_SIGNAL_CODE = 128
 def exit_reason_of(exit_code: int | None, *, signal: int | None = None, is_out_of_memory: bool = False) -> NodeExit:
     """Why a node ended, from what the kernel says. A signal may be given as such, or as 128 + n, or as -n in the code."""
     if exit_code is not None and exit_code < 0:
-        exit_code, signal = None, -exit_code
+        signal = -exit_code
     code = _FIRST_SIGNAL_CODE + signal if signal is not None else exit_code
     if is_out_of_memory or code == _OOM_CODE:
         return NodeExit.OOM

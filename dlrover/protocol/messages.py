@@ -23,7 +23,23 @@ import enum
 
 from msgspec import Struct
 
-from dlrover.protocol.fleet_messages import NodeType, ScaleJob
+from dlrover.protocol.fleet_messages import (
+    FleetCommand,
+    FleetEffect,
+    FleetNodeStatus,
+    FleetQuery,
+    FleetReply,
+    MigrateNode,
+    NodeType,
+    PsReady,
+    ReportNodeError,
+    RestartJob,
+    ResumeJob,
+    ScaleJob,
+    ScaleReplicas,
+    SuspendJob,
+    UpdateClusterVersion,
+)
 from dlrover.protocol.identity import Incarnation as Incarnation
 from dlrover.protocol.identity import Micros as Micros
 from dlrover.protocol.identity import NodeId as NodeId
@@ -531,7 +547,7 @@ Command = (
     | NodeSilent
     | DeadlinePassed
     | StopJob
-    | ScaleJob
+    | FleetCommand
     | BlockRendezvous
     | UnblockRendezvous
     | AwaitOrder
@@ -547,6 +563,14 @@ AgentCommand = (
     | LeaveJob
     | StopJob
     | ScaleJob
+    | ScaleReplicas
+    | MigrateNode
+    | SuspendJob
+    | ResumeJob
+    | RestartJob
+    | ReportNodeError
+    | UpdateClusterVersion
+    | PsReady
     | BlockRendezvous
     | UnblockRendezvous
     | AnyKvCommand
@@ -584,7 +608,7 @@ class Ping(Struct, tag=True, frozen=True):
     """Is this a master, of which job, and does it serve?"""
 
 
-Query = AskStatus | Ping | AnyKvQuery | AnySyncQuery
+Query = AskStatus | Ping | AnyKvQuery | AnySyncQuery | FleetQuery
 
 
 class Pong(Struct, tag=True, frozen=True, kw_only=True):
@@ -623,11 +647,15 @@ class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
     """Nodes that wait although nobody asked for so many."""
     distinct_failures: tuple[DistinctFailure, ...] = ()
     """Of the newest round that failed."""
+    fleet: tuple[FleetNodeStatus, ...] = ()
+    """What the platform has or shall have for the job; empty: nodes are started by hand."""
+    shortage: str = ""
+    """Why the job waits for the platform; empty: it does not."""
     digest: str = ""
     """Hex of the job's state digest, for comparing a replay with the original."""
 
 
-Reply = Done | Attached | Pong | JobStatus | KvReply | SyncReply
+Reply = Done | Attached | Pong | JobStatus | KvReply | SyncReply | FleetReply
 
 
 # Observations: volatile, never journalled.
@@ -663,7 +691,7 @@ class LookAgain(Struct, tag=True, frozen=True):
     topics: tuple[str, ...]
 
 
-Effect = TellNode | FinishJob | LookAgain
+Effect = TellNode | FinishJob | LookAgain | FleetEffect
 
 
 # Worker to agent, over the node's unix socket.
