@@ -17,7 +17,8 @@ from dlrover.protocol.errors import ConfigError, DLRoverError
 
 if TYPE_CHECKING:
     from dlrover.protocol.addresses import TlsConfig
-    from dlrover.protocol.messages import AskStatus, Reply, StopJob
+    from dlrover.protocol.codec import Question
+    from dlrover.protocol.messages import Reply
 
 app = typer.Typer(
     name="dlrover", help="Look at, steer and clean up training jobs.", no_args_is_help=True, add_completion=False
@@ -39,6 +40,17 @@ def master(context: typer.Context) -> None:
     from dlrover.cli import master_command
 
     raise typer.Exit(master_command.main(context.args))
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def local(context: typer.Context) -> None:
+    """Run a job of several nodes on this machine; `dlrover local --help` lists its options."""
+    from dlrover.cli import local_command
+
+    raise typer.Exit(local_command.main(context.args))
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -82,15 +94,91 @@ def stop(
 
 
 @app.command()
+def scale(
+    nodes: Annotated[str, typer.Option("--nodes", help="How many nodes the job shall have: N, or MIN:MAX.")],
+    job: Job = "",
+    addr: Address = "",
+    token_file: TokenFile = "",
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+) -> None:
+    """Change how many nodes a running job has."""
+    from dlrover.cli.settings import parse_nnodes
+    from dlrover.protocol.fleet_messages import ScaleJob
+
+    try:
+        min_nodes, max_nodes = parse_nnodes(nodes)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--nnodes", "--nodes")) from error
+    command = ScaleJob(min_nodes=min_nodes, max_nodes=max_nodes)
+    _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), command)
+    typer.echo(f"The job shall have {nodes} nodes.")
+
+
+@app.command()
+def suspend(
+    job: Job = "",
+    addr: Address = "",
+    token_file: TokenFile = "",
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover suspend",
+) -> None:
+    """Launch no more nodes of a job until it is resumed; what runs, runs on."""
+    from dlrover.protocol.fleet_messages import SuspendJob
+
+    _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), SuspendJob(reason=reason))
+    typer.echo("The job is suspended; `dlrover resume` ends that.")
+
+
+@app.command()
+def resume(
+    job: Job = "",
+    addr: Address = "",
+    token_file: TokenFile = "",
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+) -> None:
+    """End the suspension of a job."""
+    from dlrover.protocol.fleet_messages import ResumeJob
+
+    _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), ResumeJob())
+    typer.echo("The job is resumed.")
+
+
+@app.command()
+def restart(
+    job: Job = "",
+    addr: Address = "",
+    token_file: TokenFile = "",
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover restart",
+) -> None:
+    """Replace all worker nodes of a job by new ones, once."""
+    from dlrover.protocol.fleet_messages import RestartJob
+
+    _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), RestartJob(reason=reason))
+    typer.echo("The job's nodes are being replaced.")
+
+
+@app.command()
 def clean() -> None:
-    """Remove what killed jobs of yours left on this host: directories, and processes if any survived."""
+    """Remove what killed jobs of yours left on this host: directories, network namespaces, processes if any survived."""
     from dlrover.cli.environment import read_environment
     from dlrover.cli.runtime_dir import reap, user_root
+    from dlrover.platforms.node_host import remove_left_behind
 
     removed = reap(user_root(read_environment(os.environ)), older_than=0.0)
     for left in removed:
         typer.echo(f"removed {left.path} (job {left.job_name or 'unknown'}, dead for at least {left.age:.0f} s)")
     typer.echo(f"{len(removed)} left-over directories removed.")
+    for name in remove_left_behind():
+        typer.echo(f"removed {name}")
 
 
 @app.command()
@@ -117,7 +205,7 @@ def _tls(ca: str, cert: str, key: str) -> TlsConfig | None:
     return TlsConfig(ca=ca, cert=cert, key=key) if ca or cert or key else None
 
 
-def _ask(job: str, addr: str, token_file: str, tls: TlsConfig | None, body: AskStatus | StopJob) -> Reply:
+def _ask(job: str, addr: str, token_file: str, tls: TlsConfig | None, body: Question) -> Reply:
     import asyncio
 
     from dlrover.cli.discovery import read_token_file

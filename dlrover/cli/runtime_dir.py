@@ -301,11 +301,19 @@ def list_nodes(root: str) -> tuple[list[tuple[str, Owner]], list[LeftBehind]]:
     return living, dead
 
 
-def reap(root: str, *, older_than: float = STALE_AFTER, patience: float | None = None) -> list[LeftBehind]:
-    """Remove what dead launchers left: their processes first, then their directories. Returns what was removed."""
+def reap(
+    root: str, *, older_than: float = STALE_AFTER, patience: float | None = None, job_dir: str = ""
+) -> list[LeftBehind]:
+    """
+    Remove what dead launchers left: their processes first, then their directories. Returns what was removed.
+
+    With `job_dir` only of that job.
+    """
     with locked(root, patience=patience):
         _, dead = list_nodes(root)
         stale = [left for left in dead if left.age >= older_than]
+        if job_dir:
+            stale = [left for left in stale if os.path.dirname(left.path) == job_dir]
         if stale:
             _kill_processes_of([left.path for left in stale])
         for left in stale:

@@ -48,7 +48,7 @@ from dlrover.platforms.host_messages import (
 )
 from dlrover.platforms.memory_limits import MemoryLimits, remove_groups
 from dlrover.platforms.namespaces import NODE_INTERFACE, Namespaces, Place, remove_namespaces
-from dlrover.platforms.node_process import MARK, ORPHAN_GRACE, NodeCommand, NodeProcess, send
+from dlrover.platforms.node_process import MARK, ORPHAN_GRACE, NodeCommand, NodeProcess, send, wait_gone
 from dlrover.protocol.addresses import LOOPBACK
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.fleet_messages import (
@@ -160,12 +160,23 @@ class NodeHost:
         """A child that is no node (the master): have its wait status told. Nobody else may wait for it."""
         self._children[pid] = on_exit
 
-    async def stop(self) -> None:
-        """End all nodes at once, each with the grace it has; take no more launches."""
+    async def wait(self, timeout: float) -> None:
+        """Until all nodes have ended by themselves, or the timeout."""
+        if living := self._living():
+            await asyncio.wait([node.life for node in living], timeout=timeout)
+
+    async def wait_child(self, pid: int, timeout: float) -> None:
+        """Until an adopted child has ended, or the timeout; then it is killed."""
+        await wait_gone([pid], timeout)
+        if pid in self._children:
+            send(pid, signal.SIGKILL)
+
+    async def stop(self, grace: float | None = None) -> None:
+        """End all nodes, each with the grace it has; take no more launches. A shorter grace than before counts."""
         self._is_ending = True
-        living = [node for node in self._nodes() if not node.life.done()]
+        living = self._living()
         for node in living:
-            self._stop_node(node, self._config.grace)
+            self._stop_node(node, self._config.grace if grace is None else grace)
         if living:
             await asyncio.wait([node.life for node in living])
 
@@ -226,7 +237,7 @@ class NodeHost:
         self._change(job, node, replace(seen, phase=NodePhase.RUNNING))
 
     def _check_room(self, job: _Job, intent: LaunchNode) -> None:
-        running = sum(not node.life.done() for node in self._nodes())
+        running = len(self._living())
         if self._is_ending:
             raise LaunchNotTaken(f"{intent.name}: this machine's node host is ending")
         if self._networks is not None and job.number > 0:
@@ -359,6 +370,9 @@ class NodeHost:
 
     def _job(self, uid: str) -> _Job:
         return self._jobs.setdefault(uid, _Job(len(self._jobs)))
+
+    def _living(self) -> list[_Node]:
+        return [node for node in self._nodes() if not node.life.done()]
 
     def _nodes(self) -> Iterator[_Node]:
         for job in self._jobs.values():

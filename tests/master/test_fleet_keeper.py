@@ -193,7 +193,7 @@ async def test_a_platform_out_of_reach_is_watched_again_when_it_is_back(bench):
     bench.keeper.take(launch(1))
     await bench.job.until_phase(1, NodePhase.RUNNING)
     async with asyncio.timeout(10):
-        while len(nodes := await FakePlatform(bench.cloud, JOB).list()) < 2:
+        while len(nodes := await FakePlatform(bench.cloud, JOB).list()) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     assert [node.id for node in nodes] == [0, 1]
 
