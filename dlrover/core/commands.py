@@ -8,9 +8,10 @@ command is applied whole or not at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.core import fleet_commands, kv_store, life_cycle, sync_points
@@ -436,28 +437,26 @@ def _check_terms(command: Attach, terms: JobTerms | None, *, is_scaled: bool) ->
     """
     if terms is None:
         return
-    theirs = replace(command.terms, shutdown_timeout=terms.shutdown_timeout)
-    if is_scaled:
-        limits = replace(theirs.limits, min_nodes=terms.limits.min_nodes, max_nodes=terms.limits.max_nodes)
-        theirs = replace(theirs, limits=limits)
-    if theirs != terms:
-        raise Rejected(_differing_terms(terms, theirs, command.host), code="terms-differ")
-
-
-def _differing_terms(ours: JobTerms, theirs: JobTerms, host: str) -> str:
-    differences = [
-        f"{field} is {getattr(part, field)!r} in the job and {getattr(other, field)!r} there"
-        for part, other in (
-            (ours.limits, theirs.limits),
-            (ours.restarts, theirs.restarts),
-            (ours.detection, theirs.detection),
+    free = {"shutdown_timeout", "min_nodes", "max_nodes"} if is_scaled else {"shutdown_timeout"}
+    differences = _differences(terms, command.terms, free)
+    if differences:
+        raise Rejected(
+            f"{command.host} was started with other options than the job: {'; '.join(differences)}. Start all nodes "
+            "alike.",
+            code="terms-differ",
         )
-        for field in part.__struct_fields__
-        if getattr(part, field) != getattr(other, field)
-    ]
-    if ours.standby != theirs.standby:
-        differences.append(f"standby is {ours.standby} in the job and {theirs.standby} there")
-    return f"{host} was started with other options than the job: {'; '.join(differences)}. Start all nodes alike."
+
+
+def _differences(ours: Struct, theirs: Struct, free: Container[str]) -> list[str]:
+    """In words, field by field; those in `free` may differ."""
+    found: list[str] = []
+    for field in ours.__struct_fields__:
+        here, there = getattr(ours, field), getattr(theirs, field)
+        if isinstance(here, Struct) and type(here) is type(there):
+            found += _differences(here, there, free)
+        elif here != there and field not in free:
+            found.append(f"{field} is {here!r} in the job and {there!r} there")
+    return found
 
 
 _FROM_A_NODE = (

@@ -16,15 +16,19 @@ from dlrover.core.course import wish_of
 from dlrover.core.job import Job, Origin, Outcome
 from dlrover.core.sequence import CommitSequence, replay
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.fleet_messages import ScaleJob
 from dlrover.protocol.messages import (
     Attach,
     Attached,
+    BlockRendezvous,
     Command,
     FailureKind,
     Incarnation,
     JobEnd,
     JobTerms,
+    Join,
     JoinRendezvous,
+    Leave,
     LeaveJob,
     LeaveReason,
     Limits,
@@ -34,12 +38,14 @@ from dlrover.protocol.messages import (
     NodeId,
     NodeRank,
     NodeSilent,
+    NodesOrdered,
     ReportFailure,
     ReportFinished,
     RestartPolicy,
     Round,
     Run,
     StopJob,
+    UnblockRendezvous,
     Wish,
     WorkerFailure,
     WorldSpec,
@@ -53,13 +59,19 @@ def micros(seconds: float) -> Micros:
 
 
 def terms(
-    min_nodes: int = 1, max_nodes: int | None = None, restarts: RestartPolicy | None = None, **limits: float
+    min_nodes: int = 1,
+    max_nodes: int | None = None,
+    restarts: RestartPolicy | None = None,
+    *,
+    standby: int = 0,
+    **limits: float,
 ) -> JobTerms:
     return JobTerms(
         limits=msgspec.convert(
             {"min_nodes": min_nodes, "max_nodes": min_nodes if max_nodes is None else max_nodes, **limits}, Limits
         ),
         restarts=RestartPolicy() if restarts is None else restarts,
+        standby=standby,
     )
 
 
@@ -217,6 +229,21 @@ class Scene:
         agent = self.agents[name]
         return self.do(NodeDisconnected(node=agent.node, incarnation=agent.incarnation, step=step))
 
+    def scale(self, min_nodes: int, max_nodes: int | None = None) -> Outcome:
+        return self.do(ScaleJob(min_nodes=min_nodes, max_nodes=min_nodes if max_nodes is None else max_nodes))
+
+    def block(self, name: str, reason: str = "it converts a checkpoint", lease: float = 600.0) -> Outcome:
+        agent = self.agents[name]
+        command = BlockRendezvous(node=agent.node, incarnation=agent.incarnation, reason=reason, lease=lease)
+        return self.send(name, command)
+
+    def unblock(self, name: str) -> Outcome:
+        agent = self.agents[name]
+        return self.send(name, UnblockRendezvous(node=agent.node, incarnation=agent.incarnation))
+
+    def order(self, *ranks: int) -> Outcome:
+        return self.do(NodesOrdered(ranks=tuple(NodeRank(rank) for rank in ranks)))
+
     def silent(self, name: str, last_seen: float = 0.0) -> Outcome:
         agent = self.agents[name]
         return self.do(NodeSilent(node=agent.node, incarnation=agent.incarnation, last_seen_at=micros(last_seen)))
@@ -261,6 +288,21 @@ class Scene:
         assert isinstance(wish, Run), f"{name} shall not run but {wish}"
         return wish.world
 
+    def obey(self, *names: str) -> Scene:
+        """Each of these joins if it shall, and leaves if it shall."""
+        for name in names:
+            match self.wish(name):
+                case Join():
+                    self.join(name)
+                case Leave():
+                    self.leave(name, LeaveReason.DISMISSED)
+        return self
+
+    def members(self) -> list[int]:
+        """Node ranks of the newest world, in the order of their group ranks."""
+        world = self.job.state.rendezvous.world
+        return [] if world is None else [member.node_rank for member in world.members]
+
     @property
     def end(self) -> JobEnd:
         assert self.job.end is not None, "the job has not ended"
@@ -292,20 +334,29 @@ def check_invariants(job: Job) -> None:
     assert len({world.group_rank for world in running}) == len(running), "I1: two nodes have one group rank"
     if rdzv.world is not None and state.terms is not None:
         limits, members = state.terms.limits, rdzv.world.members
-        assert limits.min_nodes <= len(members) <= limits.max_nodes, "I2: size of the world"
+        if rdzv.world.limits_version == state.limits_version:
+            assert limits.min_nodes <= len(members) <= limits.max_nodes, "I2: size of the world"
+        elif rdzv.is_active and not rdzv.finished:
+            assert len(members) <= limits.max_nodes, "a world that is too large makes room at once"
         assert len(members) % limits.node_unit == 0, "I2: node unit"
         ranks = [member.node_rank for member in members]
-        assert ranks == sorted(set(ranks)), "I2: distinct ranks, in order"
+        assert len(ranks) == len(set(ranks)), "I2: distinct ranks"
         assert rdzv.world.world_size == sum(member.local_world_size for member in members)
 
     if state.end is None:
-        places = [set(rdzv.waiting), set(rdzv.absent), set(rdzv.expected)]
+        places = [
+            set(rdzv.waiting),
+            set(rdzv.absent),
+            set(rdzv.expected),
+            set(rdzv.take_up.claims) - set(rdzv.finished),
+        ]
         if rdzv.is_active:
             places.append({node for node in rdzv.group_ranks if rdzv.is_member(node) and node not in rdzv.finished})
         together = [node for place in places for node in place]
-        unfinished = {node.id for node in nodes.live.values() if not node.finished_round}
+        unfinished = {node.id for node in nodes.live.values() if not node.finished_round and node.dismissed is None}
         assert sorted(together) == sorted(unfinished), "each live node that has not finished is in exactly one place"
         assert not set(rdzv.waiting) & set(nodes.broken), "who waits has a stream"
+        assert set(rdzv.blocks) <= set(nodes.live), "a block has an owner"
 
     if state.terms is not None and state.terms.restarts.max_restarts is not None:
         for node_rank, spent in restarts.spent.items():
