@@ -94,7 +94,9 @@ def _run(
     for totals in run_many(run, itertools.count(options.seed), jobs=options.jobs, is_enough=is_enough):
         if totals.seconds - shown_at >= (0.5 if is_terminal else 30.0):
             shown_at = totals.seconds
-            text = f"{describe(totals)}, {totals.num_seeds:,} seeds, {len(totals.failures)} violations, {shown_at:.0f} s"
+            text = (
+                f"{describe(totals)}, {totals.num_seeds:,} seeds, {len(totals.failures)} violations, {shown_at:.0f} s"
+            )
             sys.stderr.write(f"\r{text}   " if is_terminal else f"{text}\n")
             sys.stderr.flush()
     if is_terminal:
@@ -113,7 +115,10 @@ def _report(totals: Totals, jobs: int) -> None:
         f"{totals.node_hours:,.0f} node-hours, {totals.num_events:,} events, {totals.num_commands:,} commands, "
         f"{totals.num_rounds:,} rounds, {totals.num_masters:,} master lives"
     )
-    print("ends: " + ", ".join(f"{reason or 'not waited for'} {count:,}" for reason, count in sorted(totals.by_reason.items())))
+    print(
+        "ends: "
+        + ", ".join(f"{reason or 'not waited for'} {count:,}" for reason, count in sorted(totals.by_reason.items()))
+    )
     print("faults: " + ", ".join(f"{kind} {count:,}" for kind, count in sorted(totals.by_kind.items())))
     print(f"violations: {len(totals.failures)}")
     for failure in totals.failures[:NUM_SHOWN]:

@@ -23,6 +23,7 @@ from dlrover.protocol.messages import (
     Incarnation,
     Join,
     JoinRendezvous,
+    Leave,
     LeaveJob,
     LeaveReason,
     Micros,
@@ -43,8 +44,6 @@ from dlrover.simulator.network import CLOSE, KEEPALIVE, PULSE, Connection, Downw
 if TYPE_CHECKING:
     from dlrover.simulator.simulation import Simulation
 
-LEASE = 30 * SECOND
-"""An agent that did not run for so long kills its workers before it talks to anybody."""
 FAREWELL = 2 * SECOND
 MASTER_GRACE = 600 * SECOND
 """Workers train on without a master for so long."""
@@ -131,6 +130,8 @@ class VirtualAgent:
         self.started_round = Round(0)
         self.finished_round = Round(0)
         self._finished_at = 0
+        self._world: WorldSpec | None = None
+        """Of the newest workers that were started."""
         self.group: Group | None = None
         self._target: WorldSpec | None = None
         self._cause = StopCause.MEMBERSHIP
@@ -181,8 +182,16 @@ class VirtualAgent:
             is_finished=self.finished_round > 0,
             life=self.life,
             master_epoch=self.master_epoch,
+            world=self._claimed_world(),
+            former_rank=self.rank if self.rank >= 0 else None,
         )
         return Request(id=0, body=attach)
+
+    def _claimed_world(self) -> WorldSpec | None:
+        """The world whose workers run here, or have finished here."""
+        running = self.group.world.round if self.group is not None else Round(0)
+        world, round_ = self._world, max(running, self.finished_round)
+        return world if world is not None and world.round == round_ else None
 
     def _check_attached(self, connection: Connection) -> None:
         if self.is_alive and self.connection is connection and not self.is_attached and self.frozen_since is None:
@@ -233,9 +242,9 @@ class VirtualAgent:
 
     def check_keepalive(self, connection: Connection) -> None:
         """Nothing answers on this stream any more: end it. A frozen agent looks when it wakes up."""
-        if self.is_alive and self.connection is connection and self.frozen_since is None:
-            if connection.link.is_cut or not self.sim.answers(connection):
-                self.drop_connection()
+        is_awake = self.is_alive and self.connection is connection and self.frozen_since is None
+        if is_awake and (connection.link.is_cut or not self.sim.answers(connection)):
+            self.drop_connection()
 
     def keepalive_soon(self) -> None:
         connection = self.connection
@@ -414,6 +423,8 @@ class VirtualAgent:
             case Wait() | Idle():
                 if self._target is not None:
                     self._want_none(StopCause.MEMBERSHIP)
+            case Leave():
+                self.part(LeaveReason.DISMISSED, StopCause.MEMBERSHIP)
             case End():
                 self.is_leaving = True
                 self._farewell = LeaveReason.JOB_ENDED
@@ -440,11 +451,11 @@ class VirtualAgent:
 
     # Leaving.
 
-    def preempt(self) -> None:
-        """The machine will be taken away: say so, stop the workers meanwhile, and go."""
+    def part(self, reason: LeaveReason, cause: StopCause) -> None:
+        """The machine will be taken away, or is not needed: say so, stop the workers meanwhile, and go."""
         self.is_leaving = True
-        self._farewell = LeaveReason.PREEMPTED
-        self._want_none(StopCause.PREEMPTION)
+        self._farewell = reason
+        self._want_none(cause)
         self._say_goodbye()
         self._leave_when_stopped()
 
@@ -523,6 +534,7 @@ class VirtualAgent:
 
     def _begin_start(self, world: WorldSpec) -> None:
         costs, chance = self.sim.shape.costs, self.sim.chance.nodes
+        self._world = world
         group = self.group = Group(world, self.sim.events.now)
         self.sim.workers_starting(self, world)
         low, high = costs.worker_start if self._num_groups else costs.first_start
@@ -658,7 +670,7 @@ class VirtualAgent:
         group = self.group
         if group is not None and group.is_up and not group.is_stopping:
             self.sim.training.thawed(group.world.round)
-            if away > LEASE:
+            if away > micros(self.sim.shape.detection.lease):
                 self.sim.ledger.charge(self.rank)
                 self.fail_workers(FailureKind.STOPPED_BY_US)
         connection = self.connection
@@ -674,4 +686,3 @@ class VirtualAgent:
         for sender, parcels in inbox:
             if self.is_alive and self.connection is sender:
                 self.receive(sender, parcels)
-

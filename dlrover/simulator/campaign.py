@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -47,7 +49,7 @@ def draw_plan(seed: int, *, is_standard: bool = False) -> Plan:
     if is_standard:
         return _plan(seed, chance, draw_shape(chance, hours), hours, intensity)
     if seed % CLUSTER_EVERY == CLUSTER_EVERY - 1:
-        hours = 0.25
+        hours, intensity = 0.25, 6.0
         shape = draw_large_shape(chance, hours, size=chance.choice([200, 500, 1000]))
     elif seed % LARGER_EVERY == LARGER_EVERY - 1:
         hours = 0.5
@@ -146,21 +148,37 @@ def run_many(
             if is_enough(totals):
                 return
         return
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        for outcome in pool.imap_unordered(run, _slowly(seeds, lambda: totals.num_seeds, ahead=64 * jobs), chunksize=8):
-            totals.add(outcome)
-            yield totals
-            if is_enough(totals):
-                pool.terminate()
-                return
+    context = multiprocessing.get_context("fork")
+    ours: list[Connection] = []
+    processes = []
+    for _ in range(jobs):
+        end, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(run, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        ours.append(end)
+        processes.append(process)
+        end.send(next(seeds))
+        end.send(next(seeds))  # one ahead, so that nobody waits for us
+    try:
+        while not is_enough(totals):
+            for ready in wait(ours):
+                assert isinstance(ready, Connection), "only pipes are waited for"
+                totals.add(ready.recv())
+                ready.send(next(seeds))
+                yield totals
+    finally:
+        for end, process in zip(ours, processes, strict=True):
+            process.terminate()
+            process.join()
+            end.close()
 
 
-def _slowly(seeds: Iterator[int], num_done: Callable[[], int], *, ahead: int) -> Iterator[int]:
-    """A pool takes whatever an iterator gives: hold it back, or it would take all numbers there are."""
-    for count, seed in enumerate(seeds):
-        while count - num_done() > ahead:
-            time.sleep(0.005)
-        yield seed
+def _serve(run: Callable[[int], Outcome], pipe: Connection) -> None:
+    """A process of a campaign: seeds in, outcomes out, until the campaign is over."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the one who asked; it ends us
+    while True:
+        pipe.send(run(pipe.recv()))
 
 
 def shrink(plan: Plan, invariant: str) -> tuple[Plan, Failure]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from dlrover.protocol.messages import FailureKind
+from dlrover.protocol.messages import FailureKind, LeaveReason, StopCause
 from dlrover.simulator.events import micros
 from dlrover.simulator.master import CrashPoint
 
@@ -165,7 +165,7 @@ def _preemption(sim: Simulation, fault: Fault) -> bool:
     agent = _agent(sim, fault)
     if agent is None or agent.is_leaving or agent.frozen_since is not None:
         return False
-    agent.preempt()
+    agent.part(LeaveReason.PREEMPTED, StopCause.PREEMPTION)
     return True
 
 

@@ -120,7 +120,9 @@ def _budget_is_kept(sim: Simulation, job: Job, touched: Touched) -> str | None:
     policy = terms.restarts
     for rank, spent in restarts.spent.items():
         if spent > sim.ledger.chargeable.get(rank, 0):
-            return f"node rank {rank} was charged {spent} restarts and failed {sim.ledger.chargeable.get(rank, 0)} times"
+            return (
+                f"node rank {rank} was charged {spent} restarts and failed {sim.ledger.chargeable.get(rank, 0)} times"
+            )
         if policy.max_restarts is not None and spent > max(0, policy.max_restarts):
             return f"node rank {rank} has spent {spent} of {policy.max_restarts} restarts"
     if policy.max_restarts is None and restarts.num_without_progress > policy.max_without_progress:

@@ -259,6 +259,7 @@ class VirtualMaster:
 
     def _plan_wake(self) -> None:
         """Be awake at the next deadline. An earlier wake that turns out to be needless plans the next one."""
+        self._follow_job()
         deadlines = [at for at in (self._job.next_deadline(), self.observations.next_deadline()) if at is not None]
         if not deadlines or self._is_failing or self.is_stalled:
             return
@@ -314,6 +315,7 @@ class VirtualMaster:
     def _in_order(self, works: list[Work], now: Micros) -> Iterator[Work]:
         """What silence says, what was sent, and last what time says, as the desk does."""
         is_time_trusted = now >= self._grace_until
+        self._follow_job()
         if is_time_trusted:
             self._granted = 0
             stalled, self._stalled = self._stalled, 0
@@ -325,6 +327,10 @@ class VirtualMaster:
             next_deadline = self._job.next_deadline()
             if next_deadline is not None and next_deadline <= now:
                 yield from [Work(command) for command in self._job.due(now)]
+
+    def _follow_job(self) -> None:
+        """The job must not look at the observations; so they are told what it knows."""
+        self.observations.follow(self._job.detection, self._job.suspects())
 
     def _dies_at(self, point: CrashPoint, before: bytes) -> bool:
         """`before`: the state of which nothing was taken back when we die here."""

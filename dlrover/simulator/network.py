@@ -65,7 +65,16 @@ class Connection:
     """One stream. Each end believes what it has seen of it."""
 
     __slots__ = (
-        "agent", "held_down", "held_up", "is_lossy", "is_open_below", "link", "master", "opened_at", "down_at", "up_at",
+        "agent",
+        "down_at",
+        "held_down",
+        "held_up",
+        "is_lossy",
+        "is_open_below",
+        "link",
+        "master",
+        "opened_at",
+        "up_at",
     )  # fmt: skip
 
     def __init__(self, agent: VirtualAgent, link: Link, master: VirtualMaster, now: int) -> None:

@@ -11,7 +11,7 @@ import random
 
 from msgspec import Struct
 
-from dlrover.protocol.messages import JobTerms, Limits, RestartPolicy
+from dlrover.protocol.messages import Detection, JobTerms, Limits, RestartPolicy
 
 
 class Costs(Struct, frozen=True, kw_only=True):
@@ -55,6 +55,7 @@ class Shape(Struct, frozen=True, kw_only=True):
     last_call: float = 30.0
     first_call: float = 3.0
     join_timeout: float = 600.0
+    detection: Detection = Detection()
     num_steps: int = 3600
     checkpoint_every: int = 100
     """Steps between two checkpoints in storage."""
@@ -78,6 +79,7 @@ class Shape(Struct, frozen=True, kw_only=True):
                 join_timeout=self.join_timeout,
             ),
             restarts=self.restarts,
+            detection=self.detection,
         )
 
 

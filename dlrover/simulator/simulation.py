@@ -45,6 +45,8 @@ from dlrover.simulator.training import Training
 
 FULL_CHECK_EVERY = 1000
 """Events between two checks of everything."""
+REPLAY_EVERY = 10
+"""Seeds: of one in so many the whole journal is replayed at the end. What a new master replays is compared always."""
 LONGEST_PAUSE = 2.0
 PEER_LOST_ODDS = 0.3
 """How often a worker notices the end of a peer before its agent stops it."""
@@ -197,9 +199,9 @@ class Simulation:
         self._check()
         assert self.master is not None, "a job is over under a master"
         job = self.master.job
-        if self.plan.is_thorough or self.plan.seed % 10 == 0:
-            if self.journal.restore_from_the_beginning().encode() != job.encode():
-                raise Violation("I5", "a replay of the whole journal leads to another state")
+        is_replayed = self.plan.is_thorough or self.plan.seed % REPLAY_EVERY == 0
+        if is_replayed and self.journal.restore_from_the_beginning().encode() != job.encode():
+            raise Violation("I5", "a replay of the whole journal leads to another state")
         return Result(
             seed=self.plan.seed,
             num_faults=sum(self._by_kind.values()),
@@ -415,7 +417,9 @@ class Simulation:
             ticket = master.sequence.stage(command, now, origin)
         except Rejected as error:
             if job.number != number or (before and job.encode() != before):
-                raise Violation("I6", f"{type(command).__name__} was refused ({error.code}) and changed the job") from error
+                raise Violation(
+                    "I6", f"{type(command).__name__} was refused ({error.code}) and changed the job"
+                ) from error
             self._note_command(command, f"refused: {error.code}")
             raise
         if job.number != number:
@@ -435,7 +439,18 @@ class Simulation:
 
     def _note_command(self, command: Command, verdict: str) -> None:
         if self._on_note is not None:
-            names = ("node", "node_rank", "launch", "incarnation", "round", "running_round", "kind", "id", "step", "reason")
+            names = (
+                "node",
+                "node_rank",
+                "launch",
+                "incarnation",
+                "round",
+                "running_round",
+                "kind",
+                "id",
+                "step",
+                "reason",
+            )
             values = [f"{name}={value}" for name in names if (value := getattr(command, name, None)) is not None]
             if isinstance(command, ReportFailure):
                 values.append(f"failure={command.failures[0].kind}")
@@ -635,4 +650,3 @@ class Simulation:
         if self._ended_at is None:
             self.trouble()
             self.platform.replace(node)
-

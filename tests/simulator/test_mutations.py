@@ -1,0 +1,144 @@
+"""
+A core that is broken on purpose is caught. Without these, a simulator that checks nothing would be green for ever.
+
+Each mutation takes one promise away. The simulator has to notice within so many planned faults, and where the mutation
+breaks one invariant only, it has to name that one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dlrover.core import course, rendezvous, restarts
+from dlrover.core.nodes import Nodes
+from dlrover.core.observations import Observations
+from dlrover.core.rendezvous import Rendezvous
+from dlrover.core.senders import Senders
+from dlrover.core.sequence import CommitSequence
+from dlrover.simulator import master
+from dlrover.simulator.campaign import Failure, draw_plan, run_plan, shrink
+from dlrover.simulator.journal import VirtualJournal
+
+NUM_FAULTS = 5000
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+def former_lives_are_heard(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Nodes, "current", lambda nodes, node, incarnation: nodes.live[node])
+
+
+def commands_are_applied_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Senders, "answered", lambda senders, origin: None)
+
+
+def masters_are_not_fenced(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(VirtualJournal, "check_fence", lambda journal, writer: None)
+
+
+def lost_nodes_are_charged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(restarts, "is_charged", lambda incident: True)
+
+
+def worlds_ignore_the_unit(patch: pytest.MonkeyPatch) -> None:
+    for module in (rendezvous, course):
+        patch.setattr(module, "num_usable", lambda num_nodes, limits: min(num_nodes, limits.max_nodes))
+
+
+def worlds_ignore_the_maximum(patch: pytest.MonkeyPatch) -> None:
+    for module in (rendezvous, course):
+        patch.setattr(module, "num_usable", lambda num_nodes, limits: num_nodes - num_nodes % limits.node_unit)
+
+
+def nobody_is_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(course.Course, "touch", lambda self, node: None)
+
+
+def a_replay_counts_differently(patch: pytest.MonkeyPatch) -> None:
+    """As if something outside the state had a say."""
+    numbers = itertools.count(1)
+    original = Nodes.admit
+
+    def admit(nodes: Nodes, *args: Any, **kwargs: Any) -> Any:
+        node = original(nodes, *args, **kwargs)
+        node.host = f"{node.host}-{next(numbers)}"
+        return node
+
+    patch.setattr(Nodes, "admit", admit)
+
+
+def a_record_is_lost(patch: pytest.MonkeyPatch) -> None:
+    original = CommitSequence.take
+
+    def take(sequence: CommitSequence) -> Any:
+        batch = original(sequence)
+        if batch is not None and batch.first_number % 7 == 0:
+            sequence._job.state.verdict = "not in the journal"
+        return batch
+
+    patch.setattr(CommitSequence, "take", take)
+
+
+def the_silent_are_never_missed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Observations, "next_deadline", lambda observations: None)
+    patch.setattr(Observations, "tick", lambda observations, now, due_at: [])
+
+
+def a_world_may_hold_who_is_gone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Rendezvous, "stream_broke", lambda rdzv, node: None)
+
+
+def unwritten_decisions_are_kept(patch: pytest.MonkeyPatch) -> None:
+    """The shell goes on with a state that the full disk has never seen."""
+
+    def keep(self: master.VirtualMaster, before: bytes, works: list[Any]) -> None:
+        self._release(None, {})
+
+    patch.setattr(master.VirtualMaster, "_fall_back", keep)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "invariants"),
+    [
+        (former_lives_are_heard, {"I6", "core"}),
+        (commands_are_applied_twice, {"I6", "core"}),
+        (masters_are_not_fenced, {"I6", "I5"}),
+        (lost_nodes_are_charged, {"I7"}),
+        (worlds_ignore_the_unit, {"I2"}),
+        (worlds_ignore_the_maximum, {"I2"}),
+        (nobody_is_told, {"I1", "I8"}),
+        (a_replay_counts_differently, {"I5"}),
+        (a_record_is_lost, {"I5"}),
+        (the_silent_are_never_missed, {"I8"}),
+        (a_world_may_hold_who_is_gone, {"I2", "I1"}),
+        (unwritten_decisions_are_kept, {"I5"}),
+    ],
+)
+def test_a_broken_promise_is_noticed(mutation: Mutation, invariants: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation(monkeypatch)
+    failure = first_failure()
+    assert failure.invariant in invariants, failure.sentence
+
+
+def test_a_failing_seed_shrinks_to_few_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost_nodes_are_charged(monkeypatch)
+    failure = first_failure()
+    plan, smaller = shrink(draw_plan(failure.seed), failure.invariant)
+    assert smaller.invariant == failure.invariant
+    assert len(plan.faults) <= 5
+
+
+def first_failure() -> Failure:
+    num_faults = 0
+    for seed in itertools.count(1):
+        plan = draw_plan(seed)
+        outcome = run_plan(plan)
+        if isinstance(outcome, Failure):
+            return outcome
+        num_faults += outcome.num_faults
+        assert num_faults < NUM_FAULTS, "nobody noticed"
+    raise AssertionError("unreachable")
