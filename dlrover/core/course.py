@@ -381,15 +381,16 @@ class Course:
         limits = state.terms.limits
         sentence = f"the job was scaled from {_span(former)} to {_span(limits)} nodes"
         self.say(f"{sentence[0].upper()}{sentence[1:]}.")
-        if rdzv.finished or limits.max_nodes >= former.max_nodes:
-            return  # in its last minutes nobody restarts; and growing is the rendezvous's own matter
-        if rdzv.is_active and rdzv.world is not None and len(rdzv.world.members) > limits.max_nodes:
-            self._open(StopCause.MEMBERSHIP, sentence)
-        there = [node for node in state.nodes.live.values() if not node.finished_round and node.dismissed is None]
-        there.sort(key=lambda node: (not rdzv.is_member(node.id), node.rank))
-        for node in there[limits.max_nodes + state.terms.standby :]:
-            if not is_running(state, node) and node.id not in rdzv.take_up.claims:
-                self.dismiss(node, Leave("the job was scaled down", 0))
+        # In the last minutes of a job nobody restarts any more; and growing is the rendezvous's own matter.
+        if not rdzv.finished and limits.max_nodes < former.max_nodes:
+            if rdzv.is_active and rdzv.world is not None and len(rdzv.world.members) > limits.max_nodes:
+                self._open(StopCause.MEMBERSHIP, sentence)
+            there = [node for node in state.nodes.live.values() if not node.finished_round and node.dismissed is None]
+            there.sort(key=lambda node: (not rdzv.is_member(node.id), node.rank))
+            for node in there[limits.max_nodes + state.terms.standby :]:
+                if not is_running(state, node) and node.id not in rdzv.take_up.claims:
+                    self.dismiss(node, Leave("the job was scaled down", 0))
+        life_cycle.retarget(self, limits.max_nodes)
 
     def _open(self, cause: StopCause, reason: str) -> None:
         state, rdzv = self.state, self.state.rendezvous
