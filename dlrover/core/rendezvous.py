@@ -250,9 +250,9 @@ class Rendezvous(Struct):
 
     def excuse(self, node: NodeId, node_rank: NodeRank) -> None:
         """The node finished in a round that is not ours any more, or that nobody remembers: it need not come."""
-        self._drop(node)
         if self.world is None:
-            self.finished[node] = node_rank
+            self.finished[node] = node_rank  # before it is dropped: its claim to a world stays good
+        self._drop(node)
 
     def is_all_finished(self) -> bool:
         return self.world is not None and len(self.finished) == len(self.world.members)
