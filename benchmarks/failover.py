@@ -30,6 +30,7 @@ from pathlib import Path
 from types import FrameType
 
 from figures import Summary, ratio, seconds, summarise, table, times
+from launcher_log import LogLine
 from peers import LAUNCHERS, Launcher, Leftovers, PeerUnavailableError
 from process_tree import adopt_orphans, end_descendants, running
 from timeline import PHASES, EventFolder, Recovery, first_step_at_ns, lives, num_steps_since, recovery
@@ -182,7 +183,7 @@ def measure_run(
         result.starts.append((first_at_ns - began_at_ns) / 1e9)
         say(result, f"started in {result.starts[-1]:.2f} s")
         for _ in range(num_kills):
-            kill = kill_and_watch(process, files, log, len(result.kills) % NUM_RANKS, hang_timeout, chance)
+            kill = kill_and_watch(launcher, process, files, log, len(result.kills) % NUM_RANKS, hang_timeout, chance)
             result.kills.append(kill)
             if kill.recovery is None:
                 say(result, f"rank {kill.local_rank} killed: no new step within {hang_timeout:g} s")
@@ -191,6 +192,7 @@ def measure_run(
 
 
 def kill_and_watch(
+    launcher: Launcher,
     process: subprocess.Popen[bytes],
     files: EventFolder,
     log: Path,
@@ -213,17 +215,19 @@ def kill_and_watch(
         victim = next(fd for fd, rank in descriptors.items() if rank == local_rank)
         survivors = [fd for fd in descriptors if fd != victim]
         old_pids = {event.pid for event in files.refresh()}
-        killed_at_ns = time.monotonic_ns()
+        clock = KillClock(log, victim=pids[local_rank])
         signal.pidfd_send_signal(victim, signal.SIGKILL)
         gone_at_ns = wait_for_exit(survivors, timeout=hang_timeout)
         found: Recovery | None = None
-        while time.monotonic_ns() < killed_at_ns + hang_timeout * 1e9:
+        while time.monotonic_ns() < clock.killed_at_ns + hang_timeout * 1e9:
             found = recovery(
                 files.refresh(),
-                killed_at_ns=killed_at_ns,
+                killed_at_ns=clock.killed_at_ns,
                 survivors_gone_at_ns=gone_at_ns,
                 old_pids=old_pids,
                 num_ranks=NUM_RANKS,
+                detected_at_ns=clock.read(launcher.detected),
+                met_at_ns=clock.read(launcher.met),
             )
             if found:
                 break
@@ -234,6 +238,26 @@ def kill_and_watch(
         for descriptor in descriptors:
             os.close(descriptor)
     return Kill(local_rank, found)
+
+
+class KillClock:
+    """Both clocks at the moment of the kill; translates the times of the launcher's log from one into the other."""
+
+    def __init__(self, log: Path, *, victim: int) -> None:
+        self._log = log
+        self._victim = victim
+        self._log_size = log.stat().st_size
+        self._killed_at = time.time()
+        self.killed_at_ns = time.monotonic_ns()
+
+    def read(self, line: LogLine | None) -> int | None:
+        """When the launcher wrote this line, on the monotonic clock; None if it has not (yet), or has no such line."""
+        if line is None:
+            return None
+        with self._log.open(errors="replace") as file:
+            file.seek(self._log_size)
+            at = line.first_after(file, killed_at=self._killed_at, victim=self._victim)
+        return None if at is None else self.killed_at_ns + int((at - self._killed_at) * 1e9)
 
 
 def wait_for_exit(descriptors: list[int], *, timeout: float) -> int | None:
@@ -320,6 +344,7 @@ def report(results: list[Result], hang_timeout: float) -> str:
         "",
         table(["launcher", *(phase for _, phase in PHASES)], phase_rows),
         "",
+        *(undetected(result) for result in results if any("detect" not in each.phases for each in result.recoveries)),
         *(f"{result.name}: {result.note}" for result in results if result.note),
         *(f"{result.name}: NOT FULLY MEASURED: {e}" for result in results for e in dict.fromkeys(result.errors)),
     ]
@@ -327,8 +352,19 @@ def report(results: list[Result], hang_timeout: float) -> str:
 
 
 def median_phase(result: Result, phase: str) -> float | None:
-    summary = summarise([recovery.phases[phase] for recovery in result.recoveries])
+    """Of a launcher that sometimes says when it detects, only these kills tell detection from stop."""
+    told = [recovery.phases for recovery in result.recoveries if "detect" in recovery.phases]
+    samples = told if told and phase in ("detect", "stop") else [recovery.phases for recovery in result.recoveries]
+    summary = summarise([phases[phase] for phases in samples if phase in phases])
     return summary.median if summary else None
+
+
+def undetected(result: Result) -> str:
+    missing = sum("detect" not in recovery.phases for recovery in result.recoveries)
+    return (
+        f"{result.name}: its log did not tell when it noticed {missing} of {len(result.recoveries)} kills, and from outside "
+        "detection cannot be told from the stop of the survivors."
+    )
 
 
 def as_json(results: list[Result]) -> dict[str, object]:

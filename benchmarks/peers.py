@@ -23,6 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher_log import OURS_DETECTED, OURS_MET, TORCH_DETECTED, LogLine
+
 PEERS_DIR = Path(__file__).resolve().parent.parent / ".peers"
 TORCH = "torch==2.13.0"
 
@@ -46,6 +48,10 @@ class Launcher:
     """Interpreter of its environment, to warm the file cache with."""
     environment: dict[str, str] = field(default_factory=dict)
     note: str = ""
+    detected: LogLine | None = None
+    """What it logs when it has noticed that a worker is dead."""
+    met: LogLine | None = None
+    """What it logs when it has its new world."""
     traces: tuple[tuple[Path, str], ...] = ()
     """Places (folder, part of a name) where it leaves things behind that the next run must not see."""
 
@@ -60,6 +66,7 @@ def torchrun(*, is_store_shared: bool) -> Launcher:
         environment={} if is_store_shared else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         note=f"torch {importlib.metadata.version('torch')}, "
         + ("default settings" if is_store_shared else "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+        detected=TORCH_DETECTED,
     )
 
 
@@ -80,6 +87,7 @@ def dlrover_061() -> Launcher:
         ),
         python=environment / "bin" / "python",
         note="private environment; patched for torch 2.13: numa_options=None passed to its SubprocessHandler",
+        detected=TORCH_DETECTED,
         traces=((Path("/dev/shm"), "ckpt_shm_"), (Path("/tmp/ckpt_sock"), "")),
     )
 
@@ -89,7 +97,10 @@ def ours() -> Launcher:
         name="ours",
         command=(_script("dlrover-run"), "--standalone", "--nproc-per-node=2", f"--max-restarts={RESTARTS}"),
         python=Path(sys.executable),
+        environment={"DLROVER_LOG_LEVEL": "INFO"},
         note=f"dlrover {importlib.metadata.version('dlrover')} of this repository",
+        detected=OURS_DETECTED,
+        met=OURS_MET,
     )
 
 

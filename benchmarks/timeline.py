@@ -14,16 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PHASES: tuple[tuple[str, str], ...] = (
-    ("stop", "survivors gone"),
-    ("process", "rendezvous, spawn"),
-    ("script", "interpreter"),
+    ("detected", "detect"),
+    ("stop", "stop"),
+    ("process", "rendezvous"),
+    ("script", "start"),
     ("imported", "import torch"),
     ("initialised", "process group"),
     ("built", "model, AdamW"),
     ("restored", "restore"),
     ("step", "to new step"),
 )
-"""The event that ends a phase, and the phase. Detection is part of the first: only the launcher itself sees its end."""
+"""
+The event that ends a phase, and the phase. Only the launcher itself sees the end of the first, and of the rendezvous: they
+come from its log. Without its word detection is part of the stop, and the rendezvous lasts until there is a new process.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Recovery:
     seconds: float
     """From the kill to the first new step, completed by all ranks."""
     phases: Mapping[str, float]
-    """Where they went; sums up to `seconds`."""
+    """Where they went; sums up to `seconds`. Without `detect` where the launcher did not say: it is in `stop` then."""
     num_steps_lost: int
     """Steps that had been completed and were done again."""
 
@@ -101,8 +105,14 @@ def recovery(
     survivors_gone_at_ns: int | None,
     old_pids: Iterable[int],
     num_ranks: int,
+    detected_at_ns: int | None = None,
+    met_at_ns: int | None = None,
 ) -> Recovery | None:
-    """None while the job has not recovered. `old_pids`: all lives before the kill, also those of earlier kills."""
+    """
+    None while the job has not recovered. `old_pids`: all lives before the kill, also those of earlier kills.
+
+    `detected_at_ns` and `met_at_ns` are what the launcher said: when it noticed the death, and had its new world.
+    """
     old = frozenset(old_pids)
     # A survivor may still complete the step to which its dead peer had contributed: steps after the kill can be old
     # too.
@@ -122,7 +132,11 @@ def recovery(
         if event.pid in new_pids and event.name != "step":
             ends[event.name] = max(event.at_ns, ends.get(event.name, 0))
     ends["step"] = max(event.at_ns for event in new_steps)
-    if ends.get("process", killed_at_ns) < killed_at_ns:
+    if detected_at_ns is not None:
+        ends["detected"] = detected_at_ns
+    if met_at_ns is not None:
+        ends["process"] = met_at_ns
+    elif ends.get("process", killed_at_ns) < killed_at_ns:
         # Forked ahead of need: no interpreter starts, and all until the script's first line is the way of the order to
         # it.
         ends["process"] = ends["script"]
@@ -130,6 +144,8 @@ def recovery(
     phases = {}
     begun_at_ns = killed_at_ns
     for name, phase in PHASES:
+        if name == "detected" and detected_at_ns is None:
+            continue
         # /proc gives the birth of a process in steps of 10 ms, so it can seem older than what came before it.
         ended_at_ns = min(max(begun_at_ns, ends.get(name, begun_at_ns)), ends["step"])
         phases[phase] = (ended_at_ns - begun_at_ns) / 1e9

@@ -249,6 +249,7 @@ class ProcessTree:
             has_core=result.si_code == os.CLD_DUMPED,
             at=at,
         )
+        _log.info("ended pid=%d exit_code=%s signal=%s", ended.pid, ended.exit_code, ended.signal)
         self._forget(watch)
         if not watch.exit.done():
             watch.exit.set_result(ended)

@@ -39,6 +39,18 @@ def test_a_launcher_that_cannot_run_is_reported_once_per_reason() -> None:
     assert row(text, "dlrover-0.6.1")[2] == "-"
 
 
+def test_a_detection_that_nobody_told_is_said_and_not_shown_as_a_figure() -> None:
+    told = Kill(0, Recovery(0.5, {phase: 0.1 for _, phase in PHASES} | {"stop": 0.2}, 0))
+    untold = Kill(1, Recovery(0.5, {phase: 0.9 for _, phase in PHASES if phase != "detect"}, 0))
+    phases = report([Result("silent", kills=[untold]), Result("mixed", kills=[told, untold])], hang_timeout=60)
+    phases = phases.split("Where the time")[1]
+    assert row(phases, "silent")[2:5] == ["-", "0.900", "0.900"]
+    assert row(phases, "mixed")[2:5] == ["0.100", "0.200", "0.500"]
+    assert "silent: its log did not tell when it noticed 1 of 1 kills" in phases
+    assert "mixed: its log did not tell when it noticed 1 of 2 kills" in phases
+    assert "its log" not in report([Result("ours", kills=[told])], hang_timeout=60)
+
+
 def test_the_json_holds_every_sample() -> None:
     written = as_json([Result("ours", starts=[4.0], kills=[recovered(0.4), Kill(1, None)])])
     launchers = written["launchers"]

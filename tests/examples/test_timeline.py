@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from timeline import Event, EventFolder, first_step_at_ns, lives, num_steps_since, recovery
+import pytest
+from timeline import PHASES, Event, EventFolder, Recovery, first_step_at_ns, lives, num_steps_since, recovery
 
 MS = 1_000_000
 
@@ -22,7 +23,7 @@ BEFORE = [
 ]
 
 
-def recovered(*later: Event) -> object:
+def recovered(*later: Event) -> Recovery | None:
     return recovery(
         [*BEFORE, *later], killed_at_ns=190 * MS, survivors_gone_at_ns=220 * MS, old_pids={10, 11}, num_ranks=2
     )
@@ -55,12 +56,16 @@ def test_a_recovery_ends_with_the_slowest_rank_and_its_phases_add_up() -> None:
         survivors_gone_at_ns=220 * MS,
         old_pids={10, 11},
         num_ranks=2,
+        detected_at_ns=202 * MS,
     )
     assert found is not None
     assert found.seconds == 0.162
     assert found.num_steps_lost == 1
-    assert found.phases["survivors gone"] == 0.030
-    assert found.phases["rendezvous, spawn"] == 0.020
+    assert list(found.phases) == [phase for _, phase in PHASES]
+    assert found.phases["detect"] == 0.012
+    assert found.phases["stop"] == 0.018
+    assert found.phases["rendezvous"] == 0.020
+    assert found.phases["start"] == 0.001
     assert found.phases["to new step"] == 0.107
     assert round(sum(found.phases.values()), 9) == found.seconds
 
@@ -85,8 +90,50 @@ def test_waking_a_worker_forked_ahead_is_spawning_not_an_interpreter_start() -> 
         [*BEFORE, *ahead], killed_at_ns=190 * MS, survivors_gone_at_ns=220 * MS, old_pids={10, 11}, num_ranks=2
     )
     assert found is not None
-    assert found.phases["rendezvous, spawn"] == 0.016  # from the survivors' end at 220 to the first line at 236
-    assert found.phases["interpreter"] == 0
+    assert found.phases["rendezvous"] == 0.016  # from the survivors' end at 220 to the first line at 236
+    assert found.phases["start"] == 0
+
+
+@pytest.mark.parametrize(
+    ("met_at", "rendezvous", "start"),
+    [(210, 0.0, 0.016), (226, 0.006, 0.010)],
+    ids=["while survivors still stop", "afterwards"],
+)
+def test_a_launcher_that_tells_when_its_world_was_complete_ends_the_rendezvous(
+    met_at: int, rendezvous: float, start: float
+) -> None:
+    later = [*life(0, 20, 235, restored=3, steps={4: 300}), *life(1, 21, 235, restored=3, steps={4: 300})]
+    found = recovery(
+        [*BEFORE, *later],
+        killed_at_ns=190 * MS,
+        survivors_gone_at_ns=220 * MS,
+        old_pids={10, 11},
+        num_ranks=2,
+        met_at_ns=met_at * MS,
+    )
+    assert found is not None
+    assert (found.phases["rendezvous"], found.phases["start"]) == (rendezvous, start)
+    assert round(sum(found.phases.values()), 9) == found.seconds
+
+
+def test_survivors_that_die_by_themselves_before_the_launcher_looks_leave_nothing_to_stop() -> None:
+    found = recovery(
+        [*BEFORE, *life(0, 20, 260, restored=3, steps={4: 300}), *life(1, 21, 260, restored=3, steps={4: 300})],
+        killed_at_ns=190 * MS,
+        survivors_gone_at_ns=220 * MS,
+        old_pids={10, 11},
+        num_ranks=2,
+        detected_at_ns=250 * MS,
+    )
+    assert found is not None
+    assert (found.phases["detect"], found.phases["stop"]) == (0.060, 0)
+
+
+def test_without_the_launchers_word_detection_is_part_of_the_stop() -> None:
+    found = recovered(*life(0, 20, 235, restored=3, steps={4: 300}), *life(1, 21, 235, restored=3, steps={4: 300}))
+    assert found is not None
+    assert "detect" not in found.phases
+    assert found.phases["stop"] == 0.030
 
 
 def test_a_job_has_lives_to_kill_once_every_rank_trains() -> None:
