@@ -305,6 +305,10 @@ class LocalJob:
     def _path(self, name: str) -> str:
         return os.path.join(self._directory.path, name)
 
+    @property
+    def _master_log(self) -> str:
+        return os.path.join(self._plan.log_dir or self._directory.path, "master.log")
+
     def _start_master(self) -> None:
         self._restart = None
         with contextlib.suppress(FileNotFoundError):
@@ -318,7 +322,7 @@ class LocalJob:
             journal=self._journal(),
             ready_file=self._path("master.ready"),
             end_file=self._path("end.json"),
-            log_file=self._path("master.log"),
+            log_file=self._master_log,
             platform="local",
             platform_options={
                 "socket": self._host_config.socket,
@@ -333,7 +337,7 @@ class LocalJob:
         path = self._directory.write("master.json", msgspec.json.encode(config))
         try:
             argv = (*self._programs.master, "--config", path)
-            self._master = processes.spawn(argv, self._environ, output=self._path("master.log"))
+            self._master = processes.spawn(argv, self._environ, output=self._master_log)
         except JobError as error:
             self._display.say(str(error))
             self._conclude(EXIT_MASTER_LOST)
@@ -390,7 +394,7 @@ class LocalJob:
 
     def _master_tail(self) -> str:
         try:
-            with open(self._path("master.log"), encoding="utf-8", errors="replace") as file:
+            with open(self._master_log, encoding="utf-8", errors="replace") as file:
                 return "".join(file.readlines()[-15:]).rstrip()
         except FileNotFoundError:
             return "(nothing)"
@@ -465,7 +469,7 @@ def _parser() -> argparse.ArgumentParser:
         help="give each node its own network namespace and address (auto: if we are root and it is possible)",
     )
     add("--job-name", default="", metavar="NAME", help="for `dlrover status NAME` and others")
-    add("--log-dir", default="", metavar="DIR", help="keep each node's output in a file there")
+    add("--log-dir", default="", metavar="DIR", help="keep the output of the nodes and the master's log there")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 

@@ -48,7 +48,7 @@ from dlrover.platforms.host_messages import (
 )
 from dlrover.platforms.memory_limits import MemoryLimits, remove_groups
 from dlrover.platforms.namespaces import NODE_INTERFACE, Namespaces, Place, remove_namespaces
-from dlrover.platforms.node_process import MARK, ORPHAN_GRACE, NodeCommand, NodeProcess, send, wait_gone
+from dlrover.platforms.node_process import MARK, NodeCommand, NodeProcess, send, wait_gone
 from dlrover.protocol.addresses import LOOPBACK
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.fleet_messages import (
@@ -85,6 +85,8 @@ class HostConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many nodes may run at a time; 0: as many as are asked for."""
     grace: float = 30.0
     """Seconds that nodes have for ending when the host ends."""
+    orphan_grace: float = 3.0
+    """Seconds that an agent has for stopping its workers when its launcher was killed: the kernel has told it."""
 
     @property
     def socket(self) -> str:
@@ -298,7 +300,7 @@ class NodeHost:
         """From the start of a node's process until nothing of it is left."""
         exit_code = await asyncio.shield(node.process.exit_code)
         self._kill_strangers()
-        await node.process.sweep(0.0 if node.stopping is not None else ORPHAN_GRACE)
+        await node.process.sweep(0.0 if node.stopping is not None else self._config.orphan_grace)
         is_out_of_memory = self._memory is not None and bool(
             node.intent.resource.memory_mb and self._memory.num_kills(node.key)
         )

@@ -24,8 +24,6 @@ from dlrover.protocol.errors import Unavailable
 
 MARK = "DLROVER_LOCAL_NODE"
 """Environment variable of every process of a node: unique for the host's life and the node."""
-ORPHAN_GRACE = 3.0
-"""Seconds that an agent has for stopping its workers when its launcher was killed: the kernel has told it."""
 SWEEP_TIMEOUT = 5.0
 """Seconds for processes to vanish after SIGKILL; longer only if the kernel does not let them go."""
 _ENTRY = str(Path(__file__).with_name("node_entry.py"))

@@ -23,14 +23,15 @@ OBEDIENT = Path(__file__).with_name("obedient.py")
 
 
 class LocalLab:
-    def __init__(self, directory: Path, *, capacity: int = 3) -> None:
+    def __init__(self, directory: Path, *, capacity: int = 3, program: tuple[str, ...] = ()) -> None:
         self.directory = directory
         config = HostConfig(
             directory=str(directory),
-            program=(sys.executable, "-I", "-S", str(OBEDIENT), str(directory)),
+            program=program or (sys.executable, "-I", "-S", str(OBEDIENT), str(directory)),
             environ={"PATH": os.environ["PATH"]},
             capacity=capacity,
             grace=2.0,
+            orphan_grace=0.2,
         )
         path = directory / "host.json"
         path.write_bytes(msgspec.json.encode(config))

@@ -1,0 +1,168 @@
+"""Real local nodes beyond the contract: what they leave, what they say, and who may talk to their host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+
+import pytest
+
+from dlrover.platforms.host_messages import ANSWER
+from dlrover.platforms.local import LocalOptions, LocalPlatform
+from dlrover.protocol.errors import ConfigError, Unavailable
+from dlrover.protocol.fleet_messages import NodeChanged, NodeEventKind, NodeExit, NodePhase, NodesListed, PlatformNode
+from dlrover.protocol.identity import PlatformId
+from dlrover.protocol.local import HEADER, pack
+from tests.platforms.conftest import LocalLab, until
+from tests.platforms.contract import JOB, launch, remove, run_nodes, watching
+
+
+async def test_nothing_of_a_killed_node_remains(local_lab):
+    """Neither a child in a session of its own, nor one that also cleared its environment."""
+    platform = local_lab.platform()
+    await run_nodes(platform, 0)
+    local_lab.order(0, "leave children")
+    await until(lambda: len(local_lab.processes()) == 3)
+    async with watching(platform) as watch:
+        [node] = [pid for pid in local_lab.processes() if b"obedient" in _command(pid)]
+        os.kill(node, signal.SIGKILL)
+        await watch.until(0, NodePhase.FAILED)
+    assert local_lab.processes() == []
+
+
+async def test_what_one_node_leaves_is_told_from_what_another_runs(local_lab):
+    platform = local_lab.platform()
+    await run_nodes(platform, 0, 1)
+    for node in (0, 1):
+        local_lab.order(node, "leave children")
+    await until(lambda: len(local_lab.processes()) == 6)
+    async with watching(platform) as watch:
+        await platform.apply(remove(0))
+        await watch.until(0, NodePhase.DELETED)
+    assert len(local_lab.processes()) == 3
+    assert [node.id for node in await platform.list()] == [1]
+
+
+async def test_a_node_that_ignores_the_signal_is_killed_after_its_grace_and_a_shorter_grace_counts(local_lab):
+    platform = local_lab.platform()
+    await run_nodes(platform, 0)
+    local_lab.order(0, "ignore SIGTERM")
+    local_lab.order(0, "say deaf")
+    await until(lambda: "deaf" in local_lab.log(0))
+    async with watching(platform) as watch:
+        await platform.apply(remove(0, grace=300.0))
+        await platform.apply(remove(0, grace=0.1))
+        seen = (await watch.until(0, NodePhase.DELETED)).node
+    assert (seen.exit_code, seen.exit_reason) == (128 + signal.SIGKILL, NodeExit.KILLED)
+
+
+async def test_a_node_knows_who_it_is_and_its_output_is_kept(local_lab):
+    platform = local_lab.platform()
+    await run_nodes(platform, 2)
+    local_lab.order(2, "environ")
+    local_lab.end(2, 0)
+    async with watching(platform) as watch:
+        if not any(node.phase is NodePhase.SUCCEEDED for node in watch.listed):
+            await watch.until(2, NodePhase.SUCCEEDED)
+    for pair in ("'DLROVER_NODE_ID': '2'", "'NODE_RANK': '2'", "'NODE_TYPE': 'worker'"):
+        assert pair in local_lab.log(2)
+
+
+async def test_nodes_follow_a_host_that_is_killed(local_lab):
+    await run_nodes(local_lab.platform(), 0, 1)
+    local_lab.process.kill()
+    local_lab.process.wait()
+    await until(lambda: local_lab.processes() == [])
+    with pytest.raises(Unavailable, match="cannot be reached"):
+        await local_lab.platform().list()
+
+
+@pytest.mark.parametrize("garbage", [b"\xff" * 64, HEADER.pack(5) + b"\x00bad\x00", HEADER.pack(1 << 31), b""])
+async def test_rubbish_on_the_socket_is_hung_up_on_and_harms_nobody(local_lab, garbage):
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(local_lab.directory / "host.sock"))
+        stranger.settimeout(10)
+        stranger.sendall(garbage)
+        stranger.shutdown(socket.SHUT_WR)
+        assert stranger.recv(10) == b""
+    await run_nodes(local_lab.platform(), 0)
+
+
+async def test_the_socket_is_closed_to_other_users(local_lab):
+    assert os.stat(local_lab.directory / "host.sock").st_mode & 0o077 == 0
+
+
+async def test_a_program_that_is_not_there_ends_its_node_and_the_log_says_why(short_dir):
+    lab = LocalLab(short_dir, program=("/no/such/program",))
+    try:
+        platform = lab.platform()
+        async with watching(platform) as watch:
+            await platform.apply(launch(0))
+            seen = (await watch.until(0, NodePhase.FAILED)).node
+        assert (seen.exit_code, seen.exit_reason) == (126, NodeExit.UNKNOWN)
+        assert "/no/such/program" in lab.log(0)
+    finally:
+        lab.close()
+
+
+class LossyHost:
+    """Serves one list per watch and hangs up, as a host that is started again."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.num_watches = 0
+
+    async def __aenter__(self) -> LossyHost:
+        self._server = await asyncio.start_unix_server(self._talk, self._path)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_watches += 1
+        node = PlatformNode(id=PlatformId(self.num_watches), node_type="worker", rank=0, phase=NodePhase.RUNNING)  # type: ignore[arg-type]
+        writer.write(pack(ANSWER.encode(NodesListed(nodes=(node,)))))
+        if self.num_watches == 2:
+            event = NodeChanged(kind=NodeEventKind.MODIFIED, node=node)
+            writer.write(pack(ANSWER.encode(event)) + b"\0\0")  # cut off in the middle of a frame
+        writer.close()
+
+
+async def test_a_watch_lists_again_after_each_lost_connection(short_dir):
+    path = str(short_dir / "host.sock")
+    platform = LocalPlatform(LocalOptions(socket=path), JOB)
+    async with LossyHost(path):
+        sights = platform.watch()
+        async with asyncio.timeout(20):
+            seen = [await anext(sights) for _ in range(4)]
+        await sights.aclose()  # type: ignore[attr-defined]
+    kinds = [type(sight).__name__ for sight in seen]
+    assert kinds == ["NodesListed", "NodesListed", "NodeChanged", "NodesListed"]
+    assert [sight.nodes[0].id for sight in seen if isinstance(sight, NodesListed)] == [1, 2, 3]
+
+
+async def test_a_host_that_is_not_there_is_unavailable_and_a_watch_waits_for_it(short_dir):
+    path = str(short_dir / "host.sock")
+    platform = LocalPlatform(LocalOptions(socket=path), JOB)
+    with pytest.raises(Unavailable, match="cannot be reached"):
+        await platform.apply(launch(0))
+    sights = platform.watch()
+    first = asyncio.ensure_future(anext(sights))
+    await asyncio.sleep(0)
+    async with LossyHost(path), asyncio.timeout(20):
+        assert isinstance(await first, NodesListed)
+    await sights.aclose()  # type: ignore[attr-defined]
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(ConfigError, match="colour"):
+        LocalPlatform.from_options(JOB, {"socket": "/nowhere", "colour": "blue"})
+
+
+def _command(pid: int) -> bytes:
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read()
