@@ -1,0 +1,256 @@
+"""
+How files become a checkpoint, so that a cut at any instant leaves either the old one or the new one, whole.
+
+    every rank      1  writes its files into  TARGET.tmp-ATTEMPT/  and syncs them
+                    2  writes its manifest there, syncs the directories
+    the committer   3  compares the set of manifests with the set of ranks, and the files with the manifests
+                    4  writes the global manifest there, syncs
+                    5  renames the directory to TARGET, syncs the parent
+                    6  writes the tracker files, ours first, the framework's last, each replaced atomically
+                    7  removes what TARGET was before
+
+A step that is saved again changes places with the old directory in one system call; where the file system cannot do that, the old one is
+set aside first, and `locate` finds whichever of the two is whole. Attempts have ids, so what a former one left behind is never taken
+for the present one's.
+
+Storages without rename get the files at TARGET at once; there the global manifest is the commit, and a step that has one is not
+written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
+
+from dlrover.protocol.errors import Rejected
+from dlrover.snapshot.manifest import (
+    DIRECTORY,
+    GLOBAL_NAME,
+    GlobalManifest,
+    ManifestInvalid,
+    RankManifest,
+    decode_global_manifest,
+    decode_rank_manifest,
+    encode_manifest,
+    join_manifests,
+    rank_manifest_name,
+)
+from dlrover.snapshot.storage import Storage, join, parent_of
+
+TRACKER = "dlrover_latest.txt"
+"""Names the newest committed step, in decimal. Written before the frameworks' own trackers."""
+_STAGED = ".tmp-"
+_SET_ASIDE = ".old-"
+
+
+class Attempt(Struct, frozen=True, kw_only=True):
+    """One try to save one step."""
+
+    directory: str
+    """Where the job's checkpoints are."""
+    target: str
+    """Name of this one in there, such as `100` or `iter_0000100`."""
+    step: int
+    attempt: str
+
+    @property
+    def target_path(self) -> str:
+        return join(self.directory, self.target)
+
+    def staging_path(self, storage: Storage) -> str:
+        """Where the ranks write."""
+        return self.target_path + _STAGED + self.attempt if storage.renames else self.target_path
+
+
+class Tracker(Struct, frozen=True):
+    name: str
+    content: str
+
+
+class Committed(Struct, frozen=True):
+    """A checkpoint that counts, and where it is found."""
+
+    path: str
+    manifest: GlobalManifest
+
+
+def stage(storage: Storage, attempt: Attempt) -> str:
+    """The directory for this attempt's files; every rank may call it."""
+    path = attempt.staging_path(storage)
+    if not storage.renames and read_global_manifest(storage, path) is not None:
+        raise Rejected(
+            f"Step {attempt.step} is committed already in {path}, and this storage cannot replace it at once. "
+            "Save another step, or remove the old one first.",
+            code="already-committed",
+        )
+    storage.make_directory(join(path, DIRECTORY))
+    return path
+
+
+def finish_rank(storage: Storage, attempt: Attempt, manifest: RankManifest) -> None:
+    """The rank's files are written and synced: say so. Their names become durable here."""
+    assert (manifest.step, manifest.attempt) == (attempt.step, attempt.attempt), "a manifest of another attempt"
+    path = attempt.staging_path(storage)
+    for directory in _directories_of(path, (file.path for file in manifest.files)):
+        storage.sync_directory(directory)
+    storage.write_atomic(join(path, rank_manifest_name(manifest.global_rank)), encode_manifest(manifest))
+    storage.sync_directory(path)
+    storage.sync_directory(attempt.directory)
+
+
+def staged_manifests(storage: Storage, attempt: Attempt) -> list[RankManifest]:
+    """What the ranks have finished so far in this attempt. Those of other attempts do not count."""
+    path = join(attempt.staging_path(storage), DIRECTORY)
+    found = []
+    for entry in storage.list(path):
+        if entry.name.startswith("rank-") and entry.name.endswith(".json"):
+            manifest = decode_rank_manifest(storage.read(join(path, entry.name)))
+            if manifest.attempt == attempt.attempt:
+                found.append(manifest)
+    return found
+
+
+def commit(
+    storage: Storage,
+    attempt: Attempt,
+    expected_ranks: Iterable[int],
+    trackers: Sequence[Tracker] = (),
+    data_state: str = "",
+) -> Committed:
+    """
+    Make the staged files a checkpoint. Raises ManifestInvalid when anything is missing, and then nothing has changed.
+
+    Committing twice is harmless: a committer that died half-way is followed by another that does the rest.
+    """
+    target = attempt.target_path
+    done = read_global_manifest(storage, target)
+    if done is None or done.attempt != attempt.attempt:
+        manifest = join_manifests(staged_manifests(storage, attempt), set(expected_ranks), data_state)
+        staging = attempt.staging_path(storage)
+        check_sizes(storage, staging, manifest)
+        storage.write_atomic(join(staging, GLOBAL_NAME), encode_manifest(manifest))
+        if storage.renames:
+            storage.sync_directory(staging)
+            _put_in_place(storage, staging, target, attempt)
+    else:
+        manifest = done
+    for tracker in (Tracker(TRACKER, str(attempt.step)), *trackers):
+        storage.write_atomic(join(attempt.directory, tracker.name), tracker.content.encode())
+    _remove_leftovers(storage, attempt)
+    return Committed(target, manifest)
+
+
+def _put_in_place(storage: Storage, staging: str, target: str, attempt: Attempt) -> None:
+    directory = attempt.directory
+    if _exists(storage, target):
+        if storage.exchange(staging, target):
+            storage.sync_directory(directory)
+            return
+        storage.rename(target, target + _SET_ASIDE + attempt.attempt)
+        storage.sync_directory(directory)
+    storage.rename(staging, target)
+    storage.sync_directory(directory)
+
+
+def _remove_leftovers(storage: Storage, attempt: Attempt) -> None:
+    """Of this step: what was replaced, and what failed attempts left. They cannot come back, since this one is committed."""
+    for entry in storage.list(attempt.directory):
+        if entry.name.startswith((attempt.target + _STAGED, attempt.target + _SET_ASIDE)):
+            storage.remove_tree(join(attempt.directory, entry.name))
+
+
+def abandon(storage: Storage, attempt: Attempt) -> None:
+    """The attempt failed: remove what was staged, never what is committed."""
+    path = attempt.staging_path(storage)
+    manifest = read_global_manifest(storage, path)
+    if manifest is None:
+        storage.remove_tree(path)
+
+
+def latest_step(storage: Storage, directory: str) -> int | None:
+    """What our tracker says; None without one."""
+    try:
+        content = storage.read(join(directory, TRACKER))
+    except FileNotFoundError:
+        return None
+    try:
+        return int(content)
+    except ValueError as error:
+        raise ManifestInvalid(
+            f"{join(directory, TRACKER)} should hold a step and holds {content[:40]!r}. Write the step to use into it."
+        ) from error
+
+
+def committed_checkpoints(storage: Storage, directory: str) -> list[Committed]:
+    """Every complete checkpoint, by step; of a step that lies there twice, the one under its own name."""
+    found: dict[int, Committed] = {}
+    for entry in storage.list(directory):
+        if not entry.is_directory:
+            continue
+        path = join(directory, entry.name)
+        manifest = read_global_manifest(storage, path)
+        if manifest is None:
+            continue
+        is_aside = _STAGED in entry.name or _SET_ASIDE in entry.name
+        if not is_aside or manifest.step not in found:
+            found[manifest.step] = Committed(path, manifest)
+    return [found[step] for step in sorted(found)]
+
+
+def locate(storage: Storage, directory: str, step: int | None = None) -> Committed | None:
+    """
+    The checkpoint of a step, or the one that the tracker names.
+
+    None: there is no tracker, so there never was a checkpoint. A tracker whose checkpoint is not there is an error: nobody shall start from
+    scratch without noticing.
+    """
+    wanted = latest_step(storage, directory) if step is None else step
+    if wanted is None:
+        return None
+    checkpoints = committed_checkpoints(storage, directory)
+    for checkpoint in checkpoints:
+        if checkpoint.manifest.step == wanted:
+            return checkpoint
+    known = [checkpoint.manifest.step for checkpoint in checkpoints]
+    raise ManifestInvalid(
+        f"No complete checkpoint of step {wanted} in {directory}; complete are steps {known or 'none'}. "
+        "Restore its files, or name the step to resume from."
+    )
+
+
+def read_global_manifest(storage: Storage, path: str) -> GlobalManifest | None:
+    """None when this directory is no checkpoint."""
+    try:
+        content = storage.read(join(path, GLOBAL_NAME))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return decode_global_manifest(content)
+
+
+def check_sizes(storage: Storage, path: str, manifest: GlobalManifest) -> None:
+    """Every file that a manifest names is there and as long as it should be."""
+    sizes: dict[str, int] = {}
+    for directory in _directories_of(path, (file.path for file in manifest.files)):
+        sizes.update({join(directory, entry.name): entry.size_bytes for entry in storage.list(directory)})
+    for file in manifest.files:
+        size = sizes.get(join(path, file.path))
+        if size != file.size_bytes:
+            there = "is missing" if size is None else f"has {size} bytes"
+            raise ManifestInvalid(f"{join(path, file.path)} {there}; its manifest says {file.size_bytes} bytes.")
+
+
+def _directories_of(root: str, paths: Iterable[str]) -> list[str]:
+    """The root and every directory below it that holds one of the paths, deepest first."""
+    found = {root}
+    for path in paths:
+        above = parent_of(path)
+        while above:
+            found.add(join(root, above))
+            above = parent_of(above)
+    return sorted(found, key=lambda directory: (-directory.count("/"), directory))
+
+
+def _exists(storage: Storage, path: str) -> bool:
+    name = path.rsplit("/", 1)[-1]
+    return any(entry.name == name for entry in storage.list(parent_of(path)))

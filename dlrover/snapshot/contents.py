@@ -1,0 +1,67 @@
+"""
+What the metadata of a slot says: which files its bytes become, and where each file's pickle is.
+
+A state may become several files (a model file and an optimizer file). Each has its own pickle with its own numbering of storages, because that is how
+the file will be read; storages that several files refer to lie in the slot once.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from dlrover.snapshot.layout import Layout, decode_layout, encode_layout, layout_hash
+from dlrover.snapshot.segment_format import SegmentInvalid
+
+_LAYOUT = "layout"
+_FILES = "files"
+_PICKLE = "pickle:"
+_EXTRA = "extra:"
+
+
+class FileEntry(Struct, frozen=True):
+    """One file that the state becomes."""
+
+    name: str
+    """The caller's name of this part, such as `model_states`."""
+    storages: tuple[int, ...] = ()
+    """Number in the layout of the file's storage 0, 1, ..."""
+    path: str = ""
+    """Where it goes, relative to the checkpoint; empty when the state is only kept in memory."""
+
+
+class Contents(Struct, frozen=True):
+    layout: Layout
+    files: tuple[FileEntry, ...]
+    pickles: dict[str, bytes]
+    """By the file's name: the object with numbers in place of its storages. Never unpickled outside a trainer."""
+    extra: dict[str, bytes] = {}
+    """Whatever the trainer wants to keep with it: topology, data state."""
+
+    def file(self, name: str) -> FileEntry:
+        for entry in self.files:
+            if entry.name == name:
+                return entry
+        raise SegmentInvalid(f"The snapshot has no part named {name!r}; it has {[entry.name for entry in self.files]}.")
+
+
+def encode_contents(contents: Contents) -> tuple[dict[str, bytes], bytes]:
+    """The sections, and the hash of the layout for the slot's record."""
+    layout = encode_layout(contents.layout)
+    sections = {_LAYOUT: layout, _FILES: msgspec.msgpack.encode(contents.files)}
+    sections.update({_PICKLE + name: content for name, content in contents.pickles.items()})
+    sections.update({_EXTRA + name: content for name, content in contents.extra.items()})
+    return sections, layout_hash(layout)
+
+
+def decode_contents(sections: dict[str, bytes]) -> Contents:
+    try:
+        files = msgspec.msgpack.decode(sections[_FILES], type=tuple[FileEntry, ...])
+        return Contents(
+            layout=decode_layout(sections[_LAYOUT]),
+            files=files,
+            pickles={entry.name: sections[_PICKLE + entry.name] for entry in files},
+            extra={name.removeprefix(_EXTRA): part for name, part in sections.items() if name.startswith(_EXTRA)},
+        )
+    except (KeyError, msgspec.MsgspecError) as error:
+        raise SegmentInvalid(f"The snapshot's metadata cannot be read: {error}") from error

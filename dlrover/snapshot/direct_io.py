@@ -1,0 +1,329 @@
+"""
+Writing large files at the speed of the disk, from the memory where the bytes lie.
+
+The page cache is in the way here: it copies every byte once more, evicts what the training needs, and is slow to empty. Direct I/O
+wants whole blocks at both ends, so a file is written in two passes. First the large pieces that lie on pages in memory and in the
+file, straight from where they are, by several threads. Then everything else (headers, small tensors, tails), put together
+in aligned buffers. Headers come last because they may contain checksums of what follows them.
+
+Each byte is summed on its way (CRC-32, in the same thread, while the disk is busy with another one's piece), and the sums of the parts are combined
+to one of the file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+import threading
+import time
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from dlrover.protocol.errors import DLRoverError
+from dlrover.snapshot.checksum import combine_crc32
+from dlrover.snapshot.segment_format import round_up
+
+BLOCK_BYTES = 4096
+UNIT_BYTES = 8 * 1024 * 1024
+DIRECT_FROM_BYTES = 1024 * 1024
+
+
+class WriteStopped(DLRoverError):
+    """The write was given up: its deadline passed or somebody stopped it. The file is incomplete."""
+
+
+class WriteOptions(Struct, frozen=True, kw_only=True):
+    num_threads: int = 2
+    """Two keep a local disk busy; network file systems may want more."""
+    direct: bool = True
+    """Bypass the page cache where the file system allows it."""
+    bytes_per_second: float | None = None
+    """Limit of this file's bandwidth; None: as fast as it goes."""
+    deadline_at: float | None = None
+    """On the monotonic clock; checked between units of 8 MiB."""
+    nice: int = 0
+    """Added to the writing threads' niceness, so that they leave the processors to the training."""
+
+
+class Piece(NamedTuple):
+    offset: int
+    """In the file."""
+    content: memoryview | bytes
+
+
+class WrittenFile(Struct, frozen=True):
+    size_bytes: int
+    crc32: int
+
+
+Late = Callable[[list[int]], Sequence[Piece]]
+"""From the CRC-32 of each given piece to the pieces that could not be known before: headers, directory."""
+
+
+def write_file(
+    path: str | os.PathLike[str],
+    pieces: Sequence[Piece],
+    late: Late,
+    total_bytes: int,
+    *,
+    options: WriteOptions | None = None,
+    on_progress: Callable[[int], None] | None = None,
+    stop: threading.Event | None = None,
+) -> WrittenFile:
+    """
+    Write and sync a file that consists of the pieces, with zeros between them.
+
+    `on_progress` gets the number of bytes written so far, from the writing threads. After an error the file is whatever it is: the
+    caller writes into a staging directory and removes that.
+    """
+    options = options or WriteOptions()
+    with _Target(path, total_bytes, options.direct) as target:
+        work = _Work(target, options, on_progress, stop or threading.Event())
+        direct, parts_of = _direct_units(pieces)
+        work.run([_Unit(start, content) for start, content in direct])
+        sums = [_sum_of_piece(piece, parts, work.sums) for piece, parts in zip(pieces, parts_of, strict=True)]
+        everything = sorted([*pieces, *late(sums)], key=lambda piece: piece.offset)
+        gaps = _gaps([(start, len(content)) for start, content in direct], total_bytes)
+        work.run([_Unit(start, _Gather(everything, start, length)) for start, length in gaps])
+        target.sync()
+    return WrittenFile(total_bytes, work.combined_sum())
+
+
+def image_chunks(pieces: Sequence[Piece], late: Late, total_bytes: int) -> tuple[WrittenFile, list[memoryview]]:
+    """The same file as a list of chunks in order, for storages that only take a stream."""
+    sums = [zlib.crc32(piece.content) for piece in pieces]
+    chunks: list[memoryview] = []
+    at = 0
+    crc = 0
+    for offset, content in sorted([*pieces, *late(sums)], key=lambda piece: piece.offset):
+        for part in (memoryview(bytes(offset - at)), memoryview(content)):
+            if part.nbytes:
+                chunks.append(part)
+                crc = zlib.crc32(part, crc)
+        at = offset + len(content)
+    assert at == total_bytes, f"the pieces end at {at}, not at {total_bytes}"
+    return WrittenFile(total_bytes, crc), chunks
+
+
+def file_crc32(path: str | os.PathLike[str], num_threads: int = 2) -> WrittenFile:
+    """Size and sum of a file as it is now; several parts at a time."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+
+        def sum_at(start: int) -> tuple[int, int]:
+            content = os.pread(fd, UNIT_BYTES, start)
+            return zlib.crc32(content), len(content)
+
+        crc = 0
+        with ThreadPoolExecutor(num_threads) as pool:
+            for part, length in pool.map(sum_at, range(0, size, UNIT_BYTES)):
+                crc = combine_crc32(crc, part, length)
+        return WrittenFile(size, crc)
+    finally:
+        os.close(fd)
+
+
+class _Gather(NamedTuple):
+    """A range of the file that is put together from several pieces."""
+
+    pieces: Sequence[Piece]
+    start: int
+    length: int
+
+    def fill(self, buffer: memoryview) -> None:
+        end = self.start + self.length
+        first = max(0, bisect_right(self.pieces, self.start, key=lambda piece: piece.offset) - 1)
+        for offset, content in itertools.islice(self.pieces, first, None):
+            if offset >= end:
+                break
+            low, high = max(offset, self.start), min(offset + len(content), end)
+            if low < high:
+                buffer[low - self.start : high - self.start] = memoryview(content)[low - offset : high - offset]
+
+
+class _Unit(NamedTuple):
+    start: int
+    content: memoryview | _Gather
+
+
+class _Work:
+    """Threads that sum and write units, within the limits that were given."""
+
+    def __init__(
+        self,
+        target: _Target,
+        options: WriteOptions,
+        on_progress: Callable[[int], None] | None,
+        stop: threading.Event,
+    ) -> None:
+        self._target, self._options, self._on_progress, self._stop = target, options, on_progress, stop
+        self._lock = threading.Lock()  # guards the count of written bytes; an addition is not worth a queue
+        self._num_written = 0
+        self._started_at = time.monotonic()
+        self.sums: dict[int, tuple[int, int]] = {}
+        """Start of a unit to its sum and length."""
+
+    def run(self, units: Sequence[_Unit]) -> None:
+        ticket = itertools.count()
+        with ThreadPoolExecutor(self._options.num_threads, thread_name_prefix="dlrover-write") as pool:
+            workers = [pool.submit(self._write_units, units, ticket) for _ in range(self._options.num_threads)]
+            errors = [error for worker in workers if (error := worker.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    def combined_sum(self) -> int:
+        crc = 0
+        for _, (part, length) in sorted(self.sums.items()):
+            crc = combine_crc32(crc, part, length)
+        return crc
+
+    def _write_units(self, units: Sequence[_Unit], ticket: itertools.count[int]) -> None:
+        if self._options.nice:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._options.nice)
+        try:
+            while (index := next(ticket)) < len(units):
+                self._admit()
+                self._write(units[index])
+        except BaseException:
+            next(itertools.islice(ticket, len(units), None))  # the others find no more work
+            raise
+
+    def _write(self, unit: _Unit) -> None:
+        if isinstance(unit.content, _Gather):
+            length = unit.content.length
+            with mmap.mmap(-1, round_up(length, BLOCK_BYTES)) as buffer, memoryview(buffer) as view:
+                unit.content.fill(view)
+                self.sums[unit.start] = (zlib.crc32(view[:length]), length)
+                self._target.write(view, unit.start)
+        else:
+            length = len(unit.content)
+            self.sums[unit.start] = (zlib.crc32(unit.content), length)
+            self._target.write(unit.content, unit.start)
+        with self._lock:
+            self._num_written += length
+            num_written = self._num_written
+        if self._on_progress is not None:
+            self._on_progress(num_written)
+
+    def _admit(self) -> None:
+        """Wait for the bandwidth limit; end at the deadline."""
+        rate = self._options.bytes_per_second
+        now = time.monotonic()
+        until = now if rate is None else self._started_at + self._num_written / rate
+        deadline = self._options.deadline_at
+        pause = max(0.0, until - now)
+        if deadline is not None and now + pause > deadline:
+            raise WriteStopped(
+                f"Writing stopped after {self._num_written} bytes: the rest would not be written before the deadline."
+            )
+        if self._stop.wait(pause):
+            raise WriteStopped(f"Writing was stopped after {self._num_written} bytes.")
+
+
+class _Target:
+    """The file being written, with or without the page cache."""
+
+    def __init__(self, path: str | os.PathLike[str], total_bytes: int, direct: bool) -> None:
+        self._path, self._total_bytes = path, total_bytes
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        self._is_direct = direct
+        try:
+            self._fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o644)
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            self._is_direct = False
+            self._fd = os.open(path, flags, 0o644)
+        try:
+            _allocate(self._fd, round_up(total_bytes, BLOCK_BYTES))
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def write(self, content: memoryview, offset: int) -> None:
+        while content.nbytes:
+            try:
+                written = os.pwrite(self._fd, content, offset)
+            except OSError as error:
+                if not self._is_direct or error.errno != errno.EINVAL:
+                    raise
+                self._leave_direct()  # it opened, but does not want our blocks
+                continue
+            content, offset = content[written:], offset + written
+
+    def sync(self) -> None:
+        os.ftruncate(self._fd, self._total_bytes)
+        os.fsync(self._fd)
+        if not self._is_direct:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _leave_direct(self) -> None:
+        """Same descriptor number, so that other threads go on."""
+        fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(fd, self._fd, inheritable=False)
+        os.close(fd)
+        self._is_direct = False
+
+    def __enter__(self) -> _Target:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+
+def _direct_units(pieces: Sequence[Piece]) -> tuple[list[tuple[int, memoryview]], list[list[int]]]:
+    """What can go to the disk from where it lies; and for each piece where its units start."""
+    units: list[tuple[int, memoryview]] = []
+    starts: list[list[int]] = []
+    for offset, content in pieces:
+        own: list[int] = []
+        if len(content) >= DIRECT_FROM_BYTES and offset % BLOCK_BYTES == 0 and isinstance(content, memoryview):
+            body = len(content) // BLOCK_BYTES * BLOCK_BYTES
+            for start in range(0, body, UNIT_BYTES):
+                units.append((offset + start, content[start : min(start + UNIT_BYTES, body)]))
+                own.append(offset + start)
+        starts.append(own)
+    return units, starts
+
+
+def _sum_of_piece(piece: Piece, starts: list[int], sums: dict[int, tuple[int, int]]) -> int:
+    crc, summed = 0, 0
+    for start in starts:
+        part, length = sums[start]
+        crc = combine_crc32(crc, part, length) if summed else part
+        summed += length
+    rest = memoryview(piece.content)[summed:]
+    return zlib.crc32(rest, crc)
+
+
+def _gaps(direct: list[tuple[int, int]], total_bytes: int) -> list[tuple[int, int]]:
+    """Ranges (start, length) between the direct units, cut into units; they begin and end at blocks but for the file's end."""
+    gaps = []
+    at = 0
+    for start, length in [*sorted(direct), (total_bytes, 0)]:
+        while at < start:
+            size = min(UNIT_BYTES, start - at)
+            gaps.append((at, size))
+            at += size
+        at = max(at, start + length)
+    return gaps
+
+
+def _allocate(fd: int, num_bytes: int) -> None:
+    """Room for the whole file, where the file system can reserve it. `posix_fallocate` would write zeros where it cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    while num_bytes and libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) != 0:
+        code = ctypes.get_errno()
+        if code == errno.EOPNOTSUPP:
+            return
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))

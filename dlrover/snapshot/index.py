@@ -1,0 +1,188 @@
+"""
+The segments of a node: where they are, whose they are, and when they may go.
+
+Each launch of a job on a node has a private directory (0700) with the segments of its ranks and an owner's record. As long as the
+agent lives it holds a lock on that record; the kernel drops the lock with the agent, so being orphaned is a fact and not a guess about process
+numbers. A restarted agent takes the lock and finds everything as it was: that is all there is to adopting.
+
+Orphans are removed ten minutes after the last sign of life (a save, or `Home.touch`), because an agent between two lives looks like an
+orphan too; or at once when somebody asks for it. Segments from before the machine's last start are always garbage.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Self
+
+import msgspec
+from msgspec import Struct
+
+from dlrover.protocol.errors import Unavailable
+from dlrover.snapshot.locks import ByteLocks
+from dlrover.snapshot.segment import Segment, SlotName, boot_id, remove_segment, segment_paths
+from dlrover.snapshot.segment_format import SegmentInvalid
+
+OWNER_FILE = "owner.json"
+ORPHAN_GRACE = 600.0
+"""Seconds without a sign of life after which a dead owner's segments are removed."""
+_OWNER_BYTE = 0
+
+
+class HomeOwner(Struct, frozen=True, kw_only=True):
+    """Who holds a directory of segments."""
+
+    job: str
+    launch: str
+    node_rank: int
+    pid: int
+    boot_id: str
+
+
+class RankSnapshots(Struct, frozen=True):
+    global_rank: int
+    slots: tuple[SlotName, ...]
+    """Complete ones, oldest first."""
+
+
+class Home:
+    """The directory of one launch on this node, held by its agent."""
+
+    def __init__(self, root: str | os.PathLike[str], job: str, launch: str, node_rank: int) -> None:
+        self.path = home_path(root, job, launch, node_rank)
+        make_private(Path(root))
+        make_private(self.path)
+        owner = HomeOwner(job=job, launch=launch, node_rank=node_rank, pid=os.getpid(), boot_id=boot_id().hex())
+        record = self.path / OWNER_FILE
+        record.touch(mode=0o600)
+        self._locks = ByteLocks(record)
+        if not self._locks.try_own(_OWNER_BYTE):
+            self._locks.close()
+            raise Unavailable(
+                f"The snapshots in {self.path} belong to a running agent. Two agents cannot share a node rank of one launch."
+            )
+        record.write_bytes(msgspec.json.encode(owner))
+        for path in segment_paths(self.path):
+            if not _is_usable(path):
+                remove_segment(path)
+
+    def snapshots(self) -> list[RankSnapshots]:
+        """What can be restored or persisted from memory, by rank."""
+        by_rank: dict[int, list[SlotName]] = {}
+        for path in segment_paths(self.path):
+            try:
+                with Segment(path) as segment:
+                    by_rank.setdefault(segment.owner.global_rank, []).extend(segment.complete_slots())
+            except (SegmentInvalid, FileNotFoundError):
+                continue  # replaced by its trainer meanwhile
+        return [RankSnapshots(rank, tuple(sorted(by_rank[rank]))) for rank in sorted(by_rank)]
+
+    def touch(self) -> None:
+        """A sign of life; it counts when the next start on this host decides what to reap."""
+        os.utime(self.path / OWNER_FILE)
+
+    def close(self) -> None:
+        """Let go; the segments stay for the next agent."""
+        self._locks.close()
+
+    def remove(self) -> None:
+        """The job is over: nothing of it stays."""
+        _remove_home(self.path)
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def home_path(root: str | os.PathLike[str], job: str, launch: str, node_rank: int) -> Path:
+    """Where trainers and agent of a launch meet."""
+    return Path(root) / f"{_safe(job)}.{_safe(launch)}.node-{node_rank}"
+
+
+def reap_orphans(
+    root: str | os.PathLike[str], now: float, *, grace: float = ORPHAN_GRACE, job: str | None = None
+) -> list[Path]:
+    """
+    Remove the directories of dead owners; return what was removed. Grace 0 means at once.
+
+    `job` restricts it to one job's. What belongs to another user, or is in use, is left alone.
+    """
+    removed = []
+    for home in sorted(Path(root).glob("*.node-*")):
+        if job is not None and not home.name.startswith(f"{_safe(job)}."):
+            continue
+        try:
+            if home.is_symlink() or home.stat().st_uid != os.geteuid():
+                continue
+            if _is_orphan(home, now, grace):
+                _remove_home(home)
+                removed.append(home)
+        except FileNotFoundError:
+            continue  # somebody else was faster
+    return removed
+
+
+def make_private(path: Path) -> None:
+    """Only this user may look in; a directory that somebody else prepared is refused."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.lstat()
+    if status.st_uid != os.geteuid() or path.is_symlink():
+        raise PermissionError(f"{path} belongs to another user; snapshots are not put where others can change them")
+    if status.st_mode & 0o077:
+        path.chmod(0o700)
+
+
+def _is_orphan(home: Path, now: float, grace: float) -> bool:
+    record = home / OWNER_FILE
+    if record.exists():
+        locks = ByteLocks(record)
+        try:
+            if not locks.try_own(_OWNER_BYTE):
+                return False
+        finally:
+            locks.close()
+    if any(_has_live_writer(path) for path in segment_paths(home)):
+        return False
+    if _boot_of(record) not in (None, boot_id().hex()):
+        return True
+    signs = [path.stat().st_mtime for path in (home, record, *segment_paths(home)) if path.exists()]
+    return now - max(signs) >= grace
+
+
+def _boot_of(record: Path) -> str | None:
+    try:
+        return msgspec.json.decode(record.read_bytes(), type=HomeOwner).boot_id
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _has_live_writer(path: Path) -> bool:
+    try:
+        with Segment(path) as segment:
+            return segment.has_live_writer()
+    except (SegmentInvalid, FileNotFoundError):
+        return False
+
+
+def _is_usable(path: Path) -> bool:
+    try:
+        Segment(path).close()
+    except (SegmentInvalid, FileNotFoundError):
+        return False
+    return True
+
+
+def _remove_home(home: Path) -> None:
+    for path in segment_paths(home):
+        remove_segment(path)
+    shutil.rmtree(home, ignore_errors=True)
+
+
+def _safe(name: str) -> str:
+    """Part of a file name; dots separate the parts."""
+    return re.sub(r"[^A-Za-z0-9_-]", "-", name)[:80]

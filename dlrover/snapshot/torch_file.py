@@ -1,0 +1,170 @@
+"""
+Files that `torch.load` reads, written without torch.
+
+Such a file is a zip archive whose entries are stored, not compressed: `data.pkl` (the object, with numbers for its storages), `data/0`,
+`data/1`, ... (the storages' bytes), `byteorder` and `version`. The pickle was made in the trainer; here it is only copied.
+
+Entries are moved to their place by a filler in their header, as torch does it: storages begin at 64 bytes so that a mapped
+file can be used as it is, and large ones at a page so that they can be written by direct I/O. The file has no `.format_version`, because that would
+promise torch's own computation of places; readers then look into the archive's directory, which they all can.
+
+The header of an entry contains its CRC-32. `torch.load` does not look at it, `unzip` and Python's zipfile do.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from dlrover.snapshot.contents import Contents
+from dlrover.snapshot.direct_io import Late, Piece, WriteOptions, WrittenFile, image_chunks, write_file
+from dlrover.snapshot.layout import LINE_ALIGNMENT, PAGE_ALIGNED_FROM_BYTES, PAGE_ALIGNMENT
+from dlrover.snapshot.segment_format import round_up
+
+ARCHIVE = "archive"
+_VERSION = b"3\n"
+
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_END64 = struct.Struct("<4sQHHIIQQQQ")
+_LOCATOR = struct.Struct("<4sIQI")
+_END = struct.Struct("<4sHHHHIIH")
+_EXTRA = struct.Struct("<2sH")
+_ZIP64 = b"\x01\x00"
+_FILLER = b"FB"
+_LIMIT = 0xFFFFFFFF
+_NEW_YEAR_1980 = 0x21
+"""The date of every entry: equal states give equal files."""
+
+
+class _Entry(NamedTuple):
+    name: bytes
+    content: memoryview | bytes
+    header_at: int
+    data_at: int
+
+
+def write_torch_file(
+    path: str | os.PathLike[str],
+    pickled: bytes,
+    storages: Sequence[memoryview],
+    *,
+    options: WriteOptions | None = None,
+    on_progress: Callable[[int], None] | None = None,
+    stop: threading.Event | None = None,
+) -> WrittenFile:
+    """Write and sync one file; the storages are read where they lie."""
+    pieces, late, total = _image(pickled, storages)
+    return write_file(path, pieces, late, total, options=options, on_progress=on_progress, stop=stop)
+
+
+def torch_file_chunks(pickled: bytes, storages: Sequence[memoryview]) -> tuple[WrittenFile, list[memoryview]]:
+    """The same file as a stream."""
+    return image_chunks(*_image(pickled, storages))
+
+
+def file_storages(contents: Contents, name: str, data: memoryview) -> list[memoryview]:
+    """The storages of one file of a snapshot, as views of the slot's data."""
+    entries = [contents.layout.storages[number] for number in contents.file(name).storages]
+    return [data[entry.offset : entry.offset + entry.num_bytes] for entry in entries]
+
+
+def _image(pickled: bytes, storages: Sequence[memoryview]) -> tuple[list[Piece], Late, int]:
+    named: list[tuple[str, memoryview | bytes]] = [
+        ("data.pkl", pickled),
+        ("byteorder", sys.byteorder.encode()),
+        *((f"data/{number}", storage.cast("B")) for number, storage in enumerate(storages)),
+        ("version", _VERSION),
+    ]
+    entries = []
+    at = 0
+    for name, content in named:
+        full_name = f"{ARCHIVE}/{name}".encode()
+        data_at = _data_place(at, full_name, len(content))
+        entries.append(_Entry(full_name, content, at, data_at))
+        at = data_at + len(content)
+    directory_at = at
+    total = directory_at + len(_directory(entries, [0] * len(entries), directory_at))
+
+    def late(sums: list[int]) -> list[Piece]:
+        headers = [Piece(entry.header_at, _local_header(entry, crc)) for entry, crc in zip(entries, sums, strict=True)]
+        return [*headers, Piece(directory_at, _directory(entries, sums, directory_at))]
+
+    return [Piece(entry.data_at, entry.content) for entry in entries], late, total
+
+
+def _data_place(header_at: int, name: bytes, length: int) -> int:
+    """Behind the header, its extra fields and as much filler as the alignment asks for."""
+    alignment = PAGE_ALIGNMENT if length >= PAGE_ALIGNED_FROM_BYTES else LINE_ALIGNMENT
+    return round_up(header_at + _LOCAL.size + len(name) + len(_sizes_extra(length)) + _EXTRA.size, alignment)
+
+
+def _sizes_extra(length: int) -> bytes:
+    if length < _LIMIT:
+        return b""
+    return _EXTRA.pack(_ZIP64, 16) + struct.pack("<QQ", length, length)
+
+
+def _local_header(entry: _Entry, crc: int) -> bytes:
+    length = len(entry.content)
+    sizes = _sizes_extra(length)
+    filler = entry.data_at - entry.header_at - _LOCAL.size - len(entry.name) - len(sizes) - _EXTRA.size
+    extra = sizes + _EXTRA.pack(_FILLER, filler) + b"Z" * filler
+    short = min(length, _LIMIT)
+    version = 45 if sizes else 20
+    head = _LOCAL.pack(b"PK\x03\x04", version, 0, 0, 0, _NEW_YEAR_1980, crc, short, short, len(entry.name), len(extra))
+    return head + entry.name + extra
+
+
+def _directory(entries: Sequence[_Entry], sums: Sequence[int], directory_at: int) -> bytes:
+    central = b"".join(_central_header(entry, crc) for entry, crc in zip(entries, sums, strict=True))
+    count = len(entries)
+    end = b""
+    if count > 0xFFFE or directory_at + len(central) >= _LIMIT:
+        end += _END64.pack(
+            b"PK\x06\x06", _END64.size - 12, 45, 45, 0, 0, count, count, len(central), directory_at
+        ) + _LOCATOR.pack(b"PK\x06\x07", 0, directory_at + len(central), 1)
+    short_count = min(count, 0xFFFF)
+    end += _END.pack(
+        b"PK\x05\x06", 0, 0, short_count, short_count, min(len(central), _LIMIT), min(directory_at, _LIMIT), 0
+    )
+    return central + end
+
+
+def _central_header(entry: _Entry, crc: int) -> bytes:
+    length = len(entry.content)
+    large = []
+    if length >= _LIMIT:
+        large += [length, length]
+    if entry.header_at >= _LIMIT:
+        large.append(entry.header_at)
+    extra = _EXTRA.pack(_ZIP64, 8 * len(large)) + struct.pack(f"<{len(large)}Q", *large) if large else b""
+    version = 45 if large else 20
+    short = min(length, _LIMIT)
+    return (
+        _CENTRAL.pack(
+            b"PK\x01\x02",
+            version,
+            version,
+            0,
+            0,
+            0,
+            _NEW_YEAR_1980,
+            crc,
+            short,
+            short,
+            len(entry.name),
+            len(extra),
+            0,
+            0,
+            0,
+            0,
+            min(entry.header_at, _LIMIT),
+        )
+        + entry.name
+        + extra
+    )

@@ -1,0 +1,226 @@
+"""
+From live tensors into a slot, and from a slot into live tensors.
+
+The blocking part of a save is the copy itself: while threads copy without the interpreter lock, the training thread makes the
+pickles, so their cost hides behind the bytes.
+
+Nothing that a restore returns shares memory with the segment: the next save would change it. It fills the storages of tensors that the
+caller has already, when their shapes fit, and fresh ones otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dlrover.snapshot.contents import Contents, FileEntry, decode_contents, encode_contents
+from dlrover.snapshot.copying import Copier, Span, address_of
+from dlrover.snapshot.layout import Layout, Plan, plan_state
+from dlrover.snapshot.segment import PinnedSlot, SegmentWriter, SlotInWriting, SlotName
+from dlrover.trainer.torch.flash_checkpoint.skeleton import Skeleton, make_skeleton, rebuild
+from dlrover.trainer.torch.flash_checkpoint.tensors import TorchTensors
+
+META_GUESS_PER_TENSOR = 512
+META_GUESS_BASE = 64 * 1024
+
+
+class StateWriter:
+    """Saves states of one rank. It remembers how much room the last one took, so that the next fits at the first try."""
+
+    def __init__(self, segments: SegmentWriter, copier: Copier) -> None:
+        self.segments, self.copier = segments, copier
+        self._meta_bytes = 0
+        self._unnamed_bytes = 0
+
+    def reserve(self, parts: Mapping[str, object]) -> memoryview:
+        """Room for a state like this; the returned memory is worth pre-faulting."""
+        plan = plan_state(parts, TorchTensors())
+        return self.segments.reserve(plan.layout.data_length, self._guess_meta(plan))
+
+    def save(
+        self,
+        parts: Mapping[str, object],
+        *,
+        step: int,
+        round_: int = 0,
+        paths: Mapping[str, str] | None = None,
+        extra: Mapping[str, bytes] | None = None,
+    ) -> SlotName | None:
+        """
+        Copy a state, given as named parts (each becomes a file), into a free slot. None: all slots are busy.
+
+        The tensors may change again as soon as this returns.
+        """
+        adapter = TorchTensors()
+        with torch.no_grad():
+            plan = plan_state(parts, adapter)
+            for _ in range(3):  # a first guess of the room may be too small; then it is known
+                slot = self.segments.begin(plan.layout.data_length + self._unnamed_bytes, self._guess_meta(plan))
+                if slot is None:
+                    return None
+                with slot:
+                    name = self._fill(slot, parts, plan, adapter, step, round_, paths or {}, extra or {})
+                if name is not None:
+                    return name
+        raise AssertionError("the state changed its size while it was saved; another thread works on it")
+
+    def _fill(
+        self,
+        slot: SlotInWriting,
+        parts: Mapping[str, object],
+        plan: Plan,
+        adapter: TorchTensors,
+        step: int,
+        round_: int,
+        paths: Mapping[str, str],
+        extra: Mapping[str, bytes],
+    ) -> SlotName | None:
+        """None: the slot is too small for what only the pickles know."""
+        named = [(number, adapter.storages[identity]) for identity, number in plan.numbers.items()]  # type: ignore[index]
+        with _Transfer(self.copier, slot.data, plan.layout, named):
+            skeletons = {name: make_skeleton(part) for name, part in parts.items()}
+            layout, files, unnamed = _with_unnamed(plan, skeletons, paths)
+        self._unnamed_bytes = max(self._unnamed_bytes, layout.data_length - plan.layout.data_length)
+        contents = Contents(layout, files, {name: part.content for name, part in skeletons.items()}, dict(extra))
+        sections, layout_hash = encode_contents(contents)
+        meta_bytes = sum(map(len, sections.values())) + 64 * len(sections) + 1024
+        self._meta_bytes = max(self._meta_bytes, meta_bytes)
+        if layout.data_length > slot.capacity_bytes or meta_bytes > slot.meta_capacity_bytes:
+            return None
+        with _Transfer(self.copier, slot.data, layout, unnamed):
+            pass
+        return slot.complete(
+            step=step, round_=round_, data_length=layout.data_length, layout_hash=layout_hash, sections=sections
+        )
+
+    def _guess_meta(self, plan: Plan) -> int:
+        return max(self._meta_bytes, META_GUESS_BASE + META_GUESS_PER_TENSOR * len(plan.layout.tensors))
+
+
+def load_state(
+    pinned: PinnedSlot,
+    copier: Copier,
+    *,
+    names: Sequence[str] | None = None,
+    into: Mapping[str, object] | None = None,
+) -> dict[str, Any]:
+    """
+    The parts of a snapshot, on the CPU or in the storages of `into` (parts like those that were saved).
+
+    The segment must be mapped privately (`Segment(path, private=True)`).
+    """
+    contents = decode_contents(pinned.sections())
+    wanted = [entry for entry in contents.files if names is None or entry.name in names]
+    numbers = sorted({number for entry in wanted for number in entry.storages})
+    with torch.no_grad():
+        storages = _live_storages(contents.layout, into)
+        for number in numbers:
+            if number not in storages:
+                storages[number] = torch.UntypedStorage(contents.layout.storages[number].num_bytes)
+        data = pinned.data
+        with _Transfer(copier, data, contents.layout, [(n, storages[n]) for n in numbers], out_of_slot=True):
+            parts = {entry.name: rebuild(contents.pickles[entry.name], _chooser(entry, storages)) for entry in wanted}
+    return parts
+
+
+def _chooser(
+    entry: FileEntry, storages: Mapping[int, torch.UntypedStorage]
+) -> Callable[[int, int, str], torch.UntypedStorage]:
+    return lambda number, num_bytes, location: storages[entry.storages[number]]
+
+
+def _live_storages(layout: Layout, into: Mapping[str, object] | None) -> dict[int, torch.UntypedStorage]:
+    """
+    Which storages of the caller can take a storage of the snapshot: where every tensor by that name looks exactly the same.
+
+    A live storage is taken for one number only, and only if all names of that number agree, so ties are neither made nor cut.
+    """
+    if into is None:
+        return {}
+    adapter = TorchTensors()
+    live = plan_state(into, adapter)
+    by_number = {number: adapter.storages[identity] for identity, number in live.numbers.items()}  # type: ignore[index]
+    found = {tensor.path: tensor for tensor in live.layout.tensors}
+    partner: dict[int, set[int]] = {}
+    back: dict[int, set[int]] = {}
+    for tensor in layout.tensors:
+        other = found.get(tensor.path)
+        fits = (
+            other is not None
+            and (other.dtype, other.shape, other.stride) == (tensor.dtype, tensor.shape, tensor.stride)
+            and other.storage_offset == tensor.storage_offset
+            and live.layout.storages[other.storage].num_bytes == layout.storages[tensor.storage].num_bytes
+        )
+        partner.setdefault(tensor.storage, set()).add(other.storage if fits and other is not None else -1)
+        if fits and other is not None:
+            back.setdefault(other.storage, set()).add(tensor.storage)
+    return {
+        number: by_number[candidate]
+        for number, candidates in partner.items()
+        if len(candidates) == 1 and (candidate := next(iter(candidates))) >= 0 and len(back[candidate]) == 1
+    }
+
+
+def _with_unnamed(
+    plan: Plan, skeletons: Mapping[str, Skeleton], paths: Mapping[str, str]
+) -> tuple[Layout, tuple[FileEntry, ...], list[tuple[int, torch.UntypedStorage]]]:
+    """Add the storages that only the pickles refer to."""
+    numbers = dict(plan.numbers)
+    unnamed: list[tuple[int, torch.UntypedStorage]] = []
+    files = []
+    for name, skeleton in skeletons.items():
+        own = []
+        for storage in skeleton.storages:
+            number = numbers.setdefault(storage._cdata, len(numbers))
+            if number == len(plan.numbers) + len(unnamed):
+                unnamed.append((number, storage))
+            own.append(number)
+        files.append(FileEntry(name, tuple(own), paths.get(name, "")))
+    layout = plan.layout.extended(storage.nbytes() for _, storage in unnamed)
+    return layout, tuple(files), unnamed
+
+
+class _Transfer(contextlib.AbstractContextManager["_Transfer"]):
+    """Storages on their way into the slot or out of it, while the body of the `with` runs."""
+
+    def __init__(
+        self,
+        copier: Copier,
+        data: memoryview,
+        layout: Layout,
+        storages: Sequence[tuple[int, torch.UntypedStorage]],
+        *,
+        out_of_slot: bool = False,
+    ) -> None:
+        start = address_of(data) if data.nbytes else 0
+        spans = []
+        on_devices = []
+        for number, storage in storages:
+            entry = layout.storages[number]
+            if not entry.num_bytes:
+                continue
+            if storage.device.type == "cpu":
+                ours, theirs = start + entry.offset, storage.data_ptr()
+                target, source = (theirs, ours) if out_of_slot else (ours, theirs)
+                spans.append(Span(target, source, entry.num_bytes))
+            else:
+                on_devices.append((data[entry.offset : entry.offset + entry.num_bytes], storage))
+        self._copy = copier.start(spans)
+        self._storages = storages  # alive until the copy has ended
+        devices = {storage.device for _, storage in on_devices}
+        for block, storage in on_devices:
+            ours_view = torch.frombuffer(block, dtype=torch.uint8)
+            theirs_view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            if out_of_slot:
+                theirs_view.copy_(ours_view, non_blocking=True)
+            else:
+                ours_view.copy_(theirs_view, non_blocking=True)
+        self._devices = devices
+
+    def __exit__(self, *_: object) -> None:
+        self._copy.finish()
+        for device in self._devices:
+            torch.accelerator.synchronize(device)  # torch 2.6; there are devices here, so it is new enough to know them

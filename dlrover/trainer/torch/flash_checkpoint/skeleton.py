@@ -1,0 +1,94 @@
+"""
+The pickle of a state, with numbers where its storages were.
+
+It is the `data.pkl` of a file that `torch.load` reads: same reductions, same references to storages as `torch.save` writes. Made
+once in the trainer, where the user's classes are, it serves twice: the agent puts it into the file as it is, and a
+restore from memory unpickles it in the next trainer.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.serialization import location_tag, normalize_storage_type
+
+PICKLE_PROTOCOL = 2
+"""The one of `torch.save`; `torch.load(weights_only=True)` understands it."""
+
+
+class Skeleton:
+    """A pickled object and the storages it refers to, in the order of their numbers."""
+
+    def __init__(self, content: bytes, storages: list[torch.UntypedStorage]) -> None:
+        self.content, self.storages = content, storages
+
+
+def make_skeleton(state: object) -> Skeleton:
+    """Raises what pickling raises: an object that `torch.save` cannot save."""
+    buffer = io.BytesIO()
+    pickler = _StoragePickler(buffer)
+    pickler.dump(state)
+    return Skeleton(buffer.getvalue(), pickler.storages)
+
+
+def rebuild(content: bytes, storage: Callable[[int, int, str], torch.UntypedStorage]) -> Any:
+    """
+    The object again, with storages from the caller: `storage(number, num_bytes, location)`.
+
+    Runs what the pickle says, so only ever on what a trainer of this job wrote.
+    """
+    unpickler = _StorageUnpickler(io.BytesIO(content))
+    unpickler.storage = storage
+    return unpickler.load()
+
+
+class _StoragePickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, protocol=PICKLE_PROTOCOL)
+        self.storages: list[torch.UntypedStorage] = []
+        self._numbers: dict[int, int] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+
+    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        kind = type(value)
+        if kind is torch.storage.TypedStorage or isinstance(value, torch.storage.TypedStorage):
+            storage = value._untyped_storage
+            dtype = value.dtype
+            storage_type = getattr(torch, value._pickle_storage_type())
+            num_elements = value._size()
+        elif kind is torch.UntypedStorage:
+            storage, dtype = value, torch.uint8
+            storage_type = normalize_storage_type(kind)
+            num_elements = storage.nbytes()
+        else:
+            return None
+        number = self._number(storage, dtype)
+        return ("storage", storage_type, str(number), location_tag(storage), num_elements)
+
+    def _number(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> int:
+        number = self._numbers.setdefault(storage._cdata, len(self.storages))
+        if number == len(self.storages):
+            self.storages.append(storage)
+        address = 0 if storage.device.type == "meta" else storage.data_ptr()
+        if address and self._dtypes.setdefault(address, dtype) != dtype:  # torch.load could not read it
+            raise RuntimeError(
+                f"Two tensors view the same memory as {self._dtypes[address]} and {dtype}; neither torch.save nor a "
+                "snapshot can keep them tied. Clone one of them before saving."
+            )
+        return number
+
+
+class _StorageUnpickler(pickle.Unpickler):
+    storage: Callable[[int, int, str], torch.UntypedStorage]
+
+    def persistent_load(self, reference: Any) -> torch.storage.TypedStorage:
+        kind, storage_type, number, location, num_elements = reference
+        assert kind == "storage", f"the pickle refers to a {kind}, which no version of ours writes"
+        dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type._dtype
+        num_bytes = num_elements * torch._utils._element_size(dtype)
+        untyped = self.storage(int(number), num_bytes, location)
+        return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
