@@ -6,8 +6,8 @@ import pytest
 
 from dlrover.core.observations import Observations
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Heartbeat, Incarnation, NodeId, NodeSilent
-from tests.core.scene import micros
+from dlrover.protocol.messages import Detection, FailureKind, Heartbeat, Incarnation, NodeId, NodeSilent, Run
+from tests.core.scene import Scene, failure, micros, terms
 
 NODE, LIFE = NodeId(1), Incarnation(1)
 
@@ -83,3 +83,66 @@ def test_steps_never_go_back_within_a_life(observations: Observations) -> None:
     assert observations.steps() == {NODE: 7}
     observations.attached(NODE, Incarnation(2), micros(5))
     assert observations.step(NODE) is None
+
+
+class TestSuspicion:
+    """Two witnesses need less time than one: the silence of a node, and neighbours that lost it."""
+
+    def test_a_suspect_is_found_sooner(self, observations: Observations) -> None:
+        observations.heard(beat(), micros(10))
+        observations.follow(Detection(), [NODE])
+        assert observations.next_deadline() == micros(22)
+        assert not tick(observations, 21.9)
+        assert tick(observations, 22)
+
+    def test_who_is_suspected_no_more_has_its_full_time_again(self, observations: Observations) -> None:
+        observations.follow(Detection(), [NODE])
+        observations.follow(Detection(), [])
+        assert observations.next_deadline() == micros(40)
+
+    def test_the_times_are_terms_of_the_job(self, observations: Observations) -> None:
+        observations.follow(Detection(heartbeat=1.0, silence=10.0, suspicion=3.0, lease=5.0))
+        assert observations.next_deadline() == micros(10)
+
+    def test_the_job_suspects_members_that_others_lost_and_that_do_not_come_back(self) -> None:
+        scene = Scene(terms(3)).gather(*"abc")
+        assert scene.job.suspects() == []
+        scene.at(100).fail("a", failure(FailureKind.PEER_LOST))
+        assert scene.job.suspects() == [scene.agents[name].node for name in "abc"]
+        scene.rejoin("a", "b")
+        assert scene.job.suspects() == [scene.agents["c"].node]
+        scene.fail("b", failure(FailureKind.SIGNAL, signal=9, global_rank=1), round_=1)
+        assert scene.job.suspects() == [], "now somebody else is to blame"
+
+    def test_a_lost_node_is_replaced_long_before_its_silence_is_over(self) -> None:
+        """Power is cut at 100: the others' collectives fail, and the job goes on with a spare at 112."""
+        scene, observations = Scene(terms(2)).gather(*"abc"), Observations(micros(0))
+        for name in "abc":
+            observations.attached(scene.agents[name].node, scene.agents[name].incarnation, micros(100))
+        scene.at(101).fail("a", failure(FailureKind.PEER_LOST))
+        scene.join("a")
+        for second in range(101, 113):
+            for name in "ac":
+                agent = scene.agents[name]
+                observations.heard(Heartbeat(node=agent.node, incarnation=agent.incarnation), micros(second))
+            observations.follow(scene.job.detection, scene.job.suspects())
+            findings = tick(observations, second)
+            assert bool(findings) == (second == 112)
+        (finding,) = findings
+        scene.at(112).do(finding)
+        assert isinstance(scene.wish("a"), Run)
+        assert scene.members() == [0, 2]
+
+    @pytest.mark.parametrize("stall", [10, 20, 30])
+    def test_a_busy_node_is_no_false_alarm(self, stall: int) -> None:
+        """It stalls for up to half a minute; the collectives of the others only wait."""
+        scene, observations = Scene(terms(2)).gather("a", "b"), Observations(micros(0))
+        for second in range(0, 200, 5):
+            observations.follow(scene.job.detection, scene.job.suspects())
+            for name in "ab":
+                agent = scene.agents[name]
+                if not second:
+                    observations.attached(agent.node, agent.incarnation, micros(0))
+                if name == "a" or not 50 < second < 50 + stall:
+                    observations.heard(Heartbeat(node=agent.node, incarnation=agent.incarnation), micros(second))
+            assert not tick(observations, second)

@@ -23,12 +23,15 @@ from dlrover.core.job import Job, Origin
 from dlrover.core.sequence import CommitSequence, replay
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import (
+    AwaitOrder,
+    BlockRendezvous,
     Command,
     End,
     FailureKind,
     Idle,
     Join,
     JoinRendezvous,
+    Leave,
     LeaveJob,
     LeaveReason,
     NodeDisconnected,
@@ -39,6 +42,7 @@ from dlrover.protocol.messages import (
     Round,
     Run,
     Stage,
+    UnblockRendezvous,
 )
 from tests.core.scene import Agent, Scene, failure, micros, terms
 
@@ -67,6 +71,8 @@ def commands_of(agent: Agent, round_: int) -> list[Command]:
         ReportFailure(node=node, incarnation=incarnation, round=Round(round_), failures=(failure(),)),
         ReportFinished(node=node, incarnation=incarnation, round=Round(round_)),
         LeaveJob(node=node, incarnation=incarnation, reason=LeaveReason.FAILED),
+        BlockRendezvous(node=node, incarnation=incarnation, reason="late"),
+        UnblockRendezvous(node=node, incarnation=incarnation),
         NodeDisconnected(node=node, incarnation=incarnation),
         NodeSilent(node=node, incarnation=incarnation, last_seen_at=micros(0)),
     ]
@@ -83,14 +89,27 @@ class JobLife(RuleBasedStateMachine):
         unit=st.integers(1, 2),
         low=st.integers(1, 2),
         more=st.integers(0, 2),
-        spares=st.integers(0, 1),
+        spares=st.integers(0, 2),
+        standby=st.integers(0, 1),
+        pend_timeout=st.none() | st.just(50.0),
         max_restarts=st.none() | st.integers(0, 2),
     )
-    def begin(self, unit: int, low: int, more: int, spares: int, max_restarts: int | None) -> None:
+    def begin(
+        self,
+        unit: int,
+        low: int,
+        more: int,
+        spares: int,
+        standby: int,
+        pend_timeout: float | None,
+        max_restarts: int | None,
+    ) -> None:
         """Everybody is there and trains: from here it gets interesting."""
         policy = RestartPolicy(max_restarts=max_restarts)
-        limits = {"node_unit": unit, "last_call": 30.0, "join_timeout": 60.0}
-        self.scene = Scene(terms(low * unit, (low + more) * unit, policy, **limits))
+        limits: dict[str, float] = {"node_unit": unit, "last_call": 30.0, "join_timeout": 60.0}
+        if pend_timeout is not None:
+            limits["pend_timeout"] = pend_timeout
+        self.scene = Scene(terms(low * unit, (low + more) * unit, policy, standby=standby, **limits))
         for _ in range(self.scene.terms.limits.max_nodes + spares):
             self.launch(None)
         self.everybody_joins()
@@ -130,6 +149,40 @@ class JobLife(RuleBasedStateMachine):
         with refused_only("rank-held"):
             self.scene.attach(f"n{self.num_launches}", rank=rank)
 
+    @rule(low=st.integers(0, 3), more=st.integers(0, 2), is_obeyed=st.booleans())
+    def scale(self, low: int, more: int, is_obeyed: bool) -> None:
+        unit = self.scene.terms.limits.node_unit
+        with refused_only("bad-limits", "job-ended"):
+            self.scene.scale(low * unit, (low + more) * unit)
+        if is_obeyed:
+            self.everybody_joins()
+
+    @rule(index=INDEX, lease=st.sampled_from([1.0, 30.0, 600.0]))
+    def block(self, index: int, lease: float) -> None:
+        name = self.pick(index)
+        if name is not None:
+            with refused_only("job-ended"):
+                self.scene.block(name, lease=lease)
+
+    @rule(index=INDEX)
+    def unblock(self, index: int) -> None:
+        name = self.pick(index)
+        if name is not None:
+            self.scene.unblock(name)
+
+    @rule(ranks=st.lists(st.integers(0, 5), max_size=4), is_awaited=st.booleans())
+    def order(self, ranks: list[int], is_awaited: bool) -> None:
+        if is_awaited:
+            self.scene.do(AwaitOrder(limit=2.0))
+        else:
+            self.scene.order(*ranks)
+
+    @rule(index=INDEX)
+    def the_dismissed_leave(self, index: int) -> None:
+        name = self.pick(index)
+        if name is not None and isinstance(self.scene.wish(name), Leave):
+            self.scene.leave(name, LeaveReason.DISMISSED)
+
     @rule(index=INDEX, is_answer_lost=st.booleans())
     def come_back(self, index: int, is_answer_lost: bool) -> None:
         """On a new stream; whoever was given up or replaced meanwhile begins anew, on its own rank or another one.
@@ -144,7 +197,7 @@ class JobLife(RuleBasedStateMachine):
         former = dataclasses.replace(self.scene.agents[name])
         attached = self.scene.attach(name, is_answer_lost=is_answer_lost)
         if former.finished_round:
-            assert isinstance(attached.desired.wish, Idle | End), "a node that finished is never started again"
+            assert isinstance(attached.desired.wish, Idle | End | Leave), "a node that finished is never started again"
         if self.scene.agents[name] != former:
             self.past.append(former)
 
@@ -179,7 +232,7 @@ class JobLife(RuleBasedStateMachine):
     def join(self, index: int, is_wrong: bool) -> None:
         name = self.pick(index)
         if name is not None:
-            with refused_only("stale-round", "finished", "job-ended"):
+            with refused_only("stale-round", "finished", "job-ended", "dismissed"):
                 self.scene.join(name, round_=self.scene.job.state.rendezvous.round if is_wrong else None)
 
     @rule(
@@ -267,8 +320,14 @@ class JobLife(RuleBasedStateMachine):
         scene = self.scene
         for name in sorted(scene.agents):
             self.attach_again(name)
-        unfinished = [node for node in scene.job.state.nodes.live.values() if not node.finished_round]
-        for _ in range(scene.terms.limits.max_nodes - len(unfinished)):
+        live = list(scene.job.state.nodes.live.values())
+        for name in self.live():
+            if isinstance(scene.wish(name), Leave):
+                scene.leave(name, LeaveReason.DISMISSED)
+        unfinished = [node for node in live if not node.finished_round and node.dismissed is None]
+        effective = scene.job.state.terms
+        assert effective is not None, "nobody ever came"
+        for _ in range(effective.limits.max_nodes - len(unfinished)):
             self.launch(None)
         for _ in range(20):
             if scene.job.end is not None or scene.job.state.rendezvous.is_active:

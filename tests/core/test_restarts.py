@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from dlrover.core.restarts import describe, traceback_digest
+from dlrover.core.restarts import NUM_DISTINCT, describe, traceback_digest
 from dlrover.protocol.messages import (
+    End,
     ExitReason,
     FailureKind,
     JobTerms,
@@ -361,3 +362,41 @@ def test_the_same_bug_has_the_same_digest_on_every_rank_and_run() -> None:
     other = failure(traceback="[rank0]: <Net at 0x7f00aa> exploded")
     assert traceback_digest(one) == traceback_digest(two) != traceback_digest(other)
     assert traceback_digest(failure(traceback="")) == ""
+
+
+class TestDistinctFailures:
+    def test_each_way_to_fail_is_kept_once_and_counted(self) -> None:
+        scene = Scene(given(5)).gather("a", "b")
+        scene.fail("a", failure(traceback="first"), failure(traceback="first", global_rank=1))
+        scene.fail("b", failure(traceback="first"), failure(FailureKind.PEER_LOST), failure(FailureKind.STOPPED_BY_US))
+        told = scene.job.status().distinct_failures
+        assert [(each.kind, each.count, each.node_rank) for each in told] == [
+            (FailureKind.EXCEPTION, 3, 0),
+            (FailureKind.PEER_LOST, 1, 1),
+        ]
+
+    def test_the_end_names_them(self) -> None:
+        scene = Scene(given(0)).gather("a", "b")
+        scene.fail("a", failure(traceback="first"))
+        assert [each.count for each in scene.end.distinct_failures] == [1]
+        scene.fail("b", failure(traceback="second"))
+        assert len(scene.end.distinct_failures) == 2, "what comes during the end is told, too"
+        assert scene.job.desired(scene.agents["b"].node).wish == End(scene.end)
+
+    def test_a_storm_of_them_keeps_the_job_small(self) -> None:
+        scene = Scene(given(5)).gather("a", "b")
+        scene.fail("a", failure(traceback="the very first", at=0.0))
+        size = 0
+        for number in range(1, 1000):
+            storm = failure(traceback=f"{number} {'x' * 3000}", message="m" * 500, at=float(number))
+            scene.fail("b", storm, round_=1)
+            if number == 50:
+                size = len(scene.job.encode())
+        assert len(scene.job.encode()) < size + 2000
+        told = scene.job.status().distinct_failures
+        assert len(told) == NUM_DISTINCT
+        assert told[0].traceback_digest == traceback_digest(failure(traceback="the very first"))
+        incident = scene.job.state.restarts.incident
+        assert incident is not None
+        assert incident.first.failure.traceback == "the very first"
+        assert max(len(each.message) for each in told) <= 160
