@@ -55,7 +55,7 @@ class WaitingRoom:
 
     def touched(self, topics: Iterable[str]) -> list[Work]:
         """Those that waited for one of the topics; they leave the room."""
-        found = [work for topic in topics for work in self._by_topic.get(topic, ())]
+        found = [work for topic in dict.fromkeys(topics) for work in self._by_topic.get(topic, ())]
         for work in found:
             self._leave(work)
         return found
