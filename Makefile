@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format unit bench bench-quick chaos clean
+.PHONY: help setup demo test lint format unit bench bench-quick chaos clean simulate false-alarms
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,12 @@ bench-quick: $(STAMP) ## the same in two minutes, torchrun only
 
 chaos: $(STAMP) ## slow fault tests that are not part of `make test`
 	$(BIN)/python -m pytest -m chaos
+
+simulate: $(STAMP) ## a million injected faults against the control plane, on all cores
+	$(BIN)/python -m dlrover.simulator --faults 1000000 --seed 1
+
+false-alarms: $(STAMP) ## 10,000 simulated node-days of healthy, busy nodes: nobody may be given up
+	$(BIN)/python -m dlrover.simulator --false-alarms --node-days 10000 --seed 1
 
 clean: ## remove what the targets made
 	rm -rf $(VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dlrover.cli.simulate_command import simulate
 from dlrover.protocol.descriptors import open_standard_descriptors
 from dlrover.protocol.errors import ConfigError, DLRoverError
 
@@ -179,6 +180,9 @@ def clean() -> None:
     typer.echo(f"{len(removed)} left-over directories removed.")
     for name in remove_left_behind():
         typer.echo(f"removed {name}")
+
+
+app.command()(simulate)
 
 
 @app.command()

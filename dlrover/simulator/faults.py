@@ -92,7 +92,9 @@ def draw_faults(
     rates = {kind: rate * num_nodes for kind, rate in mix.items()} | dict(master_mix)
     kinds, weights = list(rates), list(rates.values())
     per_micro = sum(weights) * intensity / 3600e6
-    faults = []
+    faults: list[Fault] = []
+    if not per_micro:
+        return ()
     at = chance.expovariate(per_micro)
     while at < hours * 3600e6:
         (kind,) = chance.choices(kinds, weights)

@@ -90,8 +90,6 @@ class Result(Struct, frozen=True, kw_only=True):
     """Why the job ended; empty if it was not waited for."""
     trace: str
     """Differs if anything differed."""
-    progress: tuple[tuple[float, int], ...] = ()
-    """(hours, step) at each turning point, if it was asked for."""
 
 
 class Ledger:

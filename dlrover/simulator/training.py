@@ -58,8 +58,8 @@ class Training:
         self.begun_at = 0
         self.num_lost_steps = 0
         self.trained_micros = 0
-        self.begun_worlds: list[tuple[int, int, int]] = []
-        """(when, round, nodes) of each world that trained."""
+        self.turns: list[tuple[int, int, int]] = []
+        """(when, step, nodes) at each begin and end of a world."""
 
     def started(self, round_: int, size: int, launch: int, *, is_frozen: bool = False) -> None:
         """All workers of a node run."""
@@ -87,7 +87,7 @@ class Training:
         world.began_at = self._events.now
         self.begun_round = max(self.begun_round, round_)
         self.begun_at = self._events.now
-        self.begun_worlds.append((self._events.now, round_, world.size))
+        self.turns.append((self._events.now, step, world.size))
         self._plan_end(round_, world)
         self._on_begun(round_)
 
@@ -161,6 +161,7 @@ class Training:
             step = min(self._shape.num_steps, world.base + (until - world.began_at) // world.step_micros)
             self.trained_micros += (step - world.base) * world.step_micros
             world.base = step
+            self.turns.append((self._events.now, step, world.size))
             self.resume_step = max(self.resume_step, step)
             if step > self.best_step:
                 self.best_step, self.best_at = step, self._events.now
