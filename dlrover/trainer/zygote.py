@@ -182,8 +182,10 @@ class _Zygote:
         own_pid = os.getpid()
         helper_pid = os.fork()
         if helper_pid == 0:
-            self._enter_new_cgroup(own_pid)
-            os._exit(0)
+            try:
+                self._enter_new_cgroup(own_pid)
+            finally:
+                os._exit(0)  # whatever happens: there must not be a second zygote
         self._num_cgroups += _MAX_CGROUP_ATTEMPTS
         return lambda: os.waitpid(helper_pid, 0)
 
