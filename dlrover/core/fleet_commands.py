@@ -7,7 +7,9 @@ As everywhere, each function checks first and raises `Rejected`; below the empty
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from dlrover.core import life_cycle, parameter_servers, relaunch
 from dlrover.core.fleet import Fleet, Replicas
@@ -30,6 +32,7 @@ from dlrover.protocol.fleet_messages import (
     PsReady,
     ReplicaSpec,
     ReportNodeError,
+    Resource,
     RestartJob,
     ResumeJob,
     ScaleReplicas,
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
     from dlrover.core.course import Course
     from dlrover.core.state import JobState
     from dlrover.core.turn import NotYet
+
+T = TypeVar("T", FleetSpec, Resource)
 
 MOST_NODES = 1_000_000
 _ORDER = (NodeType.PS, NodeType.CHIEF, NodeType.WORKER, NodeType.EVALUATOR)
@@ -61,7 +66,7 @@ def _define(command: DefineFleet, course: Course) -> Reply:
         )
 
     if known is None:
-        state.fleet = _new_fleet(course, command.spec)
+        state.fleet = _new_fleet(course, as_decoded(command.spec))
         course.advance()
     return Done()
 
@@ -143,6 +148,11 @@ def _check_spec(spec: FleetSpec) -> None:
         raise _bad(f"group_affinity places {sum(affinity.values())} workers, and there are {counts[NodeType.WORKER]}")
 
 
+def as_decoded(value: T) -> T:
+    """As it comes out of a journal. Our own shell may write 900 where a float belongs, which is encoded otherwise."""
+    return msgspec.convert(msgspec.to_builtins(value), type(value))
+
+
 def _bad(what: str) -> Rejected:
     return Rejected(f"The fleet cannot be as wished: {what}.", code="bad-fleet")
 
@@ -205,7 +215,7 @@ def _migrate(command: MigrateNode, course: Course) -> Reply:
     if node.is_critical and node.node_type is not NodeType.PS:
         raise Rejected(f"The job cannot do without {node.label}, not even for an exchange.", code="bad-migration")
 
-    life_cycle.migrate(course, node, command.resource)
+    life_cycle.migrate(course, node, as_decoded(command.resource))
     course.advance()
     return Done()
 

@@ -410,7 +410,7 @@ def is_taken_over(state: JobState, holder: Node, command: Attach) -> bool:
     fleet = state.fleet
     node = None if fleet is None else fleet.of_agent(holder.id)
     if fleet is None or node is None:
-        return False
+        return fleet is not None and holder.dismissed is not None
     return not node.is_live or fleet.migrations.get(node.id) == command.platform_node
 
 

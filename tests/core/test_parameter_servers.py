@@ -1,0 +1,251 @@
+"""The cluster of parameter servers: changed in two phases, with versions, and without losing an address."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.fleet_messages import (
+    AskClusterVersion,
+    AskPsNodes,
+    ClusterVersion,
+    MigrateNode,
+    NodeExit,
+    NodePhase,
+    NodeType,
+    PsNodes,
+    PsReady,
+    Resource,
+    ScaleReplicas,
+    UpdateClusterVersion,
+    VersionType,
+)
+from dlrover.protocol.messages import ExitReason, PlatformId
+from tests.core.fleet_scene import FleetScene, ps_job
+
+PENDING, FAILED = NodePhase.PENDING, NodePhase.FAILED
+
+
+def two_servers(**ps: Any) -> FleetScene:
+    """Ids 0 and 1 are the servers; all run, and the workers use them."""
+    scene = FleetScene().begin(ps_job(**ps)).run()
+    scene.do(PsReady())
+    return scene
+
+
+def ask(scene: FleetScene) -> PsNodes:
+    answer = scene.job.ask(AskPsNodes())
+    assert isinstance(answer, PsNodes)
+    return answer
+
+
+def ids(scene: FleetScene) -> list[int]:
+    return [node.id for node in ask(scene).nodes]
+
+
+def scale(scene: FleetScene, count: int) -> None:
+    scene.do(ScaleReplicas(node_type=NodeType.PS, count=count))
+
+
+def version(scene: FleetScene, kind: VersionType, **who: Any) -> int:
+    answer = scene.job.ask(AskClusterVersion(version_type=kind, **who))
+    assert isinstance(answer, ClusterVersion)
+    return answer.version
+
+
+def test_workers_are_ready_when_they_have_said_so_once() -> None:
+    scene = FleetScene().begin(ps_job()).run()
+    assert not ask(scene).is_ready
+    assert [node.service_address for node in ask(scene).nodes] == ["a-job-ps-0", "a-job-ps-1"]
+    scene.do(PsReady())
+    assert ask(scene).is_ready
+    assert ids(scene) == [0, 1]
+
+
+def test_a_replacement_keeps_address_rank_and_place() -> None:
+    scene = two_servers()
+    scene.fail(0, exit_reason=NodeExit.HARDWARE)
+    assert scene.launches[4].service_address == "a-job-ps-0"
+    assert scene.launches[4].rank == 0
+    assert ids(scene) == [4, 1], "it has taken the place already"
+    assert not ask(scene).is_ready
+    assert version(scene, VersionType.GLOBAL) == 1
+    scene.run(4)
+    scene.do(PsReady())
+    assert (ids(scene), ask(scene).is_ready) == ([4, 1], True)
+
+
+def test_a_server_without_memory_comes_back_with_twice_as_much() -> None:
+    scene = two_servers(resource=Resource(cpu=4, memory_mb=4096))
+    scene.fail(1, exit_reason=NodeExit.OOM)
+    assert scene.launches[4].resource == Resource(cpu=4, memory_mb=8192)
+    assert scene.node(4).is_oom_replacement
+    assert scene.spent(1, NodeType.PS) == 1
+
+
+def test_more_servers_are_used_when_all_of_them_run() -> None:
+    scene = two_servers()
+    scale(scene, 4)
+    assert [scene.launches[id_].rank for id_ in (4, 5)] == [2, 3]
+    assert (ids(scene), ask(scene).is_ready) == ([0, 1], False)
+    scene.run(5)
+    assert ids(scene) == [0, 1]
+    scene.run(4)
+    assert ids(scene) == [0, 1, 4, 5]
+    assert not ask(scene).is_ready
+    scene.do(PsReady())
+    assert ask(scene).is_ready
+
+
+def test_dropped_servers_stay_until_the_workers_have_switched() -> None:
+    scene = two_servers()
+    scale(scene, 1)
+    assert (ids(scene), scene.removed) == ([0], [])
+    scene.do(PsReady())
+    assert scene.removed == [1]
+    assert not scene.node(1).is_critical
+    assert version(scene, VersionType.GLOBAL) == 0, "nobody was lost"
+
+
+def test_dropping_twice_before_a_switch_drops_both() -> None:
+    scene = FleetScene().begin(ps_job(num_ps=3)).run()
+    scene.do(PsReady())
+    scale(scene, 2)
+    scale(scene, 1)
+    assert ids(scene) == [0]
+    scene.do(PsReady())
+    assert sorted(scene.removed) == [1, 2]
+
+
+def test_growing_again_takes_back_what_was_only_about_to_go() -> None:
+    scene = two_servers()
+    scale(scene, 1)
+    scale(scene, 3)
+    assert scene.launched == [0, 1, 2, 3, 4]
+    scene.run(4)
+    assert ids(scene) == [0, 1, 4]
+    scene.do(PsReady())
+    assert scene.removed == []
+
+
+def test_servers_that_never_ran_are_dropped_at_once() -> None:
+    scene = two_servers()
+    scale(scene, 3)
+    scale(scene, 2)
+    assert scene.removed == [4]
+    assert ids(scene) == [0, 1]
+
+
+def test_a_dropped_server_that_dies_is_not_replaced() -> None:
+    scene = two_servers()
+    scale(scene, 1)
+    scene.vanish(1)
+    assert scene.launched == [0, 1, 2, 3]
+    assert scene.fleet.servers.dropped == {}
+
+
+def test_an_exchange_switches_once_the_new_server_runs() -> None:
+    scene = two_servers(resource=Resource(cpu=4, memory_mb=4096))
+    scene.do(MigrateNode(node=PlatformId(0), resource=Resource(cpu=16, memory_mb=16384)))
+    assert (scene.launches[4].rank, scene.launches[4].resource.cpu) == (0, 16)
+    assert scene.launches[4].service_address == "a-job-ps-4"
+    assert ids(scene) == [0, 1]
+    scene.run(4)
+    assert ids(scene) == [4, 1]
+    assert scene.removed == [], "the old one serves until the switch"
+    scene.do(PsReady())
+    assert scene.removed == [0]
+    assert scene.fleet.migrations == {}
+    assert (ids(scene), ask(scene).is_ready) == ([4, 1], True)
+
+
+def test_an_exchange_whose_target_fails_leaves_the_old_server() -> None:
+    scene = two_servers()
+    scene.do(MigrateNode(node=PlatformId(0), resource=Resource(cpu=16)))
+    scene.run(4)
+    scene.fail(4, exit_code=1)
+    assert ids(scene) == [0, 1]
+    assert scene.launched == [0, 1, 2, 3, 4]
+
+
+def test_servers_that_do_not_come_are_done_without() -> None:
+    scene = FleetScene().begin(ps_job()).run(0, 2, 3)
+    scene.tick(599)
+    assert not ask(scene).has_failure
+    scene.tick(600)
+    assert ask(scene).has_failure
+    assert ids(scene) == [0]
+    scene.do(PsReady())
+    scene.run(1)
+    assert not ask(scene).has_failure
+    assert (ids(scene), ask(scene).is_ready) == ([0, 1], False), "it is used when the workers have switched to it"
+
+
+def test_a_cluster_that_changed_again_meanwhile_has_to_be_switched_to_once_more() -> None:
+    scene = two_servers()
+    scale(scene, 3)
+    scene.run(4)
+    seen = tuple(node.service_address for node in ask(scene).nodes)
+    scale(scene, 1)
+    scene.do(PsReady(addresses=seen))
+    assert not ask(scene).is_ready
+    assert scene.removed == []
+    scene.do(PsReady(addresses=("a-job-ps-0",)))
+    assert ask(scene).is_ready
+    assert sorted(scene.removed) == [1, 4]
+
+
+def test_versions_are_kept_by_kind_and_node() -> None:
+    scene = two_servers()
+    assert version(scene, VersionType.LOCAL) == 0
+    assert version(scene, VersionType.RESTORED) == -1
+    scene.do(UpdateClusterVersion(version_type=VersionType.LOCAL, version=3, rank=1))
+    scene.do(UpdateClusterVersion(version_type=VersionType.RESTORED, version=2, rank=1))
+    scene.do(UpdateClusterVersion(version_type=VersionType.LOCAL, version=5, node_type=NodeType.PS, rank=1))
+    scene.do(UpdateClusterVersion(version_type=VersionType.GLOBAL, version=7))
+    assert version(scene, VersionType.LOCAL, rank=1) == 3
+    assert version(scene, VersionType.LOCAL, rank=0) == 0
+    assert version(scene, VersionType.RESTORED, rank=1) == 2
+    assert version(scene, VersionType.LOCAL, node_type=NodeType.PS, rank=1) == 5
+    assert version(scene, VersionType.GLOBAL) == 7
+    scene.vanish(1)
+    assert version(scene, VersionType.GLOBAL) == 8
+    with pytest.raises(Rejected):
+        scene.do(UpdateClusterVersion(version_type=VersionType.GLOBAL, version=-1))
+
+
+def test_the_cluster_and_its_versions_survive_the_master() -> None:
+    scene = two_servers()
+    scale(scene, 1)
+    scene.vanish(0)
+    before = ask(scene), version(scene, VersionType.GLOBAL)
+    scene.restart_master().list()
+    assert (ask(scene), version(scene, VersionType.GLOBAL)) == before
+    scene.run(4)
+    scene.do(PsReady())
+    assert scene.removed == [1]
+
+
+def test_a_job_without_servers_has_nothing_to_wait_for() -> None:
+    scene = FleetScene.of(1)
+    assert ask(scene) == PsNodes(is_ready=True)
+    assert version(scene, VersionType.GLOBAL) == 0
+    with pytest.raises(Rejected) as refused:
+        scene.do(PsReady())
+    assert refused.value.code == "no-servers"
+    assert version(FleetScene(), VersionType.LOCAL) == 0
+
+
+def test_the_last_server_cannot_be_scaled_away() -> None:
+    with pytest.raises(Rejected) as refused:
+        scale(two_servers(), 0)
+    assert refused.value.code == "bad-scale"
+
+
+def test_a_critical_server_that_cannot_be_replaced_ends_the_job() -> None:
+    scene = two_servers(critical="all", max_relaunches=0)
+    scene.fail(1, exit_reason=NodeExit.OOM)
+    assert scene.end.reason is ExitReason.PS_OOM
+    assert version(scene, VersionType.GLOBAL) == 1
