@@ -336,7 +336,7 @@ def check_invariants(job: Job) -> None:
         limits, members = state.terms.limits, rdzv.world.members
         if rdzv.world.limits_version == state.limits_version:
             assert limits.min_nodes <= len(members) <= limits.max_nodes, "I2: size of the world"
-        elif rdzv.is_active and not rdzv.finished:
+        elif rdzv.is_active and not rdzv.finished and state.end is None:
             assert len(members) <= limits.max_nodes, "a world that is too large makes room at once"
         assert len(members) % limits.node_unit == 0, "I2: node unit"
         ranks = [member.node_rank for member in members]
