@@ -290,11 +290,11 @@ class TestBudgets:
             scene = FleetScene.of(4, 1, max_relaunches=3).run()
             nodes = [0, 1, 2, 3]
             for number in range(8):
-                scene.at(number * pause).run(nodes[number % 4])
-                scene.fail(nodes[number % 4], exit_reason=NodeExit.HARDWARE)
+                scene.at(number * pause).fail(nodes[number % 4], exit_reason=NodeExit.HARDWARE)
                 if scene.job.end is not None:
                     break
                 nodes[number % 4] = scene.launched[-1]
+                scene.run(scene.launched[-1])
             return scene
 
         stormy = lives(pause=60.0)
