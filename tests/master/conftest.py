@@ -48,8 +48,8 @@ TOKEN = "token of the test"
 TWO_NODES = JobTerms(limits=Limits(min_nodes=2, max_nodes=2))
 
 
-def quick_detection(silence: float) -> Detection:
-    return Detection(silence=silence, suspicion=silence, lease=silence / 2, heartbeat=silence / 8)
+def quick_detection(silence: float, suspicion: float) -> Detection:
+    return Detection(silence=silence, suspicion=suspicion, lease=silence / 2, heartbeat=suspicion / 8)
 
 
 class Agent:
@@ -186,6 +186,7 @@ async def start_master(tmp_path: Path) -> AsyncIterator[StartMaster]:
         port: int = 0,
         make_job: Callable[[Job], Job] = lambda job: job,
         silence: float | None = None,
+        suspicion: float | None = None,
         topology: Topology | None = None,
         hours_later: int = 0,
     ) -> Master:
@@ -194,7 +195,7 @@ async def start_master(tmp_path: Path) -> AsyncIterator[StartMaster]:
         keeper = await Keeper.open(tmp_path / "journal.sqlite", job_name="job")
         job = make_job(await keeper.restore())
         clock = MasterClock(job.now, wall=lambda: time.time_ns() + hours_later * 3600 * 10**9)
-        detection = None if silence is None else quick_detection(silence)
+        detection = None if silence is None else quick_detection(silence, suspicion or silence)
         desk = Desk(keeper, job, clock, job_name="job", detection=detection, topology=topology)
         await desk.begin(keeper.master_epoch)
         await server.start(desk)

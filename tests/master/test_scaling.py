@@ -1,0 +1,103 @@
+"""Scaling and detection through the real desk: what the job decides reaches the agents, and what it knows the clock."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.fleet_messages import ScaleJob
+from dlrover.protocol.messages import (
+    BlockRendezvous,
+    Done,
+    FailureKind,
+    Join,
+    Leave,
+    Micros,
+    ReportFailure,
+    Round,
+    Run,
+    UnblockRendezvous,
+    Wait,
+    WorkerFailure,
+)
+from dlrover.protocol.rpc import ask
+from tests.master.conftest import TOKEN, Agent, Connect, StartMaster
+
+
+async def scale(address: str, low: int, high: int) -> None:
+    assert await ask(address, ScaleJob(min_nodes=low, max_nodes=high), token=TOKEN, timeout=10) == Done()
+
+
+async def two_and_a_spare(address: str, connect: Connect) -> list[Agent]:
+    """Two run in round 1, the third waits for the next."""
+    agents = []
+    for launch in "abc":
+        agents.append(connect(address, launch=launch))
+        await agents[-1].attached()
+    await asyncio.gather(*(agent.join() for agent in agents[:2]))
+    await asyncio.gather(*(agent.wish(Run) for agent in agents[:2]))
+    await agents[2].join(2)
+    await agents[2].wish(Wait)
+    return agents
+
+
+async def test_a_one_shot_client_scales_a_job_up_and_down(start_master: StartMaster, connect: Connect) -> None:
+    master = await start_master()
+    agents = await two_and_a_spare(master.address, connect)
+
+    await scale(master.address, 2, 3)
+    for agent in agents[:2]:
+        await agent.wish(Join)
+    await asyncio.gather(*(agent.join(2) for agent in agents[:2]))
+    sizes = [(await agent.wish(Run)).wish.world.group_world_size for agent in agents]
+    assert sizes == [3, 3, 3]
+
+    await scale(master.address, 1, 2)
+    highest = max(agents, key=lambda agent: agent.node_rank)
+    assert (await highest.wish(Leave)).wish == Leave("the job was scaled down", 0)
+    status = await master.status()
+    assert (status.min_nodes, status.max_nodes, status.limits_version) == (1, 2, 2)
+
+
+async def test_bad_limits_are_answered_with_the_reason(start_master: StartMaster, connect: Connect) -> None:
+    master = await start_master()
+    await connect(master.address).attached()
+    with pytest.raises(Rejected, match="0 < MIN <= MAX"):
+        await scale(master.address, 3, 2)
+    assert (await master.status()).limits_version == 0
+
+
+async def test_blocks_travel_on_the_stream(start_master: StartMaster, connect: Connect) -> None:
+    master = await start_master()
+    agents = [connect(master.address, launch=launch) for launch in "ab"]
+    for agent in agents:
+        await agent.attached()
+    first = agents[0]
+    block = BlockRendezvous(node=first.node, incarnation=first.incarnation, reason="it converts a checkpoint")
+    assert await first.channel.call(block, timeout=10) == Done()
+    await asyncio.gather(*(agent.join() for agent in agents))
+    assert "blocked by node rank 0 (host-a): it converts a checkpoint" in (await master.status()).verdict
+    unblock = UnblockRendezvous(node=first.node, incarnation=first.incarnation)
+    assert await first.channel.call(unblock, timeout=10) == Done()
+    await asyncio.gather(*(agent.wish(Run) for agent in agents))
+
+
+async def test_a_silent_node_that_its_neighbour_lost_is_given_up_sooner(
+    start_master: StartMaster, connect: Connect
+) -> None:
+    """The silence would be an hour, the suspicion is a moment: only the neighbour's report can have made it short."""
+    master = await start_master(silence=3600.0, suspicion=0.4)
+    agents = await two_and_a_spare(master.address, connect)
+    lost = WorkerFailure(
+        global_rank=0, local_rank=0, pid=1, kind=FailureKind.PEER_LOST, exited_at=Micros(0), message="reset by peer"
+    )
+    report = ReportFailure(
+        node=agents[0].node, incarnation=agents[0].incarnation, round=Round(1), failures=(lost,), lived=1.0
+    )
+    await agents[0].channel.call(report, timeout=10)
+    await agents[0].join(2)
+    world = (await agents[2].wish(Run)).wish.world
+    assert (world.round, world.group_world_size) == (2, 2)
+    assert (await master.status()).num_restarts == 1

@@ -1,0 +1,153 @@
+"""The user's plug-ins: asked in a thread, with a limit, once for each host; whatever they do, the job goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dlrover.master import topology as room
+from dlrover.master.config import EXIT_USAGE
+from dlrover.master.topology import DefaultTopologyQuerier, DpTopologySorter, NodeTopologyMeta, Topology
+from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.messages import JobTerms, Limits, NodeRank, Run
+from tests.master.conftest import Connect, MakeMaster, StartMaster
+
+FOUR = JobTerms(limits=Limits(min_nodes=4, max_nodes=4))
+
+
+class Switches:
+    """Hosts l0, l2 below switch a, the others below b, all below the outer switch s."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def query(self, host: str) -> tuple[str, str]:
+        self.asked.append(host)
+        return ("a" if host in ("host-l0", "host-l2") else "b"), "s"
+
+
+async def world_of(start_master: StartMaster, connect: Connect, topology: Topology) -> list[int]:
+    """Group ranks of four nodes, by node rank."""
+    master = await start_master(topology=topology)
+    agents = [
+        connect(master.address, launch=f"l{number}", terms=FOUR, node_rank=NodeRank(number)) for number in range(4)
+    ]
+    for agent in agents:
+        await agent.attached()
+    await asyncio.gather(*(agent.join() for agent in agents))
+    wishes = [(await agent.wish(Run)).wish for agent in agents]
+    return [wish.world.group_rank for wish in wishes]
+
+
+async def test_the_world_follows_the_switches_that_the_querier_names(
+    start_master: StartMaster, connect: Connect
+) -> None:
+    switches = Switches()
+    assert await world_of(start_master, connect, Topology(query=switches.query)) == [0, 2, 1, 3]
+    assert sorted(switches.asked) == [f"host-l{number}" for number in range(4)]
+
+
+async def test_the_world_follows_the_sorter(start_master: StartMaster, connect: Connect) -> None:
+    def backwards(nodes: dict[int, NodeTopologyMeta]) -> list[int]:
+        return sorted(nodes, reverse=True)
+
+    assert await world_of(start_master, connect, Topology(sort=backwards)) == [3, 2, 1, 0]
+
+
+async def test_a_sorter_sees_what_the_querier_found(start_master: StartMaster, connect: Connect) -> None:
+    topology = Topology(query=Switches().query, sort=DpTopologySorter().sort)
+    assert await world_of(start_master, connect, topology) == [0, 2, 1, 3]
+
+
+async def test_plug_ins_that_raise_or_talk_rubbish_harm_nobody(
+    start_master: StartMaster, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(host: str) -> None:
+        raise SystemError(f"no route to {host}")
+
+    assert await world_of(start_master, connect, Topology(query=broken, sort=lambda nodes: [7, 7])) == [0, 1, 2, 3]
+    told = [record.message for record in caplog.records if "gives no usable answer" in record.message]
+    assert len(told) == 2, "one warning for each"
+
+
+class TestCalls:
+    @pytest.fixture(autouse=True)
+    def _quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(room, "TIME_LIMIT", 0.02)
+
+    @pytest.fixture
+    def held(self) -> Iterator[threading.Event]:
+        """Set at the end, so that no thread stays behind."""
+        event = threading.Event()
+        yield event
+        event.set()
+
+    async def test_a_plug_in_that_never_answers_is_asked_no_more_after_a_while(
+        self, held: threading.Event, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        num_asked = 0
+
+        def stuck(host: str) -> tuple[str, str]:
+            nonlocal num_asked
+            num_asked += 1
+            held.wait(10)
+            return "a", "b"
+
+        topology = Topology(query=stuck)
+        for number in range(10):
+            assert await topology.place_of(f"host-{number}") == ()
+        topology.close()
+        assert num_asked == room.MAX_TIMEOUTS
+        assert not topology.has_querier
+        assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+
+    async def test_an_answer_is_kept(self) -> None:
+        switches = Switches()
+        topology = Topology(query=switches.query)
+        assert topology.known_place("host-l0") is None
+        assert await topology.place_of("host-l0") == ("s", "a"), "outermost first"
+        assert await topology.place_of("host-l0") == topology.known_place("host-l0")
+        topology.close()
+        assert switches.asked == ["host-l0"]
+
+    @pytest.mark.parametrize("answer", [None, 7, "ab" * 200, ["x" * 300], [1, 2], ["a"] * 20])
+    async def test_an_answer_that_is_no_place_is_none(self, answer: object) -> None:
+        topology = Topology(query=lambda host: answer)
+        assert await topology.place_of("h") == ()
+        topology.close()
+
+    async def test_two_empty_names_mean_that_nobody_knows(self) -> None:
+        topology = Topology(query=DefaultTopologyQuerier().query)
+        assert await topology.place_of("h") == ()
+        topology.close()
+
+
+def test_the_sorter_of_the_original_keeps_neighbours_together() -> None:
+    nodes = {rank: NodeTopologyMeta(rank, 8, asw="ab"[rank % 2], psw="p") for rank in range(4)}
+    assert list(DpTopologySorter().sort(nodes)) == [0, 2, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("no-separator", "module::Class"),
+        ("no_such_module::Class", "ModuleNotFoundError"),
+        ("dlrover.master.topology::Nothing", "AttributeError"),
+        ("dlrover.master.topology::NodeTopologyMeta", "TypeError"),
+        ("dlrover.master.topology::DpTopologySorter", "query"),
+    ],
+)
+def test_a_plug_in_that_cannot_be_had_is_found_at_the_start(name: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        Topology.load(name, "")
+
+
+def test_a_master_with_a_wrong_plug_in_says_so_and_touches_nothing(make_master: MakeMaster, tmp_path: Path) -> None:
+    master = make_master(topology_sorter="no_such_module::Sorter")
+    assert master.run_to_end() == EXIT_USAGE
+    assert "no_such_module::Sorter" in master.log()
+    assert not master.journal.exists()
