@@ -97,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
     """Raises `ConfigError`; ends the process for `--help` and options that are none."""
-    options = _parser().parse_args(argv)
-    command: list[str] = options.command[1:] if options.command[:1] == ["--"] else options.command
+    own, command = _split(list(sys.argv[1:] if argv is None else argv))
+    options = _parser().parse_args(own)
     if not command:
         raise ConfigError("Name the training script: dlrover local --nodes 2 -- train.py")
     try:
@@ -470,8 +470,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--job-name", default="", metavar="NAME", help="for `dlrover status NAME` and others")
     add("--log-dir", default="", metavar="DIR", help="keep the output of the nodes and the master's log there")
-    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """
+    Our own options, and what each node runs: from `--` on, or from the first word that is none of ours.
+
+    The second way because `--` may have been eaten by who called us, as command-line libraries like to do.
+    """
+    takes_value = {name for action in _parser()._actions if action.nargs != 0 for name in action.option_strings}
+    position = 0
+    while position < len(argv):
+        word = argv[position]
+        if word == "--":
+            return argv[:position], argv[position + 1 :]
+        if word in takes_value:
+            position += 2
+        elif word in ("-h", "--help") or word.partition("=")[0] in takes_value:
+            position += 1
+        else:
+            break
+    return argv[:position], argv[position:]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,181 @@
+"""`dlrover local`: real nodes that come from a platform, are lost, replaced, scaled, and leave nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlrover.platforms.namespaces import available
+from tests.integration.jobs import SCRIPTS, JobFactory, Launched, kill, wait_until
+
+SCRIPT = SCRIPTS / "plain_steps.py"
+JOB = "local-test"
+
+
+class LocalJob:
+    """One `dlrover local` with workers that do not need torch: the nodes matter here, not what they train."""
+
+    def __init__(self, jobs: JobFactory, folder: Path, *options: str) -> None:
+        self.jobs = jobs
+        self.folder = folder
+        argv = [sys.executable, "-m", "dlrover.cli.main", "local", f"--job-name={JOB}", *options]
+        argv += ["--", "--no-warm", "--shutdown-timeout=5", str(SCRIPT), str(folder)]
+        self.host = Launched(argv, jobs.env(), folder, f"local-{len(jobs.launched)}")
+        jobs.launched.append(self.host)
+
+    def last(self, rank: int) -> tuple[int, int, str, int]:
+        """Life, world size, coordinator and step that the worker wrote last."""
+        lines = (self.folder / f"steps-{rank}").read_text().splitlines()
+        life, size, address, step = lines[-1].split()
+        return int(life), int(size), address, int(step)
+
+    def trains(self, *ranks: int, size: int, after: int = -1) -> None:
+        """Until all these ranks write steps of a world of this size, in a later life than `after`."""
+
+        def is_so() -> bool:
+            try:
+                found = [self.last(rank) for rank in ranks]
+            except (OSError, ValueError, IndexError):
+                return False
+            return all(life > after and world == size for life, world, _, _ in found)
+
+        wait_until(is_so, 30, lambda: f"{self.host.out}\n{self.host.err}")
+
+    def steps_go_on(self, rank: int = 0) -> None:
+        before = self.last(rank)[3]
+        wait_until(lambda: self.last(rank)[3] > before + 2, 10, lambda: self.host.err)
+
+    def node(self, rank: int) -> tuple[int, int]:
+        """Launcher and agent of a node rank."""
+        for pid in self.jobs.pids("dlrover.cli.run"):
+            if f"NODE_RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+                if children:
+                    return pid, int(children[0])
+        raise AssertionError(f"no node of rank {rank}: {self.jobs.processes()}")
+
+    def command(self, *words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "dlrover.cli.main", *words],
+            env=self.jobs.env(),
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def finish(self) -> None:
+        (self.folder / "stop").touch()
+        assert self.host.wait() == 0, self.host.err
+        assert self.directories() == []
+
+    def directories(self) -> list[Path]:
+        return [path for path in self.jobs.runtime.glob("dlrover-*/*") if path.name != ".lock"]
+
+
+def test_a_lost_node_is_relaunched_and_the_death_of_the_master_restarts_nobody(jobs, tmp_path):
+    job = LocalJob(jobs, tmp_path, "--nodes=2", "--netns=off")
+    job.trains(0, 1, size=2)
+
+    launcher, agent = job.node(1)
+    kill(launcher)
+    kill(agent)
+    job.trains(0, 1, size=2, after=job.last(0)[0])
+    assert job.node(1)[0] != launcher
+    assert "worker-1 (node 2): started" in job.host.err
+
+    [master] = jobs.pids("dlrover.master")
+    life = job.last(0)[0]
+    nodes = {job.node(rank) for rank in (0, 1)}
+    kill(master)
+    job.steps_go_on()
+    wait_until(lambda: [pid for pid in jobs.pids("dlrover.master") if pid != master])
+    wait_until(lambda: "master epoch 2" in job.command("status", JOB))
+    job.steps_go_on()
+    assert job.last(0)[0] == life
+    assert {job.node(rank) for rank in (0, 1)} == nodes
+    job.finish()
+
+
+def test_a_launcher_that_is_killed_alone_is_a_lost_node(jobs, tmp_path):
+    """Its agent hears it from the kernel, stops its workers and goes; then another node takes the rank."""
+    job = LocalJob(jobs, tmp_path, "--nodes=2", "--netns=off")
+    job.trains(0, 1, size=2)
+    launcher, _ = job.node(0)
+    kill(launcher)
+    job.trains(0, 1, size=2, after=job.last(1)[0])
+    assert job.node(0)[0] != launcher
+    job.finish()
+
+
+def test_a_standby_takes_the_place_of_a_lost_node_and_is_replaced(jobs, tmp_path):
+    job = LocalJob(jobs, tmp_path, "--nodes=2", "--standby=1", "--netns=off")
+    job.trains(0, 1, size=2)
+    wait_until(lambda: "standby" in job.command("status", JOB), 20, lambda: job.host.err)
+    launcher, agent = job.node(1)
+    kill(launcher)
+    kill(agent)
+    job.trains(0, 1, size=2, after=job.last(0)[0])
+    wait_until(lambda: "standby" in job.command("status", JOB), 20, lambda: job.host.err)
+    job.finish()
+
+
+def test_a_job_is_scaled_up_and_down_while_it_runs(jobs, tmp_path):
+    job = LocalJob(jobs, tmp_path, "--nodes=1:2", "--netns=off")
+    job.trains(0, 1, size=2)
+    job.command("scale", JOB, "--nodes", "1:3")
+    job.trains(0, 1, 2, size=3)
+    job.command("scale", JOB, "--nodes", "1")
+    job.trains(0, size=1)
+    wait_until(lambda: len(jobs.pids("dlrover.cli.run")) == 1, 20, lambda: job.host.err)
+    job.finish()
+
+
+@pytest.mark.skipif(bool(available()), reason=available() or "-")
+def test_nodes_have_addresses_of_their_own_and_an_interrupt_ends_everything(jobs, tmp_path):
+    namespaces_before = set(os.listdir("/run/netns"))
+    job = LocalJob(jobs, tmp_path, "--nodes=2", "--netns=on")
+    job.trains(0, 1, size=2)
+    assert job.last(0)[2].startswith("10.")
+    assert len(set(os.listdir("/run/netns")) - namespaces_before) >= 3
+    job.host.signal(signal.SIGINT)
+    assert job.host.wait() == 130
+    assert "StoppedByUser" in job.host.err
+    assert job.directories() == []
+    assert not [name for name in set(os.listdir("/run/netns")) - namespaces_before if _owner_is_gone(name)]
+
+
+def test_nodes_follow_a_host_that_is_killed_and_clean_removes_the_rest(jobs, tmp_path):
+    job = LocalJob(jobs, tmp_path, "--nodes=2")
+    job.trains(0, 1, size=2)
+    job.host.signal(signal.SIGKILL)
+    wait_until(lambda: not jobs.processes(), 10, lambda: f"{jobs.processes()}")
+    assert "removed" in job.command("clean")
+    assert job.directories() == []
+
+
+def test_a_failure_is_reported_once_and_gives_the_exit_code(jobs, tmp_path):
+    argv = [sys.executable, "-m", "dlrover.cli.main", "local", "--nodes=2", "--netns=off"]
+    argv += [
+        "--max-relaunches=0",
+        "--",
+        "--no-warm",
+        "--max-restarts=0",
+        "--exit-code=worker",
+        str(SCRIPTS / "bad_end.py"),
+    ]
+    host = Launched(argv, jobs.env(), tmp_path, "failing")
+    jobs.launched.append(host)
+    assert host.wait() == 7, host.err
+    assert host.err.count("first failure ") == 1, host.err
+
+
+def _owner_is_gone(namespace: str) -> bool:
+    return not Path("/run/dlrover", namespace.split("-")[1]).exists()
