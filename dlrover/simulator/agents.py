@@ -552,7 +552,7 @@ class VirtualAgent:
         if group.world.first_global_rank == 0 and self.sim.is_port_taken():
             self.fail_workers(FailureKind.PORT_TAKEN)
             return
-        self.sim.training.started(group.world.round, group.world.group_world_size, self.node.number)
+        self.sim.training.started(group.world, self.node.number)
 
     def _begin_stop(self, group: Group, kind: FailureKind | None = None) -> None:
         costs, chance = self.sim.shape.costs, self.sim.chance.nodes
@@ -578,17 +578,18 @@ class VirtualAgent:
             self._leave_when_stopped()
         self._approach()
 
-    def finish_workers(self, round_: Round) -> None:
-        """All workers of the round have done their work."""
+    def finish_workers(self, coordinator: str) -> None:
+        """All workers of that world have done their work."""
         group = self.group
-        if not self.is_alive or group is None or group.world.round != round_ or group.is_stopping:
+        if not self.is_alive or group is None or group.world.coordinator != coordinator or group.is_stopping:
             return
         if self.frozen_since is not None:
-            self._thawing.append((self.finish_workers, round_))
+            self._thawing.append((self.finish_workers, coordinator))
             return
+        round_ = group.world.round
         group.finishes_at = self.sim.events.now
         self.finished_round, self._finished_at = round_, self.sim.events.now
-        step = self.sim.training.step(round_)
+        step = self.sim.training.step(coordinator)
         self._want_none(StopCause.END_OF_JOB)
         self.tell(ReportFinished(node=self.id, incarnation=self.incarnation, round=round_, step=step))
         if self.outage_since is not None:
@@ -604,10 +605,10 @@ class VirtualAgent:
         self._begin_stop(group, kind)
         return True
 
-    def runs(self, round_: int) -> bool:
-        """Whether its workers of that round are up and not being stopped."""
+    def runs(self, coordinator: str) -> bool:
+        """Whether its workers of that world are up and not being stopped."""
         group = self.group
-        return group is not None and group.world.round == round_ and group.is_up and not group.is_stopping
+        return group is not None and group.world.coordinator == coordinator and group.is_up and not group.is_stopping
 
     def is_overdue(self) -> bool:
         """Without a master for longer than it may be."""
@@ -615,10 +616,10 @@ class VirtualAgent:
         is_awake = self.frozen_since is None and not self.is_leaving
         return is_awake and since is not None and self.sim.events.now - since > MASTER_GRACE + SECOND
 
-    def lose_peer(self, round_: Round) -> None:
+    def lose_peer(self, coordinator: str) -> None:
         """A collective fails because a worker of another node is gone."""
         group = self.group
-        if group is not None and group.world.round == round_ and self.frozen_since is None:
+        if group is not None and group.world.coordinator == coordinator and self.frozen_since is None:
             self.fail_workers(FailureKind.PEER_LOST)
 
     def _report(self, group: Group, kind: FailureKind, traceback: str) -> None:
@@ -640,14 +641,14 @@ class VirtualAgent:
                 incarnation=self.incarnation,
                 round=group.world.round,
                 failures=(failure,),
-                step=self.sim.training.step(group.world.round),
+                step=self.sim.training.step(group.world.coordinator),
                 lived=(now - group.started_at) / SECOND,
             )
         )
 
     def told_step(self) -> int | None:
         """What the newest heartbeat said."""
-        return None if self.group is None else self.sim.training.step(self.group.world.round)
+        return None if self.group is None else self.sim.training.step(self.group.world.coordinator)
 
     # Standing still.
 
@@ -658,7 +659,7 @@ class VirtualAgent:
         if self.connection is not None:
             self.sim.muted(self.connection)
         if self.group is not None and self.group.is_up and not self.group.is_stopping:
-            self.sim.training.froze(self.group.world.round)
+            self.sim.training.froze(self.group.world.coordinator)
         return True
 
     def thaw(self) -> None:
@@ -669,7 +670,7 @@ class VirtualAgent:
         self.frozen_since = None
         group = self.group
         if group is not None and group.is_up and not group.is_stopping:
-            self.sim.training.thawed(group.world.round)
+            self.sim.training.thawed(group.world.coordinator)
             if away > micros(self.sim.shape.detection.lease):
                 self.sim.ledger.charge(self.rank)
                 self.fail_workers(FailureKind.STOPPED_BY_US)

@@ -56,6 +56,8 @@ MASTER_MIX: dict[str, float] = {
     "disk-full": 0.2,
     "disk-slow": 0.2,
     "platform-refuses": 0.2,
+    "scaling": 0.2,
+    "journal-lost": 0.05,
 }
 """Per hour of the job."""
 
@@ -300,6 +302,19 @@ def _platform_refuses(sim: Simulation, fault: Fault) -> bool:
     return True
 
 
+def _scaling(sim: Simulation, fault: Fault) -> bool:
+    """Somebody wants more nodes, or fewer."""
+    unit = sim.shape.node_unit
+    most = 1 + fault.pick % (sim.shape.max_nodes // unit)
+    least = 1 + int(fault.amount * most)
+    return sim.scale(min(least, most) * unit, most * unit)
+
+
+def _journal_lost(sim: Simulation, fault: Fault) -> bool:
+    """The disk of the master is gone with it; the next one knows nothing but what the agents tell."""
+    return sim.lose_journal(downtime=fault.between(0.5, 30.0))
+
+
 FAULTS: dict[str, Callable[[Simulation, Fault], bool]] = {
     "worker-crash": _worker_crash,
     "worker-out-of-memory": _worker_out_of_memory,
@@ -327,4 +342,6 @@ FAULTS: dict[str, Callable[[Simulation, Fault], bool]] = {
     "disk-full": _disk_full,
     "disk-slow": _disk_slow,
     "platform-refuses": _platform_refuses,
+    "scaling": _scaling,
+    "journal-lost": _journal_lost,
 }

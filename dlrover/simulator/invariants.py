@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dlrover.core.course import wish_of
 from dlrover.core.job import Job
 from dlrover.core.turn import Origin
+from dlrover.protocol.fleet_messages import ScaleJob
 from dlrover.protocol.messages import (
     Attach,
     Command,
@@ -69,7 +70,7 @@ class Touched(NamedTuple):
 
 def is_stale(job: Job, command: Command) -> bool:
     """Whether the command speaks for a life that is not the current one."""
-    if isinstance(command, MasterStarted | Attach | DeadlinePassed | StopJob):
+    if isinstance(command, MasterStarted | Attach | DeadlinePassed | StopJob | ScaleJob):
         return False
     node = job.state.nodes.live.get(getattr(command, "node", None))  # type: ignore[arg-type]
     return node is None or node.incarnation != getattr(command, "incarnation", None)
@@ -188,9 +189,10 @@ def _each_node_has_one_place(sim: Simulation, job: Job) -> str | None:
     if state.end is not None:
         return None
     places = [*rdzv.waiting, *rdzv.absent, *rdzv.expected]
+    places += [node for node in rdzv.take_up.claims if node not in rdzv.finished]
     if rdzv.is_active:
         places += [node for node in rdzv.group_ranks if rdzv.is_member(node) and node not in rdzv.finished]
-    unfinished = sorted(node.id for node in nodes.live.values() if not node.finished_round)
+    unfinished = sorted(node.id for node in nodes.live.values() if not node.finished_round and node.dismissed is None)
     if sorted(places) != unfinished:
         return f"each unfinished node shall be in one place: {sorted(places)} against {unfinished}"
     if any(node in nodes.broken for node in rdzv.waiting):

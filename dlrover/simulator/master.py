@@ -176,6 +176,11 @@ class VirtualMaster:
         elif parcel is PULSE and line.node is not None and self._current.get(line.node) is line:
             self._heard(line)
 
+    def hear(self, command: Command) -> None:
+        """Of somebody who asks once and does not wait."""
+        self._queue.append(Work(command))
+        self._plan_turn()
+
     def _heard(self, line: Line) -> None:
         """Heartbeats come again, or came once and stopped again."""
         assert line.node is not None, "only attached nodes beat"

@@ -19,13 +19,14 @@ LONGEST_START = 2.0
 
 
 class VirtualPlatform:
-    """Keeps as many nodes as the job was given."""
+    """Keeps as many nodes as the job shall have."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.sim = simulation
         self.is_refusing = False
         self.num_pending = 0
         """Launches that were asked for and have not happened."""
+        self.target = simulation.shape.num_nodes
 
     def begin(self) -> None:
         shape, chance = self.sim.shape, self.sim.chance.platform
@@ -33,6 +34,14 @@ class VirtualPlatform:
             rank = number if shape.has_fixed_ranks else None
             self.num_pending += 1
             self.sim.events.after(span(chance, 0.0, LONGEST_START), self._launch_pending, rank)
+
+    def scale(self, target: int) -> None:
+        """The job wants so many nodes now; whoever is too many leaves by itself."""
+        self.target = target
+        for _ in range(target - len(self.sim.nodes) - self.num_pending):
+            self.num_pending += 1
+            delay = span(self.sim.chance.platform, *self.sim.shape.costs.replacement)
+            self.sim.events.after(delay, self._launch_pending, None)
 
     def replace(self, lost: VirtualNode) -> None:
         """A node is gone for good. It is replaced unless there are enough."""
@@ -47,7 +56,7 @@ class VirtualPlatform:
             self.sim.events.after(span(self.sim.chance.platform, *REFUSAL_PAUSE), self._launch_pending, rank)
             return
         self.num_pending -= 1
-        if sum(node.is_powered for node in self.sim.nodes) < self.sim.shape.num_nodes:
+        if len(self.sim.nodes) < self.target:
             self.launch(rank)
 
     def launch(self, rank: int | None) -> None:

@@ -17,6 +17,7 @@ from msgspec import Struct
 from dlrover.core.job import Job
 from dlrover.core.sequence import Batch, CoreFault, JournalCorrupt
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.fleet_messages import ScaleJob
 from dlrover.protocol.messages import (
     Command,
     DeadlineKind,
@@ -28,7 +29,6 @@ from dlrover.protocol.messages import (
     NodeRank,
     NodeSilent,
     ReportFailure,
-    Round,
     TellNode,
     WorldSpec,
 )
@@ -146,6 +146,9 @@ class Simulation:
         """How to end the troubles that last."""
         self._has_quiet = False
         self._ended_at: int | None = None
+        self._has_amnesia = False
+        """The journal was lost once."""
+        self._limits = self.terms.limits
         self._durable: bytes | None = None
         """The state that the next master has to find; None: not known for certain."""
         self._node_micros = 0
@@ -188,7 +191,7 @@ class Simulation:
         now = self.events.now
         if self._ended_at is not None and self.calm_for() > BOUND and now - self._ended_at > BOUND:
             raise Violation("I8", f"the job ended {(now - self._ended_at) / SECOND:.0f} s ago and is not over")
-        slowest = self.shape.costs.step * self.shape.max_nodes / self.shape.min_nodes
+        slowest = self.shape.costs.step * self.shape.max_nodes / self.shape.node_unit
         limit = faults_end_at + 2 * BOUND + round(self.shape.num_steps * slowest * SECOND)
         if now > limit:
             raise Violation("I8", f"the job should have finished; {self._describe()}")
@@ -278,7 +281,7 @@ class Simulation:
 
     def has_enough_nodes(self) -> bool:
         num_there = sum(1 for node in self.nodes if node.agent is not None and not node.agent.is_leaving)
-        return num_there - num_there % self.shape.node_unit >= self.shape.min_nodes
+        return num_there - num_there % self._limits.node_unit >= self._limits.min_nodes
 
     def _count_nodes(self) -> None:
         now = self.events.now
@@ -367,6 +370,29 @@ class Simulation:
         for node in self.nodes:
             if node.agent is not None:
                 node.agent.keepalive_soon()
+
+    def scale(self, min_nodes: int, max_nodes: int) -> bool:
+        master = self.listening_master()
+        if master is None or master.job.end is not None:
+            return False
+        self.note(f"somebody asks for {min_nodes} to {max_nodes} nodes")
+        master.hear(ScaleJob(min_nodes=min_nodes, max_nodes=max_nodes))
+        return True
+
+    def lose_journal(self, *, downtime: int) -> bool:
+        """What was known only to the journal is known to nobody now."""
+        master = self.master
+        if master is None or not master.is_alive or not self._is_serving:
+            return False
+        master.downtime = downtime
+        self.master_died(master, durable=None, why="and its journal is lost")
+        self.journal = VirtualJournal()
+        self.ledger.worlds.clear()
+        self.ledger.lives.clear()
+        self.ledger.applied.clear()
+        self._agents.clear()
+        self._has_amnesia = True
+        return True
 
     def fenced(self, master: VirtualMaster) -> None:
         self.note(f"master epoch {master.master_epoch} is fenced")
@@ -471,6 +497,7 @@ class Simulation:
         if batch is None:
             return
         self._note_world(job)
+        self._follow_limits(job)
         for one in batch.released:
             for effect in one.outcome.effects:
                 if isinstance(effect, TellNode):
@@ -483,6 +510,13 @@ class Simulation:
                     self.note(f"  {verdict}")
         if job.end is not None and self._ended_at is None:
             self._ended_at = self.events.now
+
+    def _follow_limits(self, job: Job) -> None:
+        """The platform gives what the job shall have."""
+        if job.state.terms is not None and job.state.terms.limits != self._limits:
+            self._limits = job.state.terms.limits
+            self.trouble()
+            self.platform.scale(self._limits.max_nodes + self.shape.spares)
 
     def _note_world(self, job: Job) -> None:
         world = job.state.rendezvous.world
@@ -511,21 +545,21 @@ class Simulation:
         link, agent = node.link, node.agent
         link.num_cuts_up += up
         link.num_cuts_down += down
-        round_ = None
+        coordinator = None
         if agent is not None:
             if up and agent.connection is not None and agent.frozen_since is None:
                 self.muted(agent.connection)
             agent.keepalive_soon()
             if is_deep and agent.group is not None and agent.group.is_up and not agent.group.is_stopping:
-                round_ = agent.group.world.round
-                self.training.froze(round_)
-                self.events.after(span(self.chance.nodes, 10.0, 120.0), self._time_out, node, round_)
+                coordinator = agent.group.world.coordinator
+                self.training.froze(coordinator)
+                self.events.after(span(self.chance.nodes, 10.0, 120.0), self._time_out, node, coordinator)
 
         def heal() -> None:
             link.num_cuts_up -= up
             link.num_cuts_down -= down
-            if round_ is not None:
-                self.training.thawed(round_)
+            if coordinator is not None:
+                self.training.thawed(coordinator)
             if link.is_cut:
                 return
             for connection in link.connections:
@@ -539,15 +573,15 @@ class Simulation:
 
         self.pass_by(duration, heal)
 
-    def _time_out(self, node: VirtualNode, round_: Round) -> None:
+    def _time_out(self, node: VirtualNode, coordinator: str) -> None:
         """Collectives with an unreachable node give up after a while, on all its peers."""
-        world = self.training.worlds.get(round_)
+        world = self.training.worlds.get(coordinator)
         if world is not None and not world.is_over and node.link.is_cut:
             for peer in self.nodes:
                 agent = peer.agent
-                if agent is not None and agent.runs(round_):
+                if agent is not None and agent.runs(coordinator):
                     self.ledger.charge(agent.rank)
-                    self.events.after(span(self.chance.nodes, 0.0, 2.0), agent.lose_peer, round_)
+                    self.events.after(span(self.chance.nodes, 0.0, 2.0), agent.lose_peer, coordinator)
 
     def workers_starting(self, agent: VirtualAgent, world: WorldSpec) -> None:
         """Only in a world that is durable and has a place for this node."""
@@ -557,35 +591,36 @@ class Simulation:
 
     def workers_ended(self, agent: VirtualAgent, group: Group, kind: FailureKind | None) -> None:
         """Peers may notice before anybody tells them."""
-        round_ = group.world.round
-        if not self.training.ended(round_, agent.node.number):
+        coordinator = group.world.coordinator
+        if not self.training.ended(coordinator, agent.node.number):
             return
         for node in self.nodes:
             peer = node.agent
-            if peer is None or peer is agent or not peer.runs(round_):
+            if peer is None or peer is agent or not peer.runs(coordinator):
                 continue
             if self.chance.nodes.random() < PEER_LOST_ODDS:
                 if kind is FailureKind.STOPPED_BY_US:
                     self.ledger.charge(peer.rank)
-                self.events.after(span(self.chance.nodes, 0.02, 2.0), peer.lose_peer, round_)
+                self.events.after(span(self.chance.nodes, 0.02, 2.0), peer.lose_peer, coordinator)
 
-    def _finish_world(self, round_: int) -> None:
-        self.note(f"the work is done in round {round_}")
+    def _finish_world(self, coordinator: str) -> None:
+        self.note("the work is done")
         for node in self.nodes:
-            if node.agent is not None and node.agent.runs(round_):
-                self.events.after(span(self.chance.nodes, 0.0, 0.3), node.agent.finish_workers, Round(round_))
+            if node.agent is not None and node.agent.runs(coordinator):
+                self.events.after(span(self.chance.nodes, 0.0, 0.3), node.agent.finish_workers, coordinator)
 
-    def _world_began(self, round_: int) -> None:
+    def _world_began(self, coordinator: str) -> None:
         """An older world that still trains does so unheard, and not for ever."""
         for older in self.training.worlds:
-            if older < round_ and self.training.is_training(older):
+            if older != coordinator and self.training.is_training(older):
                 self.events.after(OVERLAP, self._check_overlap, older)
                 self.events.after(MASTER_GRACE + OVERLAP, self._check_overlap, older)
 
-    def _check_overlap(self, round_: int) -> None:
-        if self.is_over or not self.training.is_training(round_):
+    def _check_overlap(self, coordinator: str) -> None:
+        if self.is_over or not self.training.is_training(coordinator):
             return
-        members = [node.agent for node in self.nodes if node.agent is not None and node.agent.runs(round_)]
+        round_ = self.training.worlds[coordinator].round
+        members = [node.agent for node in self.nodes if node.agent is not None and node.agent.runs(coordinator)]
         heard = [agent for agent in members if agent.is_attached and self.answers_now(agent)]
         forgotten = [agent for agent in members if agent.is_overdue()]
         if heard or forgotten:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dlrover.protocol.messages import WorldSpec
 from dlrover.simulator.events import SECOND, Events, micros
 from dlrover.simulator.shapes import Shape
 
@@ -17,9 +18,21 @@ from dlrover.simulator.shapes import Shape
 class RunningWorld:
     """The workers of one round, on all its nodes."""
 
-    __slots__ = ("base", "began_at", "is_over", "num_frozen", "paused_at", "size", "started", "step_micros", "version")
+    __slots__ = (
+        "base",
+        "began_at",
+        "is_over",
+        "num_frozen",
+        "paused_at",
+        "round",
+        "size",
+        "started",
+        "step_micros",
+        "version",
+    )
 
-    def __init__(self, size: int, step_micros: int) -> None:
+    def __init__(self, round_: int, size: int, step_micros: int) -> None:
+        self.round = round_
         self.size = size
         self.step_micros = step_micros
         self.started: dict[int, None] = {}
@@ -38,14 +51,14 @@ class Training:
     """Owned by the simulation; agents tell it what their workers do."""
 
     def __init__(
-        self, shape: Shape, events: Events, on_finished: Callable[[int], None], on_begun: Callable[[int], None]
+        self, shape: Shape, events: Events, on_finished: Callable[[str], None], on_begun: Callable[[str], None]
     ) -> None:
         self._shape = shape
         self._events = events
         self._on_finished = on_finished
         self._on_begun = on_begun
-        self.worlds: dict[int, RunningWorld] = {}
-        """By round; the old ones are dropped when a newer one begins."""
+        self.worlds: dict[str, RunningWorld] = {}
+        """By coordinator: unlike the number of a round, which a lost journal forgets, no address serves twice."""
         self.best_step = 0
         """Greatest step ever reached."""
         self.best_at = 0
@@ -61,21 +74,20 @@ class Training:
         self.turns: list[tuple[int, int, int]] = []
         """(when, step, nodes) at each begin and end of a world."""
 
-    def started(self, round_: int, size: int, launch: int, *, is_frozen: bool = False) -> None:
+    def started(self, spec: WorldSpec, launch: int) -> None:
         """All workers of a node run."""
-        world = self.worlds.get(round_)
+        key = spec.coordinator
+        world = self.worlds.get(key)
         if world is None:
-            pace = micros(self._shape.costs.step * self._shape.max_nodes / size)
-            world = self.worlds[round_] = RunningWorld(size, max(1, pace))
+            pace = micros(self._shape.costs.step * self._shape.max_nodes / spec.group_world_size)
+            world = self.worlds[key] = RunningWorld(spec.round, spec.group_world_size, max(1, pace))
         world.started[launch] = None
-        if is_frozen:
-            self.froze(round_)
         if len(world.started) == world.size and not world.is_over:
             world.version += 1
-            self._events.after(micros(self._shape.costs.restore), self._begin, round_, world.version)
+            self._events.after(micros(self._shape.costs.restore), self._begin, key, world.version)
 
-    def _begin(self, round_: int, version: int) -> None:
-        world = self.worlds.get(round_)
+    def _begin(self, key: str, version: int) -> None:
+        world = self.worlds.get(key)
         if world is None or world.is_over or world.version != version:
             return
         step = self.resume_step
@@ -85,35 +97,35 @@ class Training:
         self.resume_step = world.base = step
         self.holders = dict(world.started)
         world.began_at = self._events.now
-        self.begun_round = max(self.begun_round, round_)
+        self.begun_round = max(self.begun_round, world.round)
         self.begun_at = self._events.now
         self.turns.append((self._events.now, step, world.size))
-        self._plan_end(round_, world)
-        self._on_begun(round_)
+        self._plan_end(key, world)
+        self._on_begun(key)
 
-    def is_training(self, round_: int) -> bool:
+    def is_training(self, key: str) -> bool:
         """Whether that world makes steps right now."""
-        world = self.worlds.get(round_)
+        world = self.worlds.get(key)
         return world is not None and world.began_at is not None and not world.is_over and world.paused_at is None
 
-    def _plan_end(self, round_: int, world: RunningWorld) -> None:
+    def _plan_end(self, key: str, world: RunningWorld) -> None:
         world.version += 1
         if world.num_frozen:
             world.paused_at = self._events.now
             return
         assert world.began_at is not None, "a world that never began cannot end"
         end_at = world.began_at + (self._shape.num_steps - world.base) * world.step_micros
-        self._events.at(end_at, self._finish, round_, world.version)
+        self._events.at(end_at, self._finish, key, world.version)
 
-    def _finish(self, round_: int, version: int) -> None:
-        world = self.worlds.get(round_)
+    def _finish(self, key: str, version: int) -> None:
+        world = self.worlds.get(key)
         if world is not None and not world.is_over and world.version == version:
             self._stop(world)
-            self._on_finished(round_)
+            self._on_finished(key)
 
-    def step(self, round_: int) -> int | None:
-        """How far that round is now; None before its first step."""
-        world = self.worlds.get(round_)
+    def step(self, key: str) -> int | None:
+        """How far that world is now; None before its first step."""
+        world = self.worlds.get(key)
         if world is None or world.began_at is None:
             return None
         if world.is_over:
@@ -121,8 +133,8 @@ class Training:
         until = self._events.now if world.paused_at is None else world.paused_at
         return min(self._shape.num_steps, world.base + (until - world.began_at) // world.step_micros)
 
-    def froze(self, round_: int) -> None:
-        world = self.worlds.get(round_)
+    def froze(self, key: str) -> None:
+        world = self.worlds.get(key)
         if world is None:
             return
         world.num_frozen += 1
@@ -130,8 +142,8 @@ class Training:
             world.paused_at = self._events.now
             world.version += 1
 
-    def thawed(self, round_: int) -> None:
-        world = self.worlds.get(round_)
+    def thawed(self, key: str) -> None:
+        world = self.worlds.get(key)
         if world is None or not world.num_frozen:
             return
         world.num_frozen -= 1
@@ -139,11 +151,11 @@ class Training:
             assert world.began_at is not None, "paused before it began"
             world.began_at += self._events.now - world.paused_at
             world.paused_at = None
-            self._plan_end(round_, world)
+            self._plan_end(key, world)
 
-    def ended(self, round_: int, launch: int) -> bool:
+    def ended(self, key: str, launch: int) -> bool:
         """The workers of a node have ended, somehow. Returns whether that took their peers by surprise."""
-        world = self.worlds.get(round_)
+        world = self.worlds.get(key)
         if world is None:
             return False
         world.started.pop(launch, None)
@@ -151,7 +163,7 @@ class Training:
         if was_alive:
             self._stop(world)
         if not world.started:
-            del self.worlds[round_]
+            del self.worlds[key]
         return was_alive
 
     def _stop(self, world: RunningWorld) -> None:
@@ -169,7 +181,7 @@ class Training:
 
     def progress(self) -> int:
         """The greatest step that any world has reached up to now."""
-        steps = [self.step(round_) or 0 for round_ in self.worlds]
+        steps = [self.step(key) or 0 for key in self.worlds]
         return max([self.best_step, *steps])
 
     @property
