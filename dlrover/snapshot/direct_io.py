@@ -323,7 +323,7 @@ def _allocate(fd: int, num_bytes: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     while num_bytes and libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) != 0:
         code = ctypes.get_errno()
-        if code == errno.EOPNOTSUPP:
+        if code in (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV):
             return
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))

@@ -50,7 +50,7 @@ class _StoragePickler(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=PICKLE_PROTOCOL)
         self.storages: list[torch.UntypedStorage] = []
-        self._numbers: dict[int, int] = {}
+        self._keys: dict[int, str] = {}
         self._dtypes: dict[int, torch.dtype] = {}
 
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
@@ -66,12 +66,13 @@ class _StoragePickler(pickle.Pickler):
             num_elements = storage.nbytes()
         else:
             return None
-        number = self._number(storage, dtype)
-        return ("storage", storage_type, str(number), location_tag(storage), num_elements)
+        return ("storage", storage_type, self._key(storage, dtype), location_tag(storage), num_elements)
 
-    def _number(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> int:
-        number = self._numbers.setdefault(storage._cdata, len(self.storages))
-        if number == len(self.storages):
+    def _key(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> str:
+        """The storage's number as text, always the same object, so that the pickle refers back to it."""
+        key = self._keys.get(storage._cdata)
+        if key is None:
+            key = self._keys[storage._cdata] = str(len(self.storages))
             self.storages.append(storage)
         address = 0 if storage.device.type == "meta" else storage.data_ptr()
         if address and self._dtypes.setdefault(address, dtype) != dtype:  # torch.load could not read it
@@ -79,7 +80,7 @@ class _StoragePickler(pickle.Pickler):
                 f"Two tensors view the same memory as {self._dtypes[address]} and {dtype}; neither torch.save nor a "
                 "snapshot can keep them tied. Clone one of them before saving."
             )
-        return number
+        return key
 
 
 class _StorageUnpickler(pickle.Unpickler):

@@ -1,0 +1,206 @@
+"""
+A disk that loses what was not synced.
+
+Each directory has a log of changes since its last sync; after a cut, any prefix of it may have become durable, independently of the
+other directories. A rename is one change, as on a journalling file system. A file that was not synced has any prefix of its bytes. Every
+primitive step counts, and the cut comes before the step with the number that was asked for.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from dlrover.snapshot.storage import StoredName, join, parent_of
+
+Change = Callable[[dict[str, "Node"]], None]
+
+
+class PowerCut(BaseException):
+    """The machine is off."""
+
+
+@dataclass
+class File:
+    content: bytes = b""
+    durable: bytes | None = None  # None: never synced
+
+
+@dataclass
+class Directory:
+    now: dict[str, Node] = field(default_factory=dict)
+    durable: dict[str, Node] = field(default_factory=dict)
+    log: list[Change] = field(default_factory=list)
+
+    def change(self, change: Change) -> None:
+        change(self.now)
+        self.log.append(change)
+
+
+Node = File | Directory
+
+
+class Disk:
+    """A `Storage` on paths like `/a/b`."""
+
+    renames = True
+
+    def __init__(self, *, can_exchange: bool = True, cut_before: int | None = None) -> None:
+        self.root = Directory()
+        self.steps: list[str] = []
+        self._can_exchange = can_exchange
+        self.cut_before = cut_before
+
+    def after_cut(self, fate: random.Random | bool) -> Disk:
+        """The disk at the next start. True: everything arrived; False: only what was synced; or as the dice fall."""
+        disk = Disk(can_exchange=self._can_exchange)
+        disk.root = _survivor(self.root, fate)
+        return disk
+
+    def make_directory(self, path: str) -> None:
+        at = self.root
+        for name in path.strip("/").split("/"):
+            if name not in at.now:
+                self._step(f"mkdir {name}")
+                at.change(_put(name, Directory()))
+            below = at.now[name]
+            assert isinstance(below, Directory)
+            at = below
+
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
+        directory, name = self._parent(path)
+        self._step(f"create {path}")
+        file = File()
+        directory.change(_put(name, file))
+        for chunk in chunks:
+            self._step(f"write {path}")
+            file.content += bytes(chunk)
+        self._step(f"fsync {path}")
+        file.durable = file.content
+
+    def write_atomic(self, path: str, content: bytes) -> None:
+        self.write(path + ".new", [content])
+        directory, name = self._parent(path)
+        self._step(f"rename {path}.new")
+        directory.change(_move(name + ".new", name))
+        self.sync_directory(parent_of(path))
+
+    def read(self, path: str) -> bytes:
+        directory, name = self._parent(path)
+        node = directory.now.get(name)
+        if not isinstance(node, File):
+            raise FileNotFoundError(path)
+        return node.content
+
+    def list(self, path: str) -> list[StoredName]:
+        try:
+            directory = self._directory(path)
+        except FileNotFoundError:
+            return []
+        return sorted(
+            StoredName(name, isinstance(node, Directory), len(node.content) if isinstance(node, File) else 0)
+            for name, node in directory.now.items()
+        )
+
+    def rename(self, source: str, target: str) -> None:
+        directory, name = self._parent(source)
+        assert parent_of(source) == parent_of(target)
+        new_name = target.rsplit("/", 1)[1]
+        if new_name in directory.now:
+            raise FileExistsError(target)
+        self._step(f"rename {source}")
+        directory.change(_move(name, new_name))
+
+    def exchange(self, source: str, target: str) -> bool:
+        if not self._can_exchange:
+            return False
+        directory, name = self._parent(source)
+        self._step(f"exchange {source}")
+        directory.change(_swap(name, target.rsplit("/", 1)[1]))
+        return True
+
+    def remove_file(self, path: str) -> None:
+        directory, name = self._parent(path)
+        if name in directory.now:
+            self._step(f"unlink {path}")
+            directory.change(_drop(name))
+
+    def remove_tree(self, path: str) -> None:
+        directory, name = self._parent(path)
+        node = directory.now.get(name)
+        if isinstance(node, Directory):
+            for child in sorted(node.now):
+                self.remove_tree(join(path, child))
+        if node is not None:
+            self.remove_file(path)
+
+    def sync_directory(self, path: str) -> None:
+        self._step(f"sync {path}")
+        directory = self._directory(path)
+        directory.durable, directory.log = dict(directory.now), []
+
+    def _step(self, what: str) -> None:
+        if len(self.steps) == self.cut_before:
+            raise PowerCut(what)
+        self.steps.append(what)
+
+    def _directory(self, path: str) -> Directory:
+        at: Node = self.root
+        for name in path.strip("/").split("/"):
+            if not name:
+                continue
+            if not isinstance(at, Directory) or name not in at.now:
+                raise FileNotFoundError(path)
+            at = at.now[name]
+        if not isinstance(at, Directory):
+            raise FileNotFoundError(path)
+        return at
+
+    def _parent(self, path: str) -> tuple[Directory, str]:
+        above, name = path.rsplit("/", 1)
+        return self._directory(above), name
+
+
+def _survivor(directory: Directory, fate: random.Random | bool) -> Directory:
+    entries = dict(directory.durable)
+    if fate is True:
+        kept = len(directory.log)
+    elif fate is False:
+        kept = 0
+    else:
+        kept = fate.randint(0, len(directory.log))
+    for change in directory.log[:kept]:
+        change(entries)
+    alive: dict[str, Node] = {}
+    for name, node in entries.items():
+        if isinstance(node, Directory):
+            alive[name] = _survivor(node, fate)
+        elif node.durable is not None:
+            alive[name] = File(node.durable, node.durable)
+        else:
+            length = len(node.content) if fate is True else 0 if fate is False else fate.randint(0, len(node.content))
+            alive[name] = File(node.content[:length], node.content[:length])
+    return Directory(now=dict(alive), durable=dict(alive))
+
+
+def _put(name: str, node: Node) -> Change:
+    return lambda entries: entries.update({name: node})
+
+
+def _move(name: str, new_name: str) -> Change:
+    def change(entries: dict[str, Node]) -> None:
+        entries[new_name] = entries.pop(name)
+
+    return change
+
+
+def _swap(name: str, other: str) -> Change:
+    def change(entries: dict[str, Node]) -> None:
+        entries[name], entries[other] = entries[other], entries[name]
+
+    return change
+
+
+def _drop(name: str) -> Change:
+    return lambda entries: entries.pop(name, None) and None

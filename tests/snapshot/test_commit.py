@@ -1,0 +1,304 @@
+"""Commits: the tracker always names a whole checkpoint, wherever the power is cut."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from pathlib import Path
+
+import pytest
+
+from dlrover.protocol.errors import ConfigError, Rejected
+from dlrover.snapshot.commit import (
+    TRACKER,
+    Attempt,
+    Tracker,
+    abandon,
+    commit,
+    committed_checkpoints,
+    finish_rank,
+    latest_step,
+    locate,
+    stage,
+    staged_manifests,
+)
+from dlrover.snapshot.manifest import (
+    FileRecord,
+    ManifestInvalid,
+    RankManifest,
+    TensorRecord,
+    Topology,
+    decode_global_manifest,
+    decode_rank_manifest,
+    encode_manifest,
+    join_manifests,
+)
+from dlrover.snapshot.retention import KeepInterval, KeepLatest, apply_retention
+from dlrover.snapshot.storage import LocalStorage, Storage, join, storage_for
+from tests.snapshot.power_cut import Disk, PowerCut
+
+NATIVE = "latest_checkpointed_iteration.txt"
+
+
+def attempt_at(step: int, attempt: str, directory: str = "/ckpt") -> Attempt:
+    return Attempt(directory=directory, target=str(step), step=step, attempt=attempt)
+
+
+def content_of(step: int, rank: int, attempt: str) -> bytes:
+    return f"step {step} rank {rank} attempt {attempt}".encode() * 5
+
+
+def write_rank(storage: Storage, attempt: Attempt, rank: int, world_size: int = 2) -> RankManifest:
+    path = stage(storage, attempt)
+    content = content_of(attempt.step, rank, attempt.attempt)
+    name = f"sub/rank_{rank}.pt"
+    storage.make_directory(join(path, "sub"))
+    storage.write(join(path, name), [content[:20], content[20:]])
+    manifest = RankManifest(
+        step=attempt.step,
+        round=3,
+        attempt=attempt.attempt,
+        topology=Topology(world_size, rank, {"data": world_size}),
+        files=(FileRecord(name, len(content), zlib.crc32(content)),),
+        tensors=(TensorRecord("w", "float32", (2, 3), name, (4, 3), (2 * rank, 0)),),
+    )
+    finish_rank(storage, attempt, manifest)
+    return manifest
+
+
+def save(storage: Storage, attempt: Attempt, ranks: tuple[int, ...] = (0, 1)) -> None:
+    for rank in ranks:
+        write_rank(storage, attempt, rank)
+    commit(storage, attempt, ranks, [Tracker(NATIVE, str(attempt.step))], data_state="cursor 5")
+
+
+def check_whole(storage: Storage, directory: str, step: int | None = None) -> int:
+    """Read a checkpoint as a restore does, compare every byte, return its step."""
+    found = locate(storage, directory, step)
+    assert found is not None
+    manifest = found.manifest
+    assert [rank.global_rank for rank in manifest.ranks] == [0, 1]
+    for rank in manifest.ranks:
+        (file,) = rank.files
+        content = storage.read(join(found.path, file.path))
+        assert content == content_of(manifest.step, rank.global_rank, manifest.attempt)
+        assert zlib.crc32(content) == file.crc32
+    assert manifest.data_state == "cursor 5"
+    return manifest.step
+
+
+def scenario(disk: Disk) -> None:
+    """Two new steps, one of them saved twice, and the deletion of what is no longer wanted."""
+    save(disk, attempt_at(20, "a"))
+    save(disk, attempt_at(20, "b"))
+    save(disk, attempt_at(30, "c"))
+    apply_retention(disk, "/ckpt", KeepLatest(1))
+
+
+def first_checkpoint(*, can_exchange: bool) -> Disk:
+    disk = Disk(can_exchange=can_exchange)
+    save(disk, attempt_at(10, "first"))
+    disk = disk.after_cut(True)
+    assert check_whole(disk, "/ckpt") == 10
+    return disk
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_cut_before_any_step_leaves_a_tracker_that_names_a_whole_checkpoint(can_exchange: bool) -> None:
+    """Every write, fsync, mkdir, rename, unlink and directory sync of the whole story is a cut, with several fates each."""
+    rehearsal = first_checkpoint(can_exchange=can_exchange)
+    scenario(rehearsal)
+    num_steps = len(rehearsal.steps)
+    assert num_steps > 150
+    reached = set()
+    for cut in range(num_steps):
+        disk = first_checkpoint(can_exchange=can_exchange)
+        disk.cut_before = cut
+        with pytest.raises(PowerCut):
+            scenario(disk)
+        for fate in (True, False, random.Random(cut), random.Random(-cut - 1)):
+            survivor = disk.after_cut(fate)
+            what = f"cut {cut} before {rehearsal.steps[cut]}, fate {fate}"
+            step = check_whole(survivor, "/ckpt")
+            reached.add(step)
+            native = int(survivor.read(f"/ckpt/{NATIVE}"))
+            assert check_whole(survivor, "/ckpt", native) == native, what
+            assert native <= step, what
+            save(survivor, attempt_at(40, "next"))
+            assert check_whole(survivor, "/ckpt") == 40, what
+    assert reached == {10, 20, 30}
+
+
+def test_a_committer_that_died_is_followed_by_one_that_finishes() -> None:
+    rehearsal = first_checkpoint(can_exchange=True)
+    attempt = attempt_at(20, "a")
+    for rank in (0, 1):
+        write_rank(rehearsal, attempt, rank)
+    start = len(rehearsal.steps)
+    commit(rehearsal, attempt, (0, 1))
+    for cut in range(start, len(rehearsal.steps)):
+        disk = first_checkpoint(can_exchange=True)
+        for rank in (0, 1):
+            write_rank(disk, attempt, rank)
+        disk.cut_before = cut
+        with pytest.raises(PowerCut):
+            commit(disk, attempt, (0, 1), data_state="cursor 5")
+        survivor = disk.after_cut(True)
+        commit(survivor, attempt, (0, 1), data_state="cursor 5")
+        assert check_whole(survivor, "/ckpt") == 20
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Storage, str]:
+    """The same behaviour on a directory and on an object store."""
+    if request.param == "local":
+        return LocalStorage(), str(tmp_path / "ckpt")
+    pytest.importorskip("fsspec")
+    directory = f"memory://{tmp_path.name}/ckpt"
+    return storage_for(directory), directory
+
+
+def test_commits_on_real_storages(place: tuple[Storage, str]) -> None:
+    storage, directory = place
+    assert locate(storage, directory) is None
+    save(storage, attempt_at(0, "a", directory))
+    assert check_whole(storage, directory) == 0, "step 0 is a step"
+    save(storage, attempt_at(5, "b", directory))
+    assert check_whole(storage, directory) == 5
+    assert storage.read(join(directory, NATIVE)) == b"5"
+    names = [entry.name for entry in storage.list(directory) if entry.is_directory]
+    assert names == ["0", "5"]
+
+
+def test_a_step_saved_again_replaces_the_old_one_or_is_refused(place: tuple[Storage, str]) -> None:
+    storage, directory = place
+    save(storage, attempt_at(5, "a", directory))
+    if storage.renames:
+        save(storage, attempt_at(5, "b", directory))
+        found = locate(storage, directory)
+        assert found is not None
+        assert found.manifest.attempt == "b"
+    else:
+        with pytest.raises(Rejected, match="committed already"):
+            stage(storage, attempt_at(5, "b", directory))
+    assert check_whole(storage, directory) == 5
+    assert [entry.name for entry in storage.list(directory) if entry.is_directory] == ["5"]
+
+
+def test_a_missing_rank_a_wrong_size_and_a_foreign_rank_stop_the_commit(place: tuple[Storage, str]) -> None:
+    storage, directory = place
+    attempt = attempt_at(5, "a", directory)
+    write_rank(storage, attempt, 0)
+    with pytest.raises(ManifestInvalid, match="no manifest from ranks 1, 2"):
+        commit(storage, attempt, (0, 1, 2))
+    with pytest.raises(ManifestInvalid, match="Ranks 0 wrote to this checkpoint"):
+        commit(storage, attempt, ())
+    manifest = write_rank(storage, attempt, 1)
+    path = join(attempt.staging_path(storage), manifest.files[0].path)
+    storage.write(path, [b"short"])
+    with pytest.raises(ManifestInvalid, match="has 5 bytes; its manifest says"):
+        commit(storage, attempt, (0, 1))
+    storage.remove_file(path)
+    with pytest.raises(ManifestInvalid, match="is missing"):
+        commit(storage, attempt, (0, 1))
+    assert latest_step(storage, directory) is None
+    abandon(storage, attempt)
+    assert not [entry for entry in storage.list(directory) if entry.is_directory]
+
+
+def test_what_a_former_attempt_left_is_not_taken_for_this_one(place: tuple[Storage, str]) -> None:
+    storage, directory = place
+    write_rank(storage, attempt_at(5, "dead", directory), 0)
+    write_rank(storage, attempt_at(5, "dead", directory), 1)
+    attempt = attempt_at(5, "alive", directory)
+    write_rank(storage, attempt, 0)
+    assert [manifest.global_rank for manifest in staged_manifests(storage, attempt)] == [0]
+    with pytest.raises(ManifestInvalid, match="no manifest from ranks 1"):
+        commit(storage, attempt, (0, 1))
+    write_rank(storage, attempt, 1)
+    commit(storage, attempt, (0, 1), data_state="cursor 5")
+    assert check_whole(storage, directory) == 5
+    assert [entry.name for entry in storage.list(directory) if entry.is_directory] == ["5"]
+
+
+def test_a_tracker_without_its_checkpoint_is_an_error_not_a_start_from_scratch(tmp_path: Path) -> None:
+    storage = LocalStorage()
+    (tmp_path / TRACKER).write_text("7")
+    with pytest.raises(ManifestInvalid, match="No complete checkpoint of step 7"):
+        locate(storage, str(tmp_path))
+    (tmp_path / TRACKER).write_text("")
+    with pytest.raises(ManifestInvalid, match="should hold a step"):
+        locate(storage, str(tmp_path))
+
+
+def test_two_ranks_with_one_path_and_two_attempts_do_not_join() -> None:
+    def manifest(rank: int, attempt: str, path: str) -> RankManifest:
+        files = (FileRecord(path, 1, 1),)
+        return RankManifest(step=1, round=1, attempt=attempt, topology=Topology(2, rank), files=files)
+
+    with pytest.raises(ManifestInvalid, match="Ranks 0 and 1 both wrote"):
+        join_manifests([manifest(0, "a", "x.pt"), manifest(1, "a", "x.pt")], {0, 1})
+    with pytest.raises(ManifestInvalid, match="do not belong together"):
+        join_manifests([manifest(0, "a", "x.pt"), manifest(1, "b", "y.pt")], {0, 1})
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../other/x.pt", "a/../../x", ""])
+def test_a_manifest_cannot_point_outside(path: str) -> None:
+    topology = Topology(1, 0)
+    content = encode_manifest(
+        RankManifest(step=1, round=1, attempt="a", topology=topology, files=(FileRecord(path, 1, 1),))
+    )
+    with pytest.raises(ManifestInvalid, match="not inside the checkpoint"):
+        decode_rank_manifest(content)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"not json", b'{"version": 9}'])
+def test_what_is_no_manifest_is_refused(content: bytes) -> None:
+    with pytest.raises(ManifestInvalid):
+        decode_global_manifest(content)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps", "left"),
+    [
+        (KeepLatest(3), [1, 2, 3, 4], [2, 3, 4]),
+        (KeepLatest(0), [1, 2], [2]),
+        (KeepInterval(4), [1, 2, 3, 4, 5, 6, 7, 8], [4, 8]),
+        (KeepInterval(4), [2, 4, 6, 8, 10], [4, 8, 10]),
+    ],
+)
+def test_retention_after_each_commit(
+    place: tuple[Storage, str], strategy: KeepLatest | KeepInterval, steps: list[int], left: list[int]
+) -> None:
+    storage, directory = place
+    for step in steps:
+        save(storage, attempt_at(step, f"a{step}", directory))
+        apply_retention(storage, directory, strategy)
+    assert [checkpoint.manifest.step for checkpoint in committed_checkpoints(storage, directory)] == left
+
+
+class Reckless:
+    def expendable(self, steps: object) -> list[int]:
+        return list(steps)  # type: ignore[call-overload]
+
+
+def test_no_strategy_can_delete_the_last_good_one_nor_what_the_tracker_names(tmp_path: Path) -> None:
+    storage, directory = LocalStorage(), str(tmp_path)
+    (tmp_path / "my notes").mkdir()
+    for step in (1, 2, 3):
+        save(storage, attempt_at(step, "a", directory))
+    storage.write_atomic(join(directory, TRACKER), b"2")  # somebody went back
+    assert apply_retention(storage, directory, Reckless()) == [1]
+    assert (tmp_path / "my notes").exists()
+    assert check_whole(storage, directory) == 2
+
+
+def test_urls_without_their_package_and_file_urls_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="as a plain path, /tmp/x"):
+        storage_for("file:///tmp/x")
+    pytest.importorskip("fsspec")
+    with pytest.raises(ConfigError, match="cannot be reached"):
+        storage_for("nosuchprotocol://x")
+    monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
+    with pytest.raises(ConfigError, match=r"dlrover\[storage\]"):
+        storage_for("s3://bucket/x")
