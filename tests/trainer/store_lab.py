@@ -21,6 +21,7 @@ from dlrover.protocol.messages import (
     Attach,
     Attached,
     Desired,
+    Heartbeat,
     Incarnation,
     JobTerms,
     Join,
@@ -104,6 +105,13 @@ class StoreLab:
         self._relay = Relay(self._channel.call, lambda: (self._node, self._incarnation))
         await self._open_socket()
         self._running = asyncio.ensure_future(self._channel.run())
+        self._beating = asyncio.ensure_future(self._beat())
+
+    async def _beat(self) -> None:
+        """The suite may take longer than a master waits for a silent node."""
+        while True:
+            self._channel.beat(Heartbeat(node=self._node, incarnation=self._incarnation))
+            await asyncio.sleep(5)
 
     async def _open_socket(self, *, is_again: bool = False) -> None:
         if is_again:
@@ -114,6 +122,7 @@ class StoreLab:
             self.socket.open_round(self._world.round)
 
     async def _end(self) -> None:
+        self._beating.cancel()
         await self.socket.close()
         await self._channel.close()
         await asyncio.wait({self._running}, timeout=10)
