@@ -78,7 +78,8 @@ async def test_blocks_travel_on_the_stream(start_master: StartMaster, connect: C
     block = BlockRendezvous(node=first.node, incarnation=first.incarnation, reason="it converts a checkpoint")
     assert await first.channel.call(block, timeout=10) == Done()
     await asyncio.gather(*(agent.join() for agent in agents))
-    assert "blocked by node rank 0 (host-a): it converts a checkpoint" in (await master.status()).verdict
+    label = f"node rank {first.node_rank} (host-a)"
+    assert f"blocked by {label}: it converts a checkpoint" in (await master.status()).verdict
     unblock = UnblockRendezvous(node=first.node, incarnation=first.incarnation)
     assert await first.channel.call(unblock, timeout=10) == Done()
     await asyncio.gather(*(agent.wish(Run) for agent in agents))

@@ -1,0 +1,135 @@
+"""
+Thousands of failure reports at once: the master stays small, keeps answering, and keeps what tells something.
+
+The full storms (10,000 of 64 KiB, 10,000 of 1 MB) are run by `make chaos`; each test run has a breeze of the same kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from dlrover.core.restarts import NUM_DISTINCT
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages import (
+    MAX_FAILURE_BYTES,
+    FailureKind,
+    JobTerms,
+    Limits,
+    Micros,
+    Ping,
+    Pong,
+    ReportFailure,
+    Round,
+    Run,
+    WorkerFailure,
+)
+from dlrover.protocol.rpc import ask
+from tests.master.conftest import TOKEN, Agent, Connect, MakeMaster, MasterProcess, status_of
+
+NUM_AGENTS = 20
+MOST_BYTES = 1_000_000_000
+
+
+def a_report(agent: Agent, number: int, size_bytes: int) -> ReportFailure:
+    """Of each agent every tenth is of a kind of its own."""
+    is_rare = number // NUM_AGENTS % 10 == 5
+    head = f"Traceback of bug {number}\n" if is_rare else "Traceback of the usual bug\n"
+    failure = WorkerFailure(
+        global_rank=agent.node_rank,
+        local_rank=0,
+        pid=1,
+        kind=FailureKind.EXCEPTION,
+        exited_at=Micros(number),
+        message="RuntimeError: boom",
+        traceback=("x" * (size_bytes - 1000)) + head,
+    )
+    return ReportFailure(node=agent.node, incarnation=agent.incarnation, round=Round(1), failures=(failure,), lived=1.0)
+
+
+async def the_gathered(master: MasterProcess, connect: Connect) -> list[Agent]:
+    terms = JobTerms(limits=Limits(min_nodes=NUM_AGENTS, max_nodes=NUM_AGENTS))
+    agents = [connect(master.address, launch=f"l{number}", terms=terms) for number in range(NUM_AGENTS)]
+    for agent in agents:
+        await agent.attached()
+    await asyncio.gather(*(agent.join() for agent in agents))
+    await asyncio.gather(*(agent.wish(Run) for agent in agents))
+    return agents
+
+
+async def storm(agents: list[Agent], num_reports: int, size_bytes: int) -> list[object]:
+    """All at once; each agent has its share."""
+    shares = [(agents[number % NUM_AGENTS], number) for number in range(num_reports)]
+    calls = [agent.channel.call(a_report(agent, number, size_bytes), timeout=100) for agent, number in shares]
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+class Pings:
+    """Somebody asks all the while."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.longest = 0.0
+        self.count = 0
+
+    async def run(self) -> None:
+        while True:
+            began_at = time.monotonic()
+            assert isinstance(await ask(self._address, Ping(), token=TOKEN, timeout=20), Pong)
+            self.longest = max(self.longest, time.monotonic() - began_at)
+            self.count += 1
+            await asyncio.sleep(0.1)
+
+
+def peak_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the kernel does not tell the peak")
+
+
+FULL = pytest.param(10_000, marks=pytest.mark.chaos)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("num_reports", [1000, FULL])
+async def test_a_storm_of_reports_of_the_greatest_size(
+    make_master: MakeMaster, connect: Connect, num_reports: int
+) -> None:
+    master = make_master()
+    master.start()
+    agents = await the_gathered(master, connect)
+    pings = Pings(master.address)
+    pinging = asyncio.ensure_future(pings.run())
+    answers = await storm(agents, num_reports, MAX_FAILURE_BYTES)
+    assert not [answer for answer in answers if isinstance(answer, BaseException)]
+    assert not pinging.done(), "it keeps answering"
+    pinging.cancel()
+    assert pings.count
+    assert peak_bytes(master.pid) < MOST_BYTES
+
+    told = (await status_of(master.address)).distinct_failures
+    assert len(told) == NUM_DISTINCT
+    assert max(each.count for each in told) == num_reports * 9 // 10, "the usual bug is counted, not stored"
+    assert (told[0].kind, told[0].message) == (FailureKind.EXCEPTION, "RuntimeError: boom")
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("num_reports", [200, FULL])
+async def test_reports_that_are_too_large_are_refused_by_size_and_change_nothing(
+    make_master: MakeMaster, connect: Connect, num_reports: int
+) -> None:
+    master = make_master()
+    master.start()
+    agents = await the_gathered(master, connect)
+    before = (await status_of(master.address)).digest
+    for _ in range(0, num_reports, 200):  # not all in our own memory
+        refused = await storm(agents, 200, 1024 * 1024)
+        assert {error.code for error in refused if isinstance(error, Rejected)} == {"too-large"}
+        assert not [answer for answer in refused if not isinstance(answer, Rejected)]
+        assert f"the limit is {MAX_FAILURE_BYTES}" in str(refused[0])
+    assert peak_bytes(master.pid) < MOST_BYTES
+    assert (await status_of(master.address)).digest == before
