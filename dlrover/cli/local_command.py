@@ -252,7 +252,8 @@ class LocalJob:
         with open(self._token_file, encoding="ascii") as file:
             token = file.read()
         is_terminal = sys.stderr.isatty() and sys.stdout.isatty()
-        with Display(str(self._address), token, is_terminal=is_terminal) as display:
+        tls = self._plan.settings.tls
+        with Display(str(self._address), token, tls=tls, is_terminal=is_terminal) as display:
             self._display = display
             self._host = NodeHost(
                 self._host_config,

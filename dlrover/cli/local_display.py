@@ -12,9 +12,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from dlrover.platforms.node_host import short_name
+from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.fleet_messages import NodeChanged, NodePhase, PlatformNode
-from dlrover.protocol.identity import PlatformId
+from dlrover.protocol.identity import NodeRank, PlatformId
 from dlrover.protocol.messages import AskStatus, JobStatus
 
 if TYPE_CHECKING:
@@ -28,9 +29,10 @@ ASK_TIMEOUT = 5.0
 
 
 class Display:
-    def __init__(self, address: str, token: str, *, is_terminal: bool) -> None:
+    def __init__(self, address: str, token: str, *, tls: TlsConfig | None, is_terminal: bool) -> None:
         self._address = address
         self._token = token
+        self._tls = tls
         self._nodes: dict[PlatformId, PlatformNode] = {}
         self._status: JobStatus | None = None
         self._said: tuple[object, ...] = ()
@@ -69,7 +71,7 @@ class Display:
 
         while True:
             with contextlib.suppress(DLRoverError):  # it starts, or starts again; the next look will tell
-                reply = await ask(self._address, AskStatus(), token=self._token, timeout=ASK_TIMEOUT)
+                reply = await ask(self._address, AskStatus(), token=self._token, tls=self._tls, timeout=ASK_TIMEOUT)
                 if isinstance(reply, JobStatus):
                     self._show(reply)
             await asyncio.sleep(PERIOD)
@@ -97,7 +99,7 @@ class Display:
         table = Table("node rank", "node", "platform", "address", "agent", "step", box=None, pad_edge=False)
         agents = {} if self._status is None else {node.node_rank: node for node in self._status.nodes}
         for node in sorted(self._nodes.values(), key=lambda node: (node.rank, node.id)):
-            agent = agents.get(node.rank)  # type: ignore[call-overload]
+            agent = agents.get(NodeRank(node.rank))
             status, step = ("", "") if agent is None else (agent.status, "" if agent.step is None else str(agent.step))
             table.add_row(str(node.rank), str(node.id), node.phase.value, node.host, status, step)
         if self._status is None:
