@@ -120,6 +120,7 @@ def _report(totals: Totals, jobs: int) -> None:
         + ", ".join(f"{reason or 'not waited for'} {count:,}" for reason, count in sorted(totals.by_reason.items()))
     )
     print("faults: " + ", ".join(f"{kind} {count:,}" for kind, count in sorted(totals.by_kind.items())))
+    print(f"slowest recovery after the faults stopped: {totals.slowest_recovery:.0f} s")
     print(f"violations: {len(totals.failures)}")
     for failure in totals.failures[:NUM_SHOWN]:
         print(f"  seed {failure.seed}: {failure.invariant}: {failure.sentence}")

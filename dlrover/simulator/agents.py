@@ -352,6 +352,7 @@ class VirtualAgent:
             self.sim.network.send_up(self.connection, request)
 
     def _settled(self, sequence: int) -> None:
+        self.sim.heard_answer(self, sequence)
         self.waiting.pop(sequence, None)
         if sequence == self._goodbye_sequence:
             self._heard_goodbye()

@@ -110,6 +110,7 @@ class Totals:
         self.num_rounds = 0
         self.num_alarms = 0
         self.node_hours = 0.0
+        self.slowest_recovery = 0.0
         self.by_kind: dict[str, int] = {}
         self.by_reason: dict[str, int] = {}
         self.failures: list[Failure] = []
@@ -127,6 +128,7 @@ class Totals:
         self.num_rounds += outcome.num_rounds
         self.num_alarms += outcome.num_alarms
         self.node_hours += outcome.node_hours
+        self.slowest_recovery = max(self.slowest_recovery, outcome.recovery)
         self.by_reason[outcome.reason] = self.by_reason.get(outcome.reason, 0) + 1
         for kind, count in outcome.by_kind.items():
             self.by_kind[kind] = self.by_kind.get(kind, 0) + count

@@ -51,6 +51,8 @@ LONGEST_PAUSE = 2.0
 PEER_LOST_ODDS = 0.3
 """How often a worker notices the end of a peer before its agent stops it."""
 NUM_KEPT_CONNECTIONS = 4
+LONGEST_RECOVERY = BOUND
+"""I8: from the end of the faults to the first step, with a platform that still has to start some nodes."""
 OVERLAP = 60 * SECOND
 """After so long a node that the master can reach has stopped the workers of a world that was replaced."""
 START = 1_700_000_000 * SECOND
@@ -86,6 +88,8 @@ class Result(Struct, frozen=True, kw_only=True):
     num_masters: int
     num_alarms: int
     """Nodes that were given up, and workers that were killed for having slept too long."""
+    recovery: float
+    """Seconds from the end of the faults to the next step: 0 if they did not stop it, or if it had ended."""
     reason: str
     """Why the job ended; empty if it was not waited for."""
     trace: str
@@ -104,6 +108,8 @@ class Ledger:
         self.lives: dict[tuple[NodeRank, Incarnation], str] = {}
         self.applied: dict[tuple[NodeId, Incarnation], int] = {}
         """Highest sequence applied of each life."""
+        self.answered: dict[tuple[NodeId, Incarnation], int] = {}
+        """Highest sequence whose answer its sender has heard."""
         self.num_commands = 0
         self.num_alarms = 0
 
@@ -146,8 +152,9 @@ class Simulation:
         """How to end the troubles that last."""
         self._has_quiet = False
         self._ended_at: int | None = None
-        self._has_amnesia = False
-        """The journal was lost once."""
+        self._quiet_at: int | None = None
+        """When faults stopped and nobody trained; None: that is not so, or over."""
+        self._recovery = 0
         self._limits = self.terms.limits
         self._durable: bytes | None = None
         """The state that the next master has to find; None: not known for certain."""
@@ -198,6 +205,8 @@ class Simulation:
 
     def _conclude(self) -> Result:
         self._check()
+        if self._recovery > LONGEST_RECOVERY:
+            raise Violation("I8", f"the first step came {self._recovery / SECOND:.0f} s after the faults had stopped")
         assert self.master is not None, "a job is over under a master"
         job = self.master.job
         is_replayed = self.plan.is_thorough or self.plan.seed % REPLAY_EVERY == 0
@@ -214,6 +223,7 @@ class Simulation:
             num_rounds=job.state.rendezvous.round,
             num_masters=self._num_masters,
             num_alarms=self.ledger.num_alarms,
+            recovery=self._recovery / SECOND,
             reason="" if job.end is None else job.end.reason.value,
             trace=f"{self.journal.trace}-{self.events.num_past:x}-{self.events.now:x}",
         )
@@ -271,6 +281,8 @@ class Simulation:
             end()
         self.note("faults stop")
         self.trouble()
+        if self._ended_at is None and not any(self.training.is_training(world) for world in self.training.worlds):
+            self._quiet_at = self.events.now
 
     def calm_for(self) -> int:
         """Since when nothing troubles the job."""
@@ -303,12 +315,24 @@ class Simulation:
             self.compare_restored(job, self._durable)
         elif job.number != self.journal.last_number:
             raise Violation("I5", f"the journal has {self.journal.last_number} records, the replay gave {job.number}")
+        self._check_answered(job)
         self._num_masters += 1
         self._is_serving = False
         self.note(f"master epoch {epoch} starts")
         self.trouble()
         self.master = VirtualMaster(self, job, epoch)
         self.master.begin()
+
+    def _check_answered(self, job: Job) -> None:
+        """What was answered is durable, whenever the master died."""
+        for node, sender in job.state.senders.by_node.items():
+            answered = self.ledger.answered.get((node, sender.incarnation), 0)
+            if answered > sender.highest:
+                raise Violation("I5", f"command {answered} of node {node} was answered, and {sender.highest} is known")
+
+    def heard_answer(self, agent: VirtualAgent, sequence: int) -> None:
+        life = (agent.id, agent.incarnation)
+        self.ledger.answered[life] = max(sequence, self.ledger.answered.get(life, 0))
 
     def compare_restored(self, job: Job, durable: bytes) -> None:
         if job.encode() != durable:
@@ -390,8 +414,8 @@ class Simulation:
         self.ledger.worlds.clear()
         self.ledger.lives.clear()
         self.ledger.applied.clear()
+        self.ledger.answered.clear()
         self._agents.clear()
-        self._has_amnesia = True
         return True
 
     def fenced(self, master: VirtualMaster) -> None:
@@ -611,6 +635,9 @@ class Simulation:
 
     def _world_began(self, coordinator: str) -> None:
         """An older world that still trains does so unheard, and not for ever."""
+        if self._quiet_at is not None:
+            self._recovery = self.events.now - self._quiet_at
+            self._quiet_at = None
         for older in self.training.worlds:
             if older != coordinator and self.training.is_training(older):
                 self.events.after(OVERLAP, self._check_overlap, older)
