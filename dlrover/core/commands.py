@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.core import fleet_commands, kv_store, life_cycle, sync_points
+from dlrover.core import fleet_agents, fleet_commands, fleet_settling, fleet_wishes, kv_store, sync_points
 from dlrover.core import restarts as blame
 from dlrover.core.course import EXIT_RENDEZVOUS_TIMEOUT, Course, gone_times, is_running, pend_timeouts
 from dlrover.core.nodes import NodeLife, after_outage
@@ -104,12 +104,12 @@ def _master_started(command: MasterStarted, course: Course) -> Reply:
     if state.drains_at is not None:
         state.drains_at = after_outage(state.drains_at, state.now, course.now)
     if state.fleet is not None:
-        life_cycle.master_restarted(course)
+        fleet_settling.master_restarted(course)
     # When the newest world began stays as it is: its workers train on without a master.
     course.touch_all()
     if state.end is not None and state.stage is Stage.STOPPED:
         # The former master may have died between its commit and its exit.
-        life_cycle.issue(course)
+        fleet_settling.issue(course)
         course.effects.append(FinishJob(state.end))
     return Done()
 
@@ -117,8 +117,8 @@ def _master_started(command: MasterStarted, course: Course) -> Reply:
 def _attach(command: Attach, course: Course) -> Reply:
     state, nodes = course.state, course.state.nodes
     _check_attach(command)
-    life_cycle.check_attach(state, command)
-    command = life_cycle.rank_for(state, command)
+    fleet_agents.check_attach(state, command)
+    command = fleet_agents.rank_for(state, command)
     _check_terms(command, state.terms, is_scaled=state.limits_version > 0)
     if command.master_epoch > max(state.master_epoch, _LARGEST):
         raise Rejected(f"There never was a master epoch {command.master_epoch}.", code="malformed")
@@ -135,7 +135,7 @@ def _attach(command: Attach, course: Course) -> Reply:
     if node is None and command.node_rank is not None:
         holder = nodes.holder(command.node_rank)
         is_alive = holder is not None and nodes.is_connected(holder.id)
-        if holder is not None and is_alive and not life_cycle.is_taken_over(state, holder, command):
+        if holder is not None and is_alive and not fleet_agents.is_taken_over(state, holder, command):
             raise Rejected(
                 f"Node rank {command.node_rank} is asked for by {command.host} and held by {holder.host}, which is "
                 "alive. Give each node its own --node-rank, or none.",
@@ -151,7 +151,7 @@ def _attach(command: Attach, course: Course) -> Reply:
         state.master_epoch = command.master_epoch + 1
         course.touch_all()
     if holder is not None:
-        life_cycle.part_with(state, holder, command)
+        fleet_agents.part_with(state, holder, command)
         course.lose(holder, NodeLife.GONE, f"{holder.label} is replaced by {command.host}", is_presumed=True)
     if node is None:
         node = course.admit(command)
@@ -159,7 +159,7 @@ def _attach(command: Attach, course: Course) -> Reply:
         course.reattach(node, command)
     else:
         course.renew(node, command)
-    life_cycle.agent_attached(course, node, command)
+    fleet_agents.agent_attached(course, node, command)
     course.touch(node.id)
     course.advance()
     return Attached(
@@ -252,7 +252,7 @@ def _leave(command: LeaveJob, course: Course) -> Reply:
     node = state.nodes.current(command.node, command.incarnation)
 
     why = f"{node.label} left ({command.reason.value})" + (f": {command.message}" if command.message else "")
-    course.lose(node, NodeLife.LEFT, why, exit_reason=life_cycle.exit_of_leave(command.reason))
+    course.lose(node, NodeLife.LEFT, why, exit_reason=fleet_agents.exit_of_leave(command.reason))
     is_final = command.reason in (LeaveReason.STOPPED_BY_USER, LeaveReason.FAILED, LeaveReason.JOB_ENDED)
     if state.end is None and not state.nodes.live and is_final and state.fleet is None:
         by_user = command.reason is LeaveReason.STOPPED_BY_USER
@@ -307,7 +307,7 @@ def _deadline_passed(command: DeadlinePassed, course: Course) -> Reply:
             if leaves_at is not None and leaves_at <= course.now:
                 course.dismiss(state.nodes.live[NodeId(command.id)], _too_many(state))
         case DeadlineKind.SMALLER_NODE | DeadlineKind.GROUP_PENDING | DeadlineKind.PS_WAIT if state.fleet is not None:
-            life_cycle.hear_deadline(course, command)
+            fleet_wishes.hear_deadline(course, command)
         case _:
             pass  # the rendezvous looks at the clock itself, just below
     course.advance()
@@ -340,7 +340,6 @@ def _scale_job(command: ScaleJob, course: Course) -> Reply:
         state.terms = replace(state.terms, limits=limits)
         state.limits_version += 1
         course.rescale(former)
-        life_cycle.retarget(course, limits.max_nodes)
         course.advance()
     return Done()
 

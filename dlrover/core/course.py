@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from dlrover.core import life_cycle, sync_points
+from dlrover.core import fleet_agents, fleet_settling, fleet_wishes, life_cycle, sync_points
 from dlrover.core import restarts as blame
 from dlrover.core.kv_store import NUM_ROUNDS_KEPT
 from dlrover.core.nodes import Node, NodeLife, reattach_window
@@ -312,7 +312,7 @@ class Course:
             return  # it has a place in a newer world, so it knows that its work was not done
         node.finished_round = round_
         sync_points.leave(self, node.id)
-        life_cycle.agent_finished(self, node)
+        fleet_agents.agent_finished(self, node)
         self.touch(node.id)
         if rdzv.is_all_finished():
             self.end_job(ExitReason.COMPLETED, "The workers of all nodes ended well.")
@@ -333,7 +333,7 @@ class Course:
     ) -> None:
         """A live node is there no more; if its world needs it, the others meet again, at no cost of the budget.
 
-        The last two are for the platform that it came from (`life_cycle.agent_lost`).
+        The last two are for the platform that it came from (`fleet_agents.agent_lost`).
         """
         state, rdzv = self.state, self.state.rendezvous
         was_running = is_running(self.state, node)
@@ -343,7 +343,7 @@ class Course:
         rdzv.forget(node.id, node.rank)
         rdzv.blocks.pop(node.id, None)
         if state.end is not None:
-            life_cycle.agent_lost(self, node, exit_reason, is_presumed=is_presumed)
+            fleet_agents.agent_lost(self, node, exit_reason, is_presumed=is_presumed)
             return
         self.say(f"{why[0].upper()}{why[1:]}.")
         if was_running and node.entered_at is not None:
@@ -352,7 +352,7 @@ class Course:
             self.give_up_claims(why)
         if was_running:
             self._open(StopCause.MEMBERSHIP, why)
-        life_cycle.agent_lost(self, node, exit_reason, is_presumed=is_presumed)
+        fleet_agents.agent_lost(self, node, exit_reason, is_presumed=is_presumed)
 
     def give_up(self, node: Node) -> None:
         """Its stream broke and it did not come back in time. It may still, with the news that it has finished."""
@@ -390,7 +390,7 @@ class Course:
             for node in there[limits.max_nodes + state.terms.standby :]:
                 if not is_running(state, node) and node.id not in rdzv.take_up.claims:
                     self.dismiss(node, Leave("the job was scaled down", 0))
-        life_cycle.retarget(self, limits.max_nodes)
+        fleet_wishes.retarget(self, limits.max_nodes)
 
     def _open(self, cause: StopCause, reason: str) -> None:
         state, rdzv = self.state, self.state.rendezvous
@@ -406,7 +406,7 @@ class Course:
     def advance(self) -> None:
         """After each command: let the rendezvous go as far as it can, and the ended job end."""
         state, rdzv = self.state, self.state.rendezvous
-        life_cycle.settle(self)
+        fleet_settling.settle(self)
         if state.end is not None:
             self._finish_job(state.end)
             return
@@ -545,7 +545,7 @@ class Course:
         state.drains_at = Micros(self.now + micros(terms.shutdown_timeout + DRAIN_MARGIN))
         state.rendezvous.close()
         self.say(f"The job ends ({reason.value}): {state.end.message}")
-        life_cycle.job_ended(self)
+        fleet_settling.job_ended(self)
         self.touch_all()
 
     def wants_end(self, reason: ExitReason, sentence: str) -> None:
@@ -580,7 +580,7 @@ class Course:
         if state.stage is Stage.STOPPING and not state.nodes.live:
             state.stage = Stage.STOPPED
             state.drains_at = None
-            life_cycle.job_finished(self)
+            fleet_settling.job_finished(self)
             self.effects.append(FinishJob(end))
 
     def tell_nodes(self) -> None:

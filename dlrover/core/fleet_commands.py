@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from dlrover.core import life_cycle, parameter_servers, relaunch
+from dlrover.core import fleet_wishes, life_cycle, parameter_servers, relaunch, sightings
 from dlrover.core.fleet import Fleet, Replicas
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import (
@@ -81,7 +81,7 @@ def _new_fleet(course: Course, spec: FleetSpec) -> Fleet:
             fleet.replicas[node_type] = _replicas_of(course, spec, node_type, replica)
     for node_type, replicas in fleet.replicas.items():
         for rank in range(replicas.target):
-            node = life_cycle.want_new(fleet, node_type, rank)
+            node = fleet_wishes.want_new(fleet, node_type, rank)
             if node_type is NodeType.PS:
                 fleet.servers.current.append(node.id)
     amounts = ", ".join(f"{replicas.target} {node_type.value}" for node_type, replicas in fleet.replicas.items())
@@ -160,7 +160,7 @@ def _bad(what: str) -> Rejected:
 def _nodes_listed(command: NodesListed, course: Course) -> Reply:
     _known_fleet(course.state)
 
-    life_cycle.hear_list(course, command.nodes)
+    sightings.hear_list(course, command.nodes)
     course.advance()
     return Done()
 
@@ -168,7 +168,7 @@ def _nodes_listed(command: NodesListed, course: Course) -> Reply:
 def _node_changed(command: NodeChanged, course: Course) -> Reply:
     _known_fleet(course.state)
 
-    life_cycle.hear_change(course, command.kind, command.node)
+    sightings.hear_change(course, command.kind, command.node)
     course.advance()
     return Done()
 
@@ -176,7 +176,7 @@ def _node_changed(command: NodeChanged, course: Course) -> Reply:
 def _launch_refused(command: LaunchRefused, course: Course) -> Reply:
     _known_fleet(course.state)
 
-    life_cycle.hear_refusal(course, command.node, command.reason)
+    sightings.hear_refusal(course, command.node, command.reason)
     course.advance()
     return Done()
 
@@ -196,9 +196,9 @@ def _scale_replicas(command: ScaleReplicas, course: Course) -> Reply:
         raise Rejected(f"Give a count from {least} to {MOST_NODES}, not {command.count}.", code="bad-scale")
 
     if command.node_type is NodeType.PS:
-        life_cycle.scale_servers(course, command.count)
+        fleet_wishes.scale_servers(course, command.count)
     else:
-        life_cycle.scale_workers(course, command.node_type, command.count)
+        fleet_wishes.scale_workers(course, command.node_type, command.count)
     course.advance()
     return Done()
 
@@ -215,7 +215,7 @@ def _migrate(command: MigrateNode, course: Course) -> Reply:
     if node.is_critical and node.node_type is not NodeType.PS:
         raise Rejected(f"The job cannot do without {node.label}, not even for an exchange.", code="bad-migration")
 
-    life_cycle.migrate(course, node, as_decoded(command.resource))
+    fleet_wishes.migrate(course, node, as_decoded(command.resource))
     course.advance()
     return Done()
 
@@ -225,7 +225,7 @@ def _suspend(command: SuspendJob, course: Course) -> Reply:
     if course.state.stage is Stage.SUSPENDED:
         raise Rejected("The job is suspended already.", code="bad-stage")
 
-    life_cycle.suspend(course, command.reason)
+    fleet_wishes.suspend(course, command.reason)
     course.advance()
     return Done()
 
@@ -235,7 +235,7 @@ def _resume(command: ResumeJob, course: Course) -> Reply:
     if not fleet.is_suspended:
         raise Rejected("The job is not suspended.", code="bad-stage")
 
-    life_cycle.resume(course)
+    fleet_wishes.resume(course)
     course.advance()
     return Done()
 
@@ -247,7 +247,7 @@ def _restart(command: RestartJob, course: Course) -> Reply:
     if fleet.is_suspended:
         raise Rejected("The job is suspended: resume it before it restarts.", code="bad-stage")
 
-    life_cycle.restart_job(course, command.reason)
+    fleet_wishes.restart_job(course, command.reason)
     course.advance()
     return Done()
 
@@ -285,7 +285,7 @@ def _ps_ready(command: PsReady, course: Course) -> Reply:
             "The workers switched to parameter servers that have changed again since; they have to switch once more."
         )
     else:
-        life_cycle.switch_servers(course)
+        fleet_wishes.switch_servers(course)
     course.advance()
     return Done()
 

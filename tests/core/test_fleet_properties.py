@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from dlrover.core.course import DRAIN_MARGIN
 from dlrover.core.job import Origin, Outcome
-from dlrover.core.relaunch import is_failure
+from dlrover.core.relaunch import ENDED, is_failure
 from dlrover.core.sequence import replay
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import (
@@ -154,11 +154,13 @@ class FleetLife(RuleBasedStateMachine):
         node = self.pick(index)
         if node is not None:
             self.scene.show(node, phase, exit_reason=reason, exit_code=code, host=f"host-{index}")
+            if phase is NodePhase.DELETED:
+                self.scene.cloud.pop(node, None)
 
     @rule()
     def everything_runs(self) -> None:
         for node in sorted(self.scene.cloud):
-            if node in self.scene.cloud and self.scene.cloud[node].phase is NodePhase.PENDING:
+            if node in self.scene.cloud and self.scene.cloud[node].phase not in ENDED:
                 self.scene.run(node)
 
     @rule(index=INDEX, reason=st.sampled_from([NodeExit.NONE, NodeExit.KILLED, NodeExit.HARDWARE]))

@@ -1,0 +1,132 @@
+"""
+Agents on nodes of the platform: two sights of the same thing, which have to agree.
+
+An agent that attaches proves that its node runs, one that finished that nobody has to replace it. An agent that is gone
+says less than it seems: the platform knows better why, if it tells in time. And an agent that wakes up on a node which
+was replaced meanwhile is turned away.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from dlrover.core import life_cycle, sightings
+from dlrover.core.nodes import Node
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.fleet_messages import NodeEventKind, NodeExit, NodePhase, NodeType, PlatformNode
+from dlrover.protocol.messages import Attach, LeaveReason, NodeRank
+
+if TYPE_CHECKING:  # a course calls us
+    from dlrover.core.course import Course
+    from dlrover.core.state import JobState
+
+
+def rank_for(state: JobState, command: Attach) -> Attach:
+    """An agent on one of our nodes has that node's rank, whether or not the platform told it."""
+    fleet = state.fleet
+    node = None if fleet is None else fleet.nodes.get(command.platform_node)
+    if node is None or node.node_type is not NodeType.WORKER or command.node_rank is not None:
+        return command
+    return replace(command, node_rank=NodeRank(node.rank))
+
+
+def check_attach(state: JobState, command: Attach) -> None:
+    """An agent that wakes up on a node which was replaced meanwhile has no place any more."""
+    fleet = state.fleet
+    if fleet is None or state.end is not None or command.platform_node < 0:
+        return
+    node = fleet.nodes.get(command.platform_node)
+    if fleet.is_forgotten(command.platform_node) or (node is not None and not node.is_live and not node.is_finished):
+        what = f"node {command.platform_node}" if node is None else node.label
+        raise Rejected(
+            f"{life_cycle.capitalised(what)} on {command.host} is not part of the job any more: it was replaced or let go. It shall end.",
+            code="node-released",
+        )
+
+
+def is_taken_over(state: JobState, holder: Node, command: Attach) -> bool:
+    """Whether the new node is there to take the place of the one that holds its rank."""
+    fleet = state.fleet
+    node = None if fleet is None else fleet.of_agent(holder.id)
+    if fleet is None or node is None:
+        return fleet is not None and holder.dismissed is not None
+    return not node.is_live or fleet.migrations.get(node.id) == command.platform_node
+
+
+def part_with(state: JobState, holder: Node, command: Attach) -> None:
+    """Another process on the very same node takes the rank: that node is not lost."""
+    fleet = state.fleet
+    node = None if fleet is None else fleet.of_agent(holder.id)
+    if fleet is not None and node is not None and node.id == command.platform_node:
+        node.agent = None
+        del fleet.agents[holder.id]
+
+
+def agent_attached(course: Course, agent: Node, command: Attach) -> None:
+    """Whoever attaches from a node runs on it, whatever the platform has shown so far."""
+    fleet = course.state.fleet
+    if fleet is None or command.platform_node < 0:
+        return
+    former = fleet.of_agent(agent.id)
+    if former is not None and former.id != command.platform_node:
+        former.agent = None
+    fleet.agents[agent.id] = command.platform_node
+    node = fleet.nodes.get(command.platform_node)
+    if node is None:
+        # Of a life whose journal was lost, and nobody has listed it yet.
+        seen = PlatformNode(
+            id=command.platform_node,
+            node_type=command.node_type,
+            rank=agent.rank,
+            phase=NodePhase.RUNNING,
+            host=command.host,
+            group=command.group,
+        )
+        sightings.hear_change(course, NodeEventKind.MODIFIED, seen)
+        return
+    node.agent = agent.id
+    node.host = node.host or command.host
+    if node.is_pending:
+        node.asked_at = course.now if node.asked_at is None else node.asked_at
+        life_cycle.started(course, node)
+
+
+def agent_finished(course: Course, agent: Node) -> None:
+    fleet = course.state.fleet
+    node = None if fleet is None else fleet.of_agent(agent.id)
+    if fleet is not None and node is not None:
+        fleet.finish(node)
+
+
+def agent_lost(course: Course, agent: Node, exit_reason: NodeExit, *, is_presumed: bool) -> None:
+    """The agent of a node is gone or has left; NONE: on our wish. The platform may tell more, before or after.
+
+    `is_presumed`: only its connection closed. Nobody says that the node failed, so replacing it is free of charge
+    unless the platform says so later.
+    """
+    fleet = course.state.fleet
+    node = None if fleet is None else fleet.of_agent(agent.id)
+    if fleet is not None:
+        fleet.agents.pop(agent.id, None)
+    if fleet is None or node is None or node.agent != agent.id:
+        return
+    node.agent = None
+    if course.state.end is not None or node.is_finished:
+        return
+    if node.is_released or exit_reason is NodeExit.NONE:
+        life_cycle.let_go(course, node, "the job goes on without it")
+    elif node.is_live:
+        life_cycle.end_node(course, node, NodePhase.DELETED, exit_reason, is_presumed=is_presumed)
+
+
+def exit_of_leave(reason: LeaveReason) -> NodeExit:
+    """What a farewell says about the node."""
+    match reason:
+        case LeaveReason.PREEMPTED | LeaveReason.STOPPED_BY_USER:
+            return NodeExit.KILLED
+        case LeaveReason.FAILED:
+            return NodeExit.UNKNOWN
+        case LeaveReason.DISMISSED | LeaveReason.JOB_ENDED:
+            return NodeExit.NONE
