@@ -253,6 +253,11 @@ def _show(reply: Reply) -> None:
     console = Console()
     console.print(f"job {reply.job_name}: {reply.stage}, round {reply.round}, {reply.world_size} workers, ", end="")
     console.print(f"{reply.num_restarts} restarts, master epoch {reply.master_epoch}")
+    scaled = f" (scaled {reply.limits_version} times)" if reply.limits_version else ""
+    beside = (
+        f", {reply.num_standby} standby, {reply.num_pending} pending" if reply.num_standby or reply.num_pending else ""
+    )
+    console.print(f"nodes {reply.min_nodes}:{reply.max_nodes}{scaled}{beside}")
     console.print(f"because: {reply.verdict}", markup=False)
     table = Table("node rank", "node", "incarnation", "host", "status", "wish", "step")
     for node in reply.nodes:
@@ -260,6 +265,9 @@ def _show(reply: Reply) -> None:
         cells = (node.node_rank, node.node, node.incarnation, node.host, node.status, node.wish, step)
         table.add_row(*(str(cell) for cell in cells))
     console.print(table)
+    for failure in reply.distinct_failures:
+        where = f"first on node rank {failure.node_rank} ({failure.host})"
+        console.print(f"failed {failure.count} times, {where}: {failure.kind}: {failure.message}", markup=False)
     if reply.end is not None:
         console.print(f"end: {reply.end.reason}: {reply.end.message}", markup=False)
 
