@@ -51,6 +51,7 @@ LONGEST_PAUSE = 2.0
 PEER_LOST_ODDS = 0.3
 """How often a worker notices the end of a peer before its agent stops it."""
 NUM_KEPT_CONNECTIONS = 4
+NUM_KEPT_WORLDS = 100
 LONGEST_RECOVERY = BOUND
 """I8: from the end of the faults to the first step, with a platform that still has to start some nodes."""
 OVERLAP = 60 * SECOND
@@ -103,8 +104,8 @@ class Ledger:
         self.chargeable: dict[NodeRank, int] = {}
         """Failures of each node rank that may cost a restart."""
         self.num_ports_taken = 0
-        self.worlds: dict[int, dict[NodeId, int]] = {}
-        """Durable rounds: member to group rank."""
+        self.worlds: dict[str, dict[NodeId, int]] = {}
+        """Durable ones, by coordinator: member to group rank. Outlives a journal, as what was sent does."""
         self.lives: dict[tuple[NodeRank, Incarnation], str] = {}
         self.applied: dict[tuple[NodeId, Incarnation], int] = {}
         """Highest sequence applied of each life."""
@@ -411,7 +412,6 @@ class Simulation:
         master.downtime = downtime
         self.master_died(master, durable=None, why="and its journal is lost")
         self.journal = VirtualJournal()
-        self.ledger.worlds.clear()
         self.ledger.lives.clear()
         self.ledger.applied.clear()
         self.ledger.answered.clear()
@@ -544,9 +544,10 @@ class Simulation:
 
     def _note_world(self, job: Job) -> None:
         world = job.state.rendezvous.world
-        if world is not None and world.round not in self.ledger.worlds:
-            self.ledger.worlds[world.round] = {member.node: place for place, member in enumerate(world.members)}
-            self.ledger.worlds.pop(world.round - 100, None)
+        if world is not None and world.coordinator not in self.ledger.worlds:
+            self.ledger.worlds[world.coordinator] = {member.node: place for place, member in enumerate(world.members)}
+            if len(self.ledger.worlds) > NUM_KEPT_WORLDS:
+                del self.ledger.worlds[next(iter(self.ledger.worlds))]
 
     def job_over(self, master: VirtualMaster) -> None:
         self.note("the job is over")
@@ -609,7 +610,7 @@ class Simulation:
 
     def workers_starting(self, agent: VirtualAgent, world: WorldSpec) -> None:
         """Only in a world that is durable and has a place for this node."""
-        members = self.ledger.worlds.get(world.round)
+        members = self.ledger.worlds.get(world.coordinator)
         if members is None or members.get(agent.id) != world.group_rank:
             raise Violation("I1", f"{agent.node.label} starts round {world.round}, in which it has no such place")
 
