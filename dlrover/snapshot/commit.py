@@ -95,8 +95,6 @@ def finish_rank(storage: Storage, attempt: Attempt, manifest: RankManifest) -> N
     for directory in _directories_of(path, (file.path for file in manifest.files)):
         storage.sync_directory(directory)
     storage.write_atomic(join(path, rank_manifest_name(manifest.global_rank)), encode_manifest(manifest))
-    storage.sync_directory(path)
-    storage.sync_directory(attempt.directory)
 
 
 def staged_manifests(storage: Storage, attempt: Attempt) -> list[RankManifest]:
@@ -131,7 +129,6 @@ def commit(
         check_sizes(storage, staging, manifest)
         storage.write_atomic(join(staging, GLOBAL_NAME), encode_manifest(manifest))
         if storage.renames:
-            storage.sync_directory(staging)
             _put_in_place(storage, staging, target, attempt)
     else:
         manifest = done
@@ -142,22 +139,28 @@ def commit(
 
 
 def _put_in_place(storage: Storage, staging: str, target: str, attempt: Attempt) -> None:
-    directory = attempt.directory
-    if _exists(storage, target):
-        if storage.exchange(staging, target):
-            storage.sync_directory(directory)
-            return
+    if not _exists(storage, target):
+        storage.rename(staging, target)
+    elif not storage.exchange(staging, target):
         storage.rename(target, target + _SET_ASIDE + attempt.attempt)
-        storage.sync_directory(directory)
-    storage.rename(staging, target)
-    storage.sync_directory(directory)
+        storage.rename(staging, target)
+    storage.sync_directory(attempt.directory)
 
 
 def _remove_leftovers(storage: Storage, attempt: Attempt) -> None:
     """Of this step: what was replaced, and what failed attempts left. They cannot come back, since this one is committed."""
     for entry in storage.list(attempt.directory):
         if entry.name.startswith((attempt.target + _STAGED, attempt.target + _SET_ASIDE)):
-            storage.remove_tree(join(attempt.directory, entry.name))
+            delete_checkpoint(storage, join(attempt.directory, entry.name))
+
+
+def delete_checkpoint(storage: Storage, path: str) -> None:
+    """The manifest first, durably: a checkpoint that is half deleted must not look like one."""
+    if read_global_manifest(storage, path) is not None:
+        manifest = join(path, GLOBAL_NAME)
+        storage.remove_file(manifest)
+        storage.sync_directory(parent_of(manifest))
+    storage.remove_tree(path)
 
 
 def abandon(storage: Storage, attempt: Attempt) -> None:

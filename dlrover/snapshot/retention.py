@@ -13,9 +13,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from dlrover.snapshot.commit import committed_checkpoints, latest_step
-from dlrover.snapshot.manifest import GLOBAL_NAME
-from dlrover.snapshot.storage import Storage, join, parent_of
+from dlrover.snapshot.commit import committed_checkpoints, delete_checkpoint, latest_step
+from dlrover.snapshot.storage import Storage
 
 
 class Retention(Protocol):
@@ -54,11 +53,3 @@ def apply_retention(storage: Storage, directory: str, strategy: Retention) -> li
             delete_checkpoint(storage, checkpoints[step].path)
             gone.append(step)
     return gone
-
-
-def delete_checkpoint(storage: Storage, path: str) -> None:
-    """The manifest first, durably: a checkpoint that is half deleted must not look like one."""
-    manifest = join(path, GLOBAL_NAME)
-    storage.remove_file(manifest)
-    storage.sync_directory(parent_of(manifest))
-    storage.remove_tree(path)

@@ -1,9 +1,9 @@
 """
 A disk that loses what was not synced.
 
-Each directory has a log of changes since its last sync; after a cut, any prefix of it may have become durable, independently of the
-other directories. A rename is one change, as on a journalling file system. A file that was not synced has any prefix of its bytes. Every
-primitive step counts, and the cut comes before the step with the number that was asked for.
+Each directory has a log of changes since its last sync; after a cut, any of them may have become durable and any not, in any order,
+except that changes of one name follow each other. A rename is one change of two names. A file that was not synced has any prefix of its
+bytes. Every primitive step counts, and the cut comes before the step with the number that was asked for.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dlrover.snapshot.storage import StoredName, join, parent_of
 
-Change = Callable[[dict[str, "Node"]], None]
+
+class Change(NamedTuple):
+    names: tuple[str, ...]
+    apply: Callable[[dict[str, Node]], None]
 
 
 class PowerCut(BaseException):
@@ -34,7 +38,7 @@ class Directory:
     log: list[Change] = field(default_factory=list)
 
     def change(self, change: Change) -> None:
-        change(self.now)
+        change.apply(self.now)
         self.log.append(change)
 
 
@@ -164,14 +168,13 @@ class Disk:
 
 def _survivor(directory: Directory, fate: random.Random | bool) -> Directory:
     entries = dict(directory.durable)
-    if fate is True:
-        kept = len(directory.log)
-    elif fate is False:
-        kept = 0
-    else:
-        kept = fate.randint(0, len(directory.log))
-    for change in directory.log[:kept]:
-        change(entries)
+    lost: set[str] = set()
+    for change in directory.log:
+        is_kept = fate if isinstance(fate, bool) else fate.random() < 0.7
+        if is_kept and lost.isdisjoint(change.names):
+            change.apply(entries)
+        else:
+            lost.update(change.names)
     alive: dict[str, Node] = {}
     for name, node in entries.items():
         if isinstance(node, Directory):
@@ -185,22 +188,16 @@ def _survivor(directory: Directory, fate: random.Random | bool) -> Directory:
 
 
 def _put(name: str, node: Node) -> Change:
-    return lambda entries: entries.update({name: node})
+    return Change((name,), lambda entries: entries.update({name: node}))
 
 
 def _move(name: str, new_name: str) -> Change:
-    def change(entries: dict[str, Node]) -> None:
-        entries[new_name] = entries.pop(name)
-
-    return change
+    return Change((name, new_name), lambda entries: entries.update({new_name: entries.pop(name)}))
 
 
 def _swap(name: str, other: str) -> Change:
-    def change(entries: dict[str, Node]) -> None:
-        entries[name], entries[other] = entries[other], entries[name]
-
-    return change
+    return Change((name, other), lambda entries: entries.update({name: entries[other], other: entries[name]}))
 
 
 def _drop(name: str) -> Change:
-    return lambda entries: entries.pop(name, None) and None
+    return Change((name,), lambda entries: entries.__delitem__(name))
