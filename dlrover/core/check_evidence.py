@@ -23,22 +23,11 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from dlrover.core.pairing import Group, Groups
+from dlrover.protocol.check_messages import ExitClass as ExitClass
 from dlrover.protocol.messages import NodeRank
 
 NUM_SMALL = 3
 """With so many nodes or fewer there is no independent pair to compare with: nodes are tested alone, and nobody is slow."""
-
-
-class ExitClass(enum.IntEnum):
-    """How the task of a node check ended: its exit code, or what the master saw of it."""
-
-    OK = 0
-    COMPUTE = 10
-    """The node's own fault, whatever its partners did."""
-    COMMUNICATION = 11
-    """Anybody's in the group."""
-    SETUP = 12
-    """No device, no process group: anybody's in the group too, because a partner that never comes looks the same."""
 
 
 class CheckRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,7 +125,7 @@ def examine(
     convicted = _convicted(runs, trials, proven)
     decided = {**proven, **dict.fromkeys(convicted, 0)}
     excused = {
-        rank: run.index
+        rank: run.trial
         for rank, own in runs.items()
         for run in own
         if rank not in decided and run.is_alone and run.report.ok and run.name in _INTRA
@@ -194,7 +183,7 @@ _INTRA = (PhaseName.INTRA_INITIAL, PhaseName.INTRA_DIAGNOSTIC)
 class _Run(NamedTuple):
     """One node's part in one trial. A group may have thousands of members: nothing here may cost its size per member."""
 
-    index: int
+    trial: int
     place: int
     """Of the group in the trial."""
     name: PhaseName
@@ -213,11 +202,11 @@ class _Census:
         self._counts = [[sum(rank in nodes for rank in group) for group in trial.groups] for trial in trials]
 
     def has_any(self, run: _Run) -> bool:
-        return self._counts[run.index][run.place] > 0
+        return self._counts[run.trial][run.place] > 0
 
     def has_all_others(self, run: _Run) -> bool:
         """Whether all partners of a node that is not one of them itself are."""
-        return not run.is_alone and self._counts[run.index][run.place] == len(run.group) - 1
+        return not run.is_alone and self._counts[run.trial][run.place] == len(run.group) - 1
 
 
 def _runs(trials: Sequence[Trial], live: Collection[NodeRank]) -> dict[NodeRank, list[_Run]]:
@@ -236,7 +225,7 @@ def _proven(runs: Mapping[NodeRank, Sequence[_Run]]) -> dict[NodeRank, int]:
     for rank, own in runs.items():
         for run in own:
             if run.report.ok and (is_only_one or not run.is_alone):
-                proven[rank] = run.index
+                proven[rank] = run.trial
                 break
     return proven
 
@@ -262,14 +251,14 @@ def _guilt(
     failed = [run for run in own if not run.report.ok]
     if any(run.report.exit_class is ExitClass.COMPUTE for run in failed):
         return "its computation failed"
-    if any(run.is_alone and run.index > 0 for run in failed):
+    if any(run.is_alone and run.trial > 0 for run in failed):
         return "it failed alone, without any partner"
     if not with_good:
         return ""
     partners = dict.fromkeys(other for run in with_good for other in run.group if other != rank)
     tried = {other: None for run in with_good if len(run.group) == 2 for other in run.group}
     has_tried_all = len(tried) > len(proven)  # the node itself is among them
-    judged_by_good = any(all(proven[r] < run.index for r in run.group if r != rank) for run in with_good)
+    judged_by_good = any(all(proven[r] < run.trial for r in run.group if r != rank) for run in with_good)
     if not has_tried_all and (is_small or not (judged_by_good or len(with_good) > 1)):
         return ""  # may be the link between the two
     return f"it failed with {say_ranks(partners)}, which passed with others"
@@ -303,7 +292,8 @@ def _slow(
         return [], []
     limit_ms = rules.limit_ms(sorted(times.values())[(len(times) - 1) // 4])
     quick = _Census(trials, {rank: None for rank, time_ms in times.items() if time_ms <= limit_ms})
-    slow, suspected = [], []
+    slow: list[NodeRank] = []
+    suspected: list[NodeRank] = []
     for rank, time_ms in times.items():
         if time_ms > limit_ms:
             is_slow = any(run.report.ok and quick.has_all_others(run) for run in runs[rank])

@@ -14,13 +14,14 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.core import fleet_agents, fleet_commands, fleet_settling, fleet_wishes, kv_store, sync_points
+from dlrover.core import fleet_agents, fleet_commands, fleet_settling, fleet_wishes, kv_store, node_check, sync_points
 from dlrover.core import restarts as blame
 from dlrover.core.course import EXIT_RENDEZVOUS_TIMEOUT, Course, gone_times, is_running, pend_timeouts
 from dlrover.core.nodes import NodeLife, after_outage
 from dlrover.core.rendezvous import Block, Joined
 from dlrover.core.state import JobState
 from dlrover.core.turn import Origin, micros
+from dlrover.protocol.check_messages import ReportCheck
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import NodeExit, ReportNodeError, ScaleJob
 from dlrover.protocol.kv_messages import KvCommand
@@ -101,6 +102,7 @@ def _master_started(command: MasterStarted, course: Course) -> Reply:
     if state.restarts.incident is not None:
         state.restarts.incident.master_restarted(course.now - state.now)
     state.sync.master_restarted(state.now, course.now)
+    state.check.master_restarted(state.now, course.now)
     if state.drains_at is not None:
         state.drains_at = after_outage(state.drains_at, state.now, course.now)
     if state.fleet is not None:
@@ -181,6 +183,12 @@ def _join(command: JoinRendezvous, course: Course) -> Reply:
         raise Rejected(f"The job has ended: {course.state.end.message}", code="job-ended")
     if node.dismissed is not None:
         raise Rejected(f"{node.label} shall leave: {node.dismissed.reason}.", code="dismissed")
+    if not 1 <= command.local_world_size <= _MOST_WORKERS or not command.offer:
+        raise Rejected(f"A join needs from 1 to {_MOST_WORKERS} workers and an offer of host:port.", code="malformed")
+    if command.name == NODE_CHECK_RENDEZVOUS:
+        return node_check.join(command, course, node)
+    if node.id in course.state.check.needed:
+        raise Rejected(f"{node.label} must pass the node check before it joins a round.", code="not-checked")
     if command.round != rdzv.next_round or (rdzv.opening is None and rdzv.is_member(node.id)):
         state = "open" if rdzv.opening is not None else "not open"
         raise Rejected(
@@ -189,8 +197,6 @@ def _join(command: JoinRendezvous, course: Course) -> Reply:
         )
     if node.finished_round:
         raise Rejected(f"{node.label} has finished in round {node.finished_round}.", code="finished")
-    if not 1 <= command.local_world_size <= _MOST_WORKERS or not command.offer:
-        raise Rejected(f"A join needs from 1 to {_MOST_WORKERS} workers and an offer of host:port.", code="malformed")
     if rdzv.is_offer_used(node.id, command.offer) and not command.is_offer_reused:
         raise Rejected(
             f"{command.offer} served an earlier round; a port is never used for two. Bind another.",
@@ -402,9 +408,7 @@ def _too_many(state: JobState) -> Leave:
 
 
 def _check_rendezvous(command: JoinRendezvous) -> None:
-    if command.name == NODE_CHECK_RENDEZVOUS:
-        raise Rejected("This job has no node check to join.", code="no-node-check")
-    if command.name != TRAINING_RENDEZVOUS:
+    if command.name not in (TRAINING_RENDEZVOUS, NODE_CHECK_RENDEZVOUS):
         raise Rejected(
             f"There is no rendezvous {command.name!r}. Known are {TRAINING_RENDEZVOUS} and {NODE_CHECK_RENDEZVOUS}.",
             code="unknown-rendezvous",
@@ -468,6 +472,7 @@ _FROM_A_NODE = (
     ReportNodeError,
     KvCommand,
     SyncCommand,
+    ReportCheck,
 )
 """Commands that name the node which sends them."""
 
@@ -489,6 +494,7 @@ HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
     NodesOrdered: _nodes_ordered,
     **fleet_commands.HANDLERS,
     **kv_store.HANDLERS,
+    **node_check.HANDLERS,
     **sync_points.HANDLERS,
 }
 """A test holds it against the union of commands."""

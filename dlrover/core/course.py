@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from dlrover.core import fleet_agents, fleet_settling, fleet_wishes, life_cycle, sync_points
+from dlrover.core import fleet_agents, fleet_settling, fleet_wishes, life_cycle, node_check, sync_points
 from dlrover.core import restarts as blame
 from dlrover.core.kv_store import NUM_ROUNDS_KEPT
 from dlrover.core.nodes import Node, NodeLife, reattach_window
@@ -103,6 +103,7 @@ class Course:
             self._hear_finished(node, command)
             if not node.finished_round and claim is None:
                 rdzv.expect(node.id, node.rank)
+                node_check.expect(self, node)
             if rdzv.world is None and rdzv.opening is None:
                 self._open(StopCause.MEMBERSHIP, "the job begins")
         return node
@@ -145,6 +146,7 @@ class Course:
         self.say(f"The world of round {rdzv.take_up.round} cannot be taken up again: {why}. A new round forms.")
         for node in rdzv.give_up_claims(self.now):
             self.touch(node)
+            node_check.expect(self, self.state.nodes.live[node])
 
     def _take_up(self) -> None:
         """All members of the claimed world are back: it goes on, and nobody restarts."""
@@ -203,6 +205,7 @@ class Course:
         was_stopping = node.id in rdzv.expected and rdzv.is_member(node.id)
         state.nodes.renew(node, command)
         sync_points.leave(self, node.id)
+        node_check.lose(self, node, "", is_blamed=False)
         state.senders.begin(node.id, node.incarnation)
         rdzv.blocks.pop(node.id, None)
         if state.end is not None or node.dismissed is not None:
@@ -215,6 +218,7 @@ class Course:
         incident = state.restarts.open_incident(rdzv.round)
         if not was_running:
             rdzv.expect(node.id, node.rank)
+            node_check.expect(self, node)
         if was_running or (was_stopping and incident is not None):
             failure = WorkerFailure(
                 global_rank=rdzv.spec(node.id).first_global_rank,
@@ -312,6 +316,7 @@ class Course:
             return  # it has a place in a newer world, so it knows that its work was not done
         node.finished_round = round_
         sync_points.leave(self, node.id)
+        node_check.lose(self, node, "", is_blamed=False)
         fleet_agents.agent_finished(self, node)
         self.touch(node.id)
         if rdzv.is_all_finished():
@@ -340,6 +345,7 @@ class Course:
         was_claiming = node.id in rdzv.take_up.claims and not node.finished_round
         state.nodes.retire(node, life)
         sync_points.leave(self, node.id)
+        node_check.lose(self, node, "it was lost during the check", is_blamed=life is NodeLife.GONE)
         rdzv.forget(node.id, node.rank)
         rdzv.blocks.pop(node.id, None)
         if state.end is not None:
@@ -367,6 +373,7 @@ class Course:
         assert not is_running(self.state, node), f"{node.label} is needed"
         self.state.rendezvous.forget(node.id, node.rank)
         self.state.rendezvous.blocks.pop(node.id, None)
+        node_check.lose(self, node, "", is_blamed=False)
         node.dismissed = leave
         self.say(f"{node.label[0].upper()}{node.label[1:]} leaves: {leave.reason}.")
         self.touch(node.id)
@@ -402,6 +409,8 @@ class Course:
         rdzv.open(Opening(cause, reason), members, self.now)
         for node in members:
             self.touch(node)
+            node_check.expect(self, state.nodes.live[node])
+        node_check.recall_stale(self)
 
     def advance(self) -> None:
         """After each command: let the rendezvous go as far as it can, and the ended job end."""
@@ -422,6 +431,10 @@ class Course:
             if rdzv.take_up.until <= self.now:
                 come, size = len(rdzv.take_up.claims), rdzv.take_up.size
                 self.give_up_claims(f"only {come} of its {size} nodes came back in time")
+        node_check.advance(self)
+        if state.end is not None:
+            self.advance()
+            return
         self._meet(state.terms)
         if state.end is None and state.terms.limits.pend_timeout is not None:
             rdzv.bystanders.note_pending(pending(state), self.now)
@@ -440,11 +453,14 @@ class Course:
             self.advance()
             return
         rdzv.note_shortage(limits, self.now)
+        if state.check.is_under_way:
+            rdzv.below_min_since = None  # it has deadlines of its own
         gives_up_at = rdzv.gives_up_at(limits)
         if gives_up_at is not None and gives_up_at <= self.now:
             is_anybody_there = bool(state.nodes.live)
             reason_ = ExitReason.RENDEZVOUS_TIMEOUT if is_anybody_there else ExitReason.NOT_ENOUGH_NODES
-            self.end_job(reason_, explain_timeout(rdzv, limits), exit_code=EXIT_RENDEZVOUS_TIMEOUT)
+            sentence = node_check.explain_timeout(state, limits) or explain_timeout(rdzv, limits)
+            self.end_job(reason_, sentence, exit_code=EXIT_RENDEZVOUS_TIMEOUT)
             self.advance()
             return
         self._try_world(terms)
@@ -544,6 +560,7 @@ class Course:
         terms = JobTerms() if state.terms is None else state.terms
         state.drains_at = Micros(self.now + micros(terms.shutdown_timeout + DRAIN_MARGIN))
         state.rendezvous.close()
+        state.check.close()
         self.say(f"The job ends ({reason.value}): {state.end.message}")
         fleet_settling.job_ended(self)
         self.touch_all()
@@ -557,6 +574,7 @@ class Course:
         """Every worker was replaced: the rounds go on counting, and nothing else of the past counts."""
         state, rdzv = self.state, self.state.rendezvous
         rdzv.start_over()
+        state.check.close()
         if state.restarts.incident is not None:
             state.restarts.incident.is_settled = True
         state.kv.drop_before(Round(rdzv.round + 1))
@@ -565,6 +583,7 @@ class Course:
             node.finished_round = Round(0)
             if node.dismissed is None:
                 rdzv.expect(node.id, node.rank)
+                node_check.expect(self, node)
             self.touch(node.id)
         if state.nodes.live:
             self._open(StopCause.MEMBERSHIP, why)
@@ -608,6 +627,8 @@ def wish_of(state: JobState, node: Node) -> Wish:
         return node.dismissed
     if node.finished_round:
         return Idle(f"your workers finished in round {node.finished_round}; others still work")
+    if node.id in state.check.needed:
+        return node_check.wish_of(state, node)
     if node.id in rdzv.take_up.claims:
         return Run(rdzv.take_up.claims[node.id].world)
     if node.id in rdzv.waiting or node.id in rdzv.absent:

@@ -21,6 +21,7 @@ from dlrover.core.deadlines import running_deadlines
 from dlrover.core.nodes import Node, NodeLife
 from dlrover.core.state import DECISION_VERSION, JobState
 from dlrover.core.turn import NotYet, Origin, Outcome
+from dlrover.protocol.check_messages import CheckResult
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import (
     AskStatus,
@@ -211,7 +212,12 @@ class Job:
             status=status,
             wish=type(node.desired.wish).__name__.lower(),
             step=node.step,
+            check=self._check_result(node),
         )
+
+    def _check_result(self, node: Node) -> CheckResult | None:
+        result = self._state.check.results.get(node.rank)
+        return result if result is not None and result.node == node.id else None
 
 
 _ANSWERS = {**fleet_commands.ANSWERS, **kv_store.ANSWERS, **sync_points.ANSWERS}

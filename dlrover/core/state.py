@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from dlrover.core.fleet import Fleet
 from dlrover.core.kv_store import KvStore
+from dlrover.core.node_check import NodeCheck
 from dlrover.core.nodes import Nodes
 from dlrover.core.rendezvous import Rendezvous
 from dlrover.core.restarts import Restarts
@@ -19,7 +20,7 @@ from dlrover.core.senders import Senders
 from dlrover.core.sync_points import SyncPoints
 from dlrover.protocol.messages import Detection, JobEnd, JobTerms, Micros, Stage
 
-DECISION_VERSION = 3
+DECISION_VERSION = 4
 """Grows when the same commands would lead to another state: then only the snapshots of a journal can be used."""
 
 
@@ -52,6 +53,7 @@ class JobState(Struct, kw_only=True):
     senders: Senders = msgspec.field(default_factory=Senders)
     kv: KvStore = msgspec.field(default_factory=KvStore)
     sync: SyncPoints = msgspec.field(default_factory=SyncPoints)
+    check: NodeCheck = msgspec.field(default_factory=NodeCheck)
     fleet: Fleet | None = None
     """None: people start the nodes by hand."""
 

@@ -23,6 +23,7 @@ import enum
 
 from msgspec import Struct
 
+from dlrover.protocol.check_messages import CheckResult, CheckTerms, ReportCheck
 from dlrover.protocol.fleet_messages import (
     FleetCommand,
     FleetEffect,
@@ -150,6 +151,8 @@ class JobTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     detection: Detection = Detection()
     standby: int = 0
     """So many nodes beyond `max_nodes` wait warm, to take the place of a lost one at once."""
+    check: CheckTerms | None = None
+    """How nodes are checked before they train; None: they are not."""
     shutdown_timeout: float = 30.0
     """Seconds that workers have for stopping at the end of the job. The one term that may differ: the first node's counts."""
 
@@ -339,7 +342,23 @@ class Leave(Struct, tag=True, frozen=True):
     exit_code: int = 0
 
 
-Wish = Join | Wait | Run | Idle | End | Leave
+class JoinCheck(Struct, tag=True, frozen=True):
+    """You are to be checked before you train: stop the workers of older rounds and join this round of the node check."""
+
+    round: Round
+    cause: StopCause
+    reason: str
+
+
+class Check(Struct, tag=True, frozen=True):
+    """Run the task of the node check in this small world, and report. Already running or reported: nothing to do."""
+
+    world: WorldSpec
+    phase: str
+    """Its name, for the log."""
+
+
+Wish = Join | Wait | Run | Idle | End | Leave | JoinCheck | Check
 
 
 class Desired(Struct, frozen=True):
@@ -510,6 +529,10 @@ class DeadlineKind(enum.StrEnum):
     """A node that came and went too often may enlarge the world again."""
     SYNC_TIMEOUT = "sync-timeout"
     """A sync point waits for a worker that does not come."""
+    CHECK_CALL = "check-call"
+    """A node check begins with those who have joined it."""
+    CHECK_PHASE = "check-phase"
+    """Who has not reported the task of the node check has failed it."""
     TAKE_UP = "take-up"
     """Members of a world that runs since before our journal was lost had their time for coming back."""
 
@@ -554,6 +577,7 @@ Command = (
     | NodesOrdered
     | AnyKvCommand
     | AnySyncCommand
+    | ReportCheck
 )
 AgentCommand = (
     Attach
@@ -575,6 +599,7 @@ AgentCommand = (
     | UnblockRendezvous
     | AnyKvCommand
     | AnySyncCommand
+    | ReportCheck
 )
 """What may come from outside. The rest is injected by the master's own shell."""
 
@@ -625,6 +650,8 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     status: str
     wish: str
     step: int | None = None
+    check: CheckResult | None = None
+    """What the newest check found out about it; None: it was not checked."""
 
 
 class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
