@@ -215,5 +215,5 @@ class FleetKeeper:
             self._is_lost.set()
             if isinstance(word, LaunchRefused) and word.node in self._lanes:
                 self._lanes[word.node].told = ""  # tell it again with the next attempt
-        elif error is not None:
-            raise error
+        else:
+            assert error is None, f"the desk answers with nothing else: {error!r}"

@@ -20,8 +20,8 @@ import subprocess
 
 from msgspec import Struct
 
-from dlrover.platforms.claims import tag_of
-from dlrover.protocol.errors import Unavailable
+from dlrover.platforms.claims import Claim, tag_of
+from dlrover.protocol.errors import ConfigError, Unavailable
 
 NODE_INTERFACE = "eth0"
 """Inside a node's namespace. Told to gloo and NCCL, which would else go by the machine's name, which leads elsewhere."""
@@ -51,15 +51,19 @@ def available() -> str:
         return "network namespaces need root"
     if shutil.which("ip") is None:
         return "network namespaces need the `ip` command (package iproute2)"
-    name = f"dlr-probe-{os.getpid()}"
+    try:
+        claim = Claim()  # so that even a probe that is killed is found by those who clean up
+    except ConfigError as error:
+        return f"network namespaces cannot be claimed: {error}"
+    name = f"dlr-{claim.tag}-probe"
     try:
         _ip(f"netns add {name}")
-        try:
-            _ip("link add dlr0 type bridge", netns=name)
-        finally:
-            _ip(f"netns del {name}")
+        _ip("link add dlr0 type bridge", netns=name)
     except NamespacesFailed as error:
         return f"network namespaces cannot be made here: {error}"
+    finally:
+        remove_namespaces(claim.tag)
+        claim.release()
     return ""
 
 

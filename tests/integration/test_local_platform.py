@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -15,6 +16,16 @@ from tests.integration.jobs import SCRIPTS, JobFactory, Launched, kill, wait_unt
 
 SCRIPT = SCRIPTS / "plain_steps.py"
 JOB = "local-test"
+
+
+class Line(NamedTuple):
+    """Of `plain_steps.py`."""
+
+    life: int
+    world_size: int
+    coordinator: str
+    node_rank: int
+    step: int
 
 
 class LocalJob:
@@ -28,11 +39,11 @@ class LocalJob:
         self.host = Launched(argv, jobs.env(), folder, f"local-{len(jobs.launched)}")
         jobs.launched.append(self.host)
 
-    def last(self, rank: int) -> tuple[int, int, str, int]:
-        """Life, world size, coordinator and step that the worker wrote last."""
+    def last(self, rank: int) -> Line:
+        """What the worker wrote last."""
         lines = (self.folder / f"steps-{rank}").read_text().splitlines()
-        life, size, address, step = lines[-1].split()
-        return int(life), int(size), address, int(step)
+        life, size, address, node_rank, step = lines[-1].split()
+        return Line(int(life), int(size), address, int(node_rank), int(step))
 
     def trains(self, *ranks: int, size: int, after: int = -1) -> None:
         """Until all these ranks write steps of a world of this size, in a later life than `after`."""
@@ -42,13 +53,13 @@ class LocalJob:
                 found = [self.last(rank) for rank in ranks]
             except (OSError, ValueError, IndexError):
                 return False
-            return all(life > after and world == size for life, world, _, _ in found)
+            return all(line.life > after and line.world_size == size for line in found)
 
         wait_until(is_so, 30, lambda: f"{self.host.out}\n{self.host.err}")
 
     def steps_go_on(self, rank: int = 0) -> None:
-        before = self.last(rank)[3]
-        wait_until(lambda: self.last(rank)[3] > before + 2, 10, lambda: self.host.err)
+        before = self.last(rank).step
+        wait_until(lambda: self.last(rank).step > before + 2, 10, lambda: self.host.err)
 
     def node(self, rank: int) -> tuple[int, int]:
         """Launcher and agent of a node rank."""
@@ -60,6 +71,7 @@ class LocalJob:
         raise AssertionError(f"no node of rank {rank}: {self.jobs.processes()}")
 
     def command(self, *words: str) -> str:
+        """What it printed; while the master is between two lives nothing."""
         done = subprocess.run(
             [sys.executable, "-m", "dlrover.cli.main", *words],
             env=self.jobs.env(),
@@ -68,7 +80,7 @@ class LocalJob:
             timeout=30,
             check=False,
         )
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0 or "not reachable" in done.stderr, done.stderr
         return done.stdout
 
     def finish(self) -> None:
@@ -87,19 +99,19 @@ def test_a_lost_node_is_relaunched_and_the_death_of_the_master_restarts_nobody(j
     launcher, agent = job.node(1)
     kill(launcher)
     kill(agent)
-    job.trains(0, 1, size=2, after=job.last(0)[0])
+    job.trains(0, 1, size=2, after=job.last(0).life)
     assert job.node(1)[0] != launcher
     assert "worker-1 (node 2): started" in job.host.err
 
     [master] = jobs.pids("dlrover.master")
-    life = job.last(0)[0]
+    life = job.last(0).life
     nodes = {job.node(rank) for rank in (0, 1)}
     kill(master)
     job.steps_go_on()
     wait_until(lambda: [pid for pid in jobs.pids("dlrover.master") if pid != master])
     wait_until(lambda: "master epoch 2" in job.command("status", JOB))
     job.steps_go_on()
-    assert job.last(0)[0] == life
+    assert job.last(0).life == life
     assert {job.node(rank) for rank in (0, 1)} == nodes
     job.finish()
 
@@ -110,7 +122,7 @@ def test_a_launcher_that_is_killed_alone_is_a_lost_node(jobs, tmp_path):
     job.trains(0, 1, size=2)
     launcher, _ = job.node(0)
     kill(launcher)
-    job.trains(0, 1, size=2, after=job.last(1)[0])
+    job.trains(0, 1, size=2, after=job.last(1).life)
     assert job.node(0)[0] != launcher
     job.finish()
 
@@ -122,8 +134,10 @@ def test_a_standby_takes_the_place_of_a_lost_node_and_is_replaced(jobs, tmp_path
     launcher, agent = job.node(1)
     kill(launcher)
     kill(agent)
-    job.trains(0, 1, size=2, after=job.last(0)[0])
+    job.trains(0, 1, size=2, after=job.last(0).life)
+    assert job.last(1).node_rank == 2  # of the former standby
     wait_until(lambda: "standby" in job.command("status", JOB), 20, lambda: job.host.err)
+    assert job.last(1).node_rank == 2
     job.finish()
 
 
@@ -132,6 +146,9 @@ def test_a_job_is_scaled_up_and_down_while_it_runs(jobs, tmp_path):
     job.trains(0, 1, size=2)
     job.command("scale", JOB, "--nodes", "1:3")
     job.trains(0, 1, 2, size=3)
+    kill(jobs.pids("dlrover.master")[0])  # the next one has the same fleet in its configuration, and knows better
+    wait_until(lambda: "master epoch 2" in job.command("status", JOB))
+    assert len(jobs.pids("dlrover.cli.run")) == 3
     job.command("scale", JOB, "--nodes", "1")
     job.trains(0, size=1)
     wait_until(lambda: len(jobs.pids("dlrover.cli.run")) == 1, 20, lambda: job.host.err)
@@ -143,7 +160,7 @@ def test_nodes_have_addresses_of_their_own_and_an_interrupt_ends_everything(jobs
     namespaces_before = set(os.listdir("/run/netns"))
     job = LocalJob(jobs, tmp_path, "--nodes=2", "--netns=on")
     job.trains(0, 1, size=2)
-    assert job.last(0)[2].startswith("10.")
+    assert job.last(0).coordinator.startswith("10.")
     assert len(set(os.listdir("/run/netns")) - namespaces_before) >= 3
     job.host.signal(signal.SIGINT)
     assert job.host.wait() == 130

@@ -1,4 +1,4 @@
-"""Steps without torch until told to end (a file): each line is `life world_size address step`."""
+"""Steps without torch until told to end (a file): each line is `life world_size address node_rank step`."""
 
 import os
 import sys
@@ -11,5 +11,5 @@ step = 0
 while not (folder / "stop").exists():
     step += 1
     with (folder / f"steps-{rank}").open("a") as out:
-        out.write(f"{life} {size} {os.environ['MASTER_ADDR']} {step}\n")
+        out.write(f"{life} {size} {os.environ['MASTER_ADDR']} {os.environ['NODE_RANK']} {step}\n")
     time.sleep(0.02)
