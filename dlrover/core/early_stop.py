@@ -144,7 +144,9 @@ def to_make_smaller(fleet: Fleet) -> list[Wait]:
         return []
     timeout = fleet.spec.pending_timeout if fleet.spec.pending_timeout > 0 else DEFAULT_PENDING_TIMEOUT
     candidates = [
-        node for node in _all_pending(fleet) if node.phase is NodePhase.PENDING and not node.is_oom_replacement
+        node
+        for node in _all_pending(fleet)
+        if node.phase is NodePhase.PENDING and not node.is_oom_replacement and not _is_exchange(fleet, node)
     ]
     return _waits([node for node in candidates if _can_be_smaller(node)], timeout)
 
@@ -177,7 +179,8 @@ def _too_long(state: JobState) -> list[Wait]:
         return []
     spec = fleet.spec
     raw = spec.pending_timeout if spec.pending_timeout > 0 else DEFAULT_PENDING_TIMEOUT
-    servers = [node for node in fleet.live_nodes(NodeType.PS) if node.is_pending]
+    pending = [node for node in fleet.live_nodes(NodeType.PS) if node.is_pending]
+    servers = [node for node in pending if not _is_exchange(fleet, node)]
     found = _waits([node for node in servers if node.is_oom_replacement and node.phase is NodePhase.PENDING], raw)
     if spec.pending_strategy <= 0 or spec.pending_timeout <= 0:
         return found
@@ -190,13 +193,14 @@ def _too_long(state: JobState) -> list[Wait]:
 def _needed_workers(state: JobState, fleet: Fleet) -> Iterable[FleetNode]:
     """The worker whose wait ends the job; nobody, while the job goes on without those that wait."""
     spec, workers = fleet.spec, fleet.workers
-    if not workers.pending:
-        return ()
-    oldest = fleet.nodes[next(iter(workers.pending))]
+    waiting = (fleet.nodes[node] for node in workers.pending)
+    oldest = next((node for node in waiting if not _is_exchange(fleet, node)), None)
     is_nobody_running = not workers.running and not workers.finished
     if spec.strategy is not Strategy.ALLREDUCE and spec.pending_strategy == NECESSARY:
         first = fleet.holder(NodeType.CHIEF, 0) or fleet.holder(NodeType.WORKER, 0)
-        needed = [first] if first is not None and first.is_pending else []
+        needed = [first] if first is not None and first.is_pending and not _is_exchange(fleet, first) else []
+    elif oldest is None:
+        needed = []
     elif is_nobody_running or (
         state.terms is not None and len(workers.running) + len(workers.finished) < state.terms.limits.min_nodes
     ):
@@ -204,6 +208,11 @@ def _needed_workers(state: JobState, fleet: Fleet) -> Iterable[FleetNode]:
     else:
         needed = []
     return [node for node in needed if not _will_be_smaller(fleet, node)]
+
+
+def _is_exchange(fleet: Fleet, node: FleetNode) -> bool:
+    """Whether another node works in its place until it comes: then nobody waits for it."""
+    return any(new == node.id for new in fleet.migrations.values())
 
 
 def _will_be_smaller(fleet: Fleet, node: FleetNode) -> bool:

@@ -206,6 +206,9 @@ def _exchange_at_once(course: Course, old: FleetNode, resource: Resource) -> Fle
     fleet = life_cycle.fleet_of(course)
     was_in_use = old.id in fleet.servers.current
     life_cycle.let_go(course, old, "another node takes its place")
+    heir = fleet.holder(old.node_type, old.rank)
+    if heir is not None:
+        return heir  # it was being exchanged anyway
     new = fleet.want_like(old, resource)
     if was_in_use:
         fleet.servers.replaced(old.id, new.id)

@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING
 from dlrover.core import life_cycle, relaunch
 from dlrover.core.fleet import MAX_MESSAGE, Fleet, FleetNode
 from dlrover.core.relaunch import ENDED, LIVE
+from dlrover.core.turn import micros
 from dlrover.protocol.fleet_messages import NodeEventKind, NodeExit, NodePhase, PlatformNode, RemoveNode, exit_reason_of
 from dlrover.protocol.messages import PlatformId
 
 if TYPE_CHECKING:  # a course calls us
     from dlrover.core.course import Course
+
+UNSEEN_TOO_LONG = 60.0
+"""Seconds after which a list that lacks a node which was asked for means that it is gone."""
 
 
 def hear_list(course: Course, shown: tuple[PlatformNode, ...]) -> None:
@@ -146,11 +150,24 @@ def _hear_absence(course: Course, node: FleetNode) -> None:
         return
     if node.phase is not NodePhase.INITIAL:
         fleet.gone(node)
+    elif _is_overdue(course, node):
+        node.message = "the platform was asked for it and does not have it"
+        life_cycle.end_node(course, node, NodePhase.DELETED, NodeExit.KILLED)
+        return
     if node.phase in (NodePhase.PENDING, NodePhase.RUNNING):
         node.message = "the platform does not have it any more"
         life_cycle.end_node(course, node, NodePhase.DELETED, NodeExit.KILLED)
     elif node.phase in (NodePhase.FAILED, NodePhase.SUCCEEDED):
         fleet.enter(node, NodePhase.DELETED, course.now)
+
+
+def _is_overdue(course: Course, node: FleetNode) -> bool:
+    """It may have come and gone before anybody looked; then asking for the same again would never help.
+
+    One that the platform refuses to launch gives its reason, and is tried again as it is.
+    """
+    is_late = node.asked_at is not None and course.now - node.asked_at >= micros(UNSEEN_TOO_LONG)
+    return is_late and not node.message
 
 
 def _renumber_unseen(course: Course, fleet: Fleet) -> None:

@@ -50,7 +50,7 @@ from tests.core.fleet_scene import FleetScene, workers
 from tests.core.scene import failure, terms
 
 INDEX = st.integers(0, 11)
-PEOPLE = (DefineFleet, NodesListed, ScaleJob, ScaleReplicas, RestartJob)
+PEOPLE = (DefineFleet, NodesListed, ScaleJob, ScaleReplicas, MigrateNode, RestartJob)
 """Commands that want nodes for other reasons than an end; a list may bring back what was lost with a journal."""
 
 
