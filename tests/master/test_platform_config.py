@@ -1,0 +1,75 @@
+"""A master that is told of a platform: wrong words are found before anything is touched, and nodes are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dlrover.master.clock import MasterClock
+from dlrover.master.config import EXIT_USAGE, MasterConfig
+from dlrover.master.desk import Desk
+from dlrover.master.fleet_keeper import FleetKeeper
+from dlrover.master.keeper import Keeper
+from dlrover.platforms.fake import FakeCloud, FakePlatform
+from dlrover.protocol.fleet_messages import FleetSpec, NodePhase, NodeType, ReplicaSpec
+from dlrover.protocol.identity import PlatformId
+from tests.platforms.contract import JOB, watching
+
+FLEET = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=2)})
+
+
+@pytest.mark.parametrize(
+    ("extra", "what"),
+    [
+        ({"platform": "moon", "fleet": FLEET}, "no platform 'moon'"),
+        ({"platform": "local"}, "must know which nodes"),
+        ({"platform": "local", "fleet": FLEET}, "missing required field `socket`"),
+    ],
+)
+def test_a_wrong_platform_ends_the_master_before_anything_is_touched(tmp_path: Path, extra, what):
+    config = MasterConfig(job_name="job", journal=str(tmp_path / "journal"), **extra)
+    path = tmp_path / "master.json"
+    path.write_bytes(msgspec.json.encode(config))
+    done = subprocess.run(
+        [sys.executable, "-m", "dlrover.master", "--config", path],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == EXIT_USAGE
+    assert what in done.stderr
+    assert not (tmp_path / "journal").exists()
+
+
+async def test_what_the_job_wants_is_launched_and_what_is_lost_is_replaced(tmp_path: Path):
+    """The whole way with the real job: effects to the platform, its events into the journal, and back."""
+    cloud = FakeCloud()
+    platform = FakePlatform(cloud, JOB)
+    keeper = await Keeper.open(tmp_path / "journal", job_name="job")
+    job = await keeper.restore()
+    desk = Desk(keeper, job, MasterClock(job.now), job_name="job")
+    fleet = FleetKeeper(platform, FLEET, desk.tell)
+    desk.on_intent = fleet.take
+    await desk.begin(keeper.master_epoch)
+    tasks = [asyncio.ensure_future(desk.run()), asyncio.ensure_future(fleet.run())]
+    try:
+        async with watching(platform) as watch:
+            for node in (0, 1):
+                if not any(seen.id == node and seen.phase is NodePhase.RUNNING for seen in watch.listed):
+                    await watch.until(node, NodePhase.RUNNING)
+            cloud.evict(JOB, PlatformId(1))
+            replacement = (await watch.until(2, NodePhase.RUNNING)).node
+        assert replacement.rank == 1
+        assert {intent.master_epoch for intent in cloud.applied} == {keeper.master_epoch}
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await fleet.drain()
+        await keeper.close()
