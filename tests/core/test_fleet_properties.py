@@ -21,6 +21,7 @@ from dlrover.core.course import DRAIN_MARGIN
 from dlrover.core.job import Origin, Outcome
 from dlrover.core.relaunch import ENDED, is_failure
 from dlrover.core.sequence import replay
+from dlrover.core.sightings import UNSEEN_TOO_LONG
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import (
     DefineFleet,
@@ -295,7 +296,7 @@ class FleetLife(RuleBasedStateMachine):
             if scene.job.end is not None or self.is_well():
                 break
             at = scene.job.next_deadline()
-            self.seconds = max(self.seconds, self.seconds if at is None else at / 1e6)
+            self.seconds = max(self.seconds + UNSEEN_TOO_LONG, 0.0 if at is None else at / 1e6)
             scene.tick(self.seconds)
         if scene.job.end is None:
             assert self.is_well(), scene.job.status()
