@@ -12,7 +12,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from dlrover.agent.worker_group import Failed, Finished, PortOffer
@@ -52,10 +52,13 @@ class WorkerDriver:
         *,
         on_outcome: Callable[[Round, Finished | Failed], None],
         on_error: Callable[[DLRoverError], None],
+        ready: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`ready` is waited for before workers start: something else may still be running on this node."""
         self._build = build
         self._on_outcome = on_outcome
         self._on_error = on_error
+        self._ready = ready
         self._target: WorldSpec | None = None
         self._offer: PortOffer | None = None
         self._cause = StopCause.MEMBERSHIP
@@ -131,7 +134,7 @@ class WorkerDriver:
         offer, self._offer = self._offer, None
         group = self._group = self._build(world)
         begun_at = time.monotonic()
-        starting = self._starting = asyncio.create_task(group.start(offer))
+        starting = self._starting = asyncio.create_task(self._begin(group, offer))
         starting.add_done_callback(lambda _: self._changed.set())
         # A start can take as long as the imports of a user's modules; a newer target need not wait for it.
         while not starting.done():
@@ -160,6 +163,11 @@ class WorkerDriver:
         )
         self._watcher = asyncio.create_task(self._watch(group))
         self._watcher.add_done_callback(lambda _: self._changed.set())
+
+    async def _begin(self, group: Group, offer: PortOffer | None) -> None:
+        if self._ready is not None:
+            await self._ready()
+        await group.start(offer)
 
     async def _watch(self, group: Group) -> None:
         outcome = await group.wait()

@@ -540,7 +540,7 @@ def test_a_repeated_report_counts_once() -> None:
 def test_nodes_that_are_checked_otherwise_are_refused() -> None:
     scene = begin(2)
     scene.terms = replace(scene.terms, check=CheckTerms(module="another.check"))
-    with pytest.raises(Rejected, match="module is 'some.check' in the job and 'another.check' there"):
+    with pytest.raises(Rejected, match=r"module is 'some\.check' in the job and 'another\.check' there"):
         scene.arrive("c")
 
 
@@ -549,7 +549,7 @@ def test_nodes_that_are_checked_otherwise_are_refused() -> None:
     [{"module": ""}, {"straggler_ratio": 0.5}, {"timeout": 0}, {"fresh_for": -1}, {"memory_limit": 0}],
 )
 def test_terms_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="give|needs"):
+    with pytest.raises(ValueError, match=r"give|needs"):
         CheckTerms(**({"module": "some.check"} | wrong))  # type: ignore[arg-type]
 
 
