@@ -79,6 +79,7 @@ def _run(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None) -> Agen
 async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None) -> AgentResult:
     from dlrover.agent.agent import Agent
     from dlrover.agent.devices import resolve_local_world_size
+    from dlrover.agent.node_check import CheckTask
     from dlrover.agent.output import WorkerOutput
     from dlrover.agent.process_tree import ProcessTree
     from dlrover.agent.worker_group import WorkerGroup
@@ -108,6 +109,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             local_world_size=await resolve_local_world_size(config, spawner),
             build_group=build_group,
             step=socket.step,
+            run_check=CheckTask(config, spawner=spawner, tree=tree),
         )
         socket.relay_to(agent.relay)
         return await agent.run()

@@ -21,21 +21,27 @@ from typing import NamedTuple, Protocol, assert_never
 
 from dlrover.agent.config import AgentConfig, AgentResult
 from dlrover.agent.driver import Group, WorkerDriver
+from dlrover.agent.node_check import CheckOutcome, CheckRunner, RunTask
 from dlrover.agent.preemption import wait_for_notice
 from dlrover.agent.relay import Relay
 from dlrover.agent.worker_group import Failed, Finished, PortOffer
 from dlrover.protocol.addresses import TlsConfig
+from dlrover.protocol.check_messages import ExitClass, ReportCheck
 from dlrover.protocol.errors import DLRoverError, JobError, Rejected, Unavailable
 from dlrover.protocol.messages import (
+    NODE_CHECK_RENDEZVOUS,
+    TRAINING_RENDEZVOUS,
     AgentCommand,
     Attach,
     Attached,
+    Check,
     Desired,
     End,
     Heartbeat,
     Idle,
     Incarnation,
     Join,
+    JoinCheck,
     JoinRendezvous,
     Leave,
     LeaveJob,
@@ -124,10 +130,11 @@ class Agent:
         local_world_size: int,
         build_group: BuildGroup,
         step: Callable[[], int | None],
+        run_check: RunTask | None = None,
         connect: Connect = AgentChannel,
         patience: Patience | None = None,
     ) -> None:
-        """`patience`: by default what the job's terms say."""
+        """`run_check` is needed where the job's terms ask for a node check. `patience`: by default what the terms say."""
         detection = config.terms.detection
         self._config = config
         self._patience = patience or Patience(heartbeat=detection.heartbeat, lease=detection.lease)
@@ -148,6 +155,12 @@ class Agent:
             lambda world: build_group(world, node_rank=self._node_rank, master_now=self._master_now),
             on_outcome=self._on_outcome,
             on_error=self._on_broken,
+            ready=self._settle_check,
+        )
+        self._check = CheckRunner(
+            _refuse_check if run_check is None else run_check,
+            ready=self._driver.settle,
+            on_outcome=self._on_checked,
         )
 
         # Who we are, as the master said.
@@ -160,9 +173,12 @@ class Agent:
         self._desired: Desired | None = None
         self._is_followed = False
         """A wish that came again is followed again: it means nothing in the same life, and everything in a new one."""
-        self._joined_round = Round(0)
+        self._joined = ("", Round(0))
+        """Rendezvous and round that we joined last."""
+        self._checked_round = Round(0)
+        """Newest round of the node check whose task we started. Each is run once, as with workers."""
         self._offer: PortOffer | None = None
-        """The port we offered for `_joined_round`, held until the round's workers start."""
+        """The port we offered for `_joined`, held until what meets there starts."""
         self._started_round = Round(0)
         """Newest round whose workers we started. Each is started once: a repeated wish for it means nothing."""
         self._world: WorldSpec | None = None
@@ -198,6 +214,7 @@ class Agent:
                     helpers.append(self._tasks.create_task(self._watch_for_preemption(), name="preemption"))
                 result = await self._follow()
                 await self._channel.close()
+                await self._check.close()
                 for helper in helpers:
                     helper.cancel()
         finally:
@@ -223,9 +240,13 @@ class Agent:
 
     async def _obey(self, desired: Desired) -> AgentResult | None:
         wish = desired.wish
+        if not isinstance(wish, Check):
+            self._check.want_none()
         match wish:
-            case Join():
+            case Join() | JoinCheck():
                 self._enter_round(wish)
+            case Check():
+                self._run_check(wish)
             case Run():
                 self._run_world(wish.world)
             case Wait() | Idle():
@@ -240,8 +261,9 @@ class Agent:
                 assert_never(wish)
         return None
 
-    def _enter_round(self, join: Join) -> None:
-        if self._joined_round == join.round and self._offer is not None:
+    def _enter_round(self, join: Join | JoinCheck) -> None:
+        name = NODE_CHECK_RENDEZVOUS if isinstance(join, JoinCheck) else TRAINING_RENDEZVOUS
+        if self._joined == (name, join.round) and self._offer is not None:
             return
         if self._driver.running_round:
             log.warning("workers of round %d stop: %s", self._driver.running_round, join.reason)
@@ -251,13 +273,13 @@ class Agent:
         try:
             self._offer = PortOffer.bind(self._config.host, self._config.host_ports, offered=self._offered_ports)
         except OSError as error:
-            if not self._driver.is_settled:
+            if not self._driver.is_settled or not self._check.is_settled:
                 # Where HOST_PORTS has no other, the workers that are just being stopped may still hold the port.
                 self._tasks.create_task(self._enter_when_stopped(join), name="enter")
                 return
             self._on_broken(JobError(f"This node can offer no port to its workers: {error}. Check HOST_PORTS."))
             return
-        self._joined_round = join.round
+        self._joined = (name, join.round)
         is_reused = self._offer.port in self._offered_ports
         if is_reused:
             self._offered_ports.remove(self._offer.port)
@@ -270,11 +292,13 @@ class Agent:
                 local_world_size=self._local_world_size,
                 offer=self._offer.address,
                 is_offer_reused=is_reused,
+                name=name,
             )
         )
 
-    async def _enter_when_stopped(self, join: Join) -> None:
+    async def _enter_when_stopped(self, join: Join | JoinCheck) -> None:
         await self._driver.settle()
+        await self._check.settle()
         if not self._is_leaving and self._desired is not None and self._desired.wish == join:
             self._enter_round(join)
 
@@ -283,7 +307,7 @@ class Agent:
         if self._offer is None or self._offer.address != refused.offer:
             return  # we have joined anew since
         self._drop_offer()
-        if self._desired is not None and isinstance(self._desired.wish, Join):
+        if self._desired is not None and isinstance(self._desired.wish, Join | JoinCheck):
             self._enter_round(self._desired.wish)
 
     def _run_world(self, world: WorldSpec) -> None:
@@ -303,6 +327,24 @@ class Agent:
             world.coordinator,
         )
         self._driver.want(world, offer)
+
+    def _run_check(self, wish: Check) -> None:
+        if wish.world.round <= self._checked_round:
+            return
+        self._checked_round = wish.world.round
+        offer, self._offer = self._offer, None
+        log.info(
+            "node check round=%d phase=%s group_rank=%d of %d coordinator=%s",
+            wish.world.round,
+            wish.phase,
+            wish.world.group_rank,
+            wish.world.group_world_size,
+            wish.world.coordinator,
+        )
+        self._check.want(wish, self._node_rank, offer)
+
+    async def _settle_check(self) -> None:
+        await self._check.settle()
 
     async def _end(self, wish: End) -> AgentResult:
         self._is_leaving = True
@@ -454,6 +496,28 @@ class Agent:
             )
         )
 
+    def _on_checked(self, round_: Round, outcome: CheckOutcome) -> None:
+        level = logging.INFO if outcome.exit_class is ExitClass.OK else logging.WARNING
+        log.log(
+            level,
+            "node check round=%d %s elapsed=%.0f ms %s",
+            round_,
+            outcome.exit_class.name.lower(),
+            outcome.elapsed_ms,
+            outcome.message,
+        )
+        self._tell(
+            ReportCheck(
+                node=self._node,
+                incarnation=self._incarnation,
+                round=round_,
+                exit_class=outcome.exit_class,
+                elapsed_ms=outcome.elapsed_ms,
+                bandwidth_gbps=outcome.bandwidth_gbps,
+                message=outcome.message,
+            )
+        )
+
     def _on_broken(self, error: DLRoverError) -> None:
         self._broken = self._broken or error
         self._news.set()
@@ -504,7 +568,12 @@ class Agent:
         match command:
             case JoinRendezvous() if code == "offer-used":
                 self._offer_another_port(command)
-            case JoinRendezvous(incarnation=life) | ReportFailure(incarnation=life) | ReportFinished(incarnation=life):
+            case (
+                JoinRendezvous(incarnation=life)
+                | ReportFailure(incarnation=life)
+                | ReportFinished(incarnation=life)
+                | ReportCheck(incarnation=life)
+            ):
                 if life != self._incarnation or not life:
                     return  # of a former life, and refused because the new one has begun: no reason for a third
                 is_failure_untold = isinstance(command, ReportFailure) and code not in ("too-old", "unknown-round")
@@ -518,9 +587,11 @@ class Agent:
 
     def _forget_former_life(self) -> None:
         self._driver.want_none(StopCause.FAILURE)
+        self._check.want_none()
         self._drop_offer()
         self._desired = None
-        self._joined_round = self._started_round = Round(0)
+        self._joined = ("", Round(0))
+        self._started_round = self._checked_round = Round(0)
         self._world = None
 
     async def _heartbeats(self) -> None:
@@ -549,6 +620,11 @@ class Agent:
         if self._offer is not None:
             self._offer.release()
             self._offer = None
+
+
+async def _refuse_check(check: Check, node_rank: NodeRank, offer: PortOffer | None) -> CheckOutcome:
+    """An agent whose job has no check is never asked for one, unless the master is of another job."""
+    return CheckOutcome(ExitClass.SETUP, message="this agent was started without a node check")
 
 
 def _shell_code(exit_code: int | None, number: int | None) -> int:
