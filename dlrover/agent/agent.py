@@ -384,7 +384,8 @@ class Agent:
         await asyncio.sleep(0)  # the farewell is on its way before anything stops
         self._driver.want_none(StopCause.PREEMPTION)
         await asyncio.gather(self._driver.settle(), parting)
-        return AgentResult(exit_code=EXIT_BY_SIGNAL + signal.SIGTERM, message=f"{notice}; the job goes on without it.")
+        message = f"{notice}; the job goes on without it."
+        return AgentResult(exit_code=EXIT_BY_SIGNAL + signal.SIGTERM, message=message, is_job_alive=True)
 
     async def _leave(self, wish: Leave) -> AgentResult:
         """The job goes on without us."""
@@ -393,7 +394,7 @@ class Agent:
         self._driver.want_none(StopCause.MEMBERSHIP)
         await asyncio.gather(self._driver.settle(), self._part(LeaveReason.DISMISSED, wish.reason))
         message = f"This node left the job: {wish.reason}."
-        return AgentResult(exit_code=wish.exit_code, message=message, is_dismissed=True)
+        return AgentResult(exit_code=wish.exit_code, message=message, is_dismissed=True, is_job_alive=True)
 
     async def _part(self, reason: LeaveReason, message: str) -> None:
         """Say farewell, then close: a stream that broke while workers stop would be healed and bring us back."""

@@ -121,5 +121,7 @@ class AgentResult(Struct, frozen=True, kw_only=True):
     num_restarts: int = 0
     is_dismissed: bool = False
     """The job goes on without this node, as the master wished."""
+    is_job_alive: bool = False
+    """This node has left, for whatever reason, and the job goes on: there is no failure to report."""
     end: JobEnd | None = None
     """How the job ended, if the master told; the launcher prints its report from it."""

@@ -287,6 +287,8 @@ class Launcher:
     def _report(self, result: AgentResult) -> None:
         if result.exit_code == EXIT_USAGE:
             say_block(f"dlrover-run: error: {result.message}")
+        elif result.is_job_alive:
+            say(result.message)
         elif result.exit_code != 0 and self._settings.environment.is_reporting:
             from dlrover.cli.report import failure_report
 

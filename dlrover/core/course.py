@@ -342,6 +342,7 @@ class Course:
         """
         state, rdzv = self.state, self.state.rendezvous
         was_running = is_running(self.state, node)
+        was_member = rdzv.is_member(node.id) and not node.finished_round
         was_claiming = node.id in rdzv.take_up.claims and not node.finished_round
         state.nodes.retire(node, life)
         sync_points.leave(self, node.id)
@@ -352,7 +353,8 @@ class Course:
             fleet_agents.agent_lost(self, node, exit_reason, is_presumed=is_presumed)
             return
         self.say(f"{why[0].upper()}{why[1:]}.")
-        if was_running and node.entered_at is not None:
+        if was_member and node.entered_at is not None:
+            # Also if the round is open already: its neighbours are often quicker to tell that they lost somebody.
             rdzv.bystanders.note_loss(node.rank, node.entered_at, self.now)
         if was_claiming:
             self.give_up_claims(why)
@@ -436,7 +438,7 @@ class Course:
             self.advance()
             return
         self._meet(state.terms)
-        if state.end is None and state.terms.limits.pend_timeout is not None:
+        if rdzv.is_active and state.terms.limits.pend_timeout is not None:
             rdzv.bystanders.note_pending(pending(state), self.now)
 
     def _meet(self, terms: JobTerms) -> None:

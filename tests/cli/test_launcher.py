@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import signal
 import socket
+import time
 
 import pytest
 
@@ -165,9 +167,7 @@ def test_a_master_elsewhere_that_never_answers_ends_the_wait_with_what_to_check(
 
 def test_two_launchers_on_one_host_share_one_master_and_its_token(job: StandinJob) -> None:
     """The second sees that the seat is taken, and waits for its master."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = a_free_port()
     endpoint = ["--nnodes=1:2", f"--rdzv-endpoint=localhost:{port}"]
     first = job.start(*endpoint, behaviour="wait")
     job.event("waiting")
@@ -181,6 +181,57 @@ def test_two_launchers_on_one_host_share_one_master_and_its_token(job: StandinJo
     first.send_signal(signal.SIGTERM)
     assert job.finish()[0] in (0, 143)
     assert job.files_left() == []
+
+
+def test_a_launcher_whose_node_was_scaled_away_stays_for_the_master_of_the_others(job: StandinJob) -> None:
+    job.start(
+        "--nnodes=1:2",
+        f"--rdzv-endpoint=localhost:{a_free_port()}",
+        behaviour="dismissed",
+        STANDIN_MASTER="end-at-gate",
+    )
+    agent, *_ = job.event("agent")
+    master, *_ = job.event("master")
+    wait_for_end(int(agent))
+    assert is_alive(int(master))
+    job.open_gate()
+    exit_code, said = job.finish()
+    assert exit_code == 0
+    assert "it hosts the master of the others" in said
+    assert not is_alive(int(master))
+    assert job.files_left() == []
+
+
+def test_such_a_launcher_still_listens_to_signals(job: StandinJob) -> None:
+    process = job.start("--nnodes=1:2", f"--rdzv-endpoint=localhost:{a_free_port()}", behaviour="dismissed")
+    agent, *_ = job.event("agent")
+    job.event("master")
+    wait_for_end(int(agent))
+    process.send_signal(signal.SIGTERM)
+    assert job.finish()[0] == 143
+    assert job.files_left() == []
+
+
+def test_a_node_without_a_place_says_so_without_a_report_of_failure(job: StandinJob) -> None:
+    job.start(behaviour="pended")
+    exit_code, said = job.finish()
+    assert exit_code == 22
+    assert "no room" in said
+    assert "failed" not in said
+
+
+def a_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for_end(pid: int) -> None:
+    """Gone, not only a zombie: then the launcher has seen its end."""
+    until = time.monotonic() + 20
+    while os.path.exists(f"/proc/{pid}"):
+        assert time.monotonic() < until, "the agent did not end"
+        select.select([], [], [], 0.01)
 
 
 def test_closed_standard_descriptors_are_replaced_for_us_and_our_children(job: StandinJob) -> None:

@@ -6,8 +6,19 @@ import pytest
 
 from dlrover.core.bystanders import FIRST_DELAY, LONGEST_DELAY
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Detection, End, ExitReason, Join, Leave, LeaveReason, Run, StopCause, Wait
-from tests.core.scene import Scene, micros, terms
+from dlrover.protocol.messages import (
+    Detection,
+    End,
+    ExitReason,
+    FailureKind,
+    Join,
+    Leave,
+    LeaveReason,
+    Run,
+    StopCause,
+    Wait,
+)
+from tests.core.scene import Scene, failure, micros, terms
 
 
 def statuses(scene: Scene) -> dict[int, str]:
@@ -256,6 +267,18 @@ class TestVisitors:
             self.lost(scene, now)
         assert delays[:5] == [0.0, 0.0, FIRST_DELAY, 2 * FIRST_DELAY, 4 * FIRST_DELAY]
         assert max(delays) == LONGEST_DELAY
+
+    def test_a_visit_counts_however_its_end_was_noticed(self) -> None:
+        """Its neighbours lose it first, and it is given up while the next round is open already."""
+        scene = Scene(terms(1, 2)).gather("a")
+        for second in (100, 110, 120):
+            self.visit(scene, second)
+            if second < 120:
+                scene.obey("a")
+                scene.at(second + 1).fail("a", failure(FailureKind.PEER_LOST))
+                self.lost(scene, second + 2)
+        assert isinstance(scene.wish("a"), Run)
+        assert scene.job.next_deadline() == micros(112 + FIRST_DELAY)
 
     def test_a_round_that_opens_anyway_takes_it(self) -> None:
         scene = Scene(terms(1, 2)).gather("a")

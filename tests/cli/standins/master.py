@@ -40,4 +40,10 @@ signal.signal(signal.SIGTERM, stop)
 with open(config["ready_file"], "w", encoding="utf-8") as file:
     file.write("{}")
 tell(f"master {os.getpid()} {config['port']} {config['journal']}")
+if behaviour == "end-at-gate":
+    with open(os.environ["STANDIN_GATE"], encoding="utf-8") as gate:
+        gate.read()
+    with open(config["end_file"], "w", encoding="utf-8") as file:
+        json.dump({"reason": "Completed", "exit_code": 0, "message": "all ended well"}, file)
+    sys.exit(0)
 signal.pause()
