@@ -88,8 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        plan = read_plan(argv, os.environ)
-        return run(plan, os.environ)
+        if not sys.platform.startswith("linux"):
+            raise ConfigError(f"dlrover local needs Linux (kernel 5.4 or newer); this is {sys.platform}.")
+        return run(read_plan(argv, os.environ), os.environ)
     except ConfigError as error:
         say_block(f"dlrover local: error: {error}")
         return EXIT_USAGE
@@ -222,7 +223,8 @@ class LocalJob:
         self._address = address
         self._programs = programs
         self._environ = environ
-        self._token_file = directory.write("token", os.urandom(24).hex().encode())
+        self._token = os.urandom(24).hex()
+        self._token_file = directory.write("token", self._token.encode())
         directory.record(str(address))
         self._host_config = HostConfig(
             directory=directory.path,
@@ -249,11 +251,9 @@ class LocalJob:
         self._exit_code = EXIT_FAILED
 
     async def run(self) -> int:
-        with open(self._token_file, encoding="ascii") as file:
-            token = file.read()
         is_terminal = sys.stderr.isatty() and sys.stdout.isatty()
         tls = self._plan.settings.tls
-        with Display(str(self._address), token, tls=tls, is_terminal=is_terminal) as display:
+        with Display(str(self._address), self._token, tls=tls, is_terminal=is_terminal) as display:
             self._display = display
             self._host = NodeHost(
                 self._host_config,

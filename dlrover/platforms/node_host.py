@@ -48,7 +48,7 @@ from dlrover.platforms.host_messages import (
 )
 from dlrover.platforms.memory_limits import MemoryLimits, remove_groups
 from dlrover.platforms.namespaces import NODE_INTERFACE, Namespaces, Place, remove_namespaces
-from dlrover.platforms.node_process import MARK, NodeCommand, NodeProcess, send, wait_gone
+from dlrover.platforms.node_process import MARK, SWEEP_TIMEOUT, NodeCommand, NodeProcess, send, wait_gone
 from dlrover.protocol.addresses import LOOPBACK
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.fleet_messages import (
@@ -177,10 +177,12 @@ class NodeHost:
         """End all nodes, each with the grace it has; take no more launches. A shorter grace than before counts."""
         self._is_ending = True
         living = self._living()
+        grace = self._config.grace if grace is None else grace
         for node in living:
-            self._stop_node(node, self._config.grace if grace is None else grace)
+            self._stop_node(node, grace)
         if living:
-            await asyncio.wait([node.life for node in living])
+            # Longer only if the kernel does not let a process go: whoever stops us must not wait for that.
+            await asyncio.wait([node.life for node in living], timeout=grace + 2 * SWEEP_TIMEOUT)
 
     async def close(self) -> None:
         """After `stop`: nobody is served any more."""
@@ -259,23 +261,26 @@ class NodeHost:
 
     def _start(self, job_uid: str, intent: LaunchNode, key: str) -> tuple[NodeProcess, Place | None]:
         """Raises `Unavailable`, and leaves nothing then."""
+        log_file = os.path.join(self._config.log_dir or self._config.directory, f"{short_name(intent)}-{intent.id}.log")
         place = self._networks.add(intent.id) if self._networks is not None else None
         try:
             cgroup = ""
             if self._memory is not None and intent.resource.memory_mb:
                 cgroup = self._memory.create(key, intent.resource.memory_mb)
-            log_dir = self._config.log_dir or self._config.directory
             command = NodeCommand(
                 argv=self._config.program,
                 environ=self._environ(intent, place),
                 mark=f"{self._run}.{job_uid}.{intent.id}",
-                log_file=os.path.join(log_dir, f"{short_name(intent)}-{intent.id}.log"),
+                log_file=log_file,
                 network=place.network if place is not None else "",
                 cgroup=cgroup,
             )
             process = NodeProcess(
                 command, on_line=lambda line, is_error: self._on_line(short_name(intent), line, is_error)
             )
+        except OSError as error:
+            self._release(intent.id, key)
+            raise Unavailable(f"its log file {log_file} cannot be written: {error.strerror}") from error
         except BaseException:
             self._release(intent.id, key)
             raise
@@ -299,15 +304,16 @@ class NodeHost:
     async def _live(self, job: _Job, node: _Node) -> None:
         """From the start of a node's process until nothing of it is left."""
         exit_code = await asyncio.shield(node.process.exit_code)
+        was_stopped = node.stopping is not None
         self._kill_strangers()
-        await node.process.sweep(0.0 if node.stopping is not None else self._config.orphan_grace)
+        await node.process.sweep(0.0 if was_stopped else self._config.orphan_grace)
         is_out_of_memory = self._memory is not None and bool(
             node.intent.resource.memory_mb and self._memory.num_kills(node.key)
         )
         self._release(node.intent.id, node.key)
         reason = exit_reason(exit_code, is_out_of_memory=is_out_of_memory)
         if node.removal is not None:
-            self._vanish(job, node, exit_code, reason)
+            self._vanish(job, node, exit_code, NodeExit.KILLED if was_stopped else reason)
         else:
             message = f"exit code {exit_code}" + (", out of memory" if is_out_of_memory else "")
             ended = replace(
@@ -344,7 +350,7 @@ class NodeHost:
             node.seen,
             phase=NodePhase.DELETED,
             exit_code=exit_code,
-            exit_reason=reason if node.seen.phase is not NodePhase.RUNNING else NodeExit.KILLED,
+            exit_reason=reason,
             message="" if node.removal is None else node.removal.reason,
         )
         self._tell(job, NodeChanged(kind=NodeEventKind.DELETED, node=last))

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from dlrover.platforms.local import LocalOptions, LocalPlatform
-from dlrover.platforms.node_host import HostConfig
+from dlrover.platforms.node_host import HostConfig, remove_left_behind
 from tests.platforms.contract import DEADLINE, JOB
 
 OBEDIENT = Path(__file__).with_name("obedient.py")
@@ -87,6 +87,7 @@ class LocalLab:
             self.process.wait()
             assert self.process.stdout is not None
             self.process.stdout.close()
+            remove_left_behind()  # of hosts that a test has killed
 
 
 async def until(condition: Callable[[], object], explain: Callable[[], str] = lambda: "condition not met") -> None:

@@ -9,6 +9,7 @@ import socket
 
 import pytest
 
+from dlrover.platforms.base import LaunchNotTaken
 from dlrover.platforms.host_messages import ANSWER
 from dlrover.platforms.local import LocalOptions, LocalPlatform
 from dlrover.protocol.errors import ConfigError, Unavailable
@@ -105,6 +106,24 @@ async def test_a_program_that_is_not_there_ends_its_node_and_the_log_says_why(sh
         assert "/no/such/program" in lab.log(0)
     finally:
         lab.close()
+
+
+async def test_a_log_that_cannot_be_written_is_a_reason_not_to_launch(local_lab):
+    (local_lab.directory / "worker-0-0.log").mkdir()
+    with pytest.raises(LaunchNotTaken, match="log file"):
+        await local_lab.platform().apply(launch(0))
+    assert await local_lab.platform().list() == ()
+
+
+async def test_a_node_that_ended_by_itself_keeps_its_reason_when_it_is_removed(local_lab):
+    platform = local_lab.platform()
+    await run_nodes(platform, 0)
+    async with watching(platform) as watch:
+        local_lab.end(0, 1)
+        await watch.until(0, NodePhase.FAILED)
+        await platform.apply(remove(0))
+        seen = (await watch.until(0, NodePhase.DELETED)).node
+    assert (seen.exit_code, seen.exit_reason) == (1, NodeExit.FATAL)
 
 
 class LossyHost:
