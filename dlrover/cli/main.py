@@ -18,6 +18,7 @@ from dlrover.protocol.errors import ConfigError, DLRoverError
 
 if TYPE_CHECKING:
     from dlrover.protocol.addresses import TlsConfig
+    from dlrover.protocol.check_messages import CheckResult
     from dlrover.protocol.codec import Question
     from dlrover.protocol.messages import Reply
 
@@ -259,17 +260,32 @@ def _show(reply: Reply) -> None:
     )
     console.print(f"nodes {reply.min_nodes}:{reply.max_nodes}{scaled}{beside}")
     console.print(f"because: {reply.verdict}", markup=False)
-    table = Table("node rank", "node", "incarnation", "host", "status", "wish", "step")
+    columns = ["node rank", "node", "incarnation", "host", "status", "wish", "step"]
+    is_checked = any(node.check is not None for node in reply.nodes)
+    table = Table(*columns, *(["check", "elapsed"] if is_checked else []))
     for node in reply.nodes:
         step = "" if node.step is None else node.step
         cells = (node.node_rank, node.node, node.incarnation, node.host, node.status, node.wish, step)
-        table.add_row(*(str(cell) for cell in cells))
+        table.add_row(*(str(cell) for cell in cells), *(_check_cells(node.check) if is_checked else ()))
     console.print(table)
+    for node in reply.nodes:
+        if node.check is not None and node.check.reason:
+            console.print(
+                f"check of node rank {node.node_rank}: {node.check.status}, {node.check.reason}", markup=False
+            )
     for failure in reply.distinct_failures:
         where = f"first on node rank {failure.node_rank} ({failure.host})"
         console.print(f"failed {failure.count} times, {where}: {failure.kind}: {failure.message}", markup=False)
     if reply.end is not None:
         console.print(f"end: {reply.end.reason}: {reply.end.message}", markup=False)
+
+
+def _check_cells(check: CheckResult | None) -> tuple[str, str]:
+    """Verdict and times of the node check."""
+    if check is None:
+        return "", ""
+    elapsed = f"{check.elapsed_ms:.0f} ms" if check.elapsed_ms else ""
+    return check.status, f"{elapsed}, {check.bandwidth_gbps:.2f} GB/s" if check.bandwidth_gbps else elapsed
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
 from dlrover.protocol.messages import (
     Attach,
+    Check,
     Command,
     DeadlinePassed,
     Effect,
@@ -35,6 +36,7 @@ from dlrover.protocol.messages import (
     FinishJob,
     Idle,
     Join,
+    JoinCheck,
     JoinRendezvous,
     Leave,
     LeaveJob,
@@ -259,6 +261,10 @@ def _wish_in_words(wish: Wish) -> str:
     match wish:
         case Join():
             return f"join round {wish.round}: {wish.reason}"
+        case JoinCheck():
+            return f"join round {wish.round} of the node check: {wish.reason}"
+        case Check(world=world):
+            return f"check, round {world.round} ({wish.phase}), as group rank {world.group_rank} of {world.group_world_size}"
         case Wait():
             return f"wait: {wish.reason}"
         case Run(world=world):

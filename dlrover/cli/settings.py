@@ -17,6 +17,7 @@ from msgspec import Struct
 from dlrover.agent.config import Entry, EntryKind, LogConfig, Streams, TlsConfig
 from dlrover.cli.environment import Environment, read_environment
 from dlrover.cli.options import Origin, Parsed, nearest, parse, unavailable
+from dlrover.protocol.check_messages import CheckTerms
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import Detection, JobTerms, Limits, RestartPolicy
 
@@ -94,6 +95,7 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
             restarts=RestartPolicy(max_restarts=max_restarts),
             detection=_detection(parsed),
             standby=_standby(parsed),
+            check=_check(parsed, limits, notes),
         ),
         entry=read_entry(parsed),
         local_world_size=parse_nproc("auto" if is_automatic else parsed.text("nproc_per_node")),
@@ -355,6 +357,42 @@ def _standby(parsed: Parsed) -> int:
     if standby < 0:
         raise ConfigError(f"--standby {standby}: give a number of nodes of at least 0.")
     return standby
+
+
+_AUTO_CHECK_NODES = 4
+"""--auto-config checks jobs of at least so many nodes: fewer cannot tell a bad node from a bad partner so well."""
+
+
+def _check(parsed: Parsed, limits: Limits, notes: list[str]) -> CheckTerms | None:
+    """None: nodes are not checked."""
+    precheck = int(parsed.text("precheck"))
+    is_perf_test = parsed.flag("comm_perf_test") or precheck == 2
+    is_automatic = parsed.flag("auto_config") and limits.max_nodes >= _AUTO_CHECK_NODES
+    if not (parsed.flag("network_check") or precheck or is_perf_test or is_automatic):
+        if parsed.flag("exclude_straggler"):
+            notes.append("--exclude-straggler has no effect without --network-check.")
+        return None
+    from dlrover.trainer.torch.node_check.registry import module_of
+
+    accelerator = parsed.text("accelerator")
+    module = module_of(accelerator)
+    if module is None:
+        notes.append(
+            f"--accelerator {accelerator}: nobody knows how to check such a device, so nodes are not checked. Install "
+            "the package that does, or use cpu."
+        )
+        return None
+    try:
+        return CheckTerms(
+            module=module,
+            accelerator=accelerator,
+            is_perf_test=is_perf_test,
+            excludes_stragglers=parsed.flag("exclude_straggler"),
+            straggler_ratio=parsed.number("straggler_ratio"),
+            fresh_for=parsed.number("check_fresh_for"),
+        )
+    except ValueError as error:
+        raise ConfigError(f"{error}.") from error
 
 
 def check_plugin(name: str, *, option: str) -> str:

@@ -53,6 +53,69 @@ def test_nnodes(script: str, text: str, bounds: tuple[int, int]) -> None:
     assert (limits.min_nodes, limits.max_nodes) == bounds
 
 
+def test_nodes_are_not_checked_unless_somebody_asks(script: str) -> None:
+    assert settings_of(script).terms.check is None
+    assert settings_of("--precheck", "0", script).terms.check is None
+    assert settings_of("--auto-config", script, NODE_NUM="3").terms.check is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "is_perf_test"),
+    [
+        (["--network-check"], False),
+        (["--precheck", "1"], False),
+        (["--precheck=2"], True),
+        (["--network-check", "--comm-perf-test"], True),
+        (["--comm_perf_test"], True),
+    ],
+)
+def test_the_ways_to_ask_for_a_node_check(script: str, argv: list[str], is_perf_test: bool) -> None:
+    check = settings_of(*argv, script).terms.check
+    assert check is not None
+    assert check.is_perf_test == is_perf_test
+    assert check.module == "dlrover.trainer.torch.node_check.nvidia_gpu"
+    assert (check.straggler_ratio, check.fresh_for, check.excludes_stragglers) == (2.0, 600.0, False)
+
+
+def test_an_automatic_job_of_four_nodes_is_checked(script: str) -> None:
+    assert settings_of("--auto-config", script, NODE_NUM="4").terms.check is not None
+
+
+def test_the_options_of_the_node_check_arrive(script: str) -> None:
+    options = ["--exclude-straggler", "--straggler-ratio", "3", "--check-fresh-for", "0", "--accelerator", "cpu"]
+    check = settings_of("--network-check", *options, script).terms.check
+    assert check is not None
+    assert check.module == "dlrover.trainer.torch.node_check.cpu"
+    assert (check.straggler_ratio, check.fresh_for, check.excludes_stragglers) == (3.0, 0.0, True)
+
+
+def test_an_accelerator_that_nobody_can_check_leaves_a_note_and_no_check(script: str) -> None:
+    settings = settings_of("--network-check", "--accelerator", "abacus", script)
+    assert settings.terms.check is None
+    assert any("--accelerator abacus" in note for note in settings.notes)
+
+
+def test_excluding_stragglers_without_a_check_leaves_a_note(script: str) -> None:
+    settings = settings_of("--exclude-straggler", script)
+    assert settings.terms.check is None
+    assert any("--exclude-straggler has no effect" in note for note in settings.notes)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--precheck", "3"], "--precheck"),
+        (["--network-check", "--straggler-ratio", "0.5"], "--straggler-ratio 0.5"),
+        (["--network-check", "--check-fresh-for", "-1"], "--check-fresh-for -1"),
+        (["--network-check", "--check-fresh-for", "inf"], "--check-fresh-for inf"),
+    ],
+)
+def test_a_node_check_that_makes_no_sense_is_refused(script: str, argv: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        settings_of(*argv, script)
+    assert expected in str(raised.value)
+
+
 def test_the_last_call_of_rdzv_conf_holds_for_the_first_round_too(script: str) -> None:
     settings = settings_of("--rdzv-conf", "join_timeout=900, lastcall_timeout=7,timeout=5,pend_timeout=60", script)
     limits = settings.terms.limits
