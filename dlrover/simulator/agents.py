@@ -71,6 +71,8 @@ class VirtualNode:
         self.agent: VirtualAgent | None = None
         self.num_agents = 0
         self.num_ports = 0
+        self.disturbed_at = 0
+        """When something last happened to it that could keep it from joining."""
 
     @property
     def label(self) -> str:
@@ -99,6 +101,7 @@ class VirtualAgent:
         self.node = node
         node.agent = self
         node.num_agents += 1
+        node.disturbed_at = simulation.events.now
         self.life = f"{node.number}.{node.num_agents}"
         self.is_alive = True
         self.frozen_since: int | None = None
@@ -669,6 +672,7 @@ class VirtualAgent:
             return
         away = self.sim.events.now - self.frozen_since
         self.frozen_since = None
+        self.node.disturbed_at = self.sim.events.now
         group = self.group
         if group is not None and group.is_up and not group.is_stopping:
             self.sim.training.thawed(group.world.coordinator)

@@ -282,7 +282,7 @@ def _disk_full(sim: Simulation, fault: Fault) -> bool:
     if sim.journal.is_full:
         return False
     sim.journal.is_full = True
-    sim.pass_by(fault.between(1.0, 120.0), lambda: setattr(sim.journal, "is_full", False))
+    sim.pass_by(fault.between(1.0, 120.0), sim.free_disk)
     return True
 
 

@@ -149,6 +149,9 @@ def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
         case ExitReason.RENDEZVOUS_TIMEOUT | ExitReason.NOT_ENOUGH_NODES:
             if calm > BOUND:
                 return f"the job gave up, although all was well for {calm / SECOND:.0f} s: {end.message}"
+            limits, num_steady = job.state.terms.limits, sim.num_steady()
+            if num_steady - num_steady % limits.node_unit >= limits.min_nodes and not job.state.rendezvous.finished:
+                return f"the job gave up, although {num_steady} nodes were there and well: {end.message}"
         case ExitReason.STOPPED_BY_USER:
             return f"nobody stopped the job: {end.message}"
         case _ if end.first_failure is not None:

@@ -52,6 +52,8 @@ PEER_LOST_ODDS = 0.3
 """How often a worker notices the end of a peer before its agent stops it."""
 NUM_KEPT_CONNECTIONS = 4
 NUM_KEPT_WORLDS = 100
+STEADY = 120 * SECOND
+"""A node and a master that nothing has troubled for so long have found each other."""
 LONGEST_RECOVERY = BOUND
 """I8: from the end of the faults to the first step, with a platform that still has to start some nodes."""
 OVERLAP = 60 * SECOND
@@ -156,6 +158,7 @@ class Simulation:
         self._quiet_at: int | None = None
         """When faults stopped and nobody trained; None: that is not so, or over."""
         self._recovery = 0
+        self._master_disturbed_at = 0
         self._limits = self.terms.limits
         self._durable: bytes | None = None
         """The state that the next master has to find; None: not known for certain."""
@@ -296,6 +299,29 @@ class Simulation:
         num_there = sum(1 for node in self.nodes if node.agent is not None and not node.agent.is_leaving)
         return num_there - num_there % self._limits.node_unit >= self._limits.min_nodes
 
+    def num_steady(self) -> int:
+        """Nodes that nothing has kept from joining for a while. None while the master itself is in trouble."""
+        since = self.events.now - STEADY
+        if self.journal.is_full or self.is_disk_slow or self._master_disturbed_at > since:
+            return 0
+        return sum(
+            1
+            for node in self.nodes
+            if node.agent is not None
+            and node.agent.frozen_since is None
+            and not node.agent.is_leaving
+            and not node.link.is_cut
+            and not node.link.is_slow
+            and node.disturbed_at < since
+        )
+
+    def free_disk(self) -> None:
+        self.journal.is_full = False
+        self.disturb_master()
+
+    def disturb_master(self) -> None:
+        self._master_disturbed_at = self.events.now
+
     def _count_nodes(self) -> None:
         now = self.events.now
         if now > self._counted_at:
@@ -321,6 +347,7 @@ class Simulation:
         self._is_serving = False
         self.note(f"master epoch {epoch} starts")
         self.trouble()
+        self.disturb_master()
         self.master = VirtualMaster(self, job, epoch)
         self.master.begin()
 
@@ -370,6 +397,7 @@ class Simulation:
         return True
 
     def _resume(self, master: VirtualMaster) -> None:
+        self.disturb_master()
         master.resume()
         if master is self.master:
             self._call_seekers()
@@ -583,6 +611,7 @@ class Simulation:
         def heal() -> None:
             link.num_cuts_up -= up
             link.num_cuts_down -= down
+            node.disturbed_at = self.events.now
             if coordinator is not None:
                 self.training.thawed(coordinator)
             if link.is_cut:
