@@ -74,15 +74,17 @@ def simulate(
         replacement=replacement,
         join_timeout=join_timeout,
     )
-    chosen = forecast(question, num_seeds=seeds, seed=seed)
     console = Console()
+    with console.status(f"living through {hours:g} h with {nodes} nodes, {seeds} times"):
+        chosen = forecast(question, num_seeds=seeds, seed=seed)
     _show(console, chosen)
     others: list[Forecast] = []
     if compare:
-        others = [
-            chosen if choice == question else forecast(choice, num_seeds=seeds, seed=seed)
-            for choice in choices(question)
-        ]
+        with console.status("and again with other spares and minimums"):
+            others = [
+                chosen if choice == question else forecast(choice, num_seeds=seeds, seed=seed)
+                for choice in choices(question)
+            ]
         _compare(console, others, *best(others))
     if plot is not None:
         try:
