@@ -32,6 +32,7 @@ from dlrover.snapshot.manifest import (
     RankManifest,
     decode_global_manifest,
     decode_rank_manifest,
+    digest_of,
     encode_manifest,
     join_manifests,
     rank_manifest_name,
@@ -241,6 +242,32 @@ def check_sizes(storage: Storage, path: str, manifest: GlobalManifest) -> None:
         if size != file.size_bytes:
             there = "is missing" if size is None else f"has {size} bytes"
             raise ManifestInvalid(f"{join(path, file.path)} {there}; its manifest says {file.size_bytes} bytes.")
+
+
+def find_damage(storage: Storage, checkpoint: Committed) -> list[str]:
+    """Read every byte and compare it with the manifests: a sentence for each thing that is wrong."""
+    damage = []
+    for rank in checkpoint.manifest.ranks:
+        name = join(checkpoint.path, rank_manifest_name(rank.global_rank))
+        try:
+            if digest_of(storage.read(name)) != rank.digest:
+                damage.append(f"{name} is not the manifest that was committed")
+        except FileNotFoundError:
+            damage.append(f"{name} is missing")
+    for file in checkpoint.manifest.files:
+        name = join(checkpoint.path, file.path)
+        try:
+            found = storage.measure(name)
+        except FileNotFoundError:
+            damage.append(f"{name} is missing")
+            continue
+        if found.size_bytes != file.size_bytes:
+            damage.append(f"{name} has {found.size_bytes} bytes instead of {file.size_bytes}")
+        elif found.crc32 != file.crc32:
+            damage.append(
+                f"{name} has other bytes than were written: CRC {found.crc32:08x} instead of {file.crc32:08x}"
+            )
+    return damage
 
 
 def _directories_of(root: str, paths: Iterable[str]) -> list[str]:

@@ -278,6 +278,7 @@ class SegmentWriter:
             return  # of another boot or another version: whoever cleans the directory removes it
         if not file.locks.try_own(_WRITER_BYTE):
             file.close()
+            self.close()
             raise Unavailable(
                 f"The snapshot segment {path} is still held by another trainer of rank {self.owner.global_rank}. "
                 "It must end before a new one can save."

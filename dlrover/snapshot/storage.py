@@ -15,12 +15,14 @@ import errno
 import os
 import posixpath
 import shutil
+import zlib
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 from msgspec import Struct
 
 from dlrover.protocol.errors import ConfigError
+from dlrover.snapshot.direct_io import UNIT_BYTES, WrittenFile, file_crc32
 
 
 class StoredName(Struct, frozen=True, order=True):
@@ -42,6 +44,9 @@ class Storage(Protocol):
 
     def read(self, path: str) -> bytes:
         """FileNotFoundError when there is none."""
+
+    def measure(self, path: str) -> WrittenFile:
+        """Size and CRC-32 of a file of any size, as it is stored."""
 
     def list(self, path: str) -> list[StoredName]:
         """Sorted; empty when there is no such directory."""
@@ -104,6 +109,9 @@ class LocalStorage:
     def read(self, path: str) -> bytes:
         with open(path, "rb") as file:
             return file.read()
+
+    def measure(self, path: str) -> WrittenFile:
+        return file_crc32(path)
 
     def list(self, path: str) -> list[StoredName]:
         try:
@@ -179,6 +187,13 @@ class FsspecStorage:
 
     def read(self, path: str) -> bytes:
         return bytes(self._files.cat_file(path))
+
+    def measure(self, path: str) -> WrittenFile:
+        crc = size = 0
+        with self._files.open(path, "rb") as file:
+            while content := file.read(UNIT_BYTES):
+                crc, size = zlib.crc32(content, crc), size + len(content)
+        return WrittenFile(size, crc)
 
     def list(self, path: str) -> list[StoredName]:
         self._files.invalidate_cache()  # other machines write there too

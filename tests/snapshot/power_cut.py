@@ -9,10 +9,12 @@ bytes. Every primitive step counts, and the cut comes before the step with the n
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dlrover.snapshot.direct_io import WrittenFile
 from dlrover.snapshot.storage import StoredName, join, parent_of
 
 
@@ -96,6 +98,10 @@ class Disk:
         if not isinstance(node, File):
             raise FileNotFoundError(path)
         return node.content
+
+    def measure(self, path: str) -> WrittenFile:
+        content = self.read(path)
+        return WrittenFile(len(content), zlib.crc32(content))
 
     def list(self, path: str) -> list[StoredName]:
         try:

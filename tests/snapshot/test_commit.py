@@ -16,6 +16,7 @@ from dlrover.snapshot.commit import (
     abandon,
     commit,
     committed_checkpoints,
+    find_damage,
     finish_rank,
     latest_step,
     locate,
@@ -235,6 +236,29 @@ def test_a_tracker_without_its_checkpoint_is_an_error_not_a_start_from_scratch(t
     (tmp_path / TRACKER).write_text("")
     with pytest.raises(ManifestInvalid, match="should hold a step"):
         locate(storage, str(tmp_path))
+
+
+def test_every_flipped_bit_of_a_checkpoint_is_found(place: tuple[Storage, str]) -> None:
+    storage, directory = place
+    save(storage, attempt_at(5, "a", directory))
+    checkpoint = locate(storage, directory)
+    assert checkpoint is not None
+    assert find_damage(storage, checkpoint) == []
+    for name in ("sub/rank_1.pt", ".dlrover/rank-00000.json"):
+        path = join(checkpoint.path, name)
+        content = storage.read(path)
+        for place_of_flip in range(len(content)):
+            storage.write(
+                path, [content[:place_of_flip], bytes([content[place_of_flip] ^ 4]), content[place_of_flip + 1 :]]
+            )
+            assert len(find_damage(storage, checkpoint)) == 1
+        storage.write(path, [content[:-1]])
+        assert len(find_damage(storage, checkpoint)) == 1
+        storage.remove_file(path)
+        (sentence,) = find_damage(storage, checkpoint)
+        assert sentence == f"{path} is missing"
+        storage.write(path, [content])
+    assert find_damage(storage, checkpoint) == []
 
 
 def test_two_ranks_with_one_path_and_two_attempts_do_not_join() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import subprocess
+import sys
 import warnings
 import zipfile
 from collections import OrderedDict, namedtuple
@@ -330,3 +332,26 @@ def test_states_whose_structure_changes_between_saves(
     segments.close()
     for path in segment_paths(home):
         path.unlink()
+
+
+DTENSOR = """
+import torch
+from torch.distributed.tensor import DTensor, Shard, Replicate, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from dlrover.snapshot.layout import plan_state
+from dlrover.trainer.torch.flash_checkpoint.tensors import TorchTensors
+torch.distributed.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+sharded = DTensor.from_local(torch.ones(3, 10), mesh, [Shard(0), Shard(1)], run_check=False)
+copied = DTensor.from_local(torch.ones(3), mesh, [Replicate(), Replicate()], run_check=False)
+one, two = plan_state({"w": sharded, "b": copied}, TorchTensors()).layout.tensors
+print(one.name, one.shape, one.global_shape, one.global_offset)
+print(two.name, two.shape, two.global_shape, two.global_offset)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_the_place_of_a_piece_in_its_global_tensor_is_told() -> None:
+    done = subprocess.run([sys.executable, "-c", DTENSOR], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["w (3, 10) (6, 20) (3, 10)", "b (3,) (3,) (0,)"]

@@ -46,27 +46,42 @@ def rebuild(content: bytes, storage: Callable[[int, int, str], torch.UntypedStor
     return unpickler.load()
 
 
+_NOT_A_STORAGE = object
+
+
 class _StoragePickler(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=PICKLE_PROTOCOL)
         self.storages: list[torch.UntypedStorage] = []
         self._keys: dict[int, str] = {}
         self._dtypes: dict[int, torch.dtype] = {}
+        self._families: dict[type, type] = {}
 
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
         kind = type(value)
-        if kind is torch.storage.TypedStorage or isinstance(value, torch.storage.TypedStorage):
+        family = self._families.get(kind) or self._family(
+            kind
+        )  # called for every string and number: asked once per type
+        if family is _NOT_A_STORAGE:
+            return None
+        if family is torch.storage.TypedStorage:
             storage = value._untyped_storage
             dtype = value.dtype
             storage_type = getattr(torch, value._pickle_storage_type())
             num_elements = value._size()
-        elif kind is torch.UntypedStorage:
+        else:
             storage, dtype = value, torch.uint8
             storage_type = normalize_storage_type(kind)
             num_elements = storage.nbytes()
-        else:
-            return None
         return ("storage", storage_type, self._key(storage, dtype), location_tag(storage), num_elements)
+
+    def _family(self, kind: type) -> type:
+        found: type = _NOT_A_STORAGE
+        for storage_kind in (torch.storage.TypedStorage, torch.UntypedStorage):
+            if issubclass(kind, storage_kind):
+                found = storage_kind
+        self._families[kind] = found
+        return found
 
     def _key(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> str:
         """The storage's number as text, always the same object, so that the pickle refers back to it."""
