@@ -48,7 +48,7 @@ def look() -> Iterator[Finding]:
     for name, needed_for in (("msgspec", "messages"), ("grpcio", "master and agent")):
         yield _package(name, needed_for, is_essential=True)
     yield _package("torch", "training with PyTorch, warm workers")
-    yield _package("psutil", "the demo, benchmarks and tests; no job imports it yet")
+    yield _package("psutil", "the node check: whose memory a device holds", is_essential=True)
     yield _package("numpy", "most training scripts")
     yield from _shared_memory()
     yield _cgroup()

@@ -113,7 +113,7 @@ def test_a_job_is_found_by_its_name(short_dir: Path) -> None:
 
 
 def test_check_env_says_what_psutil_is_for() -> None:
-    """Nothing in the package imports it: a job does not need it."""
+    """A job needs it if anything in the package imports it."""
     package = Path(check_env.__file__).parents[1]
     is_imported = any("import psutil" in path.read_text() for path in package.rglob("*.py"))
     [finding] = [finding for finding in check_env.look() if finding.name == "psutil"]

@@ -245,7 +245,7 @@ BAD = [
     (["{directory}"], {}, "is a directory"),
     (["--log-dir=/proc/nowhere", "{script}"], {}, "/proc/nowhere"),
     (["--log-dir={script}/below", "{script}"], {}, "cannot be written"),
-    (["--network-check", "{script}"], {}, "not yet available"),
+    (["--numa-affinity", "{script}"], {}, "not yet available"),
     (["--standby=-1", "{script}"], {}, "--standby -1"),
     (["--node-silence=8", "{script}"], {}, "less than two heartbeats"),
     (["--heartbeat=0", "{script}"], {}, "--heartbeat 0"),
