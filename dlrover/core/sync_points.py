@@ -68,13 +68,18 @@ class SyncPoints(Struct):
     last_number: int = 0
 
     def join(
-        self, name: str, round_: Round, worker: tuple[NodeId, int], targets: dict[NodeId, list[int]], now: Micros
+        self,
+        name: str,
+        round_: Round,
+        worker: tuple[NodeId, int],
+        now: Micros,
+        targets: Callable[[], dict[NodeId, list[int]]],
     ) -> SyncJoined:
-        """`targets`: the workers that run now, should this be the first join. The caller has checked everything."""
+        """`targets` tells which workers run now; only asked at the first join. The caller has checked everything."""
         node, local_rank = worker
         point = self.points.get(round_, {}).get(name)
         if point is None or (point.is_reached and local_rank in point.joined.get(node, ())):
-            point = self._begin(name, round_, 1 if point is None else point.generation + 1, targets, now)
+            point = self._begin(name, round_, 1 if point is None else point.generation + 1, targets(), now)
         if not _take(point.missing, node, local_rank):
             return SyncJoined(generation=point.generation, is_late=local_rank not in point.joined.get(node, ()))
         point.joined.setdefault(node, []).append(local_rank)
@@ -185,8 +190,8 @@ def _join_sync(command: JoinSync, course: Course) -> Reply:
     if not 0 <= command.local_rank < node.local_world_size:
         raise Rejected(f"{node.label} has no local rank {command.local_rank}.", code="malformed")
 
-    targets = targets_of(state, command.round)
-    joined = state.sync.join(command.name, command.round, (node.id, command.local_rank), targets, course.now)
+    worker = (node.id, command.local_rank)
+    joined = state.sync.join(command.name, command.round, worker, course.now, lambda: targets_of(state, command.round))
     if state.sync.points[command.round][command.name].is_reached:
         course.effects.append(LookAgain((sync_topic(command.round, command.name),)))
     return joined

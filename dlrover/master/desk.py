@@ -242,7 +242,8 @@ class Desk:
                 await self._quarantine(work, fault)
                 return
         batch = self._sequence.take()
-        self._keeper.spent(time.thread_time() - began_at)
+        if batch is not None and batch.records:  # a replay need not answer the questions
+            self._keeper.spent(time.thread_time() - began_at)
         if batch is None and not rejected:
             return
         try:

@@ -53,7 +53,7 @@ class StandIn:
     def _apply(self, command: KvCommand | JoinSync | NotifyBarrier) -> Reply:
         match command:
             case JoinSync(name=name, round=round_):
-                return self._sync.join(name, round_, (_ALONE, 0), {_ALONE: [0]}, Micros(0))
+                return self._sync.join(name, round_, (_ALONE, 0), Micros(0), lambda: {_ALONE: [0]})
             case NotifyBarrier(name=name, round=round_):
                 self._sync.notify(name, round_)
                 return Done()
