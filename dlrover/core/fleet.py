@@ -156,6 +156,8 @@ class Fleet(Struct, kw_only=True):
     agents: dict[NodeId, PlatformId] = {}
     """Live agent to the node it said it is on; the platform may not have shown that one yet."""
     next_id: PlatformId = PlatformId(0)
+    forget_from: int = 2 * NUM_FORMER
+    """With so many ended nodes in the table it is worth looking whom to forget."""
     to_launch: dict[PlatformId, None] = {}
     """Open launches that this master has not asked for yet."""
     to_remove: dict[PlatformId, None] = {}
@@ -312,10 +314,14 @@ class Fleet(Struct, kw_only=True):
         self.to_remove.pop(node.id, None)
 
     def forget_oldest(self) -> None:
-        """Keep the table from growing with each node that ever was."""
+        """Keep the table from growing with each node that ever was. Looked at only now and then: it is a long table."""
+        num_live = sum(replicas.num_live for replicas in self.replicas.values())
+        if len(self.nodes) - num_live < self.forget_from:
+            return
         former = [node.id for node in self.nodes.values() if node.is_released and node.removal is None]
         for node in former[: max(0, len(former) - NUM_FORMER)]:
             del self.nodes[node]
+        self.forget_from = len(self.nodes) - num_live + NUM_FORMER
 
     def launch_of(self, node: FleetNode, master_epoch: int) -> LaunchNode:
         return LaunchNode(

@@ -40,6 +40,7 @@ def settle(course: Course) -> None:
             course.say("Enough workers run now.")
         fleet.verdict = sentence
     issue(course)
+    fleet.forget_oldest()
 
 
 def issue(course: Course) -> None:
@@ -120,4 +121,5 @@ def _note_awaited(state: JobState, fleet: Fleet) -> None:
     rdzv, workers = state.rendezvous, fleet.workers
     min_nodes = 0 if state.terms is None else state.terms.limits.min_nodes
     rdzv.num_pending_launches = len(workers.pending) if len(workers.running) < min_nodes else 0
-    rdzv.num_unattached = len(fleet.coming_ranks()) if rdzv.finished else 0
+    is_asked_for = bool(rdzv.finished) and rdzv.opening is not None
+    rdzv.num_unattached = len(fleet.coming_ranks()) if is_asked_for else 0

@@ -103,7 +103,6 @@ def let_go(course: Course, node: FleetNode, why: str) -> None:
     if agent is not None:
         course.lose(agent, NodeLife.GONE, f"{node.label} is let go: {why}")
     fleet.remove(node, Removal(why))
-    fleet.forget_oldest()
 
 
 def hear_node_error(course: Course, node: FleetNode, exit_reason: NodeExit, message: str) -> None:
@@ -215,7 +214,6 @@ def _release_ended(course: Course, node: FleetNode) -> None:
     if fleet.spec.remove_exited or not node.is_over:
         cordoned = node.host if fleet.spec.cordon_faulty and node.exit_reason in _FAULTY_HOST else ""
         fleet.remove(node, Removal(f"it ended ({node.exit_reason.value})", REMOVAL_GRACE, cordoned))
-    fleet.forget_oldest()
 
 
 def _is_critical_work_left(fleet: Fleet) -> bool:

@@ -213,6 +213,15 @@ class TestPhases:
         assert scene.node(0).exit_reason is NodeExit.FATAL
         assert len(scene.node(0).message) == 2048
 
+    def test_a_node_that_nobody_wants_any_more_stays_so_whatever_is_told_of_it(self) -> None:
+        scene = in_phase(RUNNING)
+        scene.vanish(0)
+        for phase in NodePhase:
+            seen = PlatformNode(id=PlatformId(0), node_type=NodeType.WORKER, rank=0, phase=phase)
+            scene.do(NodeChanged(kind=NodeEventKind.MODIFIED, node=seen))
+            assert scene.node(0).is_released
+        assert scene.fleet.workers.holders == {0: 2, 1: 1}
+
     def test_a_refused_launch_is_explained_and_stays_wanted(self) -> None:
         scene = FleetScene.of(2)
         outcome = scene.do(LaunchRefused(node=PlatformId(1), reason="quota of 1 node"))
@@ -307,6 +316,17 @@ class TestBudgets:
         scene.fail(2, exit_code=1)
         assert scene.end.reason is ExitReason.WORKER_ERROR
         assert "3 workers left" in scene.end.message
+
+    def test_the_minimum_is_that_of_the_newest_scaling(self) -> None:
+        scene = FleetScene.of(4, max_relaunches=0)
+        scene.train(0, 1, 2, 3)
+        scene.do(ScaleJob(min_nodes=3, max_nodes=4))
+        scene.fail(2, exit_code=1)
+        assert scene.job.end is None
+        scene.vanish(2) if 2 in scene.cloud else None
+        assert scene.job.end is None, "the same node is not missed twice"
+        scene.fail(1, exit_code=1)
+        assert "2 workers left" in scene.end.message
 
     def test_the_trailing_deletion_of_a_replaced_node_does_not_count_a_second_time(self) -> None:
         scene = FleetScene.of(4, max_relaunches=1, remove_exited=False)
@@ -419,6 +439,14 @@ class TestAgents:
         assert scene.launched == [0, 1]
         scene.fail(0, exit_reason=NodeExit.HARDWARE)
         assert scene.launched == [0, 1, 2], "one that finished does not switch off the help for the others"
+
+    @pytest.mark.parametrize("is_finished", [False, True])
+    def test_silence_after_success_is_no_failure(self, is_finished: bool) -> None:
+        scene = FleetScene.of(2).train(0, 1)
+        if is_finished:
+            scene.finish("n1")
+        scene.at(100).silent("n1")
+        assert scene.launched == ([0, 1] if is_finished else [0, 1, 2])
 
     def test_success_on_the_platform_counts_as_the_report_that_was_lost(self) -> None:
         scene = FleetScene.of(2).train(0, 1)
@@ -602,11 +630,11 @@ class TestMasterRestarts:
     def test_a_node_that_was_given_up_long_ago_and_shows_up_again_is_removed(self) -> None:
         scene = FleetScene.of(1, max_relaunches=0)
         node = 0
-        for _ in range(NUM_FORMER + 5):
+        for _ in range(4 * NUM_FORMER):
             scene.run(node)
             scene.vanish(node)
             node = scene.launched[-1]
-        assert len(scene.fleet.nodes) <= NUM_FORMER + 1, "the table does not grow for ever"
+        assert len(scene.fleet.nodes) <= 2 * NUM_FORMER + 1, "the table does not grow for ever"
         scene.cloud[0] = PlatformNode(id=PlatformId(0), node_type=NodeType.WORKER, rank=0, phase=RUNNING, name="w0")
         scene.list()
         assert scene.removed == [0]
@@ -854,6 +882,18 @@ class TestTheEnd:
         scene = FleetScene().begin(spec).run()
         scene.fail(3, exit_code=1)
         scene.show(2, SUCCEEDED, exit_code=0)
+        assert scene.end.reason is ExitReason.COMPLETED
+
+    def test_an_evicted_node_that_was_replaced_keeps_nobody_waiting(self) -> None:
+        scene = FleetScene().begin(ps_job(worker={"critical": "none"})).run()
+        scene.vanish(3)
+        scene.run(4)
+        scene.show(2, SUCCEEDED, exit_code=0)
+        assert scene.end.reason is ExitReason.COMPLETED, "the chief is critical, and done"
+        scene = FleetScene.of(1, max_relaunches=0).run()
+        scene.vanish(0)
+        scene.run(1)
+        scene.show(1, SUCCEEDED, exit_code=0)
         assert scene.end.reason is ExitReason.COMPLETED
 
     def test_workers_that_all_failed_fail_the_job(self) -> None:
