@@ -73,9 +73,8 @@ class Connection:
         "is_open_below",
         "link",
         "master",
-        "opened_at",
         "up_at",
-    )  # fmt: skip
+    )
 
     def __init__(self, agent: VirtualAgent, link: Link, master: VirtualMaster, now: int) -> None:
         self.agent = agent
@@ -85,7 +84,6 @@ class Connection:
         """At the agent. Whether it is at the master, the master knows."""
         self.is_lossy = False
         """It broke in a way that loses what is under way."""
-        self.opened_at = now
         self.up_at = now
         self.down_at = now
         self.held_up: list[Upward] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dlrover.protocol.messages import WorldSpec
-from dlrover.simulator.events import SECOND, Events, micros
+from dlrover.simulator.events import Events, micros
 from dlrover.simulator.shapes import Shape
 
 
@@ -61,16 +61,11 @@ class Training:
         """By coordinator: unlike the number of a round, which a lost journal forgets, no address serves twice."""
         self.best_step = 0
         """Greatest step ever reached."""
-        self.best_at = 0
         self.resume_step = 0
         """Of the newest memory snapshots."""
         self.holders: dict[int, None] = {}
         """Launches whose memory holds the state of `resume_step`."""
-        self.begun_round = 0
-        """Newest round that made its first step."""
-        self.begun_at = 0
         self.num_lost_steps = 0
-        self.trained_micros = 0
         self.turns: list[tuple[int, int, int]] = []
         """(when, step, nodes) at each begin and end of a world."""
 
@@ -97,8 +92,6 @@ class Training:
         self.resume_step = world.base = step
         self.holders = dict(world.started)
         world.began_at = self._events.now
-        self.begun_round = max(self.begun_round, world.round)
-        self.begun_at = self._events.now
         self.turns.append((self._events.now, step, world.size))
         self._plan_end(key, world)
         self._on_begun(key)
@@ -171,19 +164,13 @@ class Training:
         if world.began_at is not None:
             until = self._events.now if world.paused_at is None else world.paused_at
             step = min(self._shape.num_steps, world.base + (until - world.began_at) // world.step_micros)
-            self.trained_micros += (step - world.base) * world.step_micros
             world.base = step
             self.turns.append((self._events.now, step, world.size))
             self.resume_step = max(self.resume_step, step)
-            if step > self.best_step:
-                self.best_step, self.best_at = step, self._events.now
+            self.best_step = max(self.best_step, step)
         world.is_over = True
 
     def progress(self) -> int:
         """The greatest step that any world has reached up to now."""
         steps = [self.step(key) or 0 for key in self.worlds]
         return max([self.best_step, *steps])
-
-    @property
-    def ideal_micros(self) -> int:
-        return round(self._shape.num_steps * self._shape.costs.step * SECOND)

@@ -25,6 +25,14 @@ FOUND = {
         ),
         hours=1.0,
     ),
+    # A master slept for some seconds, was replaced, woke up and had nothing to write: so it never met the fence, its
+    # agents stayed with it, and the new master waited for them until it gave up. An idle master has to look.
+    "a-replaced-master-with-nothing-to-write-keeps-its-agents": Plan(
+        seed=20,
+        shape=Shape(min_nodes=2, max_nodes=2, node_unit=2, num_steps=2520),
+        faults=(Fault(at=1299757748, kind="two-masters", pick=478249108, amount=0.11887009662766057),),
+        hours=1.0,
+    ),
 }
 
 

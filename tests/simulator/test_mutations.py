@@ -101,6 +101,10 @@ def unwritten_decisions_are_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(master.VirtualMaster, "_fall_back", keep)
 
 
+def replaced_masters_do_not_look(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(master.VirtualMaster, "look_at_the_fence", lambda self: None)
+
+
 @pytest.mark.parametrize(
     ("mutation", "invariants"),
     [
@@ -116,6 +120,7 @@ def unwritten_decisions_are_kept(patch: pytest.MonkeyPatch) -> None:
         (the_silent_are_never_missed, {"I8"}),
         (a_world_may_hold_who_is_gone, {"I2", "I1"}),
         (unwritten_decisions_are_kept, {"I5"}),
+        (replaced_masters_do_not_look, {"I8"}),
     ],
 )
 def test_a_broken_promise_is_noticed(mutation: Mutation, invariants: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
