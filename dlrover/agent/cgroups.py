@@ -28,6 +28,8 @@ _RECORD = "cgroup"
 """File in the runtime directory that names our directory."""
 _PREFIX = "dlrover-"
 _CLEAR_DEADLINE = 2.0
+_YOUNG = 5.0
+"""Seconds in which an agent's directory may be empty because its zygote is just being started."""
 
 
 class Cgroups:
@@ -90,6 +92,23 @@ def clear_recorded(runtime_dir: str) -> None:
     Cgroups(path).close()
 
 
+def remove_abandoned(older_than: float) -> None:
+    """
+    Remove directories of agents below our own cgroup in which no process is left and nothing has changed for so long.
+
+    For those whose runtime directory went without us: somebody cleared the temporary directory after killing everything.
+    A living agent's is never empty for long, because its zygote is in there.
+    """
+    own = own_directory()
+    for path in _below(own) if own is not None else ():
+        if not os.path.basename(path).startswith(_PREFIX):
+            continue
+        with contextlib.suppress(OSError):
+            age = time.time() - os.stat(path).st_mtime
+            if age >= max(older_than, _YOUNG) and not _is_populated(path):
+                Cgroups(path).close()
+
+
 def own_directory(cgroup_file: str = "/proc/self/cgroup", mounts_file: str = "/proc/self/mountinfo") -> str | None:
     """Where our own cgroup of version 2 is mounted; None if it is not."""
     try:
@@ -133,6 +152,11 @@ def _write(path: str, text: str) -> None:
             file.write(text)
     except OSError as error:
         _log.warning("%s cannot be written: %s; the processes are killed one by one.", path, error.strerror)
+
+
+def _is_populated(path: str) -> bool:
+    with open(os.path.join(path, "cgroup.events")) as file:
+        return "populated 1" in file.read()
 
 
 def _wait_empty(path: str, until: float) -> None:

@@ -320,6 +320,9 @@ def reap(
             _remove_node(left.path)
         for job in _subdirectories(root):
             _remove_empty_job(job)
+    from dlrover.agent.cgroups import remove_abandoned
+
+    remove_abandoned(older_than)
     return stale
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from dlrover.agent.cgroups import Cgroups, clear_recorded, own_directory
+from dlrover.agent.cgroups import Cgroups, clear_recorded, own_directory, remove_abandoned
 from dlrover.agent.config import EntryKind
 from dlrover.agent.process_tree import Exit, ProcessTree
 from dlrover.agent.spawner import Spawner
@@ -196,6 +196,22 @@ def test_what_a_killed_agent_left_is_killed_and_removed(tmp_path: Path, remover:
     process.communicate()
     assert not os.path.exists(cgroups.path)
     assert not os.path.exists(directory.path)
+
+
+@pytest.mark.parametrize("state", ["abandoned", "in use", "young"])
+def test_a_directory_whose_record_is_lost_goes_when_nobody_is_in_it(cgroups: Cgroups, state: str) -> None:
+    generation = Path(cgroups.path, "1-1")
+    generation.mkdir()
+    process = start_process(sys.executable, "-c", "import sys; sys.stdin.read()", stdin=subprocess.PIPE)
+    try:
+        if state == "in use":
+            (generation / "cgroup.procs").write_text(str(process.pid))
+        if state != "young":
+            os.utime(cgroups.path, (0, 0))
+        remove_abandoned(older_than=0.0)
+        assert os.path.exists(cgroups.path) == (state != "abandoned")
+    finally:
+        process.communicate()
 
 
 def test_a_record_that_names_something_else_harms_nothing(tmp_path: Path) -> None:
