@@ -159,6 +159,7 @@ class Agent:
         )
         self._check = CheckRunner(
             _refuse_check if run_check is None else run_check,
+            start=lambda coroutine: self._tasks.create_task(coroutine, name="node check"),
             ready=self._driver.settle,
             on_outcome=self._on_checked,
         )
@@ -394,7 +395,7 @@ class Agent:
         self._driver.want_none(StopCause.MEMBERSHIP)
         await asyncio.gather(self._driver.settle(), self._part(LeaveReason.DISMISSED, wish.reason))
         message = f"This node left the job: {wish.reason}."
-        return AgentResult(exit_code=wish.exit_code, message=message, is_dismissed=True, is_job_alive=True)
+        return AgentResult(exit_code=wish.exit_code, message=message, is_job_alive=True)
 
     async def _part(self, reason: LeaveReason, message: str) -> None:
         """Say farewell, then close: a stream that broke while workers stop would be healed and bring us back."""

@@ -119,8 +119,6 @@ class AgentResult(Struct, frozen=True, kw_only=True):
     """Of the first failed worker: what --exit-code=worker passes on (128+n for signal n)."""
     first_failed_rank: int | None = None
     num_restarts: int = 0
-    is_dismissed: bool = False
-    """The job goes on without this node, as the master wished."""
     is_job_alive: bool = False
     """This node has left, for whatever reason, and the job goes on: there is no failure to report."""
     end: JobEnd | None = None

@@ -170,7 +170,7 @@ class Launcher:
         self._job_end: JobEnd | None = None  # the master's last word
         self._stopped_by: int | None = None  # the first signal that asked us to end
         self._kill_agent_at: float | None = None
-        self._dismissed: AgentResult | None = None  # our node has left, we host the master for the others
+        self._departed: AgentResult | None = None  # our node has left the job, and we host the master for the others
         self._ended: Ended | None = None
 
     def run(self) -> Ended:
@@ -240,9 +240,9 @@ class Launcher:
             is_done = result is not None and result.exit_code == 0
             self._ended = Ended(0 if is_done else 128 + self._stopped_by, result)
             return
-        if result is not None and result.is_dismissed and self._master is not None and self._has_other_nodes:
+        if result is not None and result.is_job_alive and self._master is not None and self._has_other_nodes:
             say(f"{result.message} This launcher stays, because it hosts the master of the others.")
-            self._dismissed = result
+            self._departed = result
             return
         if result is not None:
             self._ended = Ended(self._exit_code(result), result)
@@ -366,8 +366,8 @@ class Launcher:
         from dlrover.master.config import EXIT_PORT_IN_USE
 
         self._job_end = self._read_end()
-        if self._job_end is not None and self._dismissed is not None:
-            self._ended = Ended(self._dismissed.exit_code, self._dismissed)
+        if self._job_end is not None and self._departed is not None:
+            self._ended = Ended(self._departed.exit_code, self._departed)
             return
         if self._job_end is not None:
             # The agent is on its way out. One that is not (it has just been started again and will find no master)
@@ -456,8 +456,8 @@ class Launcher:
             if self._master is not None and self._has_other_nodes and os.path.exists(self._ready_file):
                 # The master goes with us; without it the others would train into the void and then wait for its return.
                 processes.send(self._master, signal.SIGUSR1)
-            if self._dismissed is not None:
-                self._ended = Ended(128 + number, self._dismissed)
+            if self._departed is not None:
+                self._ended = Ended(128 + number, self._departed)
         elif number == signal.SIGINT:
             say("interrupted again: killing everything at once")
             self._kill_agent_at = time.monotonic()

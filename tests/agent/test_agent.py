@@ -575,7 +575,7 @@ async def test_a_node_that_is_dismissed_stops_its_workers_and_leaves_with_that_c
     group = await life.workers.running(1)
     life.channel.wish(Leave("the job has too many nodes", 22))
     result = await life.result()
-    assert (result.exit_code, result.is_dismissed) == (22, True)
+    assert (result.exit_code, result.is_job_alive) == (22, True)
     assert "the job has too many nodes" in result.message
     assert group.stops == [(StopCause.MEMBERSHIP, signal.SIGTERM)]
     assert [leave.reason for leave in stage.master.heard_of(LeaveJob)] == [LeaveReason.DISMISSED]

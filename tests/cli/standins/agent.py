@@ -67,9 +67,9 @@ try:
         case "fail":
             finish(1, message="worker 3 had enough", worker_exit_code=7, first_failed_rank=3)
         case "dismissed":
-            finish(0, message="This node left the job: scaled down.", is_dismissed=True, is_job_alive=True)
+            finish(0, message="This node left the job: scaled down.", is_job_alive=True)
         case "pended":
-            finish(22, message="This node left the job: no room.", is_dismissed=True, is_job_alive=True)
+            finish(22, message="This node left the job: no room.", is_job_alive=True)
         case "crash":
             os._exit(9)
         case "crash-once":

@@ -1,0 +1,122 @@
+"""Several launchers on one host: standbys, surplus nodes, preemption and scaling, with real processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import SCRIPTS, JobFactory, Launched, kill, wait_until
+
+
+class Nodes:
+    """Launchers of one job; the first hosts the master."""
+
+    def __init__(self, jobs: JobFactory, folder: Path, *options: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._jobs = jobs
+        self.folder = folder
+        self._options = options
+        self.launched: list[Launched] = []
+
+    def start(self, *options: str) -> Launched:
+        endpoint = f"--rdzv-endpoint={self.address}"
+        words = (endpoint, "--rdzv-id=elastic", *self._options, *options, SCRIPTS / "steps.py", self.folder)
+        self.launched.append(self._jobs.start("dlrover-run", *words))
+        wait_until(lambda: self._jobs.pids("dlrover.master"))  # the first one has it
+        return self.launched[-1]
+
+    def command(self, *words: str) -> str:
+        env = self._jobs.env()
+        done = subprocess.run(
+            [sys.executable, "-m", "dlrover.cli.main", *words], env=env, capture_output=True, text=True, timeout=60
+        )
+        return done.stdout + done.stderr
+
+    def newest_life(self) -> int:
+        return max((life for life, _ in self.steps()), default=-1)
+
+    def steps(self, rank: int = 0) -> list[tuple[int, float]]:
+        """Life and time of each step."""
+        try:
+            lines = (self.folder / f"steps-{rank}").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [(int(words[0]), float(words[2])) for line in lines if len(words := line.split()) == 3]
+
+    def wait_for_world(self, size: int, life: int) -> None:
+        """All ranks of a world of that size have stepped in that life or a later one."""
+
+        def has_stepped() -> bool:
+            return all(any(each >= life for each, _ in self.steps(rank)) for rank in range(size))
+
+        wait_until(has_stepped, explain=lambda: "\n".join(job.err for job in self.launched))
+
+    def end(self) -> None:
+        (self.folder / "stop").touch()
+        for job in self.launched:
+            assert job.wait() is not None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_standby_takes_the_place_of_a_killed_node(jobs, tmp_path):
+    nodes = Nodes(jobs, tmp_path, "--nnodes=2", "--standby=1")
+    nodes.start()
+    victim = nodes.start()
+    nodes.wait_for_world(2, 0)
+    nodes.start()
+    wait_until(lambda: "standby" in nodes.command("status", "elastic"))
+    time_of_death = time.monotonic()
+    os.killpg(victim.pid, 9)  # the launcher; its agent and workers go with it
+    nodes.wait_for_world(2, 1)
+    first_step = min(at for life, at in nodes.steps() if life >= 1)
+    print(f"from the kill to the next step: {first_step - time_of_death:.2f} s")
+    nodes.end()
+    assert nodes.launched[0].wait() == nodes.launched[2].wait() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_preempted_node_leaves_and_the_job_is_scaled_under_way(jobs, tmp_path):
+    nodes = Nodes(jobs, tmp_path, "--nnodes=1:2", "--rdzv-conf=pend_timeout=1,lastcall_timeout=3")
+    first = nodes.start()
+    notice = tmp_path / "notice"
+    second = nodes.start(f"--preemption-file={notice}")
+    nodes.wait_for_world(2, 0)
+
+    surplus = nodes.start()
+    assert surplus.wait() == 22, surplus.err
+    assert "no world had room for this one" in surplus.err
+    assert nodes.newest_life() == 0, "nobody was disturbed"
+
+    notice.touch()
+    assert second.wait() == 143, second.err
+    assert "the job goes on without it" in second.err
+    nodes.wait_for_world(1, 1)
+
+    third = nodes.start()
+    nodes.wait_for_world(2, 2)
+    said = nodes.command("scale", "--nodes=1:1", "elastic")
+    assert third.wait() == 0, said + third.err
+    assert "scaled down" in third.err
+    nodes.wait_for_world(1, 3)
+    nodes.end()
+    assert first.wait() == 0, first.err
+
+
+def test_the_agents_of_a_killed_launcher_are_gone(jobs, tmp_path):
+    """What the tests above rely on."""
+    nodes = Nodes(jobs, tmp_path, "--nnodes=1")
+    job = nodes.start()
+    nodes.wait_for_world(1, 0)
+    [agent] = jobs.pids("dlrover.agent")
+    kill(job.pid)
+    wait_until(lambda: agent not in jobs.processes())
