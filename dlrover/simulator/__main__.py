@@ -28,7 +28,7 @@ from dlrover.simulator.campaign import (
     run_standard_seed,
     shrink,
 )
-from dlrover.simulator.simulation import Plan
+from dlrover.simulator.plan import Plan
 
 NUM_SHOWN = 10
 PAUSE_NODES = 100

@@ -19,8 +19,9 @@ from msgspec.structs import replace
 
 from dlrover.simulator.faults import MASTER_PAUSES, PAUSES, Fault, draw_faults
 from dlrover.simulator.invariants import Violation
+from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.shapes import Shape, draw_large_shape, draw_shape
-from dlrover.simulator.simulation import Plan, Result, Simulation
+from dlrover.simulator.simulation import Simulation
 
 THOROUGH_EVERY = 50
 LARGER_EVERY = 20

@@ -20,8 +20,9 @@ from dlrover.protocol.messages import ExitReason
 from dlrover.simulator.events import SECOND
 from dlrover.simulator.faults import Fault, draw_faults
 from dlrover.simulator.invariants import Violation
+from dlrover.simulator.plan import Plan
 from dlrover.simulator.shapes import Costs, Shape
-from dlrover.simulator.simulation import Plan, Simulation
+from dlrover.simulator.simulation import Simulation
 
 LONGEST = 20.0
 """Times the undisturbed duration: a job that is not done by then never will be."""

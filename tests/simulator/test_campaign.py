@@ -22,8 +22,8 @@ from dlrover.simulator.campaign import (
     run_seed,
 )
 from dlrover.simulator.faults import FAULTS, MASTER_MIX, STANDARD_MIX
+from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.shapes import Shape
-from dlrover.simulator.simulation import Plan, Result
 
 NUM_FAULTS = 2000
 

@@ -9,8 +9,8 @@ import pytest
 from dlrover.protocol.messages import RestartPolicy
 from dlrover.simulator.campaign import run_plan
 from dlrover.simulator.faults import Fault
+from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.shapes import Shape
-from dlrover.simulator.simulation import Plan, Result
 
 FOUND = {
     # The last call of the next round ended before the silence of the node was believed, and its peers, who had only

@@ -1,0 +1,33 @@
+"""
+The ledger: what really happened, kept apart from what the core believes.
+
+An invariant that only compared the core's state with itself would agree with every mistake. So agents, workers and the
+disk enter here what they did, and the checks hold the core to it.
+"""
+
+from __future__ import annotations
+
+from dlrover.protocol.messages import Incarnation, NodeId, NodeRank
+
+
+class Ledger:
+    """Of one simulation."""
+
+    def __init__(self) -> None:
+        self.chargeable: dict[NodeRank, int] = {}
+        """Failures of each node rank that may cost a restart."""
+        self.num_ports_taken = 0
+        self.worlds: dict[str, dict[NodeId, int]] = {}
+        """Durable ones, by coordinator: member to group rank. Outlives a journal, as what was sent does."""
+        self.lives: dict[tuple[NodeRank, Incarnation], str] = {}
+        """Which agent process each incarnation was given to."""
+        self.applied: dict[tuple[NodeId, Incarnation], int] = {}
+        """Highest sequence applied of each life."""
+        self.answered: dict[tuple[NodeId, Incarnation], int] = {}
+        """Highest sequence whose answer its sender has heard."""
+        self.num_commands = 0
+        self.num_alarms = 0
+        """Nodes that were given up, and workers that were killed for having slept too long."""
+
+    def charge(self, rank: NodeRank) -> None:
+        self.chargeable[rank] = self.chargeable.get(rank, 0) + 1
