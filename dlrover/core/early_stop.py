@@ -48,7 +48,7 @@ class Wait(NamedTuple):
 def judge(state: JobState, now: Micros) -> Stop | None:
     """Whether the job should end for lack of nodes."""
     fleet = state.fleet
-    if fleet is None or state.end is not None:
+    if fleet is None or state.end is not None or not fleet.is_listed:
         return None
     if _have_all_checks_failed(fleet):
         return Stop(

@@ -39,6 +39,8 @@ FIRST_NEW_GROUP = 1001
 MAX_MESSAGE = 2048
 """Characters of what a platform or an agent says about the end of a node."""
 REMOVAL_GRACE = 30.0
+_SHOWN_MESSAGE = 200
+"""Characters of it in a status, which has to fit into one message for thousands of nodes."""
 
 
 class Removal(Struct, frozen=True):
@@ -386,7 +388,7 @@ class Fleet(Struct, kw_only=True):
             phase=node.phase,
             host=node.host,
             exit_reason=node.exit_reason,
-            message=node.message,
+            message=node.message[:_SHOWN_MESSAGE],
             num_relaunches=replicas.spent.get(node.rank, 0),
             num_evictions=replicas.evictions.get(node.rank, 0),
             max_relaunches=replicas.budget(node.rank),

@@ -208,6 +208,8 @@ def _migrate(command: MigrateNode, course: Course) -> Reply:
     node = fleet.nodes.get(command.node)
     if node is None or not node.is_live or node.phase is NodePhase.INITIAL:
         raise Rejected(f"Node {command.node} is not there to be exchanged.", code="bad-migration")
+    if command.resource.cpu < 0 or command.resource.memory_mb < 0 or command.resource.gpus < 0:
+        raise Rejected(f"{node.label} cannot have less than nothing: {command.resource}.", code="bad-migration")
     if node.id in fleet.migrations or node.id in fleet.migrations.values():
         raise Rejected(f"{node.label} is being exchanged already.", code="bad-migration")
     if node.id in fleet.servers.dropped or node.is_finished:
@@ -260,7 +262,9 @@ def _report_node_error(command: ReportNodeError, course: Course) -> Reply:
         course.say(f"{agent.label} tells of a {command.level.value}: {message}")
     node = None if course.state.fleet is None else course.state.fleet.of_agent(agent.id)
     if command.level is ErrorLevel.NODE and node is not None and course.state.end is None:
-        life_cycle.hear_node_error(course, node, command.exit_reason or NodeExit.UNKNOWN, message)
+        # Only the platform can say that a node was taken away; from others that would be a free ride for ever.
+        reason = command.exit_reason if relaunch.is_failure(command.exit_reason) else NodeExit.UNKNOWN
+        life_cycle.hear_node_error(course, node, reason, message)
     course.advance()
     return Done()
 

@@ -84,7 +84,8 @@ def end_node(
         fleet.servers.dropped.pop(node.id, None)
     else:
         decision = relaunch.decide(facts_of(fleet, node), terms_now(course))
-        course.say(capitalised(decision.sentence))
+        if course.state.end is None:  # that nodes end with their job is no news
+            course.say(capitalised(decision.sentence))
     num_failed = _count_failure(course, fleet, node)
     if decision.is_relaunched:
         _replace(course, fleet, node, decision)
@@ -117,7 +118,7 @@ def replace_node_of(course: Course, node_rank: NodeRank, exit_reason: NodeExit, 
     fleet = course.state.fleet
     agent = course.state.nodes.holder(node_rank)
     node = None if fleet is None or agent is None else fleet.of_agent(agent.id)
-    if fleet is None or node is None or not node.is_live:
+    if fleet is None or node is None or not node.is_live or node.is_finished:
         return False
     facts = replace(facts_of(fleet, node), exit_reason=exit_reason)
     if agent is None or not relaunch.decide(facts, terms_now(course)).is_relaunched:

@@ -509,13 +509,18 @@ class TestAgents:
         assert scene.launched == ([0, 1, 2] if level is ErrorLevel.NODE else [0, 1])
         assert scene.node(1).exit_reason is (NodeExit.UNKNOWN if level is ErrorLevel.NODE else NodeExit.NONE)
 
-    def test_errors_of_nodes_go_through_the_same_budget(self) -> None:
+    @pytest.mark.parametrize("claimed", [NodeExit.NONE, NodeExit.KILLED, NodeExit.HARDWARE])
+    def test_errors_of_nodes_go_through_the_same_budget(self, claimed: NodeExit) -> None:
         scene = FleetScene.of(1, max_relaunches=2, failure_window=0)
         for node in (0, 1, 2):
             scene.at(node).train(node)
             agent = scene.agents[f"n{node}"]
             report = ReportNodeError(
-                node=agent.node, incarnation=agent.incarnation, level=ErrorLevel.NODE, message="ECC error"
+                node=agent.node,
+                incarnation=agent.incarnation,
+                level=ErrorLevel.NODE,
+                message="ECC error",
+                exit_reason=claimed,
             )
             scene.do(report)
         assert scene.launched == [0, 1, 2]
@@ -751,6 +756,11 @@ class TestMigration:
         assert scene.launched == [0, 1, 2]
         assert scene.fleet.migrations == {}
         scene.train(2)
+
+    def test_less_than_nothing_cannot_be_given(self) -> None:
+        scene = FleetScene.of(2).train(0, 1)
+        with pytest.raises(Rejected, match="less than nothing"):
+            scene.do(MigrateNode(node=PlatformId(1), resource=Resource(cpu=-1)))
 
     @pytest.mark.parametrize("node", [0, 1, 99])
     def test_what_cannot_be_exchanged_is_refused(self, node: int) -> None:
