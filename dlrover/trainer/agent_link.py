@@ -45,9 +45,9 @@ class Link(Protocol):
         """Raises Rejected, or Unavailable: no answer within `timeout` seconds; a command may have been applied then."""
 
 
-def pause_before_retry() -> None:
-    """For who goes on waiting although the agent said at once that it cannot reach the master."""
-    time.sleep(random.uniform(0.0, _LONGEST_PAUSE))
+def pause_before_retry(left: float) -> None:
+    """For who goes on waiting, for so many seconds, although the agent said at once that it cannot reach the master."""
+    time.sleep(random.uniform(0.0, max(0.0, min(left, _LONGEST_PAUSE))))
 
 
 class AgentLink:

@@ -88,10 +88,10 @@ class SyncClient:
                 return False
             except Unavailable as error:
                 _log.info("waiting goes on: %s", error)
-                pause_before_retry()
+                pause_before_retry(end_at - time.monotonic())
             else:
                 assert isinstance(reply, SyncState), f"{reply} for a wait"
                 if reply.is_reached:
                     return True
-            if wait < _SLICE:
+            if time.monotonic() >= end_at:
                 return False

@@ -24,7 +24,7 @@ from torch.distributed import DistStoreError, Store
 
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.kv_messages import MAX_KEY_BYTES, MAX_VALUE_BYTES, KvAdd, KvGet, KvNumber, KvSet
-from dlrover.protocol.messages import Round
+from dlrover.protocol.messages import Reply, Round, WorkerRequest
 from dlrover.trainer.agent_link import AgentLink
 from dlrover.trainer.environment import WorkerEnvironment
 from dlrover.trainer.stand_in import StandIn
@@ -356,6 +356,31 @@ class TestOurs:
         store.multi_set(["a", "b"], ["", ""])
         other.set("a", "")
         assert (store.num_keys(), store.list_keys()) == (2, ["a", "b"])
+
+
+class Away:
+    """A link whose agent cannot reach the master for the first few requests."""
+
+    def __init__(self, num_refused: int) -> None:
+        self._num_refused = num_refused
+        self._room = StandIn()
+
+    def ask(self, request: WorkerRequest, *, timeout: float) -> Reply:
+        self._num_refused -= 1
+        if self._num_refused >= 0:
+            raise Unavailable("the master is away")
+        return self._room.ask(request, timeout=timeout)
+
+
+def test_who_waits_goes_on_until_its_own_time_is_over() -> None:
+    link = Away(2)
+    with pytest.raises(DistStoreError, match="Nobody has set"):
+        MasterKVStore(timeout=2.5, link=link).get("k")
+    with pytest.raises(DistStoreError, match="the master is away"):
+        MasterKVStore(timeout=0.05, link=Away(1000)).get("k")
+    client = SyncClient(link=Away(1))
+    assert not client.barrier("b", timeout=0.05)
+    assert not client.barrier("b", timeout=0.05)
 
 
 def test_a_prefix_ends_with_one_slash() -> None:

@@ -227,17 +227,17 @@ class MasterKVStore(Store):  # type: ignore[misc]  # torch is not typed for us
         """Ask until there is an answer or the time is over."""
         end_at = time.monotonic() + seconds
         while True:
-            left = end_at - time.monotonic()
-            wait = min(max(left, 0.0), _SLICE)
+            wait = min(max(end_at - time.monotonic(), 0.0), _SLICE)
             try:
                 return self._link.ask(question(wait), timeout=wait + _MARGIN)
             except (Rejected, Unavailable) as error:
                 if isinstance(error, Rejected) and error.code != "kv-timeout":
                     raise
-                if wait < _SLICE:
+                left = end_at - time.monotonic()
+                if left <= 0:
                     raise DistStoreError(f"wait timeout after {seconds * 1000:.0f}ms: {error}") from error
                 if isinstance(error, Unavailable):
-                    pause_before_retry()
+                    pause_before_retry(left)
 
 
 def store_barrier(store: Store, world_size: int, key_prefix: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
