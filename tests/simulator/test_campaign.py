@@ -22,6 +22,7 @@ from dlrover.simulator.campaign import (
     run_seed,
 )
 from dlrover.simulator.faults import FAULTS, MASTER_MIX, STANDARD_MIX
+from dlrover.simulator.master import CrashPoint
 from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.shapes import Shape
 
@@ -36,6 +37,16 @@ def test_two_thousand_faults_break_nothing_and_all_kinds_are_among_them() -> Non
     assert totals.by_kind.keys() == FAULTS.keys() == STANDARD_MIX.keys() | MASTER_MIX.keys()
     assert totals.by_reason["Completed"] > totals.num_seeds // 2
     assert totals.num_masters > totals.num_seeds, "masters died and others went on"
+
+
+def test_masters_die_between_all_lines_of_a_commit_and_are_fenced() -> None:
+    heard: dict[str, None] = {}
+    for seed in range(1, 60):
+        run_plan(draw_plan(seed), on_note=lambda _, text: heard.update({text.lstrip(): None}))
+    for point in CrashPoint:
+        assert any(text.startswith("master epoch") and text.endswith(f"dies {point.value}") for text in heard), point
+    for ending in ("dies at rest", "is fenced", "dies because it cannot write", "dies and its journal is lost"):
+        assert any(text.endswith(ending) for text in heard), ending
 
 
 @pytest.mark.parametrize("seed", [50, 100, 150])
