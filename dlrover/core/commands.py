@@ -401,7 +401,7 @@ def _too_many(state: JobState) -> Leave:
     assert state.terms is not None, "somebody waits for a world before anybody came"
     limits = state.terms.limits
     return Leave(
-        f"the job has its {limits.max_nodes} nodes, and no world had room for this one within {limits.pend_timeout:g} s "
+        f"a world has at most {limits.max_nodes} nodes, and none had room for this one within {limits.pend_timeout:g} s "
         "(--rdzv-conf pend_timeout). Allow more nodes with --nnodes, or keep it warm with --standby",
         EXIT_RENDEZVOUS_TIMEOUT,
     )

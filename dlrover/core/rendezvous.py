@@ -413,7 +413,8 @@ class Rendezvous(Struct):
         if self.world is None or self.opening is not None or self.finished or not self.waiting or self.is_held:
             return None
         size = len(self.world.members)
-        num_needed = limits.node_unit - size % limits.node_unit
+        # A world below a raised minimum trains on until the minimum can be had.
+        num_needed = max(limits.node_unit - size % limits.node_unit, limits.min_nodes - size)
         if size + num_needed > limits.max_nodes or num_needed > len(self.waiting):
             return None
         return sorted(self.bystanders.welcome_at(joined.node_rank) for joined in self.waiting.values())[num_needed - 1]

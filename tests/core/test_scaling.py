@@ -71,6 +71,13 @@ class TestScaling:
         scene.obey("a", "b")
         assert scene.members() == [0, 1, 2]
 
+    def test_a_spare_that_is_not_enough_for_a_raised_minimum_stops_nobody(self) -> None:
+        scene = Scene(terms(1)).gather("a", "b")
+        scene.at(100).scale(3)
+        assert isinstance(scene.wish("a"), Run)
+        scene.gather("c")
+        assert isinstance(scene.wish("a"), Join)
+
     def test_below_the_minimum_the_job_waits_and_resumes_by_itself(self) -> None:
         scene = Scene(terms(2, 3)).gather(*"abc")
         scene.at(100).scale(3)

@@ -4,10 +4,11 @@ Transcripts: a story in a text file, with what the core said to it.
 Lines before `----` are commands, lines after it are what came out, up to an empty line. `python -m tests.core.transcripts`
 rewrites what came out; the difference is reviewed like any other.
 
-    limits min=2 max=3 last_call=30      terms of the job (also restarts=N)
+    limits min=2 max=3 last_call=30      terms of the job (also restarts=N standby=N)
     attach a b rank=0 procs=2            agents present themselves
     join a b | fail a kind=signal | finish a | leave a reason=preempted
     break a | silent a | restart-agent a | restart-master | stop
+    scale min=2 max=4 | block a lease=60 | unblock a
     tick                                 deadlines that have passed have their effect
     ... at=35                            any of them at that second
 """
@@ -27,6 +28,7 @@ from dlrover.protocol.messages import (
     Idle,
     JobTerms,
     Join,
+    Leave,
     LeaveReason,
     RestartPolicy,
     Run,
@@ -84,8 +86,9 @@ def _perform(scene: Scene, line: str) -> list[str]:
 def _terms(options: dict[str, str]) -> JobTerms:
     restarts = RestartPolicy(max_restarts=int(options.pop("restarts"))) if "restarts" in options else None
     min_nodes, max_nodes, node_unit = (int(options.pop(name, "1")) for name in ("min", "max", "unit"))
+    standby = int(options.pop("standby", "0"))
     limits = {name: float(value) for name, value in options.items()}
-    return terms(min_nodes, max_nodes, restarts, node_unit=node_unit, **limits)
+    return terms(min_nodes, max_nodes, restarts, node_unit=node_unit, standby=standby, **limits)
 
 
 def _act(scene: Scene, verb: str, name: str, options: dict[str, str]) -> None:
@@ -113,6 +116,12 @@ def _act(scene: Scene, verb: str, name: str, options: dict[str, str]) -> None:
             scene.break_stream(name)
         case "silent":
             scene.silent(name)
+        case "scale":
+            scene.scale(numbers["min"], numbers["max"])
+        case "block":
+            scene.block(name, options.get("reason", "it has its reasons"), float(options.get("lease", "600")))
+        case "unblock":
+            scene.unblock(name)
         case "restart-master":
             scene.restart_master()
         case "stop":
@@ -143,6 +152,8 @@ def _wish(wish: Wish) -> str:
             return "wait"
         case Idle():
             return "idle"
+        case Leave(_, exit_code):
+            return f"leave ({exit_code})"
         case End(end):
             return f"end ({end.reason.value}, {end.exit_code})"
         case Run(world):

@@ -94,7 +94,7 @@ def test_a_preempted_node_leaves_and_the_job_is_scaled_under_way(jobs, tmp_path)
 
     surplus = nodes.start()
     assert surplus.wait() == 22, surplus.err
-    assert "no world had room for this one" in surplus.err
+    assert "none had room for this one" in surplus.err
     assert nodes.newest_life() == 0, "nobody was disturbed"
 
     notice.touch()
