@@ -15,9 +15,9 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -69,45 +69,54 @@ class CheckRunner:
         self,
         run_task: RunTask,
         *,
+        start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         ready: Callable[[], Awaitable[None]],
         on_outcome: Callable[[Round, CheckOutcome], None],
     ) -> None:
-        """`ready` waits until the workers of this node have stopped: they hold the devices."""
+        """
+        `start` makes a task of a coroutine, where a bug in it is seen. `ready` waits until the workers of this node have
+        stopped: they hold the devices.
+        """
         self._run_task = run_task
+        self._start = start
         self._ready = ready
         self._on_outcome = on_outcome
-        self._task: asyncio.Task[None] | None = None
+        self._wanted: asyncio.Task[None] | None = None
+        self._alive: set[asyncio.Task[None]] = set()
+        """The wanted one, and those that are being stopped."""
 
     @property
     def is_settled(self) -> bool:
-        return self._task is None or self._task.done()
+        return not self._alive
 
     def want(self, check: Check, node_rank: NodeRank, offer: PortOffer | None) -> None:
         """Run this phase's task, once. `offer` is our reserved port, given up when the task starts."""
         self.want_none()
-        self._task = asyncio.create_task(self._run(check, node_rank, offer, self._task), name="node check")
+        self._wanted = self._start(self._run(check, node_rank, offer, frozenset(self._alive)))
+        self._alive.add(self._wanted)
+        self._wanted.add_done_callback(self._alive.discard)
 
     def want_none(self) -> None:
-        if self._task is not None and not self._task.done():
-            self._task.cancel()
+        """A task is cancelled once: a second time would interrupt it in the middle of stopping its processes."""
+        if self._wanted is not None:
+            self._wanted.cancel()
+            self._wanted = None
 
     async def settle(self) -> None:
-        """Until nothing runs that is not wished, or the task has ended. Bounded by the stop grace and the task's timeout."""
-        while self._task is not None and not self._task.done():
-            await asyncio.wait({self._task})
+        """Until nothing runs any more. Bounded by the stop grace, and by the task's timeout."""
+        while self._alive:
+            await asyncio.wait(self._alive)
 
     async def close(self) -> None:
         self.want_none()
         await self.settle()
-        if self._task is not None and not self._task.cancelled():
-            self._task.result()  # a bug in there shall not stay unseen
 
     async def _run(
-        self, check: Check, node_rank: NodeRank, offer: PortOffer | None, former: asyncio.Task[None] | None
+        self, check: Check, node_rank: NodeRank, offer: PortOffer | None, former: frozenset[asyncio.Task[None]]
     ) -> None:
         try:
-            if former is not None:
-                await asyncio.wait({former})
+            if former:
+                await asyncio.wait(former)
             await self._ready()
             outcome = await self._run_task(check, node_rank, offer)
         finally:
@@ -198,7 +207,12 @@ class CheckTask:
             output=output,
             worker_socket=WorkerSocket(""),  # it has nothing to tell the agent or the master
             master_now=lambda: Micros(0),
-            environ={**self._spawner.environ, "DLROVER_CHECK_DIR": directory, "NODE_RANK": str(node_rank)},
+            environ={
+                "OMP_NUM_THREADS": "1",  # as workers get it; said here, or the group would warn of it each time
+                **self._spawner.environ,
+                "DLROVER_CHECK_DIR": directory,
+                "NODE_RANK": str(node_rank),
+            },
         )
         outcome: Finished | Failed | None = None
         try:
