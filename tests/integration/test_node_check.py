@@ -1,0 +1,78 @@
+"""The node check with real launchers, agents and tasks: four nodes on one machine, one of them bad or slow."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.integration.jobs import SCRIPTS, JobFactory, Launched, wait_until
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def start_nodes(jobs: JobFactory, nnodes: str, word: Path, *options: str, **env: str) -> list[Launched]:
+    port = free_port()
+    return [
+        jobs.start(
+            "dlrover-run",
+            *("--nnodes", nnodes, "--nproc-per-node", "1", "--node-rank", str(rank)),
+            *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "checked", "--master-grace", "5"),
+            *("--network-check", "--accelerator", "cpu", *options),
+            SCRIPTS / "wait_for_word.py",
+            word,
+            DLROVER_LOG_LEVEL="INFO",
+            **env,
+        )
+        for rank in range(4)
+    ]
+
+
+def status(jobs: JobFactory) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "dlrover.cli.main", "status"],
+        env=jobs.env(COLUMNS="250"),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    return done.stdout
+
+
+def explain(nodes: list[Launched]) -> str:
+    return "\n".join(f"--- node {rank}\n{node.out}\n{node.err}" for rank, node in enumerate(nodes))
+
+
+def test_a_faulty_node_leaves_with_a_message_and_the_others_train(jobs: JobFactory, tmp_path: Path) -> None:
+    word = tmp_path / "word"
+    faults = {"MOCK_ERR_RANK": "0", "MOCK_ERR_NODE_RANK": "3"}
+    nodes = start_nodes(jobs, "3:4", word, "--rdzv-conf", "lastcall_timeout=2", **faults)
+    *good, bad = nodes
+    assert bad.wait() == 20, explain(nodes)
+    assert "the node check found this node faulty" in bad.err
+    assert "injected communication failure" in bad.err
+    wait_until(lambda: all("of 3" in node.out for node in good), explain=lambda: explain(nodes))
+    shown = status(jobs)
+    assert "faulty" in shown
+    assert "check of node rank 3: faulty" in shown
+    word.touch()
+    assert [node.wait() for node in good] == [0, 0, 0], explain(nodes)
+    assert "training" not in bad.out
+
+
+def test_a_slow_node_is_named_and_all_train(jobs: JobFactory, tmp_path: Path) -> None:
+    word = tmp_path / "word"
+    slow = {"MOCK_STRAGGLER_RANK": "0", "MOCK_STRAGGLER_NODE_RANK": "2", "MOCK_STRAGGLER_SECONDS": "2"}
+    nodes = start_nodes(jobs, "4", word, "--comm-perf-test", **slow)
+    wait_until(lambda: all("of 4" in node.out for node in nodes), explain=lambda: explain(nodes))
+    shown = status(jobs)
+    assert shown.count("healthy") == 3, shown
+    assert "check of node rank 2: straggler" in shown
+    assert shown.count("GB/s") == 4
+    word.touch()
+    assert [node.wait() for node in nodes] == [0, 0, 0, 0], explain(nodes)
