@@ -97,6 +97,7 @@ def note_shortage(state: JobState, now: Micros) -> None:
         return
     is_short = (
         state.terms is not None
+        and not fleet.is_suspended
         and fleet.spec.strategy is Strategy.ALLREDUCE
         and fleet.workers.num_live > 0
         and _alive(fleet) < state.terms.limits.min_nodes
@@ -121,7 +122,7 @@ def describe(state: JobState) -> str:
     if fleet is None or state.terms is None or fleet.spec.strategy is not Strategy.ALLREDUCE:
         return ""
     workers, min_nodes = fleet.workers, state.terms.limits.min_nodes
-    num_running = len(workers.running) + _num_finished_and_gone(fleet)
+    num_running = len(workers.running) + workers.num_done
     if num_running >= min_nodes:
         return ""
     waiting = next((fleet.nodes[node] for node in workers.pending), None)
@@ -232,12 +233,7 @@ def _have_all_checks_failed(fleet: Fleet) -> bool:
 
 def _alive(fleet: Fleet) -> int:
     """Workers that are there or will be, and those whose work is done."""
-    return len(fleet.workers.holders) + _num_finished_and_gone(fleet)
-
-
-def _num_finished_and_gone(fleet: Fleet) -> int:
-    workers = fleet.workers
-    return sum(1 for rank in workers.finished if rank not in workers.holders)
+    return len(fleet.workers.holders) + fleet.workers.num_done
 
 
 def _all_pending(fleet: Fleet) -> list[FleetNode]:

@@ -136,9 +136,14 @@ class Replicas(Struct, kw_only=True):
     def num_live(self) -> int:
         return len(self.pending) + len(self.running)
 
+    @property
+    def num_done(self) -> int:
+        """Ranks that finished and have no node any more."""
+        return sum(1 for rank in self.finished if rank not in self.holders)
+
     def lacking(self) -> list[int]:
         """The lowest ranks that need a node for the target to be met."""
-        num_missing = self.target - len(self.holders) - len(self.finished)
+        num_missing = self.target - len(self.holders) - self.num_done
         free = (rank for rank in itertools.count() if rank not in self.holders and rank not in self.finished)
         return list(itertools.islice(free, max(0, num_missing)))
 

@@ -32,13 +32,12 @@ def scale_workers(course: Course, node_type: NodeType, count: int) -> None:
     fleet = life_cycle.fleet_of(course)
     replicas = fleet.replicas[node_type]
     former, replicas.target = replicas.target, count
-    course.say(f"The job wants {count} nodes of type {node_type.value} now, {former} before.")
+    if count != former:
+        course.say(f"The job wants {count} nodes of type {node_type.value} now, {former} before.")
     for node in [fleet.nodes[node] for node in replicas.holders.values()]:
         if _is_dismissed(course, node):
             fleet.release(node, course.now)  # its agent leaves, and then the platform may remove it
-    num_surplus = (
-        len(replicas.holders) + len([rank for rank in replicas.finished if rank not in replicas.holders]) - count
-    )
+    num_surplus = len(replicas.holders) + replicas.num_done - count
     is_rendezvous_first = fleet.spec.strategy is Strategy.ALLREDUCE
     candidates = [
         node
@@ -55,18 +54,27 @@ def scale_workers(course: Course, node_type: NodeType, count: int) -> None:
 def scale_servers(course: Course, count: int) -> None:
     fleet = life_cycle.fleet_of(course)
     replicas, servers = fleet.replicas[NodeType.PS], fleet.servers
+    before = parameter_servers.plan_scale(fleet, count)
+    for node in before.removed:
+        life_cycle.let_go(course, fleet.nodes[node], "the job was scaled down")
+    # Who was only coming to take the place of a running one is gone; the running one may be too many as well.
     plan = parameter_servers.plan_scale(fleet, count)
     former, replicas.target = replicas.target, count
     course.say(f"The job wants {count} parameter servers now, {former} before; the workers switch when they can.")
     for node in plan.taken_back:
-        del servers.dropped[node]
+        for member in _with_predecessor(fleet, node):
+            servers.dropped.pop(member, None)
     for rank in plan.added_ranks:
         want_new(fleet, NodeType.PS, rank)
     for node in plan.dropped:
-        servers.dropped[node] = None
-    for node in plan.removed:
-        life_cycle.let_go(course, fleet.nodes[node], "the job was scaled down")
-    servers.is_changed = servers.is_changed or plan != parameter_servers.ScalePlan()
+        servers.dropped.update(dict.fromkeys(_with_predecessor(fleet, node)))
+    nothing = parameter_servers.ScalePlan()
+    servers.is_changed = servers.is_changed or before != nothing or plan != nothing
+
+
+def _with_predecessor(fleet: Fleet, node: PlatformId) -> list[PlatformId]:
+    """A server, and the one that it is being exchanged for: they share a rank, and go or stay together."""
+    return [node, *(old for old, new in fleet.migrations.items() if new == node)]
 
 
 def migrate(course: Course, node: FleetNode, resource: Resource) -> None:
@@ -101,13 +109,14 @@ def restart_job(course: Course, reason: str) -> None:
     state, fleet = course.state, life_cycle.fleet_of(course)
     fleet.num_restarts += 1
     if fleet.num_restarts > fleet.spec.max_job_restarts:
+        asked = f" It was asked for once more: {reason.rstrip('.')}." if reason else ""
         course.wants_end(
-            ExitReason.RESTART_OVER_LIMIT,
-            f"All {fleet.spec.max_job_restarts} restarts of the job are used up{f'; the last one: {reason}' if reason else '.'}",
+            ExitReason.RESTART_OVER_LIMIT, f"All {fleet.spec.max_job_restarts} restarts of the job are used up.{asked}"
         )
         return
-    why = f"The job restarts ({fleet.num_restarts} of at most {fleet.spec.max_job_restarts}){f': {reason}' if reason else ''}."
-    course.say(why)
+    because = f": {reason.rstrip('.')}" if reason else ""
+    why = f"the job restarts ({fleet.num_restarts} of at most {fleet.spec.max_job_restarts}){because}"
+    course.say(f"{life_cycle.capitalised(why)}.")
     stage, state.stage = state.stage, Stage.RESTARTING
     workers = fleet.workers
     former = [node for node in fleet.nodes.values() if node.node_type is NodeType.WORKER and not node.is_released]
@@ -125,7 +134,8 @@ def restart_job(course: Course, reason: str) -> None:
 def suspend(course: Course, reason: str) -> None:
     state, fleet = course.state, life_cycle.fleet_of(course)
     fleet.suspended_from, state.stage = state.stage, Stage.SUSPENDED
-    course.say(f"The job is suspended and launches no node any more{f': {reason}' if reason else '.'}")
+    because = f": {reason.rstrip('.')}" if reason else ""
+    course.say(f"The job is suspended and launches no node any more{because}.")
 
 
 def resume(course: Course) -> None:
@@ -171,9 +181,8 @@ def make_smaller(course: Course, node_id: PlatformId) -> None:
         if wait.node.id == node_id and wait.at <= course.now and less is not None:
             old = wait.node
             seconds = (course.now - (old.asked_at or 0)) / MICROS_PER_SECOND
-            course.say(
-                f"{life_cycle.capitalised(old.label)} has waited {seconds:.0f} s for {_amount(old.resource)}; it asks for {_amount(less)}."
-            )
+            who = life_cycle.capitalised(old.label)
+            course.say(f"{who} has waited {seconds:.0f} s for {_amount(old.resource)}; it asks for {_amount(less)}.")
             _exchange_at_once(course, old, less)
             return
 

@@ -166,9 +166,7 @@ def _after_end(course: Course, node: FleetNode, *, is_final: bool) -> None:
         return
     if node.node_type is not NodeType.WORKER or fleet.spec.strategy is not Strategy.ALLREDUCE or state.terms is None:
         return
-    num_left = len(fleet.workers.holders) + sum(
-        1 for rank in fleet.workers.finished if rank not in fleet.workers.holders
-    )
+    num_left = len(fleet.workers.holders) + fleet.workers.num_done
     if num_left < state.terms.limits.min_nodes:
         _wants_end_for(
             course,

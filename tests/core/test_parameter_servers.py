@@ -170,6 +170,19 @@ def test_an_exchange_whose_target_fails_leaves_the_old_server() -> None:
     assert scene.launched == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_server_that_is_being_exchanged_can_be_dropped(is_running: bool) -> None:
+    scene = two_servers()
+    scene.do(MigrateNode(node=PlatformId(1), resource=Resource(cpu=16)))
+    if is_running:
+        scene.run(4)
+    scale(scene, 1)
+    assert ids(scene) == [0]
+    scene.do(PsReady())
+    assert sorted(scene.removed) == [1, 4]
+    assert ids(scene) == [0]
+
+
 def test_servers_that_do_not_come_are_done_without() -> None:
     scene = FleetScene().begin(ps_job()).run(0, 2, 3)
     scene.tick(599)
