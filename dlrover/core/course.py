@@ -417,6 +417,7 @@ class Course:
     def advance(self) -> None:
         """After each command: let the rendezvous go as far as it can, and the ended job end."""
         state, rdzv = self.state, self.state.rendezvous
+        node_check.advance(self)
         fleet_settling.settle(self)
         if state.end is not None:
             self._finish_job(state.end)
@@ -433,10 +434,6 @@ class Course:
             if rdzv.take_up.until <= self.now:
                 come, size = len(rdzv.take_up.claims), rdzv.take_up.size
                 self.give_up_claims(f"only {come} of its {size} nodes came back in time")
-        node_check.advance(self)
-        if state.end is not None:
-            self.advance()
-            return
         self._meet(state.terms)
         if rdzv.is_active and state.terms.limits.pend_timeout is not None:
             rdzv.bystanders.note_pending(pending(state), self.now)

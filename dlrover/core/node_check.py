@@ -557,9 +557,13 @@ def _release(course: Course, nodes: list[NodeId]) -> None:
 
 
 def _exclude(course: Course, node: Node, why: str, exit_code: int = EXIT_CHECK_FAILED) -> None:
-    """The platform brings another one, elsewhere; where there is none, the node only leaves."""
-    if not life_cycle.replace_node_of(course, node.rank, NodeExit.CHECK_FAILED, why):
-        course.dismiss(node, Leave(why, exit_code))
+    """The node leaves. A platform brings another one, elsewhere, by the same rules as after any other end."""
+    fleet = course.state.fleet
+    replaced = None if fleet is None else fleet.of_agent(node.id)
+    if replaced is not None:
+        life_cycle.unlink(course, replaced)  # it stays for long enough to hear that it shall go
+        life_cycle.hear_node_error(course, replaced, NodeExit.CHECK_FAILED, why)
+    course.dismiss(node, Leave(why, exit_code))
 
 
 def _keep_result(course: Course, rank: NodeRank, status: NodeStatus, verdict: Verdict) -> None:

@@ -145,6 +145,8 @@ def reason_to_stop(node_type: NodeType, exit_reason: NodeExit, *, has_training_b
     is_oom = exit_reason is NodeExit.OOM
     if node_type is NodeType.PS and is_oom:
         return ExitReason.PS_OOM
+    if exit_reason is NodeExit.CHECK_FAILED:
+        return ExitReason.NODE_CHECK_FAILED  # no code has run on it
     if not has_training_begun:
         return ExitReason.CODE_ERROR
     match node_type:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
 from dlrover.core.job import Job
 from dlrover.protocol.check_messages import CheckTerms, ExitClass
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.fleet_messages import FleetSpec, NodeExit
 from dlrover.protocol.messages import (
     Check,
     End,
@@ -24,6 +28,7 @@ from dlrover.protocol.messages import (
 )
 from tests.core.check_lab import Fault, Layout, random_layout
 from tests.core.check_scene import CheckScene, check_terms
+from tests.core.fleet_scene import FleetScene, workers
 from tests.core.scene import failure
 
 LETTERS = "abcdefgh"
@@ -551,6 +556,48 @@ def test_nodes_that_are_checked_otherwise_are_refused() -> None:
 def test_terms_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"give|needs"):
         CheckTerms(**({"module": "some.check"} | wrong))  # type: ignore[arg-type]
+
+
+# With a platform.
+
+
+@dataclass
+class CheckedFleet(CheckScene, FleetScene):
+    """The agent on node 3 of the platform is called "n3"."""
+
+
+def checked_fleet(num_nodes: int, layout: Layout, **spec: Any) -> CheckedFleet:
+    scene = CheckedFleet(terms=check_terms(num_nodes), layout=layout)
+    scene.begin(FleetSpec(replicas=workers(num_nodes, **spec)))
+    scene.run(*range(num_nodes)).come(*range(num_nodes))
+    return scene
+
+
+def test_the_platform_replaces_a_faulty_node_on_another_host() -> None:
+    scene = checked_fleet(4, Layout(4, faults={1: Fault.COMPUTE}))
+    scene.settle()
+    assert scene.node(1).exit_reason is NodeExit.CHECK_FAILED
+    launch = scene.launches[4]
+    assert (launch.rank, launch.avoid_hosts) == (1, ("host-1",))
+    scene.layout = Layout(4)
+    scene.run(4).come(4)
+    scene.settle()
+    assert scene.running() == ["n0", "n2", "n3", "n4"]
+    assert not scene.said("The job ends")
+
+
+def test_a_faulty_node_that_may_not_be_replaced_ends_the_job_in_words() -> None:
+    scene = checked_fleet(2, Layout(2, faults={1: Fault.COMPUTE}), max_relaunches=0)
+    scene.settle()
+    assert scene.end.reason is ExitReason.NODE_CHECK_FAILED
+    assert "cannot be replaced" in scene.end.message
+
+
+def test_a_platform_replaces_nodes_that_could_not_be_proved() -> None:
+    scene = checked_fleet(2, Layout(2, broken_links={(0, 1)}))
+    scene.settle()
+    assert scene.job.end is None
+    assert sorted(scene.launches) == [0, 1, 2, 3]
 
 
 # Many nodes.
