@@ -55,6 +55,11 @@ class Attempt(Struct, frozen=True, kw_only=True):
     step: int
     attempt: str
 
+    def __post_init__(self) -> None:
+        for name in (self.target, self.attempt):
+            if not name or "/" in name or _STAGED in name or _SET_ASIDE in name:
+                raise ValueError(f"{name!r} cannot name a checkpoint or an attempt: give a plain file name")
+
     @property
     def target_path(self) -> str:
         return join(self.directory, self.target)
@@ -224,12 +229,11 @@ def locate(storage: Storage, directory: str, step: int | None = None) -> Committ
 
 
 def read_global_manifest(storage: Storage, path: str) -> GlobalManifest | None:
-    """None when this directory is no checkpoint."""
+    """None when this directory is no checkpoint: one whose manifest cannot be read is none either."""
     try:
-        content = storage.read(join(path, GLOBAL_NAME))
-    except (FileNotFoundError, NotADirectoryError):
+        return decode_global_manifest(storage.read(join(path, GLOBAL_NAME)))
+    except (FileNotFoundError, NotADirectoryError, ManifestInvalid):
         return None
-    return decode_global_manifest(content)
 
 
 def check_sizes(storage: Storage, path: str, manifest: GlobalManifest) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Self
 
@@ -29,6 +30,7 @@ OWNER_FILE = "owner.json"
 ORPHAN_GRACE = 600.0
 """Seconds without a sign of life after which a dead owner's segments are removed."""
 _OWNER_BYTE = 0
+_TRY_AGAIN_AFTER = 0.01
 
 
 class HomeOwner(Struct, frozen=True, kw_only=True):
@@ -50,23 +52,40 @@ class RankSnapshots(Struct, frozen=True):
 class Home:
     """The directory of one launch on this node, held by its agent."""
 
-    def __init__(self, root: str | os.PathLike[str], job: str, launch: str, node_rank: int) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], job: str, launch: str, node_rank: int, *, patience: float = 1.0
+    ) -> None:
+        """`patience`: seconds until a held lock is taken for another agent's. A reaper holds it for milliseconds."""
         self.path = home_path(root, job, launch, node_rank)
         make_private(Path(root))
-        make_private(self.path)
         owner = HomeOwner(job=job, launch=launch, node_rank=node_rank, pid=os.getpid(), boot_id=boot_id().hex())
-        record = self.path / OWNER_FILE
-        record.touch(mode=0o600)
-        self._locks = ByteLocks(record)
-        if not self._locks.try_own(_OWNER_BYTE):
-            self._locks.close()
-            raise Unavailable(
-                f"The snapshots in {self.path} belong to a running agent. Two agents cannot share a node rank of one launch."
-            )
-        record.write_bytes(msgspec.json.encode(owner))
+        self._locks = self._take(time.monotonic() + patience)
+        (self.path / OWNER_FILE).write_bytes(msgspec.json.encode(owner))
         for path in segment_paths(self.path):
             if not _is_usable(path):
                 remove_segment(path)
+
+    def _take(self, deadline: float) -> ByteLocks:
+        """Lock the owner's record. Somebody may be reaping the directory just now: then it is made again."""
+        record = self.path / OWNER_FILE
+        while True:
+            try:
+                make_private(self.path)
+                record.touch(mode=0o600)
+                locks = ByteLocks(record)
+            except FileNotFoundError:
+                continue  # reaped between two of our steps
+            is_ours = locks.try_own(_OWNER_BYTE)
+            if is_ours and locks.is_at(record):
+                return locks
+            locks.close()
+            if not is_ours and time.monotonic() >= deadline:
+                raise Unavailable(
+                    f"The snapshots in {self.path} belong to a running agent. "
+                    "Two agents cannot share a node rank of one launch."
+                )
+            if not is_ours:
+                time.sleep(_TRY_AGAIN_AFTER)  # the kernel tells when a lock is free, but not with a deadline
 
     def snapshots(self) -> list[RankSnapshots]:
         """What can be restored or persisted from memory, by rank."""
@@ -119,8 +138,7 @@ def reap_orphans(
         try:
             if home.is_symlink() or home.stat().st_uid != os.geteuid():
                 continue
-            if _is_orphan(home, now, grace):
-                _remove_home(home)
+            if _reap(home, now, grace):
                 removed.append(home)
         except FileNotFoundError:
             continue  # somebody else was faster
@@ -137,15 +155,23 @@ def make_private(path: Path) -> None:
         path.chmod(0o700)
 
 
-def _is_orphan(home: Path, now: float, grace: float) -> bool:
+def _reap(home: Path, now: float, grace: float) -> bool:
+    """The owner's lock is held until the directory is gone, so that no agent can move in meanwhile."""
     record = home / OWNER_FILE
-    if record.exists():
-        locks = ByteLocks(record)
-        try:
-            if not locks.try_own(_OWNER_BYTE):
-                return False
-        finally:
+    locks = ByteLocks(record) if record.exists() else None
+    try:
+        if locks is not None and not locks.try_own(_OWNER_BYTE):
+            return False
+        if not _is_abandoned(home, record, now, grace):
+            return False
+        _remove_home(home)
+        return True
+    finally:
+        if locks is not None:
             locks.close()
+
+
+def _is_abandoned(home: Path, record: Path, now: float, grace: float) -> bool:
     if any(_has_live_writer(path) for path in segment_paths(home)):
         return False
     if _boot_of(record) not in (None, boot_id().hex()):

@@ -42,6 +42,13 @@ class ByteLocks:
     def release(self, byte: int) -> None:
         self._set(fcntl.F_UNLCK, byte)
 
+    def is_at(self, path: str | os.PathLike[str]) -> bool:
+        """The file that is locked still has this name."""
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(self._fd))
+        except FileNotFoundError:
+            return False
+
     def close(self) -> None:
         """Release everything."""
         if self._fd >= 0:

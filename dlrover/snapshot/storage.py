@@ -14,6 +14,7 @@ import ctypes
 import errno
 import os
 import posixpath
+import secrets
 import shutil
 import zlib
 from collections.abc import Iterable
@@ -97,7 +98,7 @@ class LocalStorage:
             os.fsync(file.fileno())
 
     def write_atomic(self, path: str, content: bytes) -> None:
-        temporary = f"{path}.new-{os.getpid()}"
+        temporary = f"{path}.new-{secrets.token_hex(4)}"
         try:
             self.write(temporary, [content])
             os.replace(temporary, path)

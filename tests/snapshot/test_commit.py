@@ -272,6 +272,25 @@ def test_two_ranks_with_one_path_and_two_attempts_do_not_join() -> None:
         join_manifests([manifest(0, "a", "x.pt"), manifest(1, "b", "y.pt")], {0, 1})
 
 
+def test_a_damaged_manifest_hides_its_checkpoint_and_no_other(place: tuple[Storage, str]) -> None:
+    storage, directory = place
+    save(storage, attempt_at(5, "a", directory))
+    save(storage, attempt_at(6, "b", directory))
+    storage.write(join(directory, "5/.dlrover/manifest.json"), [b"{ damaged"])
+    assert check_whole(storage, directory) == 6
+    storage.write(join(directory, "6/.dlrover/manifest.json"), [b""])
+    with pytest.raises(ManifestInvalid, match="complete are steps none"):
+        locate(storage, directory)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "5.tmp-x", "5.old-x"])
+def test_names_that_could_be_taken_for_others_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="plain file name"):
+        Attempt(directory="/ckpt", target=name, step=1, attempt="a")
+    with pytest.raises(ValueError, match="plain file name"):
+        Attempt(directory="/ckpt", target="1", step=1, attempt=name)
+
+
 @pytest.mark.parametrize("path", ["/etc/passwd", "../other/x.pt", "a/../../x", ""])
 def test_a_manifest_cannot_point_outside(path: str) -> None:
     topology = Topology(1, 0)

@@ -33,7 +33,7 @@ def test_a_restarted_agent_finds_everything_of_its_launch(home: Path) -> None:
 
 def test_two_agents_cannot_hold_one_home(home: Path) -> None:
     with Home(home, "job", "launch", 0), pytest.raises(Unavailable, match="belong to a running agent"):
-        Home(home, "job", "launch", 0)
+        Home(home, "job", "launch", 0, patience=0)
     Home(home, "job", "launch", 0).close()
 
 
@@ -72,6 +72,24 @@ def test_a_dead_owner_is_reaped_after_the_grace_or_at_once_on_request(home: Path
     subprocess.run([sys.executable, "-c", script, str(home)], check=False, timeout=30)
     assert reap_orphans(home, time.time(), grace=0, job="job") == [path]
     assert list(home.iterdir()) == []
+
+
+def test_an_agent_and_a_reaper_that_meet_never_leave_an_agent_without_its_home(home: Path) -> None:
+    """One process starts agents, another reaps at once; whoever has taken a home finds it there."""
+    reaper = (
+        "import sys, time; from dlrover.snapshot.index import reap_orphans; print('ready', flush=True)\n"
+        "while True: reap_orphans(sys.argv[1], time.time(), grace=0)"
+    )
+    with subprocess.Popen([sys.executable, "-c", reaper, str(home)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        try:
+            for _ in range(100):
+                agent = Home(home, "job", "launch", 0, patience=30)
+                assert (agent.path / "owner.json").read_bytes()
+                agent.close()
+        finally:
+            process.kill()
 
 
 def test_a_sign_of_life_starts_the_grace_anew(home: Path) -> None:
