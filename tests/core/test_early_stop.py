@@ -6,8 +6,16 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.core.early_stop import shortage_ends_at
-from dlrover.protocol.fleet_messages import FleetSpec, NodeExit, NodePhase, Resource, ScaleJob, Strategy
-from dlrover.protocol.messages import ExitReason, LeaveReason, Stage
+from dlrover.protocol.fleet_messages import (
+    FleetSpec,
+    MigrateNode,
+    NodeExit,
+    NodePhase,
+    Resource,
+    ScaleJob,
+    Strategy,
+)
+from dlrover.protocol.messages import ExitReason, LeaveReason, PlatformId, Stage
 from tests.core.fleet_scene import FleetScene, ps_job, workers
 from tests.core.scene import terms
 
@@ -154,6 +162,20 @@ class TestPendingServers:
         scene.show(2, PENDING)
         scene.tick(DAY)
         assert scene.end.reason is ExitReason.PENDING_TIMEOUT
+
+    def test_a_chief_without_other_workers_is_waited_for_no_longer(self) -> None:
+        scene = FleetScene().begin(ps_job(num_workers=1)).run(0, 1)
+        scene.show(2, PENDING)
+        scene.tick(901)
+        assert scene.end.reason is ExitReason.PENDING_TIMEOUT
+
+    def test_nobody_waits_for_a_node_that_another_one_stands_in_for(self) -> None:
+        scene = FleetScene().begin(ps_job(resource=Resource(cpu=16, memory_mb=2048))).run()
+        scene.do(MigrateNode(node=PlatformId(0), resource=Resource(cpu=32)))
+        scene.show(4, PENDING)
+        scene.tick(DAY)
+        assert scene.job.end is None
+        assert scene.launched == [0, 1, 2, 3, 4], "nor is it made smaller"
 
 
 class TestSmallerNodes:

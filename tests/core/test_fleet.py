@@ -573,6 +573,18 @@ class TestMasterRestarts:
         assert [scene.spent(rank) for rank in range(3)] == [0, 0, 0]
         assert scene.job.end is None
 
+    def test_a_node_that_came_and_went_unseen_is_replaced_and_one_that_is_refused_is_not(self) -> None:
+        """A platform does not launch an id twice, so asking again for the first would never help."""
+        scene = FleetScene.of(2)
+        scene.cloud.clear()
+        scene.do(LaunchRefused(node=PlatformId(1), reason="quota"))
+        scene.at(59).list()
+        assert scene.launched == [0, 1]
+        scene.at(60).list()
+        assert scene.launched == [0, 1, 2]
+        assert (scene.launches[2].rank, scene.spent(0)) == (0, 0)
+        assert scene.removed == [0], "should its launch only have been late"
+
     def test_a_removal_is_asked_for_again_until_the_platform_does_not_show_the_node(self) -> None:
         scene = FleetScene.of(2, 1).train(0, 1)
         alive = scene.cloud[1]
