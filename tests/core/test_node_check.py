@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -614,3 +615,65 @@ def test_large_jobs_find_every_bad_node_and_blame_no_other(seed: int) -> None:
     assert {name for name in names if scene.result(name).status == "faulty"} == bad  # type: ignore[union-attr]
     scene.pass_time(31).settle()
     assert set(scene.running()) == set(names) - bad
+
+
+# Whatever happens.
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_story_ends_in_training_or_with_a_reason(seed: int) -> None:
+    """Nodes come, die, restart and go, and the master restarts, at any instant of any phase: nobody waits for ever."""
+    chance = random.Random(seed)
+    options = {"fresh_for": chance.choice([0.0, 20.0, 600.0]), "is_perf_test": chance.random() < 0.3}
+    options["excludes_stragglers"] = chance.random() < 0.3
+    scene = CheckScene(terms=check_terms(2, 5, **options), layout=random_layout(seed, num_nodes=6))
+    tell_story(scene, chance, num_turns=120)
+    scene.layout = Layout(99)
+    if scene.job.end is not None:
+        return
+    for _ in range(4):
+        bring_back(scene)
+        scene.settle().pass_time(31).settle()
+        if len(scene.running()) >= 2 or scene.job.end is not None:
+            break
+        scene.arrive(*(f"late{len(scene.agents)}-{number}" for number in range(2)))
+    assert len(scene.running()) >= 2 or scene.job.end is not None, scene.job.state.check
+
+
+def tell_story(scene: CheckScene, chance: random.Random, num_turns: int) -> None:
+    for turn in range(num_turns):
+        if scene.job.end is not None:
+            return
+        alive = [name for name, agent in scene.agents.items() if agent.node in scene.job.state.nodes.live]
+        connected = [name for name in alive if scene.job.is_connected(scene.agents[name].node)]
+        name = chance.choice(alive) if alive else ""
+        match chance.choice(
+            ["obey"] * 12 + ["come", "restart", "break", "back", "silent", "leave", "fail", "time", "master"]
+        ):
+            case "obey" if connected:
+                scene.obey(chance.choice(connected))
+            case "come" if len(alive) < 6:
+                scene.arrive(f"node{turn}")
+            case "restart" if name:
+                scene.restart_agent(name, procs=2)
+            case "break" if name:
+                scene.break_stream(name)
+            case "back":
+                bring_back(scene)
+            case "silent" if name:
+                scene.silent(name)
+            case "leave" if connected:
+                scene.leave(chance.choice(connected), LeaveReason.PREEMPTED)
+            case "fail" if scene.running():
+                scene.fail(chance.choice(scene.running()), failure(FailureKind.PEER_LOST, at=scene.now / 1e6))
+            case "time":
+                scene.pass_time(chance.choice([1.0, 4.0, 31.0]))
+            case "master":
+                scene.restart_master()
+
+
+def bring_back(scene: CheckScene) -> None:
+    for name, agent in scene.agents.items():
+        if agent.node in scene.job.state.nodes.broken:
+            running = scene.job.desired(agent.node).wish
+            scene.attach(name, procs=2, running_round=running.world.round if isinstance(running, Run) else 0)
