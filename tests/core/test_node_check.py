@@ -627,6 +627,7 @@ def test_any_story_ends_in_training_or_with_a_reason(seed: int) -> None:
     options = {"fresh_for": chance.choice([0.0, 20.0, 600.0]), "is_perf_test": chance.random() < 0.3}
     options["excludes_stragglers"] = chance.random() < 0.3
     scene = CheckScene(terms=check_terms(2, 5, **options), layout=random_layout(seed, num_nodes=6))
+    scene.arrive("a", "b", "c")
     tell_story(scene, chance, num_turns=120)
     scene.layout = Layout(99)
     if scene.job.end is not None:
@@ -647,11 +648,12 @@ def tell_story(scene: CheckScene, chance: random.Random, num_turns: int) -> None
         alive = [name for name, agent in scene.agents.items() if agent.node in scene.job.state.nodes.live]
         connected = [name for name in alive if scene.job.is_connected(scene.agents[name].node)]
         name = chance.choice(alive) if alive else ""
-        match chance.choice(
-            ["obey"] * 12 + ["come", "restart", "break", "back", "silent", "leave", "fail", "time", "master"]
-        ):
-            case "obey" if connected:
-                scene.obey(chance.choice(connected))
+        rare = ["come", "restart", "break", "silent", "leave", "fail", "time", "master"]
+        match chance.choice(["obey"] * 16 + ["back"] * 5 + rare):
+            case "obey":
+                for other in connected:
+                    if other in scene.agents and chance.random() < 0.8:
+                        scene.obey(other)
             case "come" if len(alive) < 6:
                 scene.arrive(f"node{turn}")
             case "restart" if name:
