@@ -1,8 +1,8 @@
 """
 Many seeds: which plan a seed means, running them on all cores, and what a failing one boils down to.
 
-Most seeds are small jobs for depth, one in twenty is larger, one in five hundred is a cluster. One seed in fifty is
-checked in full after each command.
+Most seeds are small jobs for depth, one in five is a sprint of some minutes, one in twenty is larger, one in five hundred
+is a cluster. One seed in fifty is checked in full after each command.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from dlrover.simulator.simulation import Simulation
 THOROUGH_EVERY = 50
 LARGER_EVERY = 20
 CLUSTER_EVERY = 500
+SPRINT_EVERY = 5
+"""Jobs of some minutes under a hail of faults: their begin and their end are where most can go wrong."""
 FULL_LIST = 8.0
 """Nodes: a larger job gets as many faults as one of this size, or it would never train."""
 MAX_SHRINK_RUNS = 120
@@ -56,6 +58,10 @@ def draw_plan(seed: int, *, is_standard: bool = False) -> Plan:
         hours = 0.5
         shape = draw_large_shape(chance, hours, size=chance.randint(10, 40))
         intensity = chance.choice([1.0, 4.0])
+    elif seed % SPRINT_EVERY == SPRINT_EVERY - 1:
+        hours = chance.choice([0.02, 0.05, 0.1])
+        shape = replace(draw_shape(chance, hours), num_steps=chance.randint(5, round(hours * 3600)))
+        intensity = chance.choice([10.0, 30.0, 80.0])
     else:
         shape = draw_shape(chance, hours)
         intensity = chance.choice([1.0, 3.0, 8.0, 16.0])

@@ -104,7 +104,8 @@ def _new_world_is_right(sim: Simulation, job: Job, touched: Touched) -> str | No
     first = 0
     for member in members:
         node = state.nodes.live.get(member.node)
-        if node is None or node.finished_round or not state.nodes.is_connected(member.node):
+        # A world that is taken up after its journal was lost may have finished members.
+        if node is None or node.finished_round not in (0, rdzv.round) or not state.nodes.is_connected(member.node):
             return f"node {member.node} cannot be in the world of round {rdzv.round}: it is not there"
         if member.first_global_rank != first:
             return f"node {member.node} begins at global rank {member.first_global_rank}, not at {first}"

@@ -101,6 +101,7 @@ class VirtualMaster:
     def __init__(self, simulation: Simulation, job: Job, master_epoch: int) -> None:
         self.sim = simulation
         self.events = simulation.events
+        self.journal = simulation.journal
         self.master_epoch = master_epoch
         self.is_alive = True
         self.is_stalled = False
@@ -358,8 +359,10 @@ class VirtualMaster:
             return
         self._is_writing = False
         self._pending = None
-        journal = self.sim.journal
+        journal = self.journal
         try:
+            if journal is not self.sim.journal:
+                raise Fenced("The disk of this master is gone.")
             if batch is not None and batch.records:
                 journal.append(batch, self.master_epoch)
                 self.master_epoch = max(self.master_epoch, batch.master_epoch)
@@ -490,13 +493,13 @@ class VirtualMaster:
         """Not durable, so it never happened: forget the state that saw it. A master that cannot even begin ends."""
         if not self._has_begun:
             self.downtime = span(self.sim.chance.disk, *self.sim.shape.costs.master_restart)
-            self.sim.master_died(self, durable=before, why="because it cannot write")
+            self.sim.master_died(self, durable=before or None, why="because it cannot write")
             return
         if not self._is_failing:
             self._is_failing = True
             self._stopped_at = self.events.now
             self.events.after(RETRY_PERIOD, self._try_again)
-        job = self.sim.journal.restore()
+        job = self.journal.restore()
         if before:  # else the disk filled up only after this turn had begun
             self.sim.compare_restored(job, before)
         self._adopt(job)
@@ -562,7 +565,7 @@ class VirtualMaster:
         if self._pending is not None and self._pending.records and self.sim.chance.disk.random() < 0.5:
             # Killed while it wrote: whether the transaction reached the disk before, nobody can say.
             with contextlib.suppress(Fenced, Unavailable):
-                self.sim.journal.append(self._pending, self.master_epoch)
+                self.journal.append(self._pending, self.master_epoch)
         for connection in list(self._lines):
             if is_seen:
                 self.sim.network.send_down(connection, (CLOSE,))

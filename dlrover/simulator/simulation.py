@@ -373,9 +373,10 @@ class Simulation:
         return True
 
     def lose_journal(self, *, downtime: int) -> bool:
-        """What was known only to the journal is known to nobody now."""
+        """What was known only to the journal is known to nobody now. That a job had ended cannot be told again, though."""
         master = self.master
-        if master is None or not master.is_alive or not self._is_serving:
+        is_late = self._ended_at is not None or self.training.best_step >= self.shape.num_steps
+        if master is None or not master.is_alive or not self._is_serving or is_late:
             return False
         master.downtime = downtime
         self.master_died(master, durable=None, why="and its journal is lost")
