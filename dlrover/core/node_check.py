@@ -1,14 +1,14 @@
 """
-The node check in the course of a job: who must be checked before training, when a check begins, and what its verdict means.
+The node check in the course of a job: who must be checked before training, when a check begins, and how it goes on.
 
 A node that is to join a training round and has no fresh pass is *needed* in the check. For the rendezvous it is expected
 like any other that has not joined yet; only its wish is another one. So a world that runs is never disturbed by a check,
 and no world ever starts with a node that did not pass.
 
 Nodes join the round of the next phase and offer a port. A check begins by the same rules as a training round: with all
-that can still come, as soon as they are there. In each phase a group runs as soon as all its members have joined; what
-the phases are and what they prove is decided in `check_cycle`. A node that is lost, or fails, keeps its partners from
-waiting for a collective that cannot complete.
+that can still come, as soon as they are there. In each phase a group runs as soon as all its members have joined. What
+the phases are and what they prove is decided in `check_cycle`, what follows from the verdict in `check_consequences`.
+A node that is lost, or fails, does not leave its partners waiting for a collective that cannot complete.
 """
 
 from __future__ import annotations
@@ -17,33 +17,26 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
-from msgspec.structs import replace
-
-from dlrover.core import life_cycle
+from dlrover.core.check_consequences import conclude, conclude_perf, release
 from dlrover.core.check_cycle import CheckCycle, CheckMode, NodeStatus, Verdict
 from dlrover.core.check_evidence import CheckRules, say_ranks
-from dlrover.core.nodes import Node, after_outage
+from dlrover.core.check_state import CheckJoined, terms_of
+from dlrover.core.nodes import Node
 from dlrover.core.pairing import SchedulingGroup
 from dlrover.core.rendezvous import num_usable
 from dlrover.core.turn import micros
-from dlrover.protocol.check_messages import MAX_CHECK_MESSAGE, CheckResult, CheckTerms, ExitClass, ReportCheck
+from dlrover.protocol.check_messages import MAX_CHECK_MESSAGE, ExitClass, ReportCheck
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import NodeExit
 from dlrover.protocol.messages import (
     Check,
     Command,
     Done,
-    ExitReason,
     JoinCheck,
     JoinRendezvous,
-    Leave,
     Limits,
     Micros,
-    NodeId,
     NodeRank,
     Reply,
-    Round,
     StopCause,
     Wait,
     Wish,
@@ -57,88 +50,8 @@ if TYPE_CHECKING:  # a course calls us
 GRACE = 30.0
 """Seconds that a node has for its report beyond the task's own timeout; and beyond the failure of a partner, after which
 a collective can hang for as long as its library allows."""
-NUM_ATTEMPTS = 2
-"""A check that could not find out who is at fault is made once more: what it fell over may have been a passing trouble."""
-EXIT_CHECK_FAILED = 20
-EXIT_STRAGGLER = 21
 _MOST_GBPS = 1e9
 _PASSED = (NodeStatus.HEALTHY, NodeStatus.STRAGGLER)
-
-
-class CheckJoined(Struct, frozen=True):
-    """A node that has joined a round of the check."""
-
-    round: Round
-    local_world_size: int
-    offer: str
-
-
-class NodeCheck(Struct):
-    """Who is to be checked, the check that runs, and what was found out."""
-
-    round: Round = Round(0)
-    """Of the newest phase; 0: there was none yet."""
-    needed: dict[NodeId, NodeRank] = {}
-    """Expected in a training round, and must pass before they join it."""
-    joined: dict[NodeId, CheckJoined] = {}
-    """Those of them who joined the phase that runs, or the next one."""
-    call_began_at: Micros = Micros(0)
-    """Newest join of a node that had not joined yet: first and last call count from here."""
-    cycle: CheckCycle | None = None
-    """The check that runs. Its phase has the number `round`."""
-    members: dict[NodeRank, NodeId] = {}
-    """Who takes part in it, also later; kept until the next one begins."""
-    lacking: dict[int, int] = {}
-    """How many members of a group have not joined the phase, by index of the group; absent: it runs."""
-    worlds: dict[NodeRank, WorldSpec] = {}
-    """Places in the groups that run."""
-    phase_ends_at: Micros = Micros(0)
-    hurried: dict[int, Micros] = {}
-    """By when groups in which somebody failed must be done, by index."""
-    messages: dict[NodeRank, str] = {}
-    """Newest words of a task that failed in this check."""
-    bandwidths: dict[NodeRank, float] = {}
-    """As reported in this phase."""
-    num_attempts: int = 0
-    """Checks in a row that could not find out who is at fault."""
-    perf: dict[NodeId, None] = {}
-    """Passed, and measure the network together before they go on to training."""
-    results: dict[NodeRank, CheckResult] = {}
-    """Newest of each rank."""
-    num_checks: int = 0
-    """Checks that had a verdict."""
-
-    @property
-    def next_round(self) -> Round:
-        return Round(self.round + 1)
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether nodes are kept from training by the check itself, however long that takes."""
-        return self.cycle is not None or bool(self.perf)
-
-    def ends_at(self) -> Micros | None:
-        """When somebody who has not reported counts as failed."""
-        if self.cycle is None:
-            return None
-        return min(self.phase_ends_at, *self.hurried.values()) if self.hurried else self.phase_ends_at
-
-    def master_restarted(self, last_command_at: Micros, now: Micros) -> None:
-        """Nobody could join or report while the master was away."""
-        self.call_began_at = Micros(self.call_began_at + now - last_command_at)
-        self.phase_ends_at = after_outage(self.phase_ends_at, last_command_at, now)
-        self.hurried = {group: after_outage(at, last_command_at, now) for group, at in self.hurried.items()}
-
-    def close(self) -> None:
-        """The job is over, or begins anew: nobody is checked now. What was found out stays."""
-        self.needed = {}
-        self.joined = {}
-        self.cycle = None
-        self.lacking = {}
-        self.worlds = {}
-        self.hurried = {}
-        self.perf = {}
-        self.num_attempts = 0
 
 
 # What other rooms tell.
@@ -324,9 +237,9 @@ def advance(course: Course) -> None:
             course.say(step.sentence)
             _begin_phase(course, cycle)
         elif cycle.mode is CheckMode.ALL:
-            _conclude_perf(course, cycle)
+            conclude_perf(course, cycle)
         else:
-            _conclude(course, cycle, step)
+            conclude(course, cycle, step)
 
 
 def _begin(course: Course) -> bool:
@@ -335,11 +248,11 @@ def _begin(course: Course) -> bool:
     at = begins_at(state)
     if at is None or at > course.now or _enlist_idle(course):
         return False
-    terms = _terms(state)
+    terms = terms_of(state)
     joined = check.perf if check.perf else check.joined
     nodes = [state.nodes.live[id_] for id_ in joined if id_ in check.joined and state.nodes.is_connected(id_)]
     if check.perf and len(nodes) < 2:
-        _release(course, list(check.perf))  # too few are left to measure anything
+        release(course, list(check.perf))  # too few are left to measure anything
         return False
     if not nodes:
         return False
@@ -380,7 +293,7 @@ def _enlist_idle(course: Course) -> bool:
 def _begin_phase(course: Course, cycle: CheckCycle) -> None:
     check = course.state.check
     check.round = cycle.round
-    check.phase_ends_at = Micros(course.now + micros(_terms(course.state).timeout + GRACE))
+    check.phase_ends_at = Micros(course.now + micros(terms_of(course.state).timeout + GRACE))
     check.worlds, check.hurried, check.bandwidths = {}, {}, {}
     check.joined = {node: joined for node, joined in check.joined.items() if joined.round >= cycle.round}
     check.lacking = {}
@@ -445,180 +358,11 @@ def _fail_partners(course: Course, cycle: CheckCycle, rank: NodeRank) -> None:
             course.touch(check.members[other])
 
 
-# What a verdict leads to.
-
-
-def _conclude(course: Course, cycle: CheckCycle, verdict: Verdict) -> None:
-    state, check = course.state, course.state.check
-    course.say(verdict.sentence)
-    _end_cycle(check)
-    check.num_checks += 1
-    present = [
-        state.nodes.live[check.members[rank]]
-        for rank in verdict.statuses
-        if rank not in cycle.late and rank not in cycle.gone
-    ]
-    for rank, status in verdict.statuses.items():
-        if rank not in cycle.late:
-            _keep_result(course, rank, status, verdict)
-    faulty = dict.fromkeys(verdict.faulty)
-    for node in [node for node in present if node.rank in faulty]:
-        _exclude(course, node, f"the node check found this node faulty: {_reason(check, verdict, node.rank)}")
-    # Who did not come to the last phase although its stream is fine was lost from the check, and from nothing else.
-    for rank in [rank for rank in faulty if rank in cycle.gone]:
-        absent = state.nodes.live.get(check.members[rank])
-        if absent is not None:
-            _exclude(course, absent, f"the node check found this node faulty: {cycle.gone[rank]}")
-    if _is_nobody_left(state):
-        _end_job(course, f"{verdict.sentence} No node is left")
-        return
-    others = [node for node in present if node.rank not in faulty]
-    if verdict.unproven and check.num_attempts + 1 < NUM_ATTEMPTS:
-        check.num_attempts += 1
-        course.say("The node check is made once more, because it did not show who is at fault.")
-        check.call_began_at = course.now
-        for node in others:
-            course.touch(node.id)
-        return
-    check.num_attempts = 0
-    unproven = dict.fromkeys(verdict.unproven)
-    _give_up_unproven(course, [node for node in others if node.rank in unproven], verdict)
-    if state.end is None:
-        _admit(course, [node for node in others if node.rank not in unproven], verdict)
-
-
-def _admit(course: Course, passed: list[Node], verdict: Verdict) -> None:
-    state, check = course.state, course.state.check
-    slow = dict.fromkeys(verdict.stragglers if _terms(state).excludes_stragglers else ())
-    for node in [node for node in passed if node.rank in slow]:
-        why = f"the node check found this node slow: {verdict.times[node.rank]:.0f} ms (--exclude-straggler)"
-        _exclude(course, node, why, EXIT_STRAGGLER)
-    good = [node.id for node in passed if node.rank not in slow]
-    if _terms(state).is_perf_test and len(good) > 1:
-        check.perf = dict.fromkeys(good)
-        check.call_began_at = course.now
-        for id_ in good:
-            course.touch(id_)
-    else:
-        _release(course, good)
-
-
-def _give_up_unproven(course: Course, nodes: list[Node], verdict: Verdict) -> None:
-    """Nobody knows whether they or what is between them is bad. The job goes on without them, or not at all."""
-    state = course.state
-    if not nodes or state.terms is None:
-        return
-    limits = state.terms.limits
-    if state.fleet is None and num_usable(state.rendezvous.num_unfinished - len(nodes), limits) < limits.min_nodes:
-        _end_job(course, f"{verdict.sentence} It was the second attempt, and without them there are too few nodes")
-        return
-    for node in nodes:
-        why = "no run of the node check with others passed on this node, and none showed whose fault that was"
-        _exclude(course, node, f"{why}: {_links(verdict, node.rank)}")
-
-
-def _conclude_perf(course: Course, cycle: CheckCycle) -> None:
-    """It measures; it judges nobody, because all of them had passed before."""
-    state, check = course.state, course.state.check
-    _end_cycle(check)
-    measured = {rank: gbps for rank, gbps in check.bandwidths.items() if gbps > 0}
-    for rank, gbps in check.bandwidths.items():
-        check.results[rank] = replace(check.results[rank], bandwidth_gbps=gbps)
-    num_nodes = len(cycle.members)
-    if len(check.bandwidths) < num_nodes:
-        words = next((message for message in check.messages.values() if message), "somebody was lost")
-        course.say(
-            f"Communication test over {num_nodes} nodes failed: {words}. All of them had passed the node check, so "
-            "training goes on."
-        )
-    elif measured:
-        course.say(
-            f"Communication test over {num_nodes} nodes: bus bandwidth {min(measured.values()):.2f} to "
-            f"{max(measured.values()):.2f} GB/s."
-        )
-    _release(course, [node for node in check.perf if node in state.nodes.live])
-    check.perf = {}
-
-
-def _end_cycle(check: NodeCheck) -> None:
-    check.cycle = None
-    check.lacking, check.worlds, check.hurried = {}, {}, {}
-    check.joined = {node: joined for node, joined in check.joined.items() if joined.round > check.round}
-
-
-def _release(course: Course, nodes: list[NodeId]) -> None:
-    """They may train."""
-    check = course.state.check
-    for node in nodes:
-        check.needed.pop(node, None)
-        check.joined.pop(node, None)
-        check.perf.pop(node, None)
-        course.touch(node)
-
-
-def _exclude(course: Course, node: Node, why: str, exit_code: int = EXIT_CHECK_FAILED) -> None:
-    """The node leaves. A platform brings another one, elsewhere, by the same rules as after any other end."""
-    fleet = course.state.fleet
-    replaced = None if fleet is None else fleet.of_agent(node.id)
-    if replaced is not None:
-        life_cycle.unlink(course, replaced)  # it stays for long enough to hear that it shall go
-        life_cycle.hear_node_error(course, replaced, NodeExit.CHECK_FAILED, why)
-    course.dismiss(node, Leave(why, exit_code))
-
-
-def _keep_result(course: Course, rank: NodeRank, status: NodeStatus, verdict: Verdict) -> None:
-    state, check = course.state, course.state.check
-    node = state.nodes.live.get(check.members[rank]) or state.nodes.former.get(rank)
-    if node is not None and node.id == check.members[rank]:
-        check.results[rank] = CheckResult(
-            node=node.id,
-            incarnation=node.incarnation,
-            status=status,
-            at=course.now,
-            elapsed_ms=verdict.times.get(rank, 0.0),
-            reason="" if status is NodeStatus.HEALTHY else _reason(check, verdict, rank),
-        )
-
-
-def _reason(check: NodeCheck, verdict: Verdict, rank: NodeRank) -> str:
-    status = verdict.statuses[rank]
-    if status is NodeStatus.STRAGGLER:
-        return "slow with quick partners, too"
-    reason = verdict.reasons.get(rank) or _links(verdict, rank)
-    words = check.messages.get(rank, "").strip().rstrip(".")
-    return f"{reason} ({words})" if words and status is NodeStatus.FAULTY else reason
-
-
-def _links(verdict: Verdict, rank: NodeRank) -> str:
-    others = [other for link in verdict.suspect_links if rank in link for other in link if other != rank]
-    return f"the link to {say_ranks(others)} is suspect" if others else "it never passed with others"
-
-
-def _end_job(course: Course, sentence: str) -> None:
-    course.end_job(
-        ExitReason.NODE_CHECK_FAILED,
-        f"{sentence}. Look at the named nodes and the network between them, or start without --network-check.",
-        exit_code=EXIT_CHECK_FAILED,
-    )
-
-
-def _is_nobody_left(state: JobState) -> bool:
-    """Nor will anybody come by himself. People may start further nodes; but if all that came are bad, they should look."""
-    is_awaited = state.fleet is not None and bool(state.fleet.workers.holders)
-    return not is_awaited and not any(node.dismissed is None for node in state.nodes.live.values())
-
-
 def _is_fresh(state: JobState, node: Node, now: Micros) -> bool:
     result = state.check.results.get(node.rank)
     if result is None or (result.node, result.incarnation) != (node.id, node.incarnation):
         return False
-    return result.status in _PASSED and now - result.at < micros(_terms(state).fresh_for)
-
-
-def _terms(state: JobState) -> CheckTerms:
-    assert state.terms is not None, "a check before any node came"
-    assert state.terms.check is not None, "this job has no node check"
-    return state.terms.check
+    return result.status in _PASSED and now - result.at < micros(terms_of(state).fresh_for)
 
 
 def _scheduling_group(node: Node) -> SchedulingGroup:

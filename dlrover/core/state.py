@@ -10,9 +10,9 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from dlrover.core.check_state import NodeCheck
 from dlrover.core.fleet import Fleet
 from dlrover.core.kv_store import KvStore
-from dlrover.core.node_check import NodeCheck
 from dlrover.core.nodes import Nodes
 from dlrover.core.rendezvous import Rendezvous
 from dlrover.core.restarts import Restarts
