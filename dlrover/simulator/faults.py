@@ -63,7 +63,7 @@ MASTER_MIX: dict[str, float] = {
 
 PAUSES: dict[str, float] = {"stall": 2.0, "clock-jump": 0.05, "slow-link": 0.05, "duplicates": 0.02}
 """Per node-hour: what healthy nodes do all the time, and what must never be taken for a fault."""
-MASTER_PAUSES: dict[str, float] = {"master-stall": 1.0, "disk-slow": 0.2}
+MASTER_PAUSES: dict[str, float] = {"master-pause": 0.1, "disk-slow": 0.2}
 
 
 class Fault(Struct, frozen=True):
@@ -267,6 +267,10 @@ def _master_stall(sim: Simulation, fault: Fault) -> bool:
     return sim.stall_master(fault.between(0.5, 60.0))
 
 
+def _master_pause(sim: Simulation, fault: Fault) -> bool:
+    return sim.stall_master(fault.between(0.5, 30.0))
+
+
 def _master_partition(sim: Simulation, fault: Fault) -> bool:
     duration = fault.between(1.0, 400.0)
     for node in [node for node in sim.nodes if node.is_powered]:
@@ -337,6 +341,7 @@ FAULTS: dict[str, Callable[[Simulation, Fault], bool]] = {
     "master-crash": _master_crash,
     "master-power-loss": _master_power_loss,
     "master-stall": _master_stall,
+    "master-pause": _master_pause,
     "master-partition": _master_partition,
     "two-masters": _two_masters,
     "disk-full": _disk_full,
