@@ -49,6 +49,8 @@ FIRST_WINDOW_BYTES = 65_535
 WIDE_WINDOW_BYTES = 2**31 - 1
 """What we allow the master to send: all it wants, so that we never have to say so again."""
 STREAM = 1
+_NOBODY = NodeId(-1)
+_UNBORN = Incarnation(0)
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
@@ -83,9 +85,7 @@ def hpack_integer(number: int) -> bytes:
 class Http2Stream(asyncio.Protocol):
     """One connection with one gRPC stream on it."""
 
-    def __init__(
-        self, opening: bytes, *, on_message: Callable[[bytes], None], on_closed: Callable[[], None]
-    ) -> None:
+    def __init__(self, opening: bytes, *, on_message: Callable[[bytes], None], on_closed: Callable[[], None]) -> None:
         self._opening = opening
         self._on_message = on_message
         self._on_closed = on_closed
@@ -206,8 +206,8 @@ class VirtualAgent:
     terms: JobTerms
     token: str = ""
     local_world_size: int = 8
-    node: NodeId = NodeId(-1)
-    incarnation: Incarnation = Incarnation(0)
+    node: NodeId = _NOBODY
+    incarnation: Incarnation = _UNBORN
     desired: Desired | None = None
     is_attached: bool = False
     attached_at: float = 0.0
@@ -246,7 +246,8 @@ class VirtualAgent:
 
     def join(self) -> asyncio.Future[Reply]:
         """As the newest wish says."""
-        assert self.desired is not None and isinstance(self.desired.wish, Join), f"agent {self.index}: {self.desired}"
+        assert self.desired is not None, f"agent {self.index} has not attached"
+        assert isinstance(self.desired.wish, Join), f"agent {self.index} shall not join: {self.desired}"
         number = self.desired.wish.round
         host = f"10.{self.index >> 16}.{self.index >> 8 & 255}.{self.index & 255}"
         command = JoinRendezvous(
