@@ -276,7 +276,7 @@ def _node_disconnected(command: NodeDisconnected, course: Course) -> Reply:
 
     node.reached(command.step)
     if nodes.is_connected(node.id):
-        nodes.stream_broke(node, course.now, course.detection)
+        nodes.stream_broke(node, course.now, course.detection, is_our_fault=command.is_our_fault)
         course.state.rendezvous.stream_broke(node.id)
     return Done()
 

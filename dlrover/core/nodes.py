@@ -97,7 +97,7 @@ class Broken(Struct, frozen=True):
     gone_at: Micros
     """When it is given up at the latest."""
     broken_at: Micros | None
-    """When the stream broke; None if the master restarted, which says nothing about the node."""
+    """When the stream broke; None if the master restarted or stood still, which says nothing about the node."""
 
 
 class Nodes(Struct):
@@ -206,8 +206,12 @@ class Nodes(Struct):
         self.former[node.rank] = node
         self.first_free = min(self.first_free, node.rank)
 
-    def stream_broke(self, node: Node, now: Micros, detection: Detection) -> None:
-        self.broken[node.id] = Broken(gone_at=Micros(now + micros(detection.break_grace)), broken_at=now)
+    def stream_broke(self, node: Node, now: Micros, detection: Detection, *, is_our_fault: bool = False) -> None:
+        """`is_our_fault`: a master that stood still was taken for dead; its nodes have the time they have after a restart."""
+        if is_our_fault:
+            self.broken[node.id] = Broken(gone_at=Micros(now + micros(reattach_window(detection))), broken_at=None)
+        else:
+            self.broken[node.id] = Broken(gone_at=Micros(now + micros(detection.break_grace)), broken_at=now)
 
     def master_restarted(self, now: Micros, detection: Detection) -> None:
         """Nobody is connected to a new master, and nobody is to blame for that."""

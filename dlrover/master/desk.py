@@ -25,7 +25,7 @@ from dlrover.core.observations import Observations
 from dlrover.core.sequence import Batch, CommitSequence, CoreFault
 from dlrover.core.turn import NotYet, Origin, Outcome
 from dlrover.master.clock import MasterClock
-from dlrover.master.grace import Grace, StallWatch
+from dlrover.master.grace import AFTERMATH, LONG_STALL, Grace, StallWatch
 from dlrover.master.keeper import Keeper
 from dlrover.master.roster import Line, Roster
 from dlrover.master.topology import TIME_LIMIT, NodeTopologyMeta, Topology
@@ -113,6 +113,7 @@ class Desk:
         self._failed_bytes = 0  # size of what could not be written; 0 while the journal works
         self._retry_at = 0  # elapsed microseconds at which the journal is tried again
         self._stalls = StallWatch()
+        self._blamed_until = 0  # elapsed microseconds until which the end of a stream may be our own doing
         self._stalled = 0  # microseconds that the observations have not been told of
         self._grace = Grace()  # no deadline passes before `MasterStarted` has moved it by the outage
         self._verdict = ""
@@ -144,6 +145,8 @@ class Desk:
         self._waiting.drop(self._roster.line(stream))
         finding = self._roster.close(stream)
         if finding is not None:
+            self._note_stalls(self._clock.now())  # the end of a stream may be the first that we see after one
+            finding = replace(finding, is_our_fault=self._clock.elapsed() < self._blamed_until)
             # How far the node had come goes with it: without it a job whose agents die now and then seems to stand still.
             self._findings[finding.node] = replace(finding, step=self._observations.step(finding.node))
             self._observations.forget(finding.node)
@@ -245,6 +248,8 @@ class Desk:
         if batch is not None and batch.records:  # a replay need not answer the questions
             self._keeper.spent(time.thread_time() - began_at)
         if batch is None and not rejected:
+            with contextlib.suppress(Unavailable):
+                await self._keeper.check_fence()  # a master that was replaced must not keep its agents by doing nothing
             return
         try:
             await self._write(batch)
@@ -265,6 +270,8 @@ class Desk:
             self._stalled += stalled
             self._grace.extend(now, stalled)
             log.warning("master stood still for_seconds=%.1f: deadlines wait as long", stalled / 1e6)
+            if stalled >= LONG_STALL:
+                self._blamed_until = self._clock.elapsed() + AFTERMATH
 
     def _in_order(self, works: list[Work], now: Micros) -> Iterator[Work]:
         """

@@ -507,6 +507,8 @@ class NodeDisconnected(Struct, tag=True, frozen=True, kw_only=True):
     incarnation: Incarnation
     step: int | None = None
     """Greatest step its heartbeats told of: if the agent died, nobody else can say whether there was progress."""
+    is_our_fault: bool = False
+    """The master had stood still for so long that agents closed their streams: that says nothing about the node."""
 
 
 class NodeSilent(Struct, tag=True, frozen=True, kw_only=True):

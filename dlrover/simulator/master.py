@@ -46,6 +46,8 @@ HEARTBEAT = (0.0, 6.0)
 """Seconds that the newest heartbeat is old when they stop coming."""
 LONGEST_GRACE = 40 * SECOND
 COMING_BACK = 5 * SECOND
+LONG_STALL = 5 * SECOND
+AFTERMATH = 10 * SECOND
 RETRY_PERIOD = SECOND
 FENCE_PERIOD = 5 * SECOND
 """Between two looks of an idle master at the journal: is it still the newest?"""
@@ -106,6 +108,7 @@ class VirtualMaster:
         self.is_alive = True
         self.is_stalled = False
         self._stalled_since = 0
+        self._blamed_until = 0
         self._backlog: list[tuple[Connection, Upward]] = []
         """What the kernel keeps while the process stands still."""
         self._offset = max(job.now, simulation.wall()) - self.events.now
@@ -211,7 +214,12 @@ class VirtualMaster:
         assert line.incarnation is not None, "attached without an incarnation"
         step = self.observations.step(node)
         step = line.connection.agent.told_step() if step is None else step
-        self._findings[node] = NodeDisconnected(node=node, incarnation=line.incarnation, step=step)
+        self._findings[node] = NodeDisconnected(
+            node=node,
+            incarnation=line.incarnation,
+            step=step,
+            is_our_fault=self.events.now < self._blamed_until,
+        )
         self.observations.forget(node)
         self._plan_turn()
 
@@ -544,7 +552,10 @@ class VirtualMaster:
         if not self.is_alive or not self.is_stalled:
             return
         self.is_stalled = False
-        self._new_stall += self.events.now - self._stalled_since
+        stalled = self.events.now - self._stalled_since
+        self._new_stall += stalled
+        if stalled >= LONG_STALL:
+            self._blamed_until = self.events.now + AFTERMATH
         write, self._backlogged_write = self._backlogged_write, None
         if write is not None:
             self._write(*write)

@@ -14,6 +14,7 @@ from dlrover.protocol.messages import (
     Join,
     Leave,
     LeaveReason,
+    NodeDisconnected,
     Run,
     StopCause,
     Wait,
@@ -323,6 +324,15 @@ class TestDetectionTerms:
         scene.gather("d")
         scene.at(200).break_stream("b")
         assert scene.job.next_deadline() == micros(200.5)
+
+    def test_a_stream_that_broke_by_our_own_fault_says_nothing_about_the_node(self) -> None:
+        """The master stood still and agents closed their streams: a node may be busy just then, so it has a full window."""
+        scene = Scene(terms(1, 2)).gather(*"abc")
+        agent = scene.agents["b"]
+        scene.at(100).do(NodeDisconnected(node=agent.node, incarnation=agent.incarnation, is_our_fault=True))
+        assert scene.job.next_deadline() == micros(140), "not even a spare makes it shorter"
+        scene.at(139).attach("b")
+        assert isinstance(scene.wish("b"), Run)
 
     def test_terms_that_make_no_sense_are_refused(self) -> None:
         for values, word in (

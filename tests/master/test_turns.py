@@ -12,13 +12,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
 import pytest_asyncio
 
 from dlrover.core.job import Job
 from dlrover.core.sequence import Batch
 from dlrover.core.turn import Origin, Outcome
+from dlrover.master import desk as desk_module
 from dlrover.master.clock import MasterClock
 from dlrover.master.desk import COMING_BACK, Desk
+from dlrover.master.journal import Fenced
 from dlrover.master.keeper import Keeper
 from dlrover.protocol.errors import Unavailable
 from dlrover.protocol.frames import Answer, Beat, FromMaster, Push, Refusal, Request
@@ -426,6 +429,24 @@ async def test_a_master_that_stood_still_during_a_write_gives_that_time_back(mak
     assert back.incarnation == attached.incarnation
 
 
+@pytest.mark.parametrize(("limit", "status"), [(100_000, "disconnected"), (60_000_000, "gone")])
+async def test_a_stream_that_ends_after_a_long_stall_of_the_master_says_nothing_about_its_node(
+    make_room: MakeRoom, monkeypatch: pytest.MonkeyPatch, limit: int, status: str
+) -> None:
+    """The agents closed it because we were mute. The node may be busy just now, and has the window of a master start."""
+    monkeypatch.setattr(desk_module, "LONG_STALL", limit)
+    room = await make_room()
+    agent = room.stream()
+    await agent.attach("a")
+    time.sleep(0.8)  # noqa: ASYNC251 - the master stands still
+    agent.close()
+    await room.turn()
+    room.watch.move(7.0)
+    await room.turn()
+    await room.turn()
+    assert [node.status for node in (await room.status()).nodes] == [status]
+
+
 class FragileJob(Job):
     """Cannot give up the first node."""
 
@@ -433,6 +454,16 @@ class FragileJob(Job):
         if isinstance(command, DeadlinePassed) and command.id == 1:
             raise ZeroDivisionError("a bug")
         return super().apply(command, now, origin)
+
+
+async def test_a_replaced_master_with_nothing_to_do_ends_all_the_same(make_room: MakeRoom, tmp_path: Path) -> None:
+    room = await make_room()
+    newer = await Keeper.open(tmp_path / "journal.sqlite", job_name="job")
+    room.desk._wake.set()  # as its nap of 5 s would
+    with pytest.raises(Fenced):
+        await soon(asyncio.shield(room.working))
+    await newer.close()
+    room.working = asyncio.get_running_loop().create_future()  # nothing is left to cancel
 
 
 async def test_a_deadline_that_breaks_the_core_neither_spins_nor_stops_the_others(make_room: MakeRoom) -> None:
