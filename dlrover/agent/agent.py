@@ -598,9 +598,9 @@ class Agent:
 
     async def _heartbeats(self) -> None:
         while True:
-            slept_from = time.clock_gettime(time.CLOCK_BOOTTIME)
-            await asyncio.sleep(self._patience.heartbeat * random.uniform(0.8, 1.2))
-            away = time.clock_gettime(time.CLOCK_BOOTTIME) - slept_from
+            wakes_at = time.clock_gettime(time.CLOCK_BOOTTIME) + self._patience.heartbeat * random.uniform(0.8, 1.2)
+            await asyncio.sleep(wakes_at - time.clock_gettime(time.CLOCK_BOOTTIME))
+            away = time.clock_gettime(time.CLOCK_BOOTTIME) - wakes_at  # the nap itself is no absence
             if away > self._patience.lease and self._driver.running_round:
                 log.warning("this agent was stopped for %.0f s: its workers are killed before anything else", away)
                 self._driver.kill()
