@@ -21,6 +21,8 @@ from dlrover.core.turn import micros
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import Detection, Heartbeat, Incarnation, Micros, NodeId, NodeSilent
 
+_NEVER = Micros(2**62)
+
 
 class Seen(Struct):
     """What was last heard of a node."""
@@ -42,17 +44,24 @@ class Observations:
         self._seen: dict[NodeId, Seen] = {}
         self._lateness = 0
         """Microseconds by which all ticks together came late."""
+        self._quiet_until: Micros | None = None
+        """Nobody can be found silent before; None: unknown. What is heard only puts deadlines off, so this stays true
+        until somebody new has to be heard of or patience changes, and a turn of the master need not look at everybody."""
 
     def follow(self, detection: Detection, suspects: Iterable[NodeId] = ()) -> None:
         """What the job says now: how patient to be, and with whom less."""
-        self._detection = detection
-        self._suspects = dict.fromkeys(suspects)
+        suspected = dict.fromkeys(suspects)
+        if (detection, suspected) != (self._detection, self._suspects):
+            self._detection, self._suspects = detection, suspected
+            self._quiet_until = None
 
     def attached(self, node: NodeId, incarnation: Incarnation, now: Micros) -> None:
         """From now on the node has to be heard of."""
         known = self._seen.get(node)
         step = known.step if known is not None and known.incarnation == incarnation else None
-        self._seen[node] = Seen(incarnation, now, self._lateness, step)
+        self._seen[node] = seen = Seen(incarnation, now, self._lateness, step)
+        if self._quiet_until is not None:
+            self._quiet_until = min(self._quiet_until, self._silent_at(node, seen))
 
     def heard(self, heartbeat: Heartbeat, now: Micros) -> None:
         """Raises `Rejected` for a life that is over or was never attached to this master."""
@@ -62,6 +71,8 @@ class Observations:
                 f"A heartbeat of node {heartbeat.node} in incarnation {heartbeat.incarnation}, which is not attached.",
                 code="stale-incarnation",
             )
+        if now < seen.last_seen_at or self._lateness != seen.lateness_then:
+            self._quiet_until = None  # the one case in which what is heard could bring a deadline nearer
         seen.last_seen_at = now
         seen.lateness_then = self._lateness
         if heartbeat.step is not None and (seen.step is None or heartbeat.step > seen.step):
@@ -74,6 +85,9 @@ class Observations:
     def tick(self, now: Micros, due_at: Micros) -> list[NodeSilent]:
         """Who has been silent too long, each found once. `due_at` is when this tick should have come."""
         self._lateness += max(0, now - due_at)
+        if now < self.quiet_until():
+            return []
+        self._quiet_until = None
         findings = [
             NodeSilent(node=node, incarnation=seen.incarnation, last_seen_at=seen.last_seen_at)
             for node, seen in sorted(self._seen.items())
@@ -86,6 +100,13 @@ class Observations:
     def next_deadline(self) -> Micros | None:
         """When the next node will be found silent if nothing is heard of it."""
         return min((self._silent_at(node, seen) for node, seen in self._seen.items()), default=None)
+
+    def quiet_until(self) -> Micros:
+        """No node can be found silent before; perhaps none even then. Cheap, unlike `next_deadline`."""
+        if self._quiet_until is None:
+            next_deadline = self.next_deadline()
+            self._quiet_until = _NEVER if next_deadline is None else next_deadline
+        return self._quiet_until
 
     def step(self, node: NodeId) -> int | None:
         """The newest step the node told of; ask before it is forgotten, as evidence for `NodeDisconnected`."""

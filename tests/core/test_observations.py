@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+
 import pytest
 
 from dlrover.core.observations import Observations
@@ -65,6 +68,37 @@ def test_a_heartbeat_of_a_former_life_is_refused(observations: Observations) -> 
         observations.heard(beat(incarnation=1), micros(6))
     assert refused.value.code == "stale-incarnation"
     assert observations.next_deadline() == micros(45)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_what_is_not_looked_at_changes_no_finding(seed: int) -> None:
+    """Two of the same, but one forgets before each tick until when nobody need be looked at."""
+    chance = random.Random(seed)
+    quick, thorough = Observations(micros(0)), Observations(micros(0))
+    now = 0.0
+    for _ in range(200):
+        now += chance.choice([0.1, 1, 5, 15])
+        node, suspects = NodeId(chance.randrange(5)), [NodeId(chance.randrange(5))] * chance.randrange(2)
+        what, at = chance.randrange(5), micros(now - chance.choice([0, 0, 3]))
+        late = chance.choice([0, 0, 0, 4])
+        found = []
+        for observations in (quick, thorough):
+            with contextlib.suppress(Rejected):
+                match what:
+                    case 0:
+                        observations.attached(node, LIFE, at)
+                    case 1:
+                        observations.heard(Heartbeat(node=node, incarnation=LIFE), at)
+                    case 2:
+                        observations.forget(node)
+                    case 3:
+                        observations.follow(Detection(), suspects)
+            if observations is thorough:
+                observations._quiet_until = None
+            found.append(tick(observations, now, now - late))
+        assert found[0] == found[1]
+        deadline = quick.next_deadline()
+        assert deadline is None or quick.quiet_until() <= deadline
 
 
 def test_a_forgotten_node_is_not_found(observations: Observations) -> None:
