@@ -215,10 +215,10 @@ class Desk:
     def _nap_of_job(self) -> float:
         now = self._clock.now()
         self._follow_job()
-        deadlines = [at for at in (self._job.next_deadline(), self._observations.next_deadline()) if at is not None]
-        if not deadlines:
-            return LONGEST_NAP
-        nap = min(LONGEST_NAP, max(0.0, (max(min(deadlines), self._grace.until) - now) / 1e6))
+        at = self._observations.quiet_until()
+        if (deadline := self._job.next_deadline()) is not None:
+            at = min(at, deadline)
+        nap = min(LONGEST_NAP, max(0.0, (max(at, self._grace.until) - now) / 1e6))
         if self._poison and any(self._is_poison(command) for command in self._job.due(now)):
             return max(nap, POISONED_NAP)
         return nap
