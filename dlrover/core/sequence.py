@@ -6,8 +6,9 @@ without the disk: the shell takes a batch, writes its records in one transaction
 release. A simulator can crash between any two of these lines and run the same code.
 
 A record is a command with its time, as it was applied. Replaying the records of a journal gives the same job bit for
-bit; the last record of each batch carries a digest of the state, so that a difference is found where it arises. The
-simulator asks for fewer digests: one costs as much as the whole state, and it compares states in its own way.
+bit; the last record of each batch carries a digest of the state, so that a difference is found where it arises. One costs
+as much as the whole state: in large jobs several batches share one, and the simulator, which compares states in its own
+way, asks for fewer still.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ from dlrover.protocol.messages import (
 
 DIGEST_BYTES = 8
 """Of the state's digest, in a record: enough to notice, small enough to repeat."""
+NODES_PER_UNDIGESTED = 100
+"""A digest costs microseconds for each node, 30 ms for ten thousand: for each so many nodes one more record shares it. Small
+jobs have one in each batch."""
 MAX_MESSAGE_BYTES_JOURNALLED = 1024
 """Of a one-line text."""
 MAX_PATH_BYTES_JOURNALLED = 512
@@ -99,6 +103,7 @@ class CommitSequence:
         self._next_batch = 1
         self._next_committed = 1
         self._records: list[Record] = []
+        self._num_undigested = 0  # records since the last digest
         self._released: list[Released] = []
         self._is_faulty = False
 
@@ -139,6 +144,7 @@ class CommitSequence:
             number=self._job.number, now=now, master_epoch=self._master_epoch, origin=origin, command=command
         )
         self._records.append(record)
+        self._num_undigested += 1
         self._master_epoch = max(self._master_epoch, self._job.master_epoch)
         return self._release_later(outcome)
 
@@ -162,8 +168,9 @@ class CommitSequence:
         if self.is_empty:
             return None
         first_number = self._records[0].number if self._records else self._job.number + 1
-        if self._records and not self._is_faulty and self._next_batch % self._digest_every == 0:
+        if self._is_digest_due():
             self._records[-1] = replace(self._records[-1], digest=self._job.digest()[:DIGEST_BYTES])
+            self._num_undigested = 0
         batch = Batch(
             number=self._next_batch,
             records=tuple(_ENCODER.encode(record) for record in self._records),
@@ -181,6 +188,11 @@ class CommitSequence:
         assert batch.number == self._next_committed, f"batch {batch.number} before batch {self._next_committed}"
         self._next_committed += 1
         return batch.released
+
+    def _is_digest_due(self) -> bool:
+        if not self._records or self._is_faulty or self._next_batch % self._digest_every:
+            return False
+        return self._num_undigested >= len(self._job.state.nodes.live) // NODES_PER_UNDIGESTED
 
     def _release_later(self, outcome: Outcome) -> int:
         ticket = self._next_ticket

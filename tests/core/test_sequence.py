@@ -119,6 +119,20 @@ class TestOrder:
             number=3, now=micros(2), master_epoch=1, origin=ORIGIN, command=JOIN, digest=sequence.job.digest()[:8]
         )
 
+    def test_records_of_a_large_job_share_a_digest(self) -> None:
+        sequence = begin()
+        for number in range(300):
+            attach = replace(ATTACH, launch=str(number), terms=terms(300))
+            sequence.stage(attach, micros(1))
+        sequence.take()
+        digests = []
+        for second in range(2, 9):
+            sequence.stage(MasterStarted(second, "a-job"), micros(second))
+            batch = sequence.take()
+            assert batch is not None
+            digests.append(bool(decode_record(batch.records[-1]).digest))
+        assert digests == [False, False, True, False, False, True, False]
+
     def test_a_repeated_command_leaves_no_record(self) -> None:
         sequence = begin()
         sequence.stage(ATTACH, micros(1))
