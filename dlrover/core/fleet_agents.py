@@ -33,8 +33,9 @@ def rank_for(state: JobState, command: Attach) -> Attach:
 
 
 def check_attach(state: JobState, command: Attach) -> None:
-    """An agent that wakes up on a node which was replaced meanwhile has no place any more."""
+    """An agent that wakes up on a node which was replaced meanwhile has no place any more; nor has one on a server."""
     fleet = state.fleet
+    _check_type(state, command)
     if fleet is None or state.end is not None or command.platform_node < 0:
         return
     node = fleet.nodes.get(command.platform_node)
@@ -44,6 +45,20 @@ def check_attach(state: JobState, command: Attach) -> None:
             f"{life_cycle.capitalised(what)} on {command.host} is not part of the job any more: it was replaced or let "
             "go. It shall end.",
             code="node-released",
+        )
+
+
+def _check_type(state: JobState, command: Attach) -> None:
+    """Ranks of the world are ranks of workers; those of other types are counted apart and would collide with them."""
+    node = None if state.fleet is None else state.fleet.nodes.get(command.platform_node)
+    node_type = command.node_type if node is None else node.node_type
+    if node_type is not NodeType.WORKER:
+        what = f"{node_type.value} on {command.host}" if node is None else f"{node.label} on {command.host}"
+        raise Rejected(
+            f"{life_cycle.capitalised(what)} cannot join the training: an agent's workers form one all-reduce world, "
+            f"which takes nodes of type {NodeType.WORKER.value} only. Let nodes of type {node_type.value} run their own "
+            "program, without an agent.",
+            code="node-type",
         )
 
 

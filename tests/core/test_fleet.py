@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dlrover.core.fleet import NUM_FORMER
 from dlrover.core.restarts import DEVICE_FAULT_CODES
@@ -350,6 +351,25 @@ class TestAgents:
         scene = FleetScene.of(3)
         attached = scene.attach("n2", platform_node=PlatformId(2))
         assert attached.node_rank == 2
+
+    @pytest.mark.parametrize("node", [0, 1, 4])
+    def test_only_workers_enter_the_world_and_nobody_takes_their_ranks(self, node: int) -> None:
+        """Ids: a parameter server, the chief, two workers, the evaluator."""
+        spec = ps_job(num_workers=3, num_ps=1)
+        evaluator = {NodeType.EVALUATOR: ReplicaSpec(count=1)}
+        scene = FleetScene(terms(2, 2)).begin(replace(spec, replicas=spec.replicas | evaluator))
+        before = scene.job.digest()
+        with pytest.raises(Rejected, match="nodes of type worker only") as refused:
+            scene.attach(f"n{node}")
+        assert refused.value.code == "node-type"
+        assert scene.job.digest() == before
+        assert [scene.attach(f"n{worker}").node_rank for worker in (2, 3)] == [0, 1]
+
+    def test_a_type_that_only_the_agent_tells_counts_too(self) -> None:
+        """The platform has not shown the node yet."""
+        scene = FleetScene.of(2)
+        with pytest.raises(Rejected, match="Evaluator on host-n7 cannot join"):
+            scene.attach("n7", node_type=NodeType.EVALUATOR)
 
     def test_the_end_of_a_node_is_the_end_of_its_agent_at_once(self) -> None:
         scene = FleetScene.of(2, limits={"last_call": 30.0}).train(0, 1)
