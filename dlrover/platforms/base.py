@@ -12,7 +12,6 @@ implementation passes them.
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -22,7 +21,6 @@ from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.fleet_messages import (
     LaunchNode,
     NodeChanged,
-    NodeExit,
     NodePhase,
     NodesListed,
     PlatformNode,
@@ -123,26 +121,6 @@ def check_same(known: LaunchNode, intent: LaunchNode) -> None:
 
 def phase_of(exit_code: int) -> NodePhase:
     return NodePhase.SUCCEEDED if exit_code == 0 else NodePhase.FAILED
-
-
-_HARDWARE_CODES = (14, 201, 202)
-"""Conventions of the field: damaged memory of a GPU, its driver lost, left-overs of another process on it."""
-_OOM_CODE = 247
-_KILLED_CODES = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
-_FATAL_CODES = (1, 128 + signal.SIGABRT)
-
-
-def exit_reason(exit_code: int, *, is_out_of_memory: bool = False) -> NodeExit:
-    """Why a node ended, from its exit code (128 + n for signal n) and what the kernel says about its memory."""
-    if exit_code == 0:
-        return NodeExit.SUCCEEDED
-    if is_out_of_memory or exit_code == _OOM_CODE:
-        return NodeExit.OOM
-    if exit_code in _KILLED_CODES:
-        return NodeExit.KILLED
-    if exit_code in _FATAL_CODES:
-        return NodeExit.FATAL
-    return NodeExit.HARDWARE if exit_code in _HARDWARE_CODES else NodeExit.UNKNOWN
 
 
 def _bad(what: str) -> Rejected:

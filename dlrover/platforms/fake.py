@@ -21,7 +21,6 @@ from dlrover.platforms.base import (
     StaleMaster,
     check_intent,
     check_same,
-    exit_reason,
     phase_of,
 )
 from dlrover.protocol.errors import ConfigError, Unavailable
@@ -33,6 +32,7 @@ from dlrover.protocol.fleet_messages import (
     NodePhase,
     NodesListed,
     PlatformNode,
+    exit_reason_of,
 )
 from dlrover.protocol.identity import PlatformId
 
@@ -69,7 +69,7 @@ class FakeCloud:
         self._change(job, replace(self._jobs[job].nodes[node], phase=NodePhase.RUNNING))
 
     def exit(self, job: str, node: PlatformId, exit_code: int, *, is_out_of_memory: bool = False) -> None:
-        reason = exit_reason(exit_code, is_out_of_memory=is_out_of_memory)
+        reason = exit_reason_of(exit_code, is_out_of_memory=is_out_of_memory)
         ended = self._jobs[job].nodes[node]
         self._change(job, replace(ended, phase=phase_of(exit_code), exit_code=exit_code, exit_reason=reason))
 

@@ -31,7 +31,6 @@ from dlrover.platforms.base import (
     StaleMaster,
     check_intent,
     check_same,
-    exit_reason,
     phase_of,
 )
 from dlrover.platforms.claims import Claim, dead_tags
@@ -60,6 +59,7 @@ from dlrover.protocol.fleet_messages import (
     NodesListed,
     PlatformNode,
     RemoveNode,
+    exit_reason_of,
 )
 from dlrover.protocol.identity import PlatformId
 from dlrover.protocol.lifeline import follow_parent
@@ -311,7 +311,7 @@ class NodeHost:
             node.intent.resource.memory_mb and self._memory.num_kills(node.key)
         )
         self._release(node.intent.id, node.key)
-        reason = exit_reason(exit_code, is_out_of_memory=is_out_of_memory)
+        reason = exit_reason_of(exit_code, is_out_of_memory=is_out_of_memory)
         if node.removal is not None:
             self._vanish(job, node, exit_code, NodeExit.KILLED if was_stopped else reason)
         else:
