@@ -1,0 +1,299 @@
+"""
+Nodes with networks of their own: killed, frozen, cut off, brought back, scaled, replaced, while a job trains on.
+
+Real launchers, agents and workers; a collective in every step, so a world that lacks somebody cannot step. Each fault prints
+how long it was from the fault to the next step of all ranks, and how long nobody stepped (`pytest -s`; also in `report`
+in the test's directory). The bounds asserted are for a machine that does other things, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from dlrover.platforms import node_entry
+from dlrover.platforms.claims import Claim
+from dlrover.platforms.namespaces import NODE_INTERFACE, Namespaces, available
+from tests.integration.jobs import SCRIPTS, JobFactory, Launched, kill, wait_until
+
+pytestmark = pytest.mark.skipif(bool(available()), reason=available() or "-")
+
+JOB = "namespaces"
+SCRIPT = SCRIPTS / "trained_steps.py"
+SILENCE = 4.0
+DETECTION = ("--heartbeat=0.5", f"--node-silence={SILENCE:g}", "--node-grace=2")
+"""The defaults in a tenth of the time; three quarters of the silence are the lease of a node's workers."""
+WITHIN = 40.0
+"""Seconds for anything to happen."""
+
+
+class Step(NamedTuple):
+    """A line of the script."""
+
+    round: int
+    life: int
+    rank: int
+    size: int
+    step: int
+    at: float
+    pid: int
+
+
+class Training:
+    """What the workers of a job wrote, and what the faults cost."""
+
+    def __init__(self, jobs: JobFactory, folder: Path) -> None:
+        self.jobs = jobs
+        self.folder = folder
+        self.report: list[str] = []
+        self._read: dict[Path, int] = {}
+        self._steps: list[Step] = []
+
+    @property
+    def steps(self) -> list[Step]:
+        """All so far, in no order. Only what is new is read."""
+        for path in self.folder.glob("steps-*"):
+            with path.open() as file:
+                file.seek(self._read.get(path, 0))
+                text = file.read()
+            whole = text[: text.rfind("\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(whole)
+            for line in whole.splitlines():
+                numbers, at = line.split()[:5], line.split()[5]
+                self._steps.append(Step(*map(int, numbers), float(at), int(path.name.partition("-")[2])))
+        return self._steps
+
+    @property
+    def newest(self) -> Step:
+        return max(self.steps, key=lambda step: (step.round, step.step))
+
+    def world(self) -> dict[int, int]:
+        """Global rank -> pid of the newest round."""
+        newest = self.newest.round
+        return {step.rank: step.pid for step in self.steps if step.round == newest}
+
+    def trains(self, size: int, *, after: int = 0) -> int:
+        """Until all ranks of a world of this size have stepped in a later round than `after`, which is returned."""
+        found = 0
+
+        def is_so() -> bool:
+            nonlocal found
+            ranks: dict[int, set[int]] = {}
+            for step in self.steps:
+                if step.round > after and step.size == size:
+                    ranks.setdefault(step.round, set()).add(step.rank)
+            found = max((each for each, those in ranks.items() if len(those) == size), default=0)
+            return bool(found)
+
+        wait_until(is_so, WITHIN, self.explain)
+        return found
+
+    def recovers(self, fault: str, size: int, *, since: float, after: int) -> int:
+        """As `trains`, and the time goes into the report."""
+        new = self.trains(size, after=after)
+        begins = [step.at for step in self.steps if step.round == new]
+        pause = min(begins) - max(step.at for step in self.steps if step.round < new)
+        took = min(begins) - since
+        self.say(f"{fault}: {took:.2f} s to the next step, {pause:.2f} s without one, round {after} -> {new}")
+        return new
+
+    def goes_on(self, num_steps: int = 5) -> None:
+        """Nothing may have happened: the same round steps on."""
+        before = self.newest
+        wait_until(lambda: self.newest.step >= before.step + num_steps, WITHIN, self.explain)
+        assert self.newest.round == before.round, self.explain()
+
+    def say(self, line: str) -> None:
+        self.report.append(line)
+        (self.folder / "report").write_text("\n".join(self.report) + "\n")
+        print(line, flush=True)
+
+    def command(self, *words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "dlrover.cli.main", *words],
+            env=self.jobs.env(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return done.stdout + done.stderr
+
+    def explain(self) -> str:
+        last = {step.round: step for step in sorted(self.steps, key=lambda step: step.at)}
+        said = "\n".join(f"{job.err_path.name}:\n{job.err[-6000:]}" for job in self.jobs.launched)
+        return f"last steps {list(last.values())}\n{self.command('status', JOB)}\n{said}"
+
+    def processes(self, variable: str, value: int) -> list[int]:
+        """Of a node: all whose environment says so."""
+        needle = f"\0{variable}={value}\0".encode()
+        found = []
+        for pid in self.jobs.processes():
+            try:
+                if needle in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+                    found.append(pid)
+            except OSError:
+                continue  # it just ended
+        return found
+
+    def check_rounds(self, journal: Path) -> None:
+        """None was skipped, and none disturbed a later one."""
+        lines = [json.loads(line) for line in self.command("replay", "--json", str(journal)).splitlines()]
+        assert lines[-1]["verified"], lines[-1]
+        run = [int(effect.split("run round ")[1].split()[0]) for line in lines for effect in line.get("effects", [])
+               if "run round " in effect]
+        assert sorted(set(run)) == list(range(1, max(run) + 1)), run
+        trained = {step.round for step in self.steps}
+        self.say(f"rounds 1 to {max(run)}; without a step: {sorted(set(run) - trained) or 'none'}")
+        self.check_nobody_is_late()
+
+    def check_nobody_is_late(self) -> None:
+        """
+        No step of a round after the next one began.
+
+        A worker that was frozen behind its last collective may still write the line of that step, which was whole; it
+        never takes part in another.
+        """
+        began = {}
+        for step in sorted(self.steps, key=lambda step: step.at):
+            began.setdefault(step.round, step.at)
+        for step in self.steps:
+            next_at = min((at for each, at in began.items() if each > step.round), default=float("inf"))
+            done = max(other.step for other in self.steps if other.round == step.round and other.at < next_at)
+            assert step.at < next_at or step.step <= done, f"{step} after {next_at}"
+
+
+class ByHand(Training):
+    """A master and `dlrover-run` several times, each in a network of its own; nobody replaces anybody."""
+
+    def __init__(self, jobs: JobFactory, folder: Path, networks: Namespaces, *options: str) -> None:
+        super().__init__(jobs, folder)
+        self.networks = networks
+        self.options = options
+        self.journal = folder / "journal.sqlite"
+        self.address = f"{networks.master_address}:29600"
+        argv = [sys.executable, "-m", "dlrover.cli.main", "master", f"--job-name={JOB}", "--port=29600"]
+        argv += [f"--host={networks.master_address}", f"--journal={self.journal}"]
+        self.master = Launched(argv, self._env(), folder, "master")
+        jobs.launched.append(self.master)
+        self.launchers: dict[int, Launched] = {}
+
+    def _env(self, **more: str) -> dict[str, str]:
+        return self.jobs.env(DLROVER_JOB_TOKEN="of-this-test-alone", **more)
+
+    def start(self, *nodes: int) -> None:
+        for node in nodes:
+            place = self.networks.add(node)
+            env = self._env(
+                TEST_NODE=str(node),
+                GLOO_SOCKET_IFNAME=NODE_INTERFACE,
+                DLROVER_MASTER_ADDR=self.address,
+                ELASTIC_JOB_NAME=JOB,
+                POD_IP=place.address,
+            )
+            argv = [sys.executable, node_entry.__file__, f"--host-pid={os.getpid()}", f"--network={place.network}"]
+            argv += ["--", sys.executable, "-m", "dlrover.cli.run", "--shutdown-timeout=5", *DETECTION, *self.options]
+            self.launchers[node] = Launched([*argv, str(SCRIPT), str(self.folder)], env, self.folder, f"node-{node}")
+            self.jobs.launched.append(self.launchers[node])
+
+    def command(self, *words: str) -> str:
+        if words[0] != "replay":
+            words = (words[0], f"--addr={self.address}", f"--token-file={self._token()}", *words[1:])
+        return super().command(*words)
+
+    def _token(self) -> Path:
+        path = self.folder / "token"
+        path.write_text("of-this-test-alone")
+        path.chmod(0o600)
+        return path
+
+    def of(self, node: int) -> list[int]:
+        return self.processes("TEST_NODE", node)
+
+    def agent(self, node: int) -> int:
+        [pid] = [pid for pid in self.jobs.pids("dlrover.agent") if pid in self.of(node)]
+        return pid
+
+    def worker(self, node: int) -> int:
+        """Pid of its worker in the newest world."""
+        [pid] = set(self.of(node)) & set(self.world().values())
+        return pid
+
+    def finish(self, *nodes: int) -> None:
+        (self.folder / "stop").touch()
+        for node in nodes:
+            assert self.launchers[node].wait() == 0, self.launchers[node].err
+        assert self.master.wait() == 0, self.master.err
+        self.check_rounds(self.journal)
+
+
+@pytest.fixture
+def networks() -> Iterator[Namespaces]:
+    claim = Claim()
+    made = Namespaces.create(claim.tag)
+    yield made
+    made.close()
+    claim.release()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_job_trains_on_whatever_happens_to_its_nodes(jobs, tmp_path, networks):
+    job = ByHand(jobs, tmp_path, networks, "--nnodes=2:4")
+    job.start(0, 1, 2, 3)
+    now = job.trains(4)
+
+    since = time.monotonic()
+    kill(job.agent(1))
+    now = job.recovers("kill -9 of an agent", 4, since=since, after=now)
+
+    since = time.monotonic()
+    networks.cut(2)
+    now = job.recovers("a node is cut off", 3, since=since, after=now)
+    since = time.monotonic()
+    networks.heal(2)
+    now = job.recovers("it is back", 4, since=since, after=now)
+
+    now = _freeze_and_wake(job, 3, now)
+
+    world = job.world()
+    networks.cut_master()
+    since = time.monotonic()
+    wait_until(lambda: time.monotonic() > since + 1.5 * SILENCE)
+    job.goes_on()
+    networks.heal_master()
+    wait_until(lambda: "4 nodes" in job.command("status"), WITHIN, job.explain)
+    job.goes_on(100)
+    assert job.world() == world, "nobody restarted"
+    job.say(f"the master was cut off for {1.5 * SILENCE:g} s: nobody restarted")
+
+    since = time.monotonic()
+    job.command("scale", "--nodes=2:3")
+    now = job.recovers("scaled from 4 to 3", 3, since=since, after=now)
+    job.finish()
+
+
+def _freeze_and_wake(job: ByHand, node: int, now: int) -> int:
+    frozen = job.of(node)
+    worker = job.worker(node)
+    since = time.monotonic()
+    for pid in frozen:
+        kill(pid, signal.SIGSTOP)
+    now = job.recovers("a node freezes", 3, since=since, after=now)
+    assert worker not in job.world().values()
+    job.goes_on()
+    since = time.monotonic()
+    for pid in frozen:
+        kill(pid, signal.SIGCONT)
+    wait_until(lambda: worker not in job.jobs.processes(), WITHIN, job.explain)
+    job.say(f"it wakes up: its workers are gone after {time.monotonic() - since:.2f} s")
+    return job.recovers("it is back", 4, since=since, after=now)
