@@ -11,17 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from dlrover.protocol.check_messages import ExitClass, ReportCheck
 from dlrover.protocol.frames import Answer, Push, Refusal, Request
 from dlrover.protocol.messages import (
+    NODE_CHECK_RENDEZVOUS,
+    TRAINING_RENDEZVOUS,
     AgentCommand,
     Attach,
     Attached,
+    Check,
     Desired,
     End,
     FailureKind,
     Idle,
     Incarnation,
     Join,
+    JoinCheck,
     JoinRendezvous,
     Leave,
     LeaveJob,
@@ -29,6 +34,8 @@ from dlrover.protocol.messages import (
     Micros,
     NodeId,
     NodeRank,
+    PlatformId,
+    Query,
     ReportFailure,
     ReportFinished,
     Round,
@@ -40,8 +47,10 @@ from dlrover.protocol.messages import (
 )
 from dlrover.simulator.events import SECOND, micros, span
 from dlrover.simulator.network import CLOSE, KEEPALIVE, PULSE, Connection, Downward, Link
+from dlrover.simulator.store import is_of_the_store
 
 if TYPE_CHECKING:
+    from dlrover.simulator.checks import CheckGroup
     from dlrover.simulator.simulation import Simulation
 
 FAREWELL = 2 * SECOND
@@ -55,6 +64,8 @@ FIRST_PAUSE = 0.02
 LATE_FAILURE_ODDS = 0.02
 """How often workers that are being stopped turn out to have failed by themselves."""
 
+EXIT_FAILED, EXIT_MASTER_LOST, EXIT_TERMINATED = 1, 23, 143
+
 _SIGNALS = {FailureKind.SIGNAL: 11, FailureKind.OUT_OF_MEMORY: 9, FailureKind.STOPPED_BY_US: 9}
 
 
@@ -67,10 +78,20 @@ class VirtualNode:
         """Asked for; None lets the master choose."""
         self.link = Link()
         self.is_powered = True
+        self.is_power_lost = False
         self.is_slow = False
         self.agent: VirtualAgent | None = None
         self.num_agents = 0
         self.num_ports = 0
+        self.platform_id = PlatformId(-1)
+        """What the platform knows it by; -1: nobody brought it."""
+        self.fleet_rank = -1
+        self.breakage: ExitClass | None = None
+        """How a node check fails on it; None: it does not."""
+        self.is_sluggish = False
+        """Slow in a node check."""
+        self.exit_code: int | None = None
+        """Of an agent that ended by itself."""
         self.disturbed_at = 0
         """When something last happened to it that could keep it from joining."""
 
@@ -139,8 +160,15 @@ class VirtualAgent:
         self._target: WorldSpec | None = None
         self._cause = StopCause.MEMBERSHIP
         self._num_groups = 0
+        self.check: CheckGroup | None = None
+        """The task of a node check that runs."""
+        self._checked_round = Round(0)
+        self._joined_name = ""
+        self._questions: dict[int, Query] = {}
+        self._num_questions = 0
 
         self.is_leaving = False
+        self.exit_code = 0
         self._farewell: LeaveReason | None = None
         """Said once the workers have stopped."""
         self._goodbye_sequence = 0
@@ -187,6 +215,7 @@ class VirtualAgent:
             master_epoch=self.master_epoch,
             world=self._claimed_world(),
             former_rank=self.rank if self.rank >= 0 else None,
+            platform_node=self.node.platform_id,
         )
         return Request(id=0, body=attach)
 
@@ -216,6 +245,7 @@ class VirtualAgent:
             self._plan_outage_check()
         self.is_attached = False
         self._held.clear()
+        self._questions.clear()
         if self.is_alive and not self._is_closing():
             pause = span(self.sim.chance.network, 0.0, self._envelope)
             self._envelope = min(2 * self._envelope, LONGEST_PAUSE)
@@ -240,6 +270,7 @@ class VirtualAgent:
         patience = PATIENCE_WHEN_FINISHED if self.finished_round else MASTER_GRACE
         if self.sim.events.now - since > patience:
             self.is_leaving = True
+            self.exit_code = 0 if self.finished_round else EXIT_MASTER_LOST
             self._want_none(StopCause.FAILURE)
             self._leave_when_stopped()
 
@@ -278,10 +309,17 @@ class VirtualAgent:
             match parcel:
                 case Answer(id=0, body=Attached() as attached):
                     self._accept(attached)
-                case Answer(id=number):
+                case Answer(id=number, body=body) if number < 0:
+                    if (query := self._questions.pop(number, None)) is not None:
+                        self.sim.store.read(query, body)
+                case Answer(id=number, body=body):
+                    if number in self.waiting:
+                        self.sim.store.answered(self.waiting[number], body)
                     self._settled(number)
                 case Refusal(id=number, retry_after=None):
-                    if number:
+                    if number < 0:
+                        self._questions.pop(number, None)  # nobody has set it yet
+                    elif number:
                         self._refused(number, parcel.code)
                     else:
                         self._refused_for_good(parcel.code)
@@ -348,6 +386,20 @@ class VirtualAgent:
             self._send(self._last_sequence)
         return self._last_sequence
 
+    def tell_soon(self, command: AgentCommand) -> None:
+        """Now, or when it wakes up."""
+        if self.frozen_since is not None:
+            self._thawing.append((self.tell, command))
+        else:
+            self.tell(command)
+
+    def ask(self, query: Query) -> None:
+        """A question is not repeated."""
+        if self.connection is not None and self.is_attached:
+            self._num_questions += 1
+            self._questions[-self._num_questions] = query
+            self.sim.network.send_up(self.connection, Request(id=-self._num_questions, body=query))
+
     def _send(self, sequence: int) -> None:
         command = self.waiting.get(sequence)
         if command is not None and self.connection is not None:
@@ -371,7 +423,9 @@ class VirtualAgent:
         if isinstance(command, JoinRendezvous) and code == "offer-used":
             self.sim.note(f"{self.node.label} offered a used port")
             return
-        assert isinstance(command, JoinRendezvous | ReportFailure | ReportFinished), "leaving agents mend nothing"
+        if is_of_the_store(command):
+            return
+        assert isinstance(command, JoinRendezvous | ReportFailure | ReportFinished | ReportCheck), "nothing to mend"
         if command.incarnation != self.incarnation or not self.incarnation:
             return
         is_failure_untold = isinstance(command, ReportFailure) and code not in ("too-old", "unknown-round")
@@ -385,6 +439,7 @@ class VirtualAgent:
     def _refused_for_good(self, code: str) -> None:
         self.sim.note(f"{self.node.label} is refused: {code}")
         self.is_leaving = True
+        self.exit_code = EXIT_FAILED
         self._want_none(StopCause.FAILURE)
         self._leave_when_stopped()
 
@@ -401,9 +456,10 @@ class VirtualAgent:
 
     def _forget_former_life(self) -> None:
         self._want_none(StopCause.FAILURE)
+        self.sim.checks.leave(self)
         self.has_offer = False
         self.desired = None
-        self.joined_round = self.started_round = Round(0)
+        self.joined_round = self.started_round = self._checked_round = Round(0)
 
     def _on_desired(self, desired: Desired) -> None:
         if not self.incarnation:
@@ -415,9 +471,16 @@ class VirtualAgent:
                 self._obey(desired)
 
     def _obey(self, desired: Desired) -> None:
+        if not isinstance(desired.wish, Check):
+            self.sim.checks.leave(self)
         match desired.wish:
-            case Join() as join:
+            case Join() | JoinCheck() as join:
                 self._enter_round(join)
+            case Check(world=world):
+                if world.round > self._checked_round:
+                    self._checked_round = world.round
+                    self.has_offer = False
+                    self.sim.checks.enter(self, world)
             case Run(world=world):
                 if world.round > self.started_round:
                     self.started_round = world.round
@@ -427,22 +490,25 @@ class VirtualAgent:
             case Wait() | Idle():
                 if self._target is not None:
                     self._want_none(StopCause.MEMBERSHIP)
-            case Leave():
+            case Leave(exit_code=exit_code):
+                self.exit_code = exit_code
                 self.part(LeaveReason.DISMISSED, StopCause.MEMBERSHIP)
-            case End():
+            case End(end=end):
                 self.is_leaving = True
+                self.exit_code = end.exit_code
                 self._farewell = LeaveReason.JOB_ENDED
                 self._want_none(StopCause.END_OF_JOB)
                 self._leave_when_stopped()
 
-    def _enter_round(self, join: Join) -> None:
-        if self.joined_round == join.round and self.has_offer:
+    def _enter_round(self, join: Join | JoinCheck) -> None:
+        name = NODE_CHECK_RENDEZVOUS if isinstance(join, JoinCheck) else TRAINING_RENDEZVOUS
+        if (self._joined_name, self.joined_round) == (name, join.round) and self.has_offer:
             return
         if self._target is not None:
             self._want_none(join.cause)
         self.node.num_ports += 1
         self.has_offer = True
-        self.joined_round = join.round
+        self._joined_name, self.joined_round = name, join.round
         self.tell(
             JoinRendezvous(
                 node=self.id,
@@ -450,6 +516,7 @@ class VirtualAgent:
                 round=join.round,
                 local_world_size=self.sim.shape.local_world_size,
                 offer=f"host-{self.node.number}:{self.node.num_ports}",
+                name=name,
             )
         )
 
@@ -459,6 +526,9 @@ class VirtualAgent:
         """The machine will be taken away, or is not needed: say so, stop the workers meanwhile, and go."""
         self.is_leaving = True
         self._farewell = reason
+        if reason is LeaveReason.PREEMPTED:
+            self.exit_code = EXIT_TERMINATED
+        self.sim.checks.leave(self)
         self._want_none(cause)
         self._say_goodbye()
         self._leave_when_stopped()
@@ -512,6 +582,7 @@ class VirtualAgent:
 
     def _vanish(self) -> None:
         self.is_alive = False
+        self.check = None
         if self.node.agent is self:
             self.node.agent = None
         group, self.group = self.group, None

@@ -17,10 +17,20 @@ from multiprocessing.connection import Connection, wait
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.simulator.faults import MASTER_PAUSES, PAUSES, Fault, draw_faults
+from dlrover.simulator.faults import (
+    CHECK_MIX,
+    CLOUD_MIX,
+    FLEET_MIX,
+    MASTER_MIX,
+    MASTER_PAUSES,
+    PAUSES,
+    STANDARD_MIX,
+    Fault,
+    draw_faults,
+)
 from dlrover.simulator.invariants import Violation
 from dlrover.simulator.plan import Plan, Result
-from dlrover.simulator.shapes import Shape, draw_large_shape, draw_shape
+from dlrover.simulator.shapes import Shape, add_rooms, draw_large_shape, draw_shape
 from dlrover.simulator.simulation import Simulation
 
 THOROUGH_EVERY = 50
@@ -65,6 +75,7 @@ def draw_plan(seed: int, *, is_standard: bool = False) -> Plan:
     else:
         shape = draw_shape(chance, hours)
         intensity = chance.choice([1.0, 3.0, 8.0, 16.0])
+    shape = add_rooms(random.Random(f"{seed}/rooms"), shape)
     plan = _plan(seed, chance, shape, hours, intensity)
     return replace(plan, is_thorough=seed % THOROUGH_EVERY == 0, digest_every=16 if shape.num_nodes < 100 else 64)
 
@@ -72,7 +83,14 @@ def draw_plan(seed: int, *, is_standard: bool = False) -> Plan:
 def _plan(seed: int, chance: random.Random, shape: Shape, hours: float, intensity: float) -> Plan:
     num_nodes = shape.num_nodes
     spread = intensity * min(1.0, FULL_LIST / num_nodes)
-    faults = draw_faults(chance, hours=hours, num_nodes=num_nodes, intensity=spread)
+    mix, master_mix = STANDARD_MIX, MASTER_MIX
+    if shape.fleet is not None:
+        mix, master_mix = mix | FLEET_MIX, master_mix | CLOUD_MIX
+    if shape.check is not None:
+        mix = mix | CHECK_MIX
+    faults = draw_faults(
+        chance, hours=hours, num_nodes=num_nodes, intensity=spread, mix=mix, master_mix=master_mix
+    )
     return Plan(seed=seed, shape=shape, faults=faults, hours=hours)
 
 

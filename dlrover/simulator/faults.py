@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from dlrover.protocol.messages import FailureKind, LeaveReason, StopCause
+from dlrover.protocol.check_messages import ExitClass
+from dlrover.simulator.cloud import VirtualCloud
 from dlrover.simulator.events import micros
 from dlrover.simulator.master import CrashPoint
+from dlrover.simulator.platform import VirtualPlatform
 
 if TYPE_CHECKING:
     from dlrover.simulator.agents import VirtualAgent, VirtualNode
@@ -46,6 +49,13 @@ STANDARD_MIX: dict[str, float] = {
     "new-node": 0.03,
 }
 """Per node-hour."""
+
+FLEET_MIX: dict[str, float] = {"eviction": 0.4, "node-fails": 0.1, "node-vanishes": 0.1, "exchange": 0.1}
+"""Per node-hour, of jobs that ask for their nodes."""
+CLOUD_MIX: dict[str, float] = {"watch-breaks": 1.0, "cloud-away": 0.3}
+"""The same per hour."""
+CHECK_MIX: dict[str, float] = {"node-breaks": 0.1}
+"""Per node-hour, of jobs with a node check."""
 
 MASTER_MIX: dict[str, float] = {
     "master-crash": 0.5,
@@ -153,6 +163,7 @@ def _machine_gone(sim: Simulation, fault: Fault) -> bool:
     node = _node(sim, fault)
     if node is None:
         return False
+    sim.ledger.num_lost_nodes += 1
     sim.lose_machine(node, is_seen=True)
     return True
 
@@ -161,6 +172,8 @@ def _power_loss(sim: Simulation, fault: Fault) -> bool:
     node = _node(sim, fault)
     if node is None:
         return False
+    sim.ledger.fail_node(node.fleet_rank)
+    node.is_power_lost = True
     sim.lose_machine(node, is_seen=False)
     return True
 
@@ -177,6 +190,7 @@ def _stand_still(sim: Simulation, fault: Fault, duration: int) -> bool:
     agent = _agent(sim, fault)
     if agent is None or not agent.freeze():
         return False
+    sim.ledger.fail_node(agent.node.fleet_rank)
     sim.pass_by(duration, agent.thaw)
     return True
 
@@ -249,6 +263,8 @@ def _slow_node(sim: Simulation, fault: Fault) -> bool:
 
 
 def _new_node(sim: Simulation, fault: Fault) -> bool:
+    if not isinstance(sim.platform, VirtualPlatform):
+        return False
     sim.platform.launch(None)
     return True
 
@@ -319,6 +335,57 @@ def _journal_lost(sim: Simulation, fault: Fault) -> bool:
     return sim.lose_journal(downtime=fault.between(0.5, 30.0))
 
 
+def _cloud(sim: Simulation) -> VirtualCloud | None:
+    return sim.platform if isinstance(sim.platform, VirtualCloud) else None
+
+
+def _eviction(sim: Simulation, fault: Fault) -> bool:
+    """A node is taken away by somebody who needs it more."""
+    cloud = _cloud(sim)
+    return cloud is not None and cloud.evict(fault.pick, is_seen=True)
+
+
+def _node_vanishes(sim: Simulation, fault: Fault) -> bool:
+    """The same, and nobody shows it before the next list."""
+    cloud = _cloud(sim)
+    return cloud is not None and cloud.evict(fault.pick, is_seen=False)
+
+
+def _node_fails(sim: Simulation, fault: Fault) -> bool:
+    cloud = _cloud(sim)
+    return cloud is not None and cloud.fail(fault.pick, (201, 1, 247)[int(fault.amount * 3)])
+
+
+def _exchange(sim: Simulation, fault: Fault) -> bool:
+    """Somebody wants another machine for a node."""
+    return sim.exchange(fault.pick)
+
+
+def _watch_breaks(sim: Simulation, fault: Fault) -> bool:
+    cloud = _cloud(sim)
+    return cloud is not None and cloud.break_watch()
+
+
+def _cloud_away(sim: Simulation, fault: Fault) -> bool:
+    cloud = _cloud(sim)
+    if cloud is None or cloud.is_away:
+        return False
+    cloud.is_away = True
+    cloud.break_watch()
+    sim.pass_by(fault.between(5.0, 200.0), lambda: setattr(cloud, "is_away", False))
+    return True
+
+
+def _node_breaks(sim: Simulation, fault: Fault) -> bool:
+    """It trains on; the next check will find it."""
+    node = _node(sim, fault)
+    if node is None or node.breakage is not None or sim.shape.check is None:
+        return False
+    node.breakage = ExitClass.COMPUTE if fault.amount < 0.5 else ExitClass.COMMUNICATION
+    sim.pass_by(fault.between(60.0, 1200.0), lambda: setattr(node, "breakage", None))
+    return True
+
+
 FAULTS: dict[str, Callable[[Simulation, Fault], bool]] = {
     "worker-crash": _worker_crash,
     "worker-out-of-memory": _worker_out_of_memory,
@@ -349,4 +416,11 @@ FAULTS: dict[str, Callable[[Simulation, Fault], bool]] = {
     "platform-refuses": _platform_refuses,
     "scaling": _scaling,
     "journal-lost": _journal_lost,
+    "eviction": _eviction,
+    "node-vanishes": _node_vanishes,
+    "node-fails": _node_fails,
+    "exchange": _exchange,
+    "watch-breaks": _watch_breaks,
+    "cloud-away": _cloud_away,
+    "node-breaks": _node_breaks,
 }

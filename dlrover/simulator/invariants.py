@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from dlrover.core.course import wish_of
 from dlrover.core.job import Job
 from dlrover.core.turn import Origin
-from dlrover.protocol.fleet_messages import ScaleJob
+from dlrover.protocol.fleet_messages import (
+    DefineFleet,
+    LaunchRefused,
+    MigrateNode,
+    NodeChanged,
+    NodePhase,
+    NodesListed,
+    ScaleJob,
+)
 from dlrover.protocol.messages import (
     Attach,
     Command,
@@ -33,6 +41,7 @@ from dlrover.protocol.messages import (
     StopJob,
 )
 from dlrover.simulator.events import SECOND
+from dlrover.simulator.shapes import Shape
 
 if TYPE_CHECKING:
     from dlrover.simulator.simulation import Simulation
@@ -40,6 +49,17 @@ if TYPE_CHECKING:
 BOUND = 420 * SECOND
 """I8: virtual time from the end of the last trouble to new progress. Forty seconds until silence is believed, thirty of
 last call, and a slow node may need a hundred to start its workers; the rest is what several of these in a row take."""
+
+
+FLEET_EXTRA = 240 * SECOND
+"""With a fleet: until a list shows what nobody told."""
+CHECK_EXTRA = 600 * SECOND
+"""With a node check: several phases, of which each may have to wait for somebody who does not come."""
+
+
+def bound_of(shape: Shape) -> int:
+    fleet = FLEET_EXTRA if shape.fleet is not None else 0
+    return BOUND + fleet + (CHECK_EXTRA if shape.check is not None else 0)
 
 
 class Violation(Exception):
@@ -66,11 +86,27 @@ class Touched(NamedTuple):
     is_repeated: bool
     """Its number had been applied before."""
     had_end: bool
+    num_checks: int
+    """Checks that had a verdict."""
+
+
+_OF_NO_NODE = (
+    MasterStarted,
+    Attach,
+    DeadlinePassed,
+    StopJob,
+    ScaleJob,
+    DefineFleet,
+    NodesListed,
+    NodeChanged,
+    LaunchRefused,
+    MigrateNode,
+)
 
 
 def is_stale(job: Job, command: Command) -> bool:
     """Whether the command speaks for a life that is not the current one."""
-    if isinstance(command, MasterStarted | Attach | DeadlinePassed | StopJob | ScaleJob):
+    if isinstance(command, _OF_NO_NODE):
         return False
     node = job.state.nodes.live.get(getattr(command, "node", None))  # type: ignore[arg-type]
     return node is None or node.incarnation != getattr(command, "incarnation", None)
@@ -132,6 +168,43 @@ def _budget_is_kept(sim: Simulation, job: Job, touched: Touched) -> str | None:
     return None
 
 
+def _relaunches_are_kept(sim: Simulation, job: Job, touched: Touched) -> str | None:
+    fleet = job.state.fleet
+    for replicas in () if fleet is None else fleet.replicas.values():
+        for rank, spent in replicas.spent.items():
+            if spent > replicas.budget(rank):
+                return f"rank {rank} was relaunched {spent} times after failures, of {replicas.budget(rank)}"
+            if spent > sim.ledger.node_failures.get(rank, 0):
+                return f"rank {rank} was charged {spent} relaunches and failed {sim.ledger.node_failures.get(rank, 0)} times"
+    return None
+
+
+def _ranks_have_one_node(sim: Simulation, job: Job, touched: Touched) -> str | None:
+    fleet = job.state.fleet
+    for node_type in () if fleet is None else fleet.replicas:
+        assert fleet is not None, "types of no fleet"
+        live = [node for node in fleet.live_nodes(node_type) if node.id not in fleet.migrations]
+        if len({node.rank for node in live}) != len(live):
+            return f"two nodes of one rank are live: {[(node.rank, node.id) for node in live]}"
+    return None
+
+
+def _blame_is_just(sim: Simulation, job: Job, touched: Touched) -> str | None:
+    """Of a check during which nothing happened to anybody."""
+    check = job.state.check
+    if check.num_checks == touched.num_checks or not sim.was_calm_since(sim.check_began_at):
+        return None
+    for rank, node in check.members.items():
+        agent, result = sim.agent_of(node), check.results.get(rank)
+        if agent is None or result is None or (result.node, result.incarnation) != (node, agent.incarnation):
+            continue
+        if result.status == "faulty" and agent.node.breakage is None:
+            return f"{agent.node.label} is well and was found faulty: {result.reason}"
+        if result.status == "straggler" and not agent.node.is_sluggish:
+            return f"{agent.node.label} is quick and was found slow"
+    return None
+
+
 def _end_has_a_reason(sim: Simulation, job: Job, touched: Touched) -> str | None:
     if touched.had_end or job.end is None:
         return None
@@ -148,11 +221,20 @@ def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
             if sim.training.best_step < sim.shape.num_steps:
                 return f"the job completed at step {sim.training.best_step} of {sim.shape.num_steps}"
         case ExitReason.RENDEZVOUS_TIMEOUT | ExitReason.NOT_ENOUGH_NODES:
-            if calm > BOUND:
+            if calm > sim.bound:
                 return f"the job gave up, although all was well for {calm / SECOND:.0f} s: {end.message}"
             limits, num_steady = job.state.terms.limits, sim.num_steady()
             if num_steady - num_steady % limits.node_unit >= limits.min_nodes and not job.state.rendezvous.finished:
                 return f"the job gave up, although {num_steady} nodes were there and well: {end.message}"
+        case ExitReason.NODE_CHECK_FAILED:
+            if not sim.has_bad_nodes() and calm > sim.bound:
+                return f"no node is bad, and nothing has happened for {calm / SECOND:.0f} s: {end.message}"
+        case ExitReason.PENDING_TIMEOUT:
+            if calm > sim.bound:
+                return f"the platform was well for {calm / SECOND:.0f} s: {end.message}"
+        case _ if end.first_failure is None and job.state.fleet is not None:
+            if not sim.ledger.node_failures and not sim.ledger.num_lost_nodes:
+                return f"no node was lost and none had failed: {end.message}"
         case ExitReason.STOPPED_BY_USER:
             return f"nobody stopped the job: {end.message}"
         case _ if end.first_failure is not None:
@@ -211,7 +293,7 @@ def _snapshot_is_the_state(sim: Simulation, job: Job) -> str | None:
 
 def _agents_obey(sim: Simulation, job: Job) -> str | None:
     """Who is attached and undisturbed runs what the master wants, not something older."""
-    if sim.calm_for() < BOUND or job.end is not None:
+    if sim.calm_for() < sim.bound or job.end is not None:
         return None
     for node in job.state.nodes.live.values():
         agent = sim.agent_of(node.id)
@@ -225,9 +307,22 @@ def _agents_obey(sim: Simulation, job: Job) -> str | None:
     return None
 
 
+def _intents_are_done(sim: Simulation, job: Job) -> str | None:
+    """What the job wants of its platform is asked for until it is so, whatever became of the master who decided it."""
+    fleet = job.state.fleet
+    if fleet is None or job.end is not None or sim.calm_for() <= sim.bound:
+        return None
+    for node in fleet.nodes.values():
+        if node.is_live and node.phase is NodePhase.INITIAL:
+            return f"nobody asked for {node.label}"
+        if node.removal is not None:
+            return f"{node.label} shall be removed and is still there: {node.removal.reason}"
+    return None
+
+
 def _calm_brings_progress(sim: Simulation, job: Job) -> str | None:
     calm = sim.calm_for()
-    if calm <= BOUND or job.end is not None or not sim.has_enough_nodes():
+    if calm <= sim.bound or job.end is not None or not sim.has_enough_nodes():
         return None
     if sim.progress_since_trouble() <= 0:
         return (
@@ -244,6 +339,9 @@ AFTER_COMMAND: list[tuple[str, CommandCheck]] = [
     ("I6", _old_lives_change_nothing),
     ("I2", _new_world_is_right),
     ("I7", _budget_is_kept),
+    ("I7", _relaunches_are_kept),
+    ("fleet", _ranks_have_one_node),
+    ("check", _blame_is_just),
     ("I8", _end_has_a_reason),
 ]
 IN_FULL: list[tuple[str, Check]] = [
@@ -252,6 +350,7 @@ IN_FULL: list[tuple[str, Check]] = [
     ("I1", _each_node_has_one_place),
     ("I5", _snapshot_is_the_state),
     ("I8", _agents_obey),
+    ("fleet", _intents_are_done),
     ("I8", _calm_brings_progress),
 ]
 

@@ -16,6 +16,11 @@ class Ledger:
     def __init__(self) -> None:
         self.chargeable: dict[NodeRank, int] = {}
         """Failures of each node rank that may cost a restart."""
+        self.node_failures: dict[int, int] = {}
+        """What happened to nodes of each rank of a fleet that may cost a relaunch."""
+        self.num_lost_nodes = 0
+        self.passed: dict[tuple[str, Incarnation], int] = {}
+        """Agent process and incarnation to when it last passed a run of the node check."""
         self.num_ports_taken = 0
         self.worlds: dict[str, dict[NodeId, int]] = {}
         """Durable ones, by coordinator: member to group rank. Outlives a journal, as what was sent does."""
@@ -31,3 +36,7 @@ class Ledger:
 
     def charge(self, rank: NodeRank) -> None:
         self.chargeable[rank] = self.chargeable.get(rank, 0) + 1
+        self.fail_node(rank)
+
+    def fail_node(self, rank: int) -> None:
+        self.node_failures[rank] = self.node_failures.get(rank, 0) + 1

@@ -18,7 +18,9 @@ from dlrover.core.observations import Observations
 from dlrover.core.sequence import Batch, CommitSequence, Released
 from dlrover.core.turn import Origin
 from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
 from dlrover.protocol.frames import Answer, Push, Refusal, Request
+from dlrover.protocol.kv_messages import KvQuery
 from dlrover.protocol.messages import (
     MAX_REQUESTS_IN_WORK,
     Attach,
@@ -33,6 +35,7 @@ from dlrover.protocol.messages import (
     NodeDisconnected,
     NodeId,
     NodeSilent,
+    Query,
     TellNode,
 )
 from dlrover.simulator.events import SECOND, span
@@ -90,7 +93,9 @@ class Work:
 
     __slots__ = ("body", "id", "line", "origin")
 
-    def __init__(self, body: Command, line: Line | None = None, origin: Origin | None = None, id_: int = 0) -> None:
+    def __init__(
+        self, body: Command | Query, line: Line | None = None, origin: Origin | None = None, id_: int = 0
+    ) -> None:
         self.body = body
         self.line = line
         self.origin = origin
@@ -182,8 +187,9 @@ class VirtualMaster:
 
     def hear(self, command: Command) -> None:
         """Of somebody who asks once and does not wait."""
-        self._queue.append(Work(command))
-        self._plan_turn()
+        if self.is_alive:
+            self._queue.append(Work(command))
+            self._plan_turn()
 
     def _heard(self, line: Line) -> None:
         """Heartbeats come again, or came once and stopped again."""
@@ -234,6 +240,9 @@ class VirtualMaster:
         if line.node is None or line.incarnation is None:
             self._send(line, Refusal(id=request.id, code="not-attached", message=""))
             return
+        if isinstance(body, KvQuery):
+            self._enqueue(Work(body, line, None, request.id))
+            return
         assert not isinstance(body, MasterStarted), "agents send no such command"
         work = Work(body, line, Origin(line.node, line.incarnation, request.sequence), request.id)  # type: ignore[arg-type]
         if line.held and request.sequence > min(line.held):
@@ -257,6 +266,7 @@ class VirtualMaster:
     def _refuse_for_now(self, work: Work, retry_after: float) -> None:
         line = work.line
         if line is None:
+            self.sim.platform.word_lost(self, work.body)
             return
         if work.origin is not None:
             line.held[work.origin.sequence] = None
@@ -309,7 +319,10 @@ class VirtualMaster:
             self._new_stall = 0
         for work in self._in_order(works, now):
             try:
-                staged[self.sim.stage(self, work, now)] = work
+                if isinstance(work.body, KvQuery):
+                    staged[self.sequence.stage_query(work.body)] = work  # type: ignore[arg-type]
+                else:
+                    staged[self.sim.stage(self, work, now)] = work
             except Rejected as error:
                 rejected.append((work, error))
         if self._dies_at(CrashPoint.STAGED, before):
@@ -442,6 +455,8 @@ class VirtualMaster:
                 told[effect.node] = None
             elif isinstance(effect, FinishJob):
                 is_over = True
+            elif isinstance(effect, LaunchNode | RemoveNode):
+                self.sim.platform.take(self, effect)
         return is_over
 
     def _attach(self, line: Line, attached: Attached) -> None:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import random
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from dlrover.protocol.check_messages import CheckTerms
+from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec
 from dlrover.protocol.messages import Detection, JobTerms, Limits, RestartPolicy
 
 
@@ -62,6 +65,12 @@ class Shape(Struct, frozen=True, kw_only=True):
     has_replicas: bool = True
     """Snapshots in memory survive the loss of a node, because another one holds a copy."""
     costs: Costs = Costs()
+    fleet: FleetSpec | None = None
+    """The job asks its platform for nodes; None: they come by themselves."""
+    check: CheckTerms | None = None
+    bad_odds: float = 0.1
+    """With a check: how often a node is broken, and how often it is slow."""
+    has_store_traffic: bool = False
 
     @property
     def num_nodes(self) -> int:
@@ -80,6 +89,8 @@ class Shape(Struct, frozen=True, kw_only=True):
             ),
             restarts=self.restarts,
             detection=self.detection,
+            standby=0 if self.fleet is None else self.fleet.standby,
+            check=self.check,
         )
 
 
@@ -123,4 +134,43 @@ def draw_large_shape(chance: random.Random, hours: float, *, size: int) -> Shape
         local_world_size=8,
         restarts=RestartPolicy(max_restarts=1000),
         num_steps=max(10, round(3600 * hours)),
+    )
+
+
+FLEET_ODDS = 0.35
+CHECK_ODDS = 0.2
+STORE_ODDS = 0.25
+
+
+def add_rooms(chance: random.Random, shape: Shape) -> Shape:
+    """Some jobs have a fleet, or a node check, or workers that use the store."""
+    if chance.random() < FLEET_ODDS:
+        shape = replace(shape, has_fixed_ranks=False, fleet=draw_fleet(chance, shape))
+    if chance.random() < CHECK_ODDS:
+        shape = replace(shape, check=draw_check(chance), bad_odds=chance.choice([0.0, 0.05, 0.2]))
+    return replace(shape, has_store_traffic=chance.random() < STORE_ODDS)
+
+
+def draw_fleet(chance: random.Random, shape: Shape) -> FleetSpec:
+    workers = ReplicaSpec(
+        count=shape.max_nodes,
+        max_relaunches=chance.choice([0, 1, 3, 5, 5]),
+        critical=chance.choice(["", "", "", "all", "0:2"]),
+    )
+    return FleetSpec(
+        replicas={NodeType.WORKER: workers},
+        standby=shape.spares,
+        remove_exited=chance.random() < 0.7,
+        pending_timeout=chance.choice([600.0, 900.0, 0.0]),
+        failure_window=chance.choice([60.0, 3600.0]),
+    )
+
+
+def draw_check(chance: random.Random) -> CheckTerms:
+    return CheckTerms(
+        module="virtual",
+        is_perf_test=chance.random() < 0.3,
+        excludes_stragglers=chance.random() < 0.3,
+        timeout=60.0,
+        fresh_for=chance.choice([0.0, 60.0, 600.0]),
     )

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from dlrover.core.job import Job
 from dlrover.core.sequence import Batch, CoreFault, JournalCorrupt
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import ScaleJob
+from dlrover.protocol.fleet_messages import LaunchNode, MigrateNode, NodePhase, Resource, ScaleJob
 from dlrover.protocol.messages import (
     Command,
     DeadlineKind,
@@ -29,15 +29,18 @@ from dlrover.protocol.messages import (
     WorldSpec,
 )
 from dlrover.simulator.agents import MASTER_GRACE, Group, VirtualAgent, VirtualNode
+from dlrover.simulator.checks import CheckRuns
+from dlrover.simulator.cloud import VirtualCloud
 from dlrover.simulator.events import SECOND, Chance, Events, span
 from dlrover.simulator.faults import FAULTS, Fault
-from dlrover.simulator.invariants import BOUND, Touched, Violation, check_command, check_in_full, is_stale
+from dlrover.simulator.invariants import Touched, Violation, bound_of, check_command, check_in_full, is_stale
 from dlrover.simulator.journal import VirtualJournal
 from dlrover.simulator.ledger import Ledger
 from dlrover.simulator.master import FENCE_PERIOD, HEARTBEAT, CrashPoint, VirtualMaster, Work
 from dlrover.simulator.network import Connection, Network
 from dlrover.simulator.plan import Plan, Result
-from dlrover.simulator.platform import VirtualPlatform
+from dlrover.simulator.platform import Platform, VirtualPlatform
+from dlrover.simulator.store import StoreTraffic
 from dlrover.simulator.training import Training
 
 FULL_CHECK_EVERY = 1000
@@ -51,8 +54,6 @@ NUM_KEPT_CONNECTIONS = 4
 NUM_KEPT_WORLDS = 100
 STEADY = 120 * SECOND
 """A node and a master that nothing has troubled for so long have found each other."""
-LONGEST_RECOVERY = BOUND
-"""I8: from the end of the faults to the first step, with a platform that still has to start some nodes."""
 OVERLAP = 60 * SECOND
 """After so long a node that the master can reach has stopped the workers of a world that was replaced."""
 START = 1_700_000_000 * SECOND
@@ -75,7 +76,14 @@ class Simulation:
         self.training = Training(self.shape, self.events, self._finish_world, self._world_began)
         self.network = Network(self.events, self.chance.network, self.shape.costs)
         self.journal = VirtualJournal()
-        self.platform = VirtualPlatform(self)
+        fleet = plan.shape.fleet
+        self.platform: Platform = VirtualPlatform(self) if fleet is None else VirtualCloud(self, fleet)
+        self.checks = CheckRuns(self)
+        self.store = StoreTraffic(self)
+        self.check_began_at = 0
+        self.num_journals_lost = 0
+        self.bound = bound_of(plan.shape)
+        """I8: virtual time from the end of the last trouble to new progress."""
         self.nodes: list[VirtualNode] = []
         self.num_launches = 0
         self.num_ports_taken = 0
@@ -139,19 +147,20 @@ class Simulation:
 
     def _check_bounds(self, faults_end_at: int) -> None:
         now = self.events.now
-        if self._ended_at is not None and self.calm_for() > BOUND and now - self._ended_at > BOUND:
+        if self._ended_at is not None and self.calm_for() > self.bound and now - self._ended_at > self.bound:
             raise Violation("I8", f"the job ended {(now - self._ended_at) / SECOND:.0f} s ago and is not over")
         slowest = self.shape.costs.step * self.shape.max_nodes / self.shape.node_unit
-        limit = faults_end_at + 2 * BOUND + round(self.shape.num_steps * slowest * SECOND)
+        limit = faults_end_at + 2 * self.bound + round(self.shape.num_steps * slowest * SECOND)
         if now > limit:
             raise Violation("I8", f"the job should have finished; {self._describe()}")
 
     def _conclude(self) -> Result:
         self._check()
-        if self._recovery > LONGEST_RECOVERY:
+        if self._recovery > self.bound:
             raise Violation("I8", f"the first step came {self._recovery / SECOND:.0f} s after the faults had stopped")
         assert self.master is not None, "a job is over under a master"
         job = self.master.job
+        self.store.check(job)
         # A simulation that was cut off may have ended in the middle of a turn.
         is_replayed = (self.plan.is_thorough or self.plan.seed % REPLAY_EVERY == 0) and not self.plan.is_cut_off
         if is_replayed and self.journal.restore_from_the_beginning().encode() != job.encode():
@@ -187,7 +196,11 @@ class Simulation:
     # Trouble and calm.
 
     def _inject(self, fault: Fault) -> None:
-        if self._has_quiet or self.is_over or not FAULTS[fault.kind](self, fault):
+        if self._has_quiet or self.is_over:
+            return
+        if self.shape.has_store_traffic:
+            self.store.stir()
+        if not FAULTS[fault.kind](self, fault):
             return
         self._by_kind[fault.kind] = self._by_kind.get(fault.kind, 0) + 1
         self.note(f"FAULT {fault.kind}")
@@ -228,6 +241,10 @@ class Simulation:
         if self._ended_at is None and not any(self.training.is_training(world) for world in self.training.worlds):
             self._quiet_at = self.events.now
 
+    def was_calm_since(self, when: int) -> bool:
+        """Whether nothing at all went wrong since then."""
+        return not self._num_ongoing and self._trouble_at < when
+
     def calm_for(self) -> int:
         """Since when nothing troubles the job."""
         return 0 if self._num_ongoing or self.platform.num_pending else self.events.now - self._trouble_at
@@ -238,6 +255,9 @@ class Simulation:
     def has_enough_nodes(self) -> bool:
         num_there = sum(1 for node in self.nodes if node.agent is not None and not node.agent.is_leaving)
         return num_there - num_there % self._limits.node_unit >= self._limits.min_nodes
+
+    def has_bad_nodes(self) -> bool:
+        return any(node.breakage is not None for node in self.nodes)
 
     def num_steady(self) -> int:
         """Nodes that nothing has kept from joining for a while. None while the master itself is in trouble."""
@@ -283,6 +303,7 @@ class Simulation:
         elif job.number != self.journal.last_number:
             raise Violation("I5", f"the journal has {self.journal.last_number} records, the replay gave {job.number}")
         self._check_answered(job)
+        self.store.check(job)
         self._num_masters += 1
         self._is_serving = False
         self.note(f"master epoch {epoch} starts")
@@ -372,6 +393,40 @@ class Simulation:
         master.hear(ScaleJob(min_nodes=min_nodes, max_nodes=max_nodes))
         return True
 
+    def exchange(self, pick: int) -> bool:
+        """Somebody wants another machine in place of one that runs."""
+        master, cloud = self.listening_master(), self.platform
+        if master is None or master.job.end is not None or not isinstance(cloud, VirtualCloud):
+            return False
+        running = cloud.running_ids()
+        if not running:
+            return False
+        master.hear(MigrateNode(node=running[pick % len(running)], resource=Resource(cpu=2.0)))
+        return True
+
+    def check_single(self, launch: LaunchNode) -> None:
+        """A second node of a rank is brought only while one is exchanged for it, or when the first was given up."""
+        cloud, master = self.platform, self.master
+        assert isinstance(cloud, VirtualCloud), "only a cloud takes launches"
+        fleet = None if master is None else master.job.state.fleet
+        if fleet is None or self.num_journals_lost or launch.id in cloud.asked_to_remove:
+            return
+        for id_, node in cloud.nodes.items():
+            is_there = node.phase in (NodePhase.PENDING, NodePhase.RUNNING) and not node.is_going
+            is_well = is_there and (node.node is None or node.node.is_powered)
+            if is_well and node.launch.rank == launch.rank and id_ not in cloud.asked_to_remove:
+                if fleet.migrations.get(id_) != launch.id:
+                    raise Violation("fleet", f"{launch.name} is launched while {node.launch.name} has its rank")
+
+    def _check_removed(self) -> None:
+        """Nothing of a job that is over stays behind."""
+        cloud = self.platform
+        if not isinstance(cloud, VirtualCloud):
+            return
+        for id_ in [*cloud.nodes, *cloud.launching]:
+            if id_ not in cloud.asked_to_remove:
+                raise Violation("fleet", f"the job is over, and nobody asked for the removal of node {id_}")
+
     def lose_journal(self, *, downtime: int) -> bool:
         """What was known only to the journal is known to nobody now. That a job had ended cannot be told again, though."""
         master = self.master
@@ -381,6 +436,8 @@ class Simulation:
         master.downtime = downtime
         self.master_died(master, durable=None, why="and its journal is lost")
         self.journal = VirtualJournal()
+        self.num_journals_lost += 1
+        self.store.journal_lost()
         self.ledger.lives.clear()
         self.ledger.applied.clear()
         self.ledger.answered.clear()
@@ -413,8 +470,9 @@ class Simulation:
 
     def stage(self, master: VirtualMaster, work: Work, now: Micros) -> int:
         """The one way into the core; raises `Rejected`, after a look at whether that left no trace."""
-        job, command, origin = master.job, work.body, work.origin
+        job, command, origin = master.job, cast(Command, work.body), work.origin
         state = job.state
+        had_check = state.check.cycle is not None
         number, before = job.number, job.encode() if self.plan.is_thorough else b""
         is_repeated = False
         if origin is not None:
@@ -427,6 +485,7 @@ class Simulation:
             round=state.rendezvous.round,
             num_restarts=state.restarts.num_restarts,
             is_stale=is_stale(job, command),
+            num_checks=state.check.num_checks,
             is_repeated=is_repeated,
             had_end=job.end is not None,
         )
@@ -449,6 +508,8 @@ class Simulation:
                 master.applied[life] = origin.sequence
             if master is not self.master:
                 return ticket  # it was replaced while it slept: whatever it decides will not be durable
+            if not had_check and state.check.cycle is not None:
+                self.check_began_at = self.events.now
             check_command(self, job, touched)
             if self.plan.is_thorough:
                 check_in_full(self, job)
@@ -485,6 +546,7 @@ class Simulation:
         if not self._is_serving:
             self._is_serving = True
             self._call_seekers()
+            self.platform.serve(master)
         self.ledger.applied.update(master.applied)
         master.applied = {}
         if batch is None:
@@ -520,6 +582,7 @@ class Simulation:
 
     def job_over(self, master: VirtualMaster) -> None:
         self.note("the job is over")
+        self._check_removed()
         self.is_over = True
 
     # What agents do.
@@ -537,6 +600,7 @@ class Simulation:
     def cut(self, node: VirtualNode, *, up: bool, down: bool, duration: int, is_deep: bool) -> None:
         """Hold what the node and the master say to each other. Deep: its workers are cut off from their peers, too."""
         link, agent = node.link, node.agent
+        self.ledger.fail_node(node.fleet_rank)
         link.num_cuts_up += up
         link.num_cuts_down += down
         coordinator = None
@@ -583,6 +647,8 @@ class Simulation:
         members = self.ledger.worlds.get(world.coordinator)
         if members is None or members.get(agent.id) != world.group_rank:
             raise Violation("I1", f"{agent.node.label} starts round {world.round}, in which it has no such place")
+        if self.shape.check is not None and (agent.life, agent.incarnation) not in self.ledger.passed:
+            raise Violation("check", f"{agent.node.label} starts round {world.round} and never passed the node check")
 
     def workers_ended(self, agent: VirtualAgent, group: Group, kind: FailureKind | None) -> None:
         """Peers may notice before anybody tells them."""
@@ -670,6 +736,7 @@ class Simulation:
 
     def exited(self, agent: VirtualAgent) -> None:
         self.note(f"{agent.node.label} leaves")
+        agent.node.exit_code = agent.exit_code
         self._remove(agent.node)
 
     def _remove(self, node: VirtualNode) -> None:
@@ -678,6 +745,6 @@ class Simulation:
         self._count_nodes()
         node.is_powered = False
         self.nodes.remove(node)
-        if self._ended_at is None:
+        if self._ended_at is None or isinstance(self.platform, VirtualCloud):
             self.trouble()
             self.platform.replace(node)

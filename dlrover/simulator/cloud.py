@@ -1,0 +1,356 @@
+"""
+A platform from which the job itself asks its nodes, and the part of a master that talks to it.
+
+The cloud lives on while masters come and go: it keeps every id it ever heard of, refuses what an older master wants, and
+shows what exists by lists and events. A keeper belongs to one life of a master and dies with it, but not what it has sent.
+Calls are slow, answers get lost, events come late or twice, and now and then nobody can be reached at all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dlrover.protocol.fleet_messages import (
+    DefineFleet,
+    FleetSpec,
+    LaunchNode,
+    LaunchRefused,
+    NodeChanged,
+    NodeEventKind,
+    NodeExit,
+    NodePhase,
+    NodesListed,
+    PlatformNode,
+    RemoveNode,
+    exit_reason_of,
+)
+from dlrover.protocol.messages import Command, PlatformId, Query
+from dlrover.simulator.agents import VirtualAgent, VirtualNode
+from dlrover.simulator.events import SECOND, span
+from dlrover.simulator.platform import REFUSAL_PAUSE, Platform, draw_health
+
+if TYPE_CHECKING:
+    from dlrover.simulator.master import VirtualMaster
+    from dlrover.simulator.simulation import Simulation
+
+CALL = (0.005, 0.5)
+NEWS = (0.005, 2.0)
+"""Seconds until a change is shown to who watches."""
+LATE_NEWS = (2.0, 90.0)
+REPEATED_ODDS = 0.05
+"""How often the same is shown once more, late."""
+LOST_ANSWER_ODDS = 0.05
+RELIST = (240.0, 300.0)
+RETRY = (0.5, 30.0)
+DELETION = (0.0, 4.0)
+NOTICED = (0.0, 20.0)
+"""Seconds until the platform knows that a process ended or a machine was taken away."""
+POWER_NOTICED = (20.0, 200.0)
+EVICTED_ODDS = 0.3
+"""How often a machine without power is reported as taken away, not as failed."""
+
+Intent = LaunchNode | RemoveNode
+
+
+class CloudNode:
+    """One launch that the cloud took."""
+
+    __slots__ = ("exit_code", "exit_reason", "is_going", "launch", "node", "phase")
+
+    def __init__(self, launch: LaunchNode) -> None:
+        self.launch = launch
+        self.phase = NodePhase.PENDING
+        self.exit_reason = NodeExit.NONE
+        self.exit_code: int | None = None
+        self.node: VirtualNode | None = None
+        self.is_going = False
+        """Somebody asked for its removal, or it is being taken away."""
+
+    def shown(self) -> PlatformNode:
+        launch = self.launch
+        return PlatformNode(
+            id=launch.id,
+            node_type=launch.node_type,
+            rank=launch.rank,
+            phase=self.phase,
+            exit_reason=self.exit_reason,
+            exit_code=self.exit_code,
+            host=f"machine-{launch.id}",
+            name=launch.name,
+            relaunch_count=launch.relaunch_count,
+            group=launch.group,
+        )
+
+
+class Keeper:
+    """Of one life of a master."""
+
+    def __init__(self, master: VirtualMaster, now: int) -> None:
+        self.master = master
+        self.lanes: dict[PlatformId, Intent] = {}
+        """What shall become of a node; only the newest intent counts."""
+        self.told: dict[PlatformId, str] = {}
+        self.watch = 0
+        """Number of the newest watch."""
+        self.is_watching = False
+        self.shown_at = now
+
+
+class VirtualCloud(Platform):
+    """Brings and removes nodes as the job asks for it."""
+
+    def __init__(self, simulation: Simulation, spec: FleetSpec) -> None:
+        super().__init__(simulation)
+        self._spec = spec
+        self.master_epoch = 0
+        self.nodes: dict[PlatformId, CloudNode] = {}
+        self.launches: dict[PlatformId, None] = {}
+        """Every id that was ever heard of."""
+        self.is_away = False
+        """Nobody can reach it."""
+        self.keeper: Keeper | None = None
+        self._num_words = 0
+        self._num_calls = 0
+        self.launching: dict[PlatformId, LaunchNode] = {}
+        """Sent and not arrived."""
+        self.asked_to_remove: dict[PlatformId, None] = {}
+
+    @property
+    def num_pending(self) -> int:
+        num_moving = sum(node.is_going or node.phase is NodePhase.PENDING for node in self.nodes.values())
+        num_open = 0 if self.keeper is None else len(self.keeper.lanes)
+        return num_moving + num_open + self._num_words + self._num_calls
+
+    # The keeper.
+
+    def serve(self, master: VirtualMaster) -> None:
+        """A master has begun."""
+        keeper = self.keeper = Keeper(master, self.sim.events.now)
+        self._say(keeper, DefineFleet(spec=self._spec))
+        self._watch_soon(keeper, 0.0, 1.0)
+
+    def _say(self, keeper: Keeper, word: DefineFleet | NodesListed | NodeChanged | LaunchRefused) -> None:
+        keeper.master.hear(word)
+
+    def word_lost(self, master: VirtualMaster, word: Command | Query) -> None:
+        """It could not be written. A list repairs whatever was missed."""
+        keeper = self.keeper
+        if keeper is None or keeper.master is not master:
+            return
+        if isinstance(word, DefineFleet):
+            self.sim.events.after(SECOND, self._say, keeper, word)
+            self._watch_soon(keeper, 1.0, 2.0)
+        elif isinstance(word, NodesListed | NodeChanged | LaunchRefused):
+            if isinstance(word, LaunchRefused):
+                keeper.told.pop(word.node, None)
+            self._watch_soon(keeper, 0.5, 5.0)
+
+    def take(self, master: VirtualMaster, intent: Intent) -> None:
+        """What the job decided, as soon as it is durable."""
+        if isinstance(intent, RemoveNode):
+            self.asked_to_remove[intent.id] = None
+        keeper = self.keeper
+        if keeper is None or keeper.master is not master:
+            keeper = self.keeper = Keeper(master, self.sim.events.now)
+        is_busy = intent.id in keeper.lanes
+        keeper.lanes[intent.id] = intent
+        if not is_busy:
+            self._call(keeper, intent)
+
+    def _call(self, keeper: Keeper, intent: Intent) -> None:
+        if not keeper.master.is_alive or self.keeper is not keeper:
+            return
+        if keeper.master.is_stalled:
+            self.sim.events.after(SECOND, self._call, keeper, keeper.lanes[intent.id])
+            return
+        self._num_calls += 1
+        if isinstance(intent, LaunchNode):
+            self.launching[intent.id] = intent
+        self.sim.events.after(span(self.sim.chance.platform, *CALL), self._arrive, keeper, intent, RETRY[0])
+
+    def _arrive(self, keeper: Keeper, intent: Intent, pause: float) -> None:
+        """The call is at the cloud, whatever became of who sent it."""
+        self._num_calls -= 1
+        if isinstance(intent, LaunchNode):
+            self.launching.pop(intent.id, None)
+        refusal = "the cloud cannot be reached" if self.is_away else self._apply(intent)
+        if not keeper.master.is_alive or self.keeper is not keeper:
+            return
+        if keeper.lanes.get(intent.id) is not intent:
+            self._call(keeper, keeper.lanes[intent.id])
+            return
+        is_unheard = not refusal and self.sim.chance.platform.random() < LOST_ANSWER_ODDS
+        if not refusal and not is_unheard:
+            del keeper.lanes[intent.id]
+            return
+        if refusal and isinstance(intent, LaunchNode) and keeper.told.get(intent.id) != refusal:
+            keeper.told[intent.id] = refusal
+            self._say(keeper, LaunchRefused(node=intent.id, reason=refusal))
+        delay = span(self.sim.chance.platform, pause / 2, pause)
+        self._num_calls += 1
+        self.sim.events.after(delay, self._try_again, keeper, intent, min(2 * pause, RETRY[1]))
+
+    def _try_again(self, keeper: Keeper, intent: Intent, pause: float) -> None:
+        if not keeper.master.is_alive or self.keeper is not keeper:
+            self._num_calls -= 1
+            return
+        newest = keeper.lanes[intent.id]
+        if isinstance(newest, LaunchNode):
+            self.launching[newest.id] = newest
+        self.sim.events.after(span(self.sim.chance.platform, *CALL), self._arrive, keeper, newest, pause)
+
+    def _watch_soon(self, keeper: Keeper, low: float, high: float) -> None:
+        """End the watch that runs and begin another, with a full list."""
+        keeper.watch += 1
+        keeper.is_watching = False
+        self.sim.events.after(span(self.sim.chance.platform, low, high), self._watch, keeper, keeper.watch)
+
+    def _watch(self, keeper: Keeper, watch: int) -> None:
+        if self.keeper is not keeper or keeper.watch != watch or not keeper.master.is_alive or self.sim.is_over:
+            return
+        if self.is_away or keeper.master.is_stalled:
+            self._watch_soon(keeper, 1.0, 5.0)
+            return
+        keeper.is_watching = True
+        self._show(keeper, NodesListed(nodes=tuple(node.shown() for _, node in sorted(self.nodes.items()))))
+        self.sim.events.after(span(self.sim.chance.platform, *RELIST), self._watch_again, keeper, watch)
+
+    def _watch_again(self, keeper: Keeper, watch: int) -> None:
+        if keeper.watch == watch:
+            self._watch_soon(keeper, 0.0, 1.0)
+
+    def break_watch(self) -> bool:
+        keeper = self.keeper
+        if keeper is None or not keeper.is_watching:
+            return False
+        self._watch_soon(keeper, *RETRY)
+        return True
+
+    def _show(self, keeper: Keeper, word: NodesListed | NodeChanged) -> None:
+        """In order, within one watch."""
+        chance, events = self.sim.chance.platform, self.sim.events
+        keeper.shown_at = max(keeper.shown_at, events.now + span(chance, *NEWS))
+        self._num_words += 1
+        events.at(keeper.shown_at, self._deliver, keeper, keeper.watch, word)
+        if isinstance(word, NodeChanged) and chance.random() < REPEATED_ODDS:
+            self._num_words += 1
+            events.after(span(chance, *LATE_NEWS), self._deliver, keeper, -1, word)
+
+    def _deliver(self, keeper: Keeper, watch: int, word: NodesListed | NodeChanged) -> None:
+        self._num_words -= 1
+        if self.keeper is keeper and watch in (-1, keeper.watch):
+            self._say(keeper, word)
+
+    # The cloud.
+
+    def _apply(self, intent: Intent) -> str:
+        """Why not; empty if it was done, or needs no doing."""
+        if intent.master_epoch < self.master_epoch:
+            self.sim.note(f"the cloud refuses an intent of master epoch {intent.master_epoch}")
+            return ""
+        self.master_epoch = intent.master_epoch
+        if isinstance(intent, RemoveNode):
+            self.launches[intent.id] = None
+            node = self.nodes.get(intent.id)
+            if node is not None and not node.is_going:
+                node.is_going = True
+                self.sim.events.after(span(self.sim.chance.platform, *DELETION), self._delete, intent.id)
+            return ""
+        if intent.id in self.launches:
+            return ""
+        if self.is_refusing and intent.id % 2:
+            return "the quota is used up"
+        self.launches[intent.id] = None
+        self.sim.check_single(intent)
+        node = self.nodes[intent.id] = CloudNode(intent)
+        self._changed(node, NodeEventKind.ADDED)
+        delay = span(self.sim.chance.platform, *self.sim.shape.costs.replacement)
+        self.sim.events.after(delay, self._start, node)
+        return ""
+
+    def _start(self, cloud_node: CloudNode) -> None:
+        launch = cloud_node.launch
+        if self.nodes.get(launch.id) is not cloud_node or cloud_node.is_going or self.sim.is_over:
+            return
+        if self.is_refusing:
+            self.sim.events.after(span(self.sim.chance.platform, *REFUSAL_PAUSE), self._start, cloud_node)
+            return
+        cloud_node.phase = NodePhase.RUNNING
+        node = VirtualNode(self.sim.num_launches, None)
+        node.platform_id, node.fleet_rank = launch.id, launch.rank
+        cloud_node.node = node
+        draw_health(self.sim, node)
+        self.sim.num_launches += 1
+        self.sim.nodes.append(node)
+        self.sim.trouble()
+        self.sim.note(f"{node.label} is launched as {launch.name}, rank {launch.rank}")
+        self._changed(cloud_node, NodeEventKind.MODIFIED)
+        VirtualAgent(self.sim, node)
+
+    def replace(self, lost: VirtualNode) -> None:
+        """A node ended. The job hears of it, in time, and decides what follows."""
+        node = self.nodes.get(lost.platform_id)
+        if node is None or node.is_going:
+            return
+        chance = self.sim.chance.platform
+        if lost.exit_code is not None:
+            reason = exit_reason_of(lost.exit_code)
+            if reason not in (NodeExit.SUCCEEDED, NodeExit.KILLED):
+                self.sim.ledger.fail_node(lost.fleet_rank)
+            self.sim.events.after(span(chance, *NOTICED), self._end, node, reason, lost.exit_code)
+        elif lost.is_power_lost and chance.random() > EVICTED_ODDS:
+            self.sim.events.after(span(chance, *POWER_NOTICED), self._end, node, NodeExit.HARDWARE, None)
+        else:
+            window = POWER_NOTICED if lost.is_power_lost else NOTICED
+            node.is_going = True
+            self.sim.events.after(span(chance, *window), self._delete, lost.platform_id)
+
+    def _end(self, node: CloudNode, reason: NodeExit, exit_code: int | None) -> None:
+        """It is shown as ended until somebody removes it."""
+        if self.nodes.get(node.launch.id) is not node or node.is_going:
+            return
+        node.phase = NodePhase.SUCCEEDED if reason is NodeExit.SUCCEEDED else NodePhase.FAILED
+        node.exit_reason, node.exit_code = reason, exit_code
+        self._changed(node, NodeEventKind.MODIFIED)
+
+    def _delete(self, id_: PlatformId, is_seen: bool = True) -> None:
+        node = self.nodes.pop(id_, None)
+        if node is None:
+            return
+        self.sim.trouble()
+        if node.node is not None and node.node.is_powered:
+            self.sim.lose_machine(node.node, is_seen=True)
+        node.phase = NodePhase.DELETED
+        node.exit_reason = node.exit_reason or NodeExit.KILLED
+        if is_seen:
+            self._changed(node, NodeEventKind.DELETED)
+
+    def evict(self, pick: int, *, is_seen: bool) -> bool:
+        """Take some node away, whether it runs or waits; unseen: only the next list shows it."""
+        there = [id_ for id_, node in sorted(self.nodes.items()) if not node.is_going]
+        if not there:
+            return False
+        self._delete(there[pick % len(there)], is_seen)
+        self.sim.ledger.num_lost_nodes += 1
+        return True
+
+    def fail(self, pick: int, exit_code: int) -> bool:
+        """The processes of some node end badly, all at once."""
+        running = [node for _, node in sorted(self.nodes.items()) if node.node is not None and node.node.is_powered]
+        if not running:
+            return False
+        node = running[pick % len(running)].node
+        assert node is not None, "only running nodes fail"
+        node.exit_code = exit_code
+        self.sim.lose_machine(node, is_seen=True)
+        return True
+
+    def running_ids(self) -> list[PlatformId]:
+        return [id_ for id_, node in sorted(self.nodes.items()) if node.phase is NodePhase.RUNNING]
+
+    def _changed(self, node: CloudNode, kind: NodeEventKind) -> None:
+        keeper = self.keeper
+        if keeper is not None and keeper.is_watching and keeper.master.is_alive and not self.is_away:
+            self._show(keeper, NodeChanged(kind=kind, node=node.shown()))
+        elif keeper is not None and keeper.is_watching and self.is_away:
+            self._watch_soon(keeper, 1.0, 5.0)
