@@ -97,7 +97,7 @@ class Course:
         claim = self._hear_claim(command, rank)
         node = nodes.admit(command, rank, is_continued=claim is not None)
         if claim is not None:
-            rdzv.take_up.claims[node.id] = claim
+            rdzv.take_up.add(node.id, claim)
         state.senders.begin(node.id, node.incarnation)
         if state.end is None:
             self._hear_finished(node, command)
@@ -143,7 +143,8 @@ class Course:
     def give_up_claims(self, why: str) -> None:
         """The world from before our time cannot be taken up: a new round forms."""
         rdzv = self.state.rendezvous
-        self.say(f"The world of round {rdzv.take_up.round} cannot be taken up again: {why}. A new round forms.")
+        # Its number, also if the only one who claimed it is lost by now: no round has completed since.
+        self.say(f"The world of round {rdzv.round} cannot be taken up again: {why}. A new round forms.")
         for node in rdzv.give_up_claims(self.now):
             self.touch(node)
             node_check.expect(self, self.state.nodes.live[node])
@@ -159,8 +160,8 @@ class Course:
             self.give_up_claims(f"{size} nodes are no multiple of --node-unit {state.terms.limits.node_unit}")
             return
         limits = state.terms.limits
-        if not limits.min_nodes <= size <= limits.max_nodes:
-            # It did run, so the job had been scaled.
+        if not state.limits_version and not limits.min_nodes <= size <= limits.max_nodes:
+            # It did run, so the job had been scaled; nobody has told us yet what it shall be.
             limits = replace(limits, min_nodes=min(limits.min_nodes, size), max_nodes=max(limits.max_nodes, size))
             state.terms = replace(state.terms, limits=limits)
             state.limits_version += 1
@@ -175,7 +176,8 @@ class Course:
             )
             for node, claim in claimed
         )
-        rdzv.adopt(World(first.round, members, first.world_size, state.limits_version), self.now)
+        limits_version = state.limits_version if size >= limits.min_nodes else 0  # it began under lower limits
+        rdzv.adopt(World(first.round, members, first.world_size, limits_version), self.now)
         rdzv.verdict = (
             f"Round {rdzv.round} goes on: the journal was lost, all {size} nodes of its world are back, and no worker "
             "restarts."
@@ -391,6 +393,8 @@ class Course:
         sentence = f"the job was scaled from {_span(former)} to {_span(limits)} nodes"
         self.say(f"{sentence[0].upper()}{sentence[1:]}.")
         # In the last minutes of a job nobody restarts any more; and growing is the rendezvous's own matter.
+        if rdzv.take_up.size > limits.max_nodes:
+            self.give_up_claims(sentence)
         if not rdzv.finished and limits.max_nodes < former.max_nodes:
             if rdzv.is_active and rdzv.world is not None and len(rdzv.world.members) > limits.max_nodes:
                 self._open(StopCause.MEMBERSHIP, sentence)

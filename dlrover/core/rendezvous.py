@@ -150,7 +150,7 @@ class Rendezvous(Struct):
         num_members = 0
         if self.world is not None and self.opening is None:
             num_members = len(self.world.members) - len(self.finished) - len(self.lost)
-        num_claiming = sum(1 for node in self.take_up.claims if node not in self.finished)
+        num_claiming = len(self.take_up.claims) - sum(1 for node in self.finished if node in self.take_up.claims)
         return len(self.waiting) + self.num_coming + num_claiming + num_members
 
     @property
@@ -463,7 +463,7 @@ class Rendezvous(Struct):
         self.absent.pop(node, None)
         self.expected.pop(node, None)
         if node not in self.finished:
-            self.take_up.claims.pop(node, None)
+            self.take_up.drop(node)
 
 
 def num_usable(num_nodes: int, limits: Limits) -> int:

@@ -28,7 +28,9 @@ class TakeUp(Struct):
     """The claims so far."""
 
     claims: dict[NodeId, Claim] = {}
-    """Of one world only."""
+    """Of one world only. Changed by `add` and `drop`."""
+    places: dict[int, NodeId] = {}
+    """Group rank to who claims it."""
     until: Micros = Micros(0)
     """When the claims are given up if somebody is still missing."""
     is_over: bool = False
@@ -44,12 +46,20 @@ class TakeUp(Struct):
         """How many nodes the claimed world has."""
         return next((claim.world.group_world_size for claim in self.claims.values()), 0)
 
+    def add(self, node: NodeId, claim: Claim) -> None:
+        """One that contradicts none of the others."""
+        self.claims[node] = claim
+        self.places[claim.world.group_rank] = node
+
+    def drop(self, node: NodeId) -> None:
+        claim = self.claims.pop(node, None)
+        if claim is not None:
+            del self.places[claim.world.group_rank]
+
     def contradicts(self, world: WorldSpec) -> bool:
-        """Whether this claim and an earlier one cannot both be true."""
-        return any(
-            _common(claim.world) != _common(world) or claim.world.group_rank == world.group_rank
-            for claim in self.claims.values()
-        )
+        """Whether this claim and an earlier one cannot both be true. Those agree with each other, so one is enough."""
+        first = next(iter(self.claims.values()), None)
+        return first is not None and (_common(first.world) != _common(world) or world.group_rank in self.places)
 
     def in_order(self) -> list[tuple[NodeId, Claim]] | None:
         """All members by group rank; None while some are missing, or if their places do not fit together."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from dlrover.core.take_up import Claim, TakeUp
 from dlrover.protocol.messages import (
     Attached,
     ExitReason,
@@ -14,6 +15,8 @@ from dlrover.protocol.messages import (
     Idle,
     Join,
     LeaveReason,
+    NodeId,
+    NodeRank,
     Run,
     Stage,
     Wait,
@@ -225,3 +228,58 @@ def test_ranks_are_kept_unless_somebody_has_them_by_now() -> None:
     assert scene.agents["new"].node_rank == 0
     assert [come_back(scene, worlds, name).node_rank for name in "cba"] == [2, 1, 3]
     assert scene.members() == [3, 1, 2], "the places in the world stay all the same"
+
+
+def test_the_loss_of_the_only_one_that_came_back_names_the_round() -> None:
+    scene, worlds = forgotten(*"ab")
+    come_back(scene, worlds, "a")
+    scene.leave("a", LeaveReason.PREEMPTED)
+    said = [verdict for outcome in scene.outcomes for verdict in outcome.verdicts]
+    assert any("round 3 cannot be taken up again" in verdict for verdict in said), said
+
+
+def test_a_smaller_job_that_somebody_wants_meanwhile_is_what_comes_of_it() -> None:
+    scene, worlds = forgotten(*"abc")
+    come_back(scene, worlds, "a")
+    come_back(scene, worlds, "b")
+    scene.scale(1, 2)
+    come_back(scene, worlds, "c")
+    assert isinstance(scene.wish("a"), Join), "a world of three is not wanted any more"
+    scene.rejoin("a", "b")
+    assert scene.members() == [0, 1]
+    status = scene.job.status()
+    assert (status.min_nodes, status.max_nodes) == (1, 2)
+
+
+def test_a_larger_minimum_that_somebody_wants_meanwhile_stays_wanted() -> None:
+    scene, worlds = forgotten(*"ab")
+    come_back(scene, worlds, "a")
+    scene.scale(3, 4)
+    come_back(scene, worlds, "b")
+    assert scene.world("a") == worlds["a"], "a world below a raised minimum trains on"
+    status = scene.job.status()
+    assert (status.min_nodes, status.max_nodes) == (3, 4)
+
+
+def test_a_claim_costs_the_same_among_few_and_among_many() -> None:
+    size = 2000
+    common = {"round": 3, "group_world_size": size, "local_world_size": 1, "world_size": size, "restart_count": 2}
+    worlds = [
+        WorldSpec(group_rank=place, first_global_rank=place, coordinator="h0:1", **common) for place in range(size)
+    ]
+    take_up = TakeUp()
+    for place, world in enumerate(worlds):
+        take_up.add(NodeId(place), Claim(NodeRank(place), world))
+    num_looks = 0
+
+    class Watched(dict[Any, Any]):
+        def values(self) -> Any:
+            nonlocal num_looks
+            for value in super().values():
+                num_looks += 1
+                yield value
+
+    take_up.claims = Watched(take_up.claims)
+    assert not take_up.contradicts(replace(worlds[0], group_rank=size))
+    assert take_up.contradicts(worlds[5])
+    assert num_looks < 10
