@@ -229,7 +229,7 @@ class Launcher:
             group=self._settings.environment.node_group,
             log_level=self._settings.environment.log_level,
         )
-        self._directory.record(str(self._place.address))
+        self._directory.record(str(self._place.address), self._settings.tls)
         path = self._directory.write("agent.json", msgspec.json.encode(config))
         self._agent_started_at = time.monotonic()
         self._agent = processes.spawn((*self._programs.agent, "--config", path), self._environ)

@@ -225,7 +225,7 @@ class LocalJob:
         self._environ = environ
         self._token = os.urandom(24).hex()
         self._token_file = directory.write("token", self._token.encode())
-        directory.record(str(address))
+        directory.record(str(address), plan.settings.tls)
         self._host_config = HostConfig(
             directory=directory.path,
             program=(

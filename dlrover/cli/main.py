@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -18,9 +18,9 @@ from dlrover.protocol.errors import ConfigError, DLRoverError
 
 if TYPE_CHECKING:
     from dlrover.protocol.addresses import TlsConfig
-    from dlrover.protocol.check_messages import CheckResult
     from dlrover.protocol.codec import Question
-    from dlrover.protocol.messages import Reply
+    from dlrover.protocol.fleet_messages import ScaleReplicas
+    from dlrover.protocol.messages import JobStatus, Reply
 
 app = typer.Typer(
     name="dlrover", help="Look at, steer and clean up training jobs.", no_args_is_help=True, add_completion=False
@@ -71,11 +71,14 @@ def status(
     tls_ca: TlsCa = "",
     tls_cert: TlsCert = "",
     tls_key: TlsKey = "",
+    is_json: Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")] = False,
 ) -> None:
     """Show a running job: its stage, its nodes, and the reason for what it does."""
-    from dlrover.protocol.messages import AskStatus
+    from dlrover.protocol.messages import AskStatus, JobStatus
 
-    _show(_ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), AskStatus()))
+    reply = _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), AskStatus())
+    assert isinstance(reply, JobStatus), f"the master answered a question for its status with {type(reply).__name__}"
+    _show(reply, is_json=is_json)
 
 
 @app.command()
@@ -97,8 +100,11 @@ def stop(
 
 @app.command()
 def scale(
-    nodes: Annotated[str, typer.Option("--nodes", help="How many nodes the job shall have: N, or MIN:MAX.")],
     job: Job = "",
+    nodes: Annotated[str, typer.Option("--nodes", help="How many nodes the world shall have: N, or MIN:MAX.")] = "",
+    replicas: Annotated[
+        str, typer.Option("--replicas", help="Nodes of one type beside an all-reduce world: TYPE=COUNT, as ps=3.")
+    ] = "",
     addr: Address = "",
     token_file: TokenFile = "",
     tls_ca: TlsCa = "",
@@ -109,13 +115,43 @@ def scale(
     from dlrover.cli.settings import parse_nnodes
     from dlrover.protocol.fleet_messages import ScaleJob
 
-    try:
-        min_nodes, max_nodes = parse_nnodes(nodes)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("--nnodes", "--nodes")) from error
-    command = ScaleJob(min_nodes=min_nodes, max_nodes=max_nodes)
+    if bool(nodes) == bool(replicas):
+        raise ConfigError("Give either --nodes N or MIN:MAX, or --replicas TYPE=COUNT.")
+    command: Question
+    if replicas:
+        command = _scale_replicas(replicas)
+    else:
+        try:
+            min_nodes, max_nodes = parse_nnodes(nodes)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("--nnodes", "--nodes")) from error
+        command = ScaleJob(min_nodes=min_nodes, max_nodes=max_nodes)
     _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), command)
-    typer.echo(f"The job shall have {nodes} nodes.")
+    typer.echo(f"The job shall have {replicas.replace('=', ': ') or nodes} nodes.")
+
+
+@app.command()
+def migrate(
+    node: Annotated[int, typer.Option("--node", help="Number of the platform's node, as in `dlrover status`.")],
+    cpu: Annotated[float, typer.Option("--cpu", help="Cores of the new node; 0: as the platform gives.")],
+    memory_mb: Annotated[int, typer.Option("--memory-mb", help="Memory of the new node; 0: as the platform gives.")],
+    gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the new node.")] = 0,
+    gpu_type: Annotated[str, typer.Option("--gpu-type", help="Their kind.")] = "",
+    job: Job = "",
+    addr: Address = "",
+    token_file: TokenFile = "",
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+) -> None:
+    """Exchange a node of a job for one with other resources; the old one goes when the new one runs."""
+    from dlrover.protocol.fleet_messages import MigrateNode, Resource
+    from dlrover.protocol.identity import PlatformId
+
+    resource = Resource(cpu=cpu, memory_mb=memory_mb, gpus=gpus, gpu_type=gpu_type)
+    command = MigrateNode(node=PlatformId(node), resource=resource)
+    _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), command)
+    typer.echo(f"Node {node} is being exchanged.")
 
 
 @app.command()
@@ -170,15 +206,18 @@ def restart(
 
 @app.command()
 def clean() -> None:
-    """Remove what killed jobs of yours left on this host: directories, network namespaces, processes if any survived."""
+    """Remove what killed jobs of yours left on this host: directories, snapshots, network namespaces, processes if any survived."""
     from dlrover.cli.environment import read_environment
-    from dlrover.cli.runtime_dir import reap, user_root
+    from dlrover.cli.runtime_dir import reap, reap_snapshots, snapshot_root, user_root
     from dlrover.platforms.node_host import remove_left_behind
 
-    removed = reap(user_root(read_environment(os.environ)), older_than=0.0)
+    environment = read_environment(os.environ)
+    removed = reap(user_root(environment), older_than=0.0)
     for left in removed:
         typer.echo(f"removed {left.path} (job {left.job_name or 'unknown'}, dead for at least {left.age:.0f} s)")
     typer.echo(f"{len(removed)} left-over directories removed.")
+    for path in reap_snapshots(snapshot_root(environment), older_than=0.0):
+        typer.echo(f"removed the snapshots in {path}")
     for name in remove_left_behind():
         typer.echo(f"removed {name}")
 
@@ -221,19 +260,27 @@ def _ask(job: str, addr: str, token_file: str, tls: TlsConfig | None, body: Ques
     token = read_token_file(token_file) if token_file else environment.job_token
     address = addr or ("" if job else environment.master_addr)
     if not address:
-        address, found_token_file = _find_local_job(job)
-        token = token or read_token_file(found_token_file)
+        found = _find_local_job(job)
+        address, tls = found.address, tls or found.tls
+        token = token or read_token_file(found.token_file)
     return asyncio.run(ask(address, body, token=token, tls=tls, timeout=ASK_TIMEOUT))
 
 
-def _find_local_job(job: str) -> tuple[str, str]:
-    """Address and token file of a job of ours that runs on this host."""
+class _LocalJob(NamedTuple):
+    """How a job of ours that runs on this host is reached."""
+
+    address: str
+    token_file: str
+    tls: TlsConfig | None
+
+
+def _find_local_job(job: str) -> _LocalJob:
     from dlrover.cli.environment import read_environment
     from dlrover.cli.runtime_dir import TOKEN_FILE, list_nodes, user_root
 
     living, _ = list_nodes(user_root(read_environment(os.environ)))
     jobs = {
-        owner.job_name: (owner.master_addr, os.path.join(path, TOKEN_FILE))
+        owner.job_name: _LocalJob(owner.master_addr, os.path.join(path, TOKEN_FILE), owner.tls)
         for path, owner in living
         if owner.master_addr
     }
@@ -244,48 +291,27 @@ def _find_local_job(job: str) -> tuple[str, str]:
     return jobs[job] if job else next(iter(jobs.values()))
 
 
-def _show(reply: Reply) -> None:
+def _scale_replicas(text: str) -> ScaleReplicas:
+    from dlrover.protocol.fleet_messages import NodeType, ScaleReplicas
+
+    name, _, count = text.partition("=")
+    known = [node_type.value for node_type in NodeType]
+    if name not in known or not (count.isascii() and count.isdigit()):
+        raise ConfigError(f"--replicas {text}: give TYPE=COUNT with one of the types {', '.join(known)}.")
+    return ScaleReplicas(node_type=NodeType(name), count=int(count))
+
+
+def _show(status: JobStatus, *, is_json: bool) -> None:
+    import msgspec
+
+    if is_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
+        return
     from rich.console import Console
-    from rich.table import Table
 
-    from dlrover.protocol.messages import JobStatus
+    from dlrover.cli.status_display import show
 
-    assert isinstance(reply, JobStatus), f"the master answered a question for its status with {type(reply).__name__}"
-    console = Console()
-    console.print(f"job {reply.job_name}: {reply.stage}, round {reply.round}, {reply.world_size} workers, ", end="")
-    console.print(f"{reply.num_restarts} restarts, master epoch {reply.master_epoch}")
-    scaled = f" (scaled {reply.limits_version} times)" if reply.limits_version else ""
-    beside = (
-        f", {reply.num_standby} standby, {reply.num_pending} pending" if reply.num_standby or reply.num_pending else ""
-    )
-    console.print(f"nodes {reply.min_nodes}:{reply.max_nodes}{scaled}{beside}")
-    console.print(f"because: {reply.verdict}", markup=False)
-    columns = ["node rank", "node", "incarnation", "host", "status", "wish", "step"]
-    is_checked = any(node.check is not None for node in reply.nodes)
-    table = Table(*columns, *(["check", "elapsed"] if is_checked else []))
-    for node in reply.nodes:
-        step = "" if node.step is None else node.step
-        cells = (node.node_rank, node.node, node.incarnation, node.host, node.status, node.wish, step)
-        table.add_row(*(str(cell) for cell in cells), *(_check_cells(node.check) if is_checked else ()))
-    console.print(table)
-    for node in reply.nodes:
-        if node.check is not None and node.check.reason:
-            console.print(
-                f"check of node rank {node.node_rank}: {node.check.status}, {node.check.reason}", markup=False
-            )
-    for failure in reply.distinct_failures:
-        where = f"first on node rank {failure.node_rank} ({failure.host})"
-        console.print(f"failed {failure.count} times, {where}: {failure.kind}: {failure.message}", markup=False)
-    if reply.end is not None:
-        console.print(f"end: {reply.end.reason}: {reply.end.message}", markup=False)
-
-
-def _check_cells(check: CheckResult | None) -> tuple[str, str]:
-    """Verdict and times of the node check."""
-    if check is None:
-        return "", ""
-    elapsed = f"{check.elapsed_ms:.0f} ms" if check.elapsed_ms else ""
-    return check.status, f"{elapsed}, {check.bandwidth_gbps:.2f} GB/s" if check.bandwidth_gbps else elapsed
+    show(status, Console())
 
 
 if __name__ == "__main__":

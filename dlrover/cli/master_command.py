@@ -24,10 +24,12 @@ from dlrover.cli.processes import SignalInbox
 from dlrover.cli.runtime_dir import NodeDirectory, user_root
 from dlrover.cli.settings import check_plugin
 from dlrover.protocol.addresses import LOOPBACK, Address, TlsConfig
-from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.errors import ConfigError, Rejected
+from dlrover.protocol.fleet_messages import FleetSpec
 
 STOP_TIMEOUT = 5.0
 
+_LATER_PLATFORMS = ("k8s", "pyk8s", "ray", "volcano")
 # Options of the original's master that nothing here answers yet: (name, takes a value, the value that asks for
 # nothing).
 _LATER = (
@@ -57,10 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             value = getattr(options, name[2:].replace("-", "_"))
             if value.lower() != harmless:
                 raise ConfigError(f"{name} {value} is not yet available in this version. Leave it out.")
-        if options.platform != "local":
-            raise ConfigError(
-                f"--platform {options.platform} is not yet available in this version. Use: --platform local"
-            )
         return run(options)
     except ConfigError as error:
         say_block(f"dlrover master: error: {error}")
@@ -73,6 +71,8 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
 
     environment = read_environment(os.environ)
     tls = _tls(options)
+    fleet = _fleet(options)
+    platform_options = _platform_options(options)
     try:
         seat = Seat(options.host, options.port)
     except OSError as error:
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
     address = Address(options.host, seat.port)
     directory = NodeDirectory(user_root(environment), options.job_name, new_launch())
     try:
-        directory.record(str(address))
+        directory.record(str(address), tls)
         token = environment.job_token and check_token(environment.job_token, "The variable DLROVER_JOB_TOKEN")
         if options.token_file:
             token = read_token_file(options.token_file)
@@ -99,6 +99,9 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
             topology_sorter=check_plugin(
                 options.topology_sorter or environment.topology_sorter, option="--topology-sorter"
             ),
+            platform="" if fleet is None else options.platform,
+            platform_options=platform_options,
+            fleet=fleet,
             ready_file=os.path.join(directory.path, "master.ready"),
             parent_death=True,
             parent_pid=os.getpid(),
@@ -112,6 +115,46 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
     finally:
         seat.close()
         directory.remove()
+
+
+def _fleet(options: argparse.Namespace) -> FleetSpec | None:
+    """None: people start the nodes. That is what `--platform local` alone has always meant."""
+    from dlrover.core.fleet_commands import check_spec
+    from dlrover.platforms.registry import find_platform
+
+    if options.platform in _LATER_PLATFORMS:
+        raise ConfigError(f"--platform {options.platform} is not yet available in this version. Use: --platform local")
+    find_platform(options.platform)
+    if not options.fleet:
+        if options.platform != "local" or options.platform_options:
+            raise ConfigError(
+                f"--platform {options.platform} shall start nodes, but nobody says which: give --fleet FILE, for example "
+                'with {"replicas": {"worker": {"count": 2}}}.'
+            )
+        return None
+    try:
+        spec = msgspec.json.decode(_read(options.fleet, "--fleet"), type=FleetSpec)
+        check_spec(spec)
+    except (msgspec.MsgspecError, Rejected) as error:
+        raise ConfigError(f"--fleet {options.fleet}: {error}") from error
+    return spec
+
+
+def _platform_options(options: argparse.Namespace) -> dict[str, object]:
+    if not options.platform_options:
+        return {}
+    try:
+        return msgspec.json.decode(_read(options.platform_options, "--platform-options"), type=dict[str, object])
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"--platform-options {options.platform_options}: {error}") from error
+
+
+def _read(path: str, option: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror}.") from error
 
 
 def _tls(options: argparse.Namespace) -> TlsConfig | None:
@@ -155,7 +198,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default=LOOPBACK, help=f"address to listen on ({LOOPBACK}; :: or 0.0.0.0 for all)")
     add("--port", type=_port, default=0, help="port to listen on (0: any free one)")
     add("--node-num", type=_positive, default=1, help="accepted; the nodes themselves tell how many there are")
-    add("--platform", default="local", help="where nodes come from; only local is available")
+    add("--platform", default="local", help="where nodes come from: local, NAME, or MODULE::CLASS")
+    add("--fleet", default="", metavar="FILE", help="nodes to start there, JSON (without: people start the nodes)")
+    add("--platform-options", default="", metavar="FILE", help="what the platform needs to know, a JSON object")
     add("--journal", default="", metavar="FILE", help="keep the journal there and continue from it")
     add("--token-file", default="", metavar="FILE", help="file with the job token (or DLROVER_JOB_TOKEN)")
     add("--tls-ca", default="", metavar="FILE", help="certificates that clients must come from")

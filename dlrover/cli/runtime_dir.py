@@ -27,6 +27,7 @@ import msgspec
 
 from dlrover.cli.console import say
 from dlrover.cli.environment import Environment
+from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import ConfigError
 
 MAX_PATH_BYTES = 96
@@ -52,6 +53,8 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """Kernel's start time of the process and the id of the boot: together with the pid unique on a host."""
     job_name: str = ""
     master_addr: str = ""
+    tls: TlsConfig | None = None
+    """The files with which the job's own nodes reach the master."""
 
 
 def user_root(environment: Environment) -> str:
@@ -124,9 +127,9 @@ class NodeDirectory:
         with contextlib.suppress(OSError):  # a file system without locks on directories has no such visitor either
             fcntl.flock(root, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
-    def record(self, master_addr: str) -> None:
-        """Who owns the directory, and where the job's master is."""
-        owner = describe_process(os.getpid(), job_name=self._job_name, master_addr=master_addr)
+    def record(self, master_addr: str, tls: TlsConfig | None = None) -> None:
+        """Who owns the directory, and where and how the job's master is reached."""
+        owner = describe_process(os.getpid(), job_name=self._job_name, master_addr=master_addr, tls=tls)
         self.write(OWNER_FILE, msgspec.json.encode(owner))
 
     def write(self, name: str, data: bytes) -> str:
@@ -242,8 +245,8 @@ def _forget_locks() -> None:
 os.register_at_fork(after_in_child=_forget_locks)
 
 
-def describe_process(pid: int, *, job_name: str = "", master_addr: str = "") -> Owner:
-    return Owner(pid=pid, started=_start_of(pid) or "", job_name=job_name, master_addr=master_addr)
+def describe_process(pid: int, *, job_name: str = "", master_addr: str = "", tls: TlsConfig | None = None) -> Owner:
+    return Owner(pid=pid, started=_start_of(pid) or "", job_name=job_name, master_addr=master_addr, tls=tls)
 
 
 def is_running(owner: Owner) -> bool:

@@ -57,7 +57,7 @@ _CHECKED_MESSAGE = 2048
 
 def _define(command: DefineFleet, course: Course) -> Reply:
     state = course.state
-    _check_spec(command.spec)
+    check_spec(command.spec)
     known = state.fleet
     if known is not None and known.spec != command.spec:
         raise Rejected(
@@ -124,7 +124,8 @@ def _replicas_of(course: Course, spec: FleetSpec, node_type: NodeType, replica: 
     return replicas
 
 
-def _check_spec(spec: FleetSpec) -> None:
+def check_spec(spec: FleetSpec) -> None:
+    """Raises `Rejected` for a fleet that no platform could bring."""
     for node_type, replica in spec.replicas.items():
         if not 0 <= replica.count <= MOST_NODES or replica.max_relaunches < 0:
             raise _bad(f"{node_type.value}: give a count from 0 to {MOST_NODES} and 0 or more relaunches")
@@ -208,7 +209,7 @@ def _migrate(command: MigrateNode, course: Course) -> Reply:
     node = fleet.nodes.get(command.node)
     if node is None or not node.is_live or node.phase is NodePhase.INITIAL:
         raise Rejected(f"Node {command.node} is not there to be exchanged.", code="bad-migration")
-    if command.resource.cpu < 0 or command.resource.memory_mb < 0 or command.resource.gpus < 0:
+    if not command.resource.cpu >= 0 or command.resource.memory_mb < 0 or command.resource.gpus < 0:
         raise Rejected(f"{node.label} cannot have less than nothing: {command.resource}.", code="bad-migration")
     if node.id in fleet.migrations or node.id in fleet.migrations.values():
         raise Rejected(f"{node.label} is being exchanged already.", code="bad-migration")
@@ -296,7 +297,11 @@ def _ps_ready(command: PsReady, course: Course) -> Reply:
 
 def _known_fleet(state: JobState) -> Fleet:
     if state.fleet is None:
-        raise Rejected("The nodes of this job are started by hand: it has no platform.", code="no-platform")
+        raise Rejected(
+            "The nodes of this job are started by hand: it has no platform that could start, end or exchange any. Start the "
+            "job with one (`dlrover local`, `dlrover master --fleet FILE`), or do it by hand.",
+            code="no-platform",
+        )
     return state.fleet
 
 

@@ -13,13 +13,13 @@ from typing import Generic, TypeVar
 import msgspec
 
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import RestartJob, ResumeJob, ScaleJob, SuspendJob
+from dlrover.protocol.fleet_messages import MigrateNode, RestartJob, ResumeJob, ScaleJob, ScaleReplicas, SuspendJob
 from dlrover.protocol.frames import Answer, FromAgent, FromMaster, Refusal
 from dlrover.protocol.messages import MAX_MESSAGE_BYTES, Query, StopJob
 
 T = TypeVar("T")
 
-Question = Query | StopJob | ScaleJob | SuspendJob | ResumeJob | RestartJob
+Question = Query | StopJob | ScaleJob | ScaleReplicas | MigrateNode | SuspendJob | ResumeJob | RestartJob
 """What a one-shot client may ask."""
 
 

@@ -86,7 +86,8 @@ def test_a_master_by_hand_answers_and_ends_with_ctrl_c(short_dir: Path, tmp_path
     assert master.stderr is not None
     try:
         assert "job by-hand at 127.0.0.1:" in master.stderr.readline()
-        status = run("status", "by-hand", runtime=short_dir)  # waits until the master serves
+        assert any("serving job=by-hand" in line for line in master.stderr)
+        status = run("status", "by-hand", runtime=short_dir)
         assert status.returncode == 0, status.stderr
         assert "job by-hand" in status.stdout
         master.send_signal(signal.SIGINT)

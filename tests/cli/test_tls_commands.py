@@ -36,7 +36,9 @@ def address(authority: Authority, short_dir: Path) -> Iterator[str]:
     )
     assert master.stderr is not None
     try:
-        yield master.stderr.readline().split(" at ")[1].split(";")[0]
+        address = master.stderr.readline().split(" at ")[1].split(";")[0]
+        assert any("serving job=secret" in line for line in master.stderr)
+        yield address
     finally:
         master.send_signal(signal.SIGINT)
         master.communicate(timeout=DEADLINE)
@@ -51,6 +53,13 @@ def test_status_and_stop_reach_a_master_with_tls(authority: Authority, address: 
     assert "job secret" in status.stdout
     stop = run("stop", "--addr", address, *tls, runtime=short_dir, DLROVER_JOB_TOKEN="token")
     assert stop.returncode == 0, stop.stderr
+
+
+@needs_openssl
+def test_a_job_of_ours_is_found_with_its_certificates(address: str, short_dir: Path) -> None:
+    status = run("status", "secret", runtime=short_dir)
+    assert status.returncode == 0, status.stderr
+    assert "job secret" in status.stdout
 
 
 @pytest.mark.parametrize(

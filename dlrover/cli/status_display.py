@@ -1,0 +1,78 @@
+"""
+What `dlrover status` prints: a job at a glance, its nodes, the nodes of its platform, and why it does what it does.
+
+Free text (verdicts, messages of a platform) is printed as it is: brackets in it are no markup.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dlrover.protocol.check_messages import CheckResult
+from dlrover.protocol.fleet_messages import FleetNodeStatus, NodeExit
+from dlrover.protocol.messages import JobStatus, NodeStatus
+
+
+def show(status: JobStatus, console: Console) -> None:
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False)
+
+    say(
+        f"job {status.job_name}: {status.stage}, round {status.round}, {status.world_size} workers, "
+        f"{status.num_restarts} restarts, master epoch {status.master_epoch}"
+    )
+    scaled = f" (scaled {status.limits_version} times)" if status.limits_version else ""
+    has_others = status.num_standby or status.num_pending
+    beside = f", {status.num_standby} standby, {status.num_pending} pending" if has_others else ""
+    say(f"nodes {status.min_nodes}:{status.max_nodes}{scaled}{beside}")
+    say(f"because: {status.verdict}")
+    if status.shortage:
+        say(f"waits for the platform: {status.shortage}")
+    console.print(_agents(status.nodes))
+    if status.fleet:
+        console.print(_platform_nodes(status.fleet))
+    for node in status.nodes:
+        if node.check is not None and node.check.reason:
+            say(f"check of node rank {node.node_rank}: {node.check.status}, {node.check.reason}")
+    for failure in status.distinct_failures:
+        where = f"first on node rank {failure.node_rank} ({failure.host})"
+        say(f"failed {failure.count} times, {where}: {failure.kind}: {failure.message}")
+    if status.end is not None:
+        say(f"end: {status.end.reason}: {status.end.message}")
+
+
+def _agents(nodes: tuple[NodeStatus, ...]) -> Table:
+    is_checked = any(node.check is not None for node in nodes)
+    columns = ["node rank", "node", "incarnation", "host", "status", "wish", "step"]
+    table = Table(*columns, *(["check", "elapsed"] if is_checked else []))
+    for node in nodes:
+        step = "" if node.step is None else node.step
+        cells = (node.node_rank, node.node, node.incarnation, node.host, node.status, node.wish, step)
+        _add(table, *cells, *(_check_cells(node.check) if is_checked else ()))
+    return table
+
+
+def _platform_nodes(nodes: tuple[FleetNodeStatus, ...]) -> Table:
+    table = Table("platform node", "type", "rank", "phase", "relaunches", "exit reason", "host", "message")
+    for node in nodes:
+        phase = f"{node.phase.value}, let go" if node.is_released else node.phase.value
+        relaunches = f"{node.num_relaunches} of {node.max_relaunches}"
+        if node.num_evictions:
+            relaunches += f", {node.num_evictions} free"
+        reason = "" if node.exit_reason is NodeExit.NONE else node.exit_reason.value
+        _add(table, node.id, node.node_type.value, node.rank, phase, relaunches, reason, node.host, node.message)
+    return table
+
+
+def _add(table: Table, *cells: object) -> None:
+    table.add_row(*(Text(str(cell)) for cell in cells))
+
+
+def _check_cells(check: CheckResult | None) -> tuple[str, str]:
+    """Verdict and times of the node check."""
+    if check is None:
+        return "", ""
+    elapsed = f"{check.elapsed_ms:.0f} ms" if check.elapsed_ms else ""
+    return check.status, f"{elapsed}, {check.bandwidth_gbps:.2f} GB/s" if check.bandwidth_gbps else elapsed

@@ -1,0 +1,121 @@
+"""A master by hand with a platform, and everything that people can ask of it from a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import DEADLINE
+from tests.cli.test_commands import DLROVER, run
+
+PS_JOB = {
+    "replicas": {"worker": {"count": 2}, "ps": {"count": 1}},
+    "strategy": "ParameterServerStrategy",
+}
+
+
+@contextlib.contextmanager
+def master(runtime: Path, *options: str) -> Iterator[None]:
+    process = subprocess.Popen(
+        [*DLROVER, "master", "--job-name", "job", *options],
+        env={**os.environ, "TMPDIR": str(runtime)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    try:
+        assert any("serving job=job" in line for line in process.stderr)
+        yield
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=DEADLINE)
+
+
+@pytest.fixture
+def fleet_file(tmp_path: Path) -> str:
+    path = tmp_path / "fleet.json"
+    path.write_text(json.dumps(PS_JOB))
+    return str(path)
+
+
+def succeeds(runtime: Path, *args: str) -> str:
+    done = run(*args, runtime=runtime)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_platform_by_hand_can_be_steered(short_dir: Path, fleet_file: str) -> None:
+    with master(short_dir, "--platform", "fake", "--fleet", fleet_file):
+        status = json.loads(succeeds(short_dir, "status", "--json"))
+        assert [(node["id"], node["node_type"], node["rank"]) for node in status["fleet"]] == [
+            (1, "chief", 0),
+            (0, "ps", 0),
+            (2, "worker", 0),
+        ]
+        assert "shall have ps: 2 nodes" in succeeds(short_dir, "scale", "job", "--replicas", "ps=2")
+        assert "exchanged" in succeeds(short_dir, "migrate", "job", "--node", "0", "--cpu", "2", "--memory-mb", "512")
+        assert "suspended" in succeeds(short_dir, "suspend", "job")
+        status = json.loads(succeeds(short_dir, "status", "--json"))
+        assert status["stage"] == "suspended"
+        assert sum(node["node_type"] == "ps" for node in status["fleet"]) == 3, "one more, and one to be exchanged"
+        assert "resumed" in succeeds(short_dir, "resume", "job")
+        refused = run("restart", "job", runtime=short_dir)
+        assert refused.returncode == 1
+        assert "form one world" in refused.stderr
+        assert "chief" in succeeds(short_dir, "status")
+
+
+def test_without_a_platform_each_command_says_so(short_dir: Path) -> None:
+    asked = (
+        ["suspend"],
+        ["resume"],
+        ["restart"],
+        ["scale", "--replicas", "ps=2"],
+        ["migrate", "--node", "1", "--cpu", "1", "--memory-mb", "1"],
+    )
+    with master(short_dir):
+        for args in asked:
+            done = run(*args, runtime=short_dir)
+            assert done.returncode == 1
+            assert "started by hand: it has no platform" in done.stderr
+            assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--platform", "moon"], "no platform 'moon'"),
+        (["--platform", "fake"], "give --fleet FILE"),
+        (["--fleet", "/nowhere/fleet.json"], "/nowhere/fleet.json: No such file"),
+        (["--fleet", "{fleet}", "--platform-options", "{list}"], "Expected `object`"),
+        (["--fleet", "{list}"], "Expected `object`"),
+        (["--fleet", "{empty}"], "there is no worker"),
+        (["--fleet", "{fleet}"], "missing required field `socket`"),
+    ],
+)
+def test_a_platform_that_cannot_be_is_a_clear_error(
+    args: list[str], expected: str, short_dir: Path, tmp_path: Path, fleet_file: str
+) -> None:
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "empty.json").write_text('{"replicas": {}}')
+    files = {"fleet": fleet_file, "list": str(tmp_path / "list.json"), "empty": str(tmp_path / "empty.json")}
+    done = run("master", "--job-name", "j", *(arg.format(**files) for arg in args), runtime=short_dir)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "args", [["scale"], ["scale", "--nodes", "2", "--replicas", "ps=1"], ["scale", "--replicas", "moons=1"]]
+)
+def test_scaling_needs_to_know_what(args: list[str], short_dir: Path) -> None:
+    done = run(*args, runtime=short_dir)
+    assert done.returncode == 2
+    assert "TYPE=COUNT" in done.stderr

@@ -1,0 +1,71 @@
+"""What `dlrover status` shows."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from dlrover.cli.status_display import show
+from dlrover.protocol.fleet_messages import FleetNodeStatus, NodeExit, NodePhase, NodeType
+from dlrover.protocol.messages import Incarnation, JobStatus, NodeId, NodeRank, NodeStatus, PlatformId, Round, Stage
+
+FLEET = (
+    FleetNodeStatus(
+        id=PlatformId(4),
+        node_type=NodeType.PS,
+        rank=1,
+        name="gpt-ps-4",
+        phase=NodePhase.FAILED,
+        host="cloud",
+        exit_reason=NodeExit.OOM,
+        message="took [64] MB",
+        num_relaunches=2,
+        num_evictions=5,
+        max_relaunches=3,
+        is_released=True,
+    ),
+    FleetNodeStatus(id=PlatformId(7), node_type=NodeType.WORKER, rank=0, name="gpt-worker-7", phase=NodePhase.PENDING),
+)
+
+
+def shown(**details: object) -> str:
+    fields: dict[str, object] = {
+        "job_name": "gpt",
+        "stage": Stage.RUNNING,
+        "master_epoch": 1,
+        "round": Round(3),
+        "world_size": 4,
+        "num_restarts": 2,
+        "verdict": "2 of [2] nodes start",
+        "nodes": (
+            NodeStatus(
+                node=NodeId(1),
+                node_rank=NodeRank(0),
+                incarnation=Incarnation(1),
+                host="here",
+                status="alive",
+                wish="run",
+            ),
+        ),
+    }
+    output = io.StringIO()
+    show(JobStatus(**(fields | details)), Console(file=output, width=160))  # type: ignore[arg-type]
+    return output.getvalue()
+
+
+def test_a_job_by_hand_shows_no_platform() -> None:
+    text = shown()
+    assert "job gpt: running, round 3, 4 workers, 2 restarts" in text
+    assert "because: 2 of [2] nodes start" in text
+    assert "platform" not in text
+
+
+def test_the_nodes_of_the_platform_are_shown_with_what_became_of_them() -> None:
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown(fleet=FLEET).splitlines()]
+    assert ["4", "ps", "1", "Failed, let go", "2 of 3, 5 free", "OOMKilled", "cloud", "took [64] MB"] in rows
+    assert ["7", "worker", "0", "Pending", "0 of 0", "", "", ""] in rows
+
+
+def test_why_the_job_waits_for_its_platform_is_said() -> None:
+    assert "waits for the platform: 1 worker is missing" in shown(fleet=FLEET, shortage="1 worker is missing")
