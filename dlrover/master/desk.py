@@ -23,9 +23,10 @@ from msgspec.structs import replace
 from dlrover.core.job import Job
 from dlrover.core.observations import Observations
 from dlrover.core.sequence import Batch, CommitSequence, CoreFault
-from dlrover.core.turn import NotYet, Origin, Outcome
+from dlrover.core.turn import NotYet, Origin, Outcome, micros
 from dlrover.master.clock import MasterClock
 from dlrover.master.grace import AFTERMATH, LONG_STALL, Grace, StallWatch
+from dlrover.master.isolation import Isolation
 from dlrover.master.keeper import Keeper
 from dlrover.master.roster import Line, Roster
 from dlrover.master.topology import TIME_LIMIT, NodeTopologyMeta, Topology
@@ -113,6 +114,7 @@ class Desk:
         self._failed_bytes = 0  # size of what could not be written; 0 while the journal works
         self._retry_at = 0  # elapsed microseconds at which the journal is tried again
         self._stalls = StallWatch()
+        self._isolation = Isolation()
         self._blamed_until = 0  # elapsed microseconds until which the end of a stream may be our own doing
         self._stalled = 0  # microseconds that the observations have not been told of
         self._grace = Grace()  # no deadline passes before `MasterStarted` has moved it by the outage
@@ -127,6 +129,7 @@ class Desk:
     def receive(self, stream: AgentStream, parcels: Sequence[FromAgent | Unreadable]) -> None:
         line = self._roster.line(stream)
         now = self._clock.now()
+        self._note_that_we_are_reached(now)
         for parcel in parcels:
             match parcel:
                 case Request():
@@ -146,7 +149,10 @@ class Desk:
         finding = self._roster.close(stream)
         if finding is not None:
             self._note_stalls(self._clock.now())  # the end of a stream may be the first that we see after one
-            finding = replace(finding, is_our_fault=self._clock.elapsed() < self._blamed_until)
+            elapsed, detection = self._clock.elapsed(), self._patience
+            is_cut_off = self._isolation.is_cut_off(elapsed, detection)
+            self._isolation.left(finding.node, elapsed, detection)
+            finding = replace(finding, is_our_fault=is_cut_off or elapsed < self._blamed_until)
             # How far the node had come goes with it: without it a job whose agents die now and then seems to stand still.
             self._findings[finding.node] = replace(finding, step=self._observations.step(finding.node))
             self._observations.forget(finding.node)
@@ -214,6 +220,8 @@ class Desk:
 
     def _nap_of_job(self) -> float:
         now = self._clock.now()
+        if self._isolation.is_cut_off(self._clock.elapsed(), self._patience):
+            return LONGEST_NAP
         self._follow_job()
         at = self._observations.quiet_until()
         if (deadline := self._job.next_deadline()) is not None:
@@ -269,9 +277,18 @@ class Desk:
         if stalled:
             self._stalled += stalled
             self._grace.extend(now, stalled)
+            self._isolation.stood_still(stalled)
             log.warning("master stood still for_seconds=%.1f: deadlines wait as long", stalled / 1e6)
             if stalled >= LONG_STALL:
                 self._blamed_until = self._clock.elapsed() + AFTERMATH
+
+    def _note_that_we_are_reached(self, now: Micros) -> None:
+        """If nobody could for a while, the others are on their way too: nobody is given up before they had the time."""
+        lost = self._isolation.heard(self._clock.elapsed(), self._patience)
+        if lost:
+            self._stalled += lost
+            self._grace.extend(now, min(lost, micros(self._patience.silence)))
+            log.warning("master was cut off from all nodes for_seconds=%.1f: nobody is given up for it", lost / 1e6)
 
     def _in_order(self, works: list[Work], now: Micros) -> Iterator[Work]:
         """
@@ -279,7 +296,8 @@ class Desk:
 
         To be staged one by one: which deadlines are due is asked when all that came in time to meet them is applied.
         """
-        is_time_trusted = self._grace.is_over(now)
+        is_cut_off = self._isolation.is_cut_off(self._clock.elapsed(), self._patience)
+        is_time_trusted = self._grace.is_over(now) and not is_cut_off
         self._follow_job()
         if is_time_trusted:
             stalled, self._stalled = self._stalled, 0
@@ -296,7 +314,11 @@ class Desk:
 
     def _follow_job(self) -> None:
         """The job must not look at the observations; so they are told what it knows."""
-        self._observations.follow(self._detection or self._job.detection, self._job.suspects())
+        self._observations.follow(self._patience, self._job.suspects())
+
+    @property
+    def _patience(self) -> Detection:
+        return self._detection or self._job.detection
 
     def _stage(self, work: Work, now: Micros) -> int | None:
         """The ticket of its outcome; None: a question that goes on waiting for its answer."""
@@ -369,6 +391,7 @@ class Desk:
             line.clock_stood_still = self._clock.stood_still
             self._roster.attach(line, attached, self._clock.elapsed())
             self._observations.attached(attached.node, attached.incarnation, now)
+            self._isolation.came(attached.node)
             self._ask_for_order()
         else:
             self._findings[attached.node] = NodeDisconnected(node=attached.node, incarnation=attached.incarnation)
@@ -400,6 +423,7 @@ class Desk:
             if self._findings.get(work.body.node) == work.body:
                 del self._findings[work.body.node]
             if isinstance(work.body, NodeSilent):
+                self._isolation.left(work.body.node, self._clock.elapsed(), self._patience)
                 self._roster.end(
                     work.body.node, work.body.incarnation
                 )  # should it wake up, it has to present itself anew

@@ -149,8 +149,12 @@ class Training:
         """None was skipped, and none disturbed a later one."""
         lines = [json.loads(line) for line in self.command("replay", "--json", str(journal)).splitlines()]
         assert lines[-1]["verified"], lines[-1]
-        run = [int(effect.split("run round ")[1].split()[0]) for line in lines for effect in line.get("effects", [])
-               if "run round " in effect]
+        run = [
+            int(effect.split("run round ")[1].split()[0])
+            for line in lines
+            for effect in line.get("effects", [])
+            if "run round " in effect
+        ]
         assert sorted(set(run)) == list(range(1, max(run) + 1)), run
         trained = {step.round for step in self.steps}
         self.say(f"rounds 1 to {max(run)}; without a step: {sorted(set(run) - trained) or 'none'}")
@@ -271,7 +275,7 @@ def test_a_job_trains_on_whatever_happens_to_its_nodes(jobs, tmp_path, networks)
     wait_until(lambda: time.monotonic() > since + 1.5 * SILENCE)
     job.goes_on()
     networks.heal_master()
-    wait_until(lambda: "4 nodes" in job.command("status"), WITHIN, job.explain)
+    wait_until(lambda: job.command("status").count("alive") == 4, WITHIN, job.explain)
     job.goes_on(100)
     assert job.world() == world, "nobody restarted"
     job.say(f"the master was cut off for {1.5 * SILENCE:g} s: nobody restarted")
@@ -279,7 +283,7 @@ def test_a_job_trains_on_whatever_happens_to_its_nodes(jobs, tmp_path, networks)
     since = time.monotonic()
     job.command("scale", "--nodes=2:3")
     now = job.recovers("scaled from 4 to 3", 3, since=since, after=now)
-    job.finish()
+    job.finish(*job.launchers)
 
 
 def _freeze_and_wake(job: ByHand, node: int, now: int) -> int:
