@@ -141,6 +141,8 @@ class Agent:
         self._local_world_size = local_world_size
         self._step = step
         self._launcher_pid = os.getppid()
+        self._noted = ""
+        """What was said last of this node, so that it is not said again in every round."""
         self._life = os.urandom(8).hex()
         """Tells this process from a former one of the same launch, when an answer to its attach was lost."""
         self._channel = connect(
@@ -266,6 +268,9 @@ class Agent:
         name = NODE_CHECK_RENDEZVOUS if isinstance(join, JoinCheck) else TRAINING_RENDEZVOUS
         if self._joined == (name, join.round) and self._offer is not None:
             return
+        if isinstance(join, Join) and join.note and join.note != self._noted:
+            self._noted = join.note
+            log.warning("%s", join.note)
         if self._driver.running_round:
             log.warning("workers of round %d stop: %s", self._driver.running_round, join.reason)
         if self._driver.is_wanted:

@@ -639,8 +639,9 @@ def wish_of(state: JobState, node: Node) -> Wish:
     if rdzv.is_active and rdzv.is_member(node.id):
         return Run(rdzv.spec(node.id))
     if rdzv.opening is not None and rdzv.is_member(node.id):
-        return Join(rdzv.next_round, rdzv.opening.cause, rdzv.opening.reason)
-    return Join(rdzv.next_round, StopCause.MEMBERSHIP, f"round {rdzv.next_round} is the next to form")
+        return Join(rdzv.next_round, rdzv.opening.cause, rdzv.opening.reason, node_check.note_on(state, node))
+    reason = f"round {rdzv.next_round} is the next to form"
+    return Join(rdzv.next_round, StopCause.MEMBERSHIP, reason, node_check.note_on(state, node))
 
 
 def is_running(state: JobState, node: Node) -> bool:

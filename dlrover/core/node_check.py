@@ -114,6 +114,14 @@ def wish_of(state: JobState, node: Node) -> Wish:
     return JoinCheck(number, StopCause.MEMBERSHIP, "nodes are checked before they train")
 
 
+def note_on(state: JobState, node: Node) -> str:
+    """The verdict on a slow node that trains all the same, for its own console; empty: nothing is to be said of it."""
+    result = state.check.results.get(node.rank)
+    if result is None or result.node != node.id or result.status != NodeStatus.STRAGGLER:
+        return ""
+    return f"the node check found this node slow ({result.elapsed_ms:.0f} ms: {result.reason}); it trains all the same"
+
+
 def begins_at(state: JobState) -> Micros | None:
     """When the next check begins with those who have joined it, maybe long ago; None: nobody can tell yet."""
     check, rdzv, terms = state.check, state.rendezvous, state.terms

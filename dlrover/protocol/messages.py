@@ -309,6 +309,8 @@ class Join(Struct, tag=True, frozen=True):
     """The round that the join shall lead to."""
     cause: StopCause
     reason: str
+    note: str = ""
+    """What people at that node should see, though it changes nothing: the verdict on a slow node that trains all the same."""
 
 
 class Wait(Struct, tag=True, frozen=True):

@@ -191,6 +191,13 @@ def test_newcomers_that_cannot_be_proved_leave_a_world_alone() -> None:
 # Slow nodes.
 
 
+def test_a_straggler_is_told_so_by_its_next_wish_and_nobody_else_is() -> None:
+    scene = begin(6, layout=Layout(6, slow={4})).settle(until=Join)
+    notes = {name: scene.wish(name).note for name in "abcdef" if isinstance(scene.wish(name), Join)}
+    assert "this node slow" in notes.pop("e")
+    assert not any(notes.values())
+
+
 def test_a_straggler_is_named_and_trains() -> None:
     scene = begin(6, layout=Layout(6, slow={4})).settle()
     assert scene.running() == list("abcdef")

@@ -74,5 +74,7 @@ def test_a_slow_node_is_named_and_all_train(jobs: JobFactory, tmp_path: Path) ->
     assert shown.count("healthy") == 3, shown
     assert "check of node rank 2: straggler" in shown
     assert shown.count("GB/s") == 4
+    named = [node for node in nodes if "the node check found this node slow" in node.err]
+    assert named == [nodes[2]], "it is told on its own console, and nowhere else"
     word.touch()
     assert [node.wait() for node in nodes] == [0, 0, 0, 0], explain(nodes)
