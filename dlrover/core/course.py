@@ -104,9 +104,14 @@ class Course:
             if not node.finished_round and claim is None:
                 rdzv.expect(node.id, node.rank)
                 node_check.expect(self, node)
-            if rdzv.world is None and rdzv.opening is None:
-                self._open(StopCause.MEMBERSHIP, "the job begins")
+            self._open_first()
         return node
+
+    def _open_first(self) -> None:
+        """Nobody has a world, so there is nobody who would have to lose it before a round opens."""
+        rdzv = self.state.rendezvous
+        if rdzv.world is None and rdzv.opening is None:
+            self._open(StopCause.MEMBERSHIP, "the job begins")
 
     def _rank_for(self, command: Attach) -> NodeRank:
         """The one it had before, if nobody else has it by now."""
@@ -221,6 +226,7 @@ class Course:
         if not was_running:
             rdzv.expect(node.id, node.rank)
             node_check.expect(self, node)
+            self._open_first()  # all were lost while the job was begun anew
         if was_running or (was_stopping and incident is not None):
             failure = WorkerFailure(
                 global_rank=rdzv.spec(node.id).first_global_rank,
@@ -582,6 +588,8 @@ class Course:
             state.restarts.incident.is_settled = True
         state.kv.drop_before(Round(rdzv.round + 1))
         state.sync.drop_before(Round(rdzv.round + 1))
+        for node in state.nodes.former.values():
+            node.finished_round = Round(0)  # should it come back, its work is to be done again
         for node in state.nodes.live.values():
             node.finished_round = Round(0)
             if node.dismissed is None:

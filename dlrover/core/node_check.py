@@ -180,6 +180,9 @@ def join(command: JoinRendezvous, course: Course, node: Node) -> Reply:
     known = check.joined.get(node.id)
     is_new = known is None or known.round != command.round
     check.joined[node.id] = CheckJoined(command.round, command.local_world_size, command.offer)
+    if node.id in check.perf:
+        # To the end: who is missing stands in front and is found at once, however many have come (`begins_at`).
+        check.perf[node.id] = check.perf.pop(node.id)
     course.touch(node.id)
     if is_new:
         check.call_began_at = course.now

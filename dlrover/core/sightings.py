@@ -24,9 +24,14 @@ UNSEEN_TOO_LONG = 60.0
 """Seconds after which a list that lacks a node which was asked for means that it is gone."""
 
 
-def hear_list(course: Course, shown: tuple[PlatformNode, ...]) -> None:
+def hear_list(course: Course, shown: tuple[PlatformNode, ...], master_epoch: int) -> None:
     """Everything that exists. What we know and it does not show is gone."""
     fleet = life_cycle.fleet_of(course)
+    if master_epoch > course.state.master_epoch:
+        # Our journal was lost, and the platform would refuse whatever we ask for in our own epoch. (A master that was
+        # replaced may hear it too; it cannot write any more, so nothing comes of it.)
+        course.state.master_epoch = master_epoch
+        course.touch_all()
     listed = {node.id: None for node in shown}
     is_first = not fleet.was_ever_listed
     for node in sorted(shown, key=lambda node: node.id):
@@ -53,6 +58,8 @@ def hear_change(course: Course, kind: NodeEventKind, shown: PlatformNode) -> Non
         node = _meet_stranger(course, fleet, kind, shown)
         if node is None:
             return
+    if node.asked_at is None:
+        node.asked_at = course.now  # by a life whose journal was lost; what exists has to be removed some day
     node.host = shown.host or node.host
     node.message = (shown.message or node.message)[:MAX_MESSAGE]
     node.group = shown.group if shown.group >= 0 else node.group
@@ -119,7 +126,8 @@ def _adopt(course: Course, fleet: Fleet, shown: PlatformNode) -> FleetNode:
     )
     fleet.to_launch.pop(node.id, None)
     node.asked_at = course.now
-    node.agent = next((agent for agent, on in fleet.agents.items() if on == node.id), None)
+    # The newest first: mostly it is the one that has just attached and made us look.
+    node.agent = next((agent for agent, on in reversed(fleet.agents.items()) if on == node.id), None)
     if not fleet.was_ever_listed:
         replicas.target = max(replicas.target, shown.rank + 1)  # it had been scaled before the journal was lost
     course.say(f"The platform has {node.label}, which is taken over.")

@@ -866,6 +866,16 @@ class TestRestart:
         assert scene.world("n3").round == 2
         assert sum(scene.fleet.workers.spent.values()) == 0
 
+    def test_somebody_who_comes_back_after_it_opens_the_next_round(self) -> None:
+        scene = FleetScene.of(2, 1, limits={"join_timeout": 600.0}).train(0, 1)
+        scene.gather("by-hand")
+        scene.leave("by-hand", LeaveReason.PREEMPTED)
+        scene.do(RestartJob())
+        scene.restart_agent("by-hand")
+        scene.join("by-hand")
+        assert scene.job.state.rendezvous.opening is not None, "nobody else need come for a round of one"
+        assert scene.job.next_deadline() is not None
+
     def test_the_fourth_restart_is_one_too_many(self) -> None:
         scene = FleetScene.of(1)
         for _ in range(3):

@@ -459,6 +459,17 @@ def test_the_performance_test_is_one_group_of_all() -> None:
     assert scene.running() == list("abcd")
 
 
+def test_those_who_have_not_come_to_it_are_the_first_that_are_looked_for() -> None:
+    scene = begin(4, is_perf_test=True)
+    while scene.job.state.check.num_checks == 0:
+        for name in "abcd":
+            scene.obey(name)
+    for name in "ab":
+        scene.obey(name)
+    nodes = [scene.agents[name].node for name in "cdab"]
+    assert list(scene.job.state.check.perf) == nodes, "else each join would pass all that came before it"
+
+
 def test_a_failed_performance_test_is_told_and_training_starts() -> None:
     scene = begin(3, is_perf_test=True)
     while scene.job.state.check.num_checks == 0:
