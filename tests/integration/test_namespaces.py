@@ -8,6 +8,7 @@ in the test's directory). The bounds asserted are for a machine that does other 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -240,6 +241,49 @@ class ByHand(Training):
         self.check_rounds(self.journal)
 
 
+class OnPlatform(Training):
+    """`dlrover local`: who is lost is replaced."""
+
+    def __init__(self, jobs: JobFactory, folder: Path, nodes: str, *options: str) -> None:
+        super().__init__(jobs, folder)
+        argv = [
+            sys.executable,
+            "-m",
+            "dlrover.cli.main",
+            "local",
+            f"--job-name={JOB}",
+            f"--nodes={nodes}",
+            "--netns=on",
+        ]
+        argv += ["--", "--shutdown-timeout=5", f"--journal={folder / 'journal'}", *DETECTION, *options]
+        self.host = Launched([*argv, str(SCRIPT), str(folder)], jobs.env(), folder, "local")
+        jobs.launched.append(self.host)
+
+    @property
+    def networks(self) -> Namespaces:
+        return Namespaces.find(self.host.pid)
+
+    def node(self, rank: int) -> int:
+        """The newest node of a rank, by its number on the platform."""
+        found = [-1]
+        for pid in self.processes("NODE_RANK", rank):
+            try:
+                words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue  # it just ended
+            found += [int(word.partition(b"=")[2]) for word in words if word.startswith(b"DLROVER_NODE_ID=")]
+        return max(found)
+
+    def of(self, node: int) -> list[int]:
+        return self.processes("DLROVER_NODE_ID", node)
+
+    def finish(self) -> None:
+        (self.folder / "stop").touch()
+        assert self.host.wait() == 0, self.explain()
+        [journal] = (self.folder / "journal").rglob("*.sqlite")
+        self.check_rounds(journal)
+
+
 @pytest.fixture
 def networks() -> Iterator[Namespaces]:
     claim = Claim()
@@ -301,3 +345,75 @@ def _freeze_and_wake(job: ByHand, node: int, now: int) -> int:
     wait_until(lambda: worker not in job.jobs.processes(), WITHIN, job.explain)
     job.say(f"it wakes up: its workers are gone after {time.monotonic() - since:.2f} s")
     return job.recovers("it is back", 4, since=since, after=now)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(400)
+def test_a_platform_replaces_who_is_lost(jobs, tmp_path):
+    job = OnPlatform(jobs, tmp_path, "2:4")
+    now = job.trains(4)
+
+    now = _kill_agent(job, now)
+
+    lost = job.node(2)
+    since = time.monotonic()
+    for pid in job.of(lost):
+        kill(pid)
+    now = job.recovers("kill -9 of a whole node, which is replaced", 4, since=since, after=now)
+    assert job.node(2) != lost
+
+    now = _freeze_and_replace(job, 3, now)
+
+    lost = job.node(1)
+    since = time.monotonic()
+    job.networks.cut(lost)
+    now = job.recovers("a node is cut off", 3, since=since, after=now)
+    now = job.recovers("and replaced", 4, since=since, after=now)
+    assert job.node(1) != lost
+    wait_until(lambda: not job.of(lost), WITHIN, job.explain)
+
+    job.check_nobody_is_late()
+    job.finish()
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(400)
+def test_a_job_is_scaled_up_and_down_and_waits_below_its_minimum(jobs, tmp_path):
+    job = OnPlatform(jobs, tmp_path, "2")
+    now = job.trains(2)
+    for size in (4, 3):
+        since = time.monotonic()
+        job.command("scale", JOB, f"--nodes=2:{size}")
+        now = job.recovers(f"scaled to {size}", size, since=since, after=now)
+    job.finish()
+
+
+def _kill_agent(job: OnPlatform, now: int) -> int:
+    node = job.node(1)
+    [agent] = [pid for pid in job.jobs.pids("dlrover.agent") if pid in job.of(node)]
+    since = time.monotonic()
+    kill(agent)
+    now = job.recovers("kill -9 of an agent", 4, since=since, after=now)
+    assert job.node(1) == node, "its launcher started another one"
+    return now
+
+
+def _freeze_and_replace(job: OnPlatform, rank: int, now: int) -> int:
+    """The platform would kill it some seconds later; it wakes up before, when the others train on without it."""
+    node = job.node(rank)
+    frozen = job.of(node)
+    [worker] = set(frozen) & set(job.world().values())
+    since = time.monotonic()
+    for pid in frozen:
+        kill(pid, signal.SIGSTOP)
+    now = job.recovers("a node freezes", 3, since=since, after=now)
+    since = time.monotonic()
+    for pid in frozen:
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGCONT)
+    wait_until(lambda: worker not in job.jobs.processes(), WITHIN, job.explain)
+    job.say(f"it wakes up: its workers are gone after {time.monotonic() - since:.2f} s")
+    now = job.recovers("it is replaced", 4, since=since, after=now)
+    assert job.node(rank) != node
+    wait_until(lambda: not job.of(node), WITHIN, job.explain)
+    return now
