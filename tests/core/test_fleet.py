@@ -693,6 +693,17 @@ class TestReplacementInTheWorld:
         scene.train(3)
         assert not isinstance(scene.wish("n3"), Run), "it waits warm"
 
+    def test_nobody_waits_for_a_node_that_is_still_being_launched(self) -> None:
+        """Going on with fewer and growing later costs a short restart; waiting costs the whole launch."""
+        scene = FleetScene.of(3, 2, limits={"last_call": 30.0}).train(0, 1, 2)
+        scene.at(100).vanish(2)
+        assert scene.launched == [0, 1, 2, 3]
+        scene.rejoin_nodes(0, 1)
+        assert scene.world("n0").group_world_size == 2, "at once, while the replacement is on its way"
+        scene.at(160).train(3)
+        scene.rejoin_nodes(0, 1)
+        assert scene.world("n3").group_world_size == 3
+
     def test_some_finished_and_one_lost_waits_for_the_replacement(self) -> None:
         scene = FleetScene.of(2, 1).train(0, 1)
         scene.finish("n0")
