@@ -307,10 +307,15 @@ class Desk:
             yield from [Work(finding) for finding in self._findings.values()]
         for work in works:
             yield work
-            if self._topology.has_sorter and isinstance(work.body, Attach) and not work.body.incarnation:
+            if self._topology.has_sorter and isinstance(work.body, Attach) and self._is_newcomer(work.body):
                 yield Work(AwaitOrder(limit=2 * TIME_LIMIT))  # the answer may first come for the nodes before it
         if is_time_trusted and not self._failed_bytes:
             yield from [Work(command) for command in self._job.due(now) if not self._is_poison(command)]
+
+    def _is_newcomer(self, attach: Attach) -> bool:
+        """Whether it has just brought somebody whose place in the order nobody knows. It may have been refused."""
+        node = self._job.state.nodes.of_launch(attach.launch)
+        return not attach.incarnation and node is not None and self._job.is_connected(node.id)
 
     def _follow_job(self) -> None:
         """The job must not look at the observations; so they are told what it knows."""
@@ -392,10 +397,10 @@ class Desk:
             self._roster.attach(line, attached, self._clock.elapsed())
             self._observations.attached(attached.node, attached.incarnation, now)
             self._isolation.came(attached.node)
-            self._ask_for_order()
         else:
             self._findings[attached.node] = NodeDisconnected(node=attached.node, incarnation=attached.incarnation)
             self._wake.set()
+        self._ask_for_order()
         log.info(
             "attached node=%d node_rank=%d incarnation=%d peer=%s",
             attached.node,

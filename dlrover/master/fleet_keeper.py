@@ -135,6 +135,14 @@ class FleetKeeper:
         except TimeoutError:
             self._tell_refusal(lane, intent, f"The platform did not answer within {self._patience.call:g} s.")
             return False
+        except (
+            Exception
+        ) as error:  # an extension may raise anything; a lane that ends with it would never be driven again
+            reason = f"The platform broke on it ({type(error).__name__}: {error})."
+            if reason != lane.told:
+                log.exception("the platform broke on an intent node=%s", intent.name)
+            self._tell_refusal(lane, intent, reason)
+            return False
         log.info("platform took intent=%s node=%s", type(intent).__name__, intent.name)
         return True
 

@@ -122,6 +122,25 @@ async def test_a_refusal_is_told_once_for_each_reason_and_the_launch_goes_on_try
     await bench.job.until_phase(0, NodePhase.RUNNING)
 
 
+async def test_a_platform_that_breaks_its_word_is_tried_again(bench, monkeypatch):
+    """It may be anybody's: what it raises beside what it promised must not leave a node without a lane."""
+    bench.start()
+    await bench.job.until(1, NodesListed)
+    apply = bench.cloud.apply
+    errors = [OSError("connection reset"), KeyError("status")]
+
+    def breaks(*args):
+        if errors:
+            raise errors.pop(0)
+        apply(*args)
+
+    monkeypatch.setattr(bench.cloud, "apply", breaks)
+    bench.keeper.take(launch(0))
+    await bench.job.until_phase(0, NodePhase.RUNNING)
+    refusals = await bench.job.until(2, LaunchRefused)
+    assert "OSError: connection reset" in refusals[0].reason
+
+
 async def test_a_removal_ends_the_attempts_to_launch(bench):
     bench.start()
     await bench.job.until(1, NodesListed)

@@ -12,8 +12,18 @@ import pytest
 from dlrover.master import topology as room
 from dlrover.master.config import EXIT_USAGE
 from dlrover.master.topology import DefaultTopologyQuerier, DpTopologySorter, NodeTopologyMeta, Topology
-from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages import JobTerms, Limits, NodeRank, Run
+from dlrover.protocol.errors import ConfigError, Rejected
+from dlrover.protocol.messages import (
+    FailureKind,
+    JobTerms,
+    Limits,
+    Micros,
+    NodeRank,
+    ReportFailure,
+    Round,
+    Run,
+    WorkerFailure,
+)
 from tests.master.conftest import Connect, MakeMaster, StartMaster
 
 FOUR = JobTerms(limits=Limits(min_nodes=4, max_nodes=4))
@@ -56,6 +66,25 @@ async def test_the_world_follows_the_sorter(start_master: StartMaster, connect: 
         return sorted(nodes, reverse=True)
 
     assert await world_of(start_master, connect, Topology(sort=backwards)) == [3, 2, 1, 0]
+
+
+async def test_who_is_refused_lets_nobody_wait_for_an_order(start_master: StartMaster, connect: Connect) -> None:
+    one = JobTerms(limits=Limits(min_nodes=1, max_nodes=1))
+    master = await start_master(topology=Topology(sort=sorted))
+    agent = connect(master.address, launch="l0", terms=one, node_rank=NodeRank(0))
+    attached = await agent.attached()
+    await agent.join()
+    await agent.wish(Run)
+    stranger = connect(master.address, launch="l1", terms=one, node_rank=NodeRank(0))
+    with pytest.raises(Rejected):
+        await stranger.attached()
+    failure = WorkerFailure(global_rank=0, local_rank=0, pid=1, kind=FailureKind.SIGNAL, signal=9, exited_at=Micros(0))
+    report = ReportFailure(node=attached.node, incarnation=attached.incarnation, round=Round(1), failures=(failure,))
+    await agent.channel.call(report, timeout=20)
+    began_at = asyncio.get_running_loop().time()
+    await agent.join(2)
+    await agent.wish(Run)
+    assert asyncio.get_running_loop().time() - began_at < room.TIME_LIMIT
 
 
 async def test_a_sorter_sees_what_the_querier_found(start_master: StartMaster, connect: Connect) -> None:
