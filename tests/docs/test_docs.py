@@ -45,3 +45,30 @@ def test_python_in_the_docs_compiles_and_its_imports_work(page):
         tree = ast.parse(block)
         imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         exec(compile(ast.Module(imports, []), str(page), "exec"), {})
+
+
+def test_every_option_of_dlrover_run_is_described():
+    page = (ROOT / "docs/dlrover-run.md").read_text()
+    assert [option.names for option in OPTIONS if not any(f"`{name}`" in page for name in option.names)] == []
+
+
+def test_every_command_of_dlrover_is_described():
+    from dlrover.cli.main import app
+
+    text = "".join(page.read_text() for page in PAGES)
+    commands = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
+    missing = [name for name in commands if not re.search(rf"dlrover (?:[a-z]+\|)*{name}\b", text)]
+    assert missing == []
+
+
+def test_every_page_can_be_found_from_the_front():
+    front = (ROOT / "README.md").read_text() + (ROOT / "docs/architecture.md").read_text()
+    assert [page.name for page in sorted(ROOT.glob("docs/*.md")) if page.name not in front] == []
+
+
+def test_what_is_too_slow_for_every_change_is_explained():
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    slow = [name for name in targets if name.startswith("bench") or name in ("chaos", "simulate", "false-alarms")]
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert len(slow) >= 5
+    assert [name for name in slow if f"`make {name}`" not in page] == []
