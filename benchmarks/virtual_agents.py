@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from dlrover.protocol.codec import decode_from_master, encode_frame
 from dlrover.protocol.errors import Rejected
@@ -230,7 +230,6 @@ class VirtualAgent:
         self._backoff = Backoff()
         self._retry: asyncio.TimerHandle | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._refused: asyncio.Future[None] | None = None
         self.world: WorldSpec | None = None
 
     async def connect(self) -> None:
@@ -415,5 +414,22 @@ async def join_all(agents: Iterable[VirtualAgent], *, at_a_time: int = 128, time
         await asyncio.gather(*(join_some() for _ in range(at_a_time)))
 
 
-def first(agents: list[VirtualAgent], number: int) -> list[VirtualAgent]:
-    return list(islice(agents, number))
+@contextlib.asynccontextmanager
+async def beating(agents: Sequence[VirtualAgent], *, every: float = 5.0) -> AsyncIterator[None]:
+    """Heartbeats of all of them, evenly spread: a master that hears nothing for 40 s would give them up, and rightly."""
+
+    async def beat() -> None:
+        turns = 50
+        while True:
+            for turn in range(turns):
+                for agent in agents[turn::turns]:
+                    if agent.is_attached:
+                        agent.beat()
+                await asyncio.sleep(every / turns)
+
+    task = asyncio.ensure_future(beat())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
