@@ -341,6 +341,12 @@ class Rendezvous(Struct):
             self.blocks[node] = Block(until, block.owner, block.reason)
         self.order_awaited_until = None  # whoever asked is dead, and so is the answer
         self.take_up.until = after_outage(self.take_up.until, last_command_at, now)
+        if limits.pend_timeout is not None:
+            # Whoever was too many may be needed now: not all members need come back.
+            timeout = micros(limits.pend_timeout)
+            for node, since in self.bystanders.left_out.items():
+                leaves_at = after_outage(Micros(since + timeout), last_command_at, now)
+                self.bystanders.left_out[node] = Micros(leaves_at - timeout)
 
     def start_over(self) -> None:
         """All members are replaced: nothing of the newest world counts any more but its number."""

@@ -221,6 +221,18 @@ class TestPendTimeout:
         assert isinstance(scene.wish("a"), Run), "the job goes on"
         assert isinstance(scene.wish("b"), Wait), "a standby is there to wait"
 
+    def test_an_outage_of_the_master_leaves_them_the_time_that_all_have_for_coming_back(self) -> None:
+        scene = Scene(terms(1, pend_timeout=60.0)).gather(*"ab")
+        scene.at(10).fail("a")
+        scene.rejoin("a")
+        scene.at(500).restart_master()
+        scene.tick()
+        scene.attach("b")
+        assert isinstance(scene.wish("b"), Wait), "a, which it may have to replace, is not back yet"
+        scene.attach("a")
+        scene.tick(540)
+        assert isinstance(scene.wish("b"), Leave)
+
     def test_who_gets_a_place_in_time_stays(self) -> None:
         scene = Scene(terms(1, 2, pend_timeout=60.0)).gather("a", "b", "c")
         scene.at(30).leave("b", LeaveReason.PREEMPTED)

@@ -121,8 +121,8 @@ class TestOrder:
 
     def test_records_of_a_large_job_share_a_digest(self) -> None:
         sequence = begin()
-        for number in range(300):
-            attach = replace(ATTACH, launch=str(number), terms=terms(300))
+        for number in range(60):
+            attach = replace(ATTACH, launch=str(number), terms=terms(60))
             sequence.stage(attach, micros(1))
         sequence.take()
         digests = []
