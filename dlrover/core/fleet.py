@@ -209,8 +209,12 @@ class Fleet(Struct, kw_only=True):
         return None if node is None else self.nodes[node]
 
     def is_forgotten(self, node: PlatformId) -> bool:
-        """One of ours that ended and was dropped from the table. Ids are never used again."""
-        return node < self.next_id and node not in self.nodes
+        """One of ours that ended and was dropped from the table. Ids are never used again.
+
+        Before the first list nothing can have been dropped: whoever is not in the table is of a life whose journal was
+        lost, and may have a lower id than one that was heard of already.
+        """
+        return self.was_ever_listed and node < self.next_id and node not in self.nodes
 
     def coming_ranks(self) -> list[int]:
         """Worker ranks from which an agent can still come: a node of theirs is live and nobody has attached from it."""
@@ -325,7 +329,7 @@ class Fleet(Struct, kw_only=True):
         num_live = sum(replicas.num_live for replicas in self.replicas.values())
         if len(self.nodes) - num_live < self.forget_from:
             return
-        former = [node.id for node in self.nodes.values() if node.is_released and node.removal is None]
+        former = [node.id for node in self.nodes.values() if node.is_released and (node.is_gone or node.asked_at is None)]
         for node in former[: max(0, len(former) - NUM_FORMER)]:
             del self.nodes[node]
         self.forget_from = len(self.nodes) - num_live + NUM_FORMER

@@ -53,6 +53,8 @@ MOST_NODES = 1_000_000
 _ORDER = (NodeType.PS, NodeType.CHIEF, NodeType.WORKER, NodeType.EVALUATOR)
 """In which ids are given: servers first, because they are called by their address and people expect it to begin at 0."""
 _CHECKED_MESSAGE = 2048
+_LARGEST = 2**53
+"""No counter of a platform comes near."""
 
 
 def _define(command: DefineFleet, course: Course) -> Reply:
@@ -160,8 +162,10 @@ def _bad(what: str) -> Rejected:
 
 def _nodes_listed(command: NodesListed, course: Course) -> Reply:
     _known_fleet(course.state)
+    if max(command.master_epoch, command.next_id) > _LARGEST:
+        raise Rejected("The platform tells of a master epoch or a node id that cannot be.", code="malformed")
 
-    sightings.hear_list(course, command.nodes)
+    sightings.hear_list(course, command)
     course.advance()
     return Done()
 

@@ -14,7 +14,7 @@ from dlrover.core import life_cycle, relaunch
 from dlrover.core.fleet import MAX_MESSAGE, Fleet, FleetNode
 from dlrover.core.relaunch import ENDED, LIVE
 from dlrover.core.turn import micros
-from dlrover.protocol.fleet_messages import NodeEventKind, NodeExit, NodePhase, PlatformNode, RemoveNode, exit_reason_of
+from dlrover.protocol.fleet_messages import NodeEventKind, NodeExit, NodePhase, NodesListed, PlatformNode, RemoveNode, exit_reason_of
 from dlrover.protocol.messages import PlatformId
 
 if TYPE_CHECKING:  # a course calls us
@@ -24,13 +24,14 @@ UNSEEN_TOO_LONG = 60.0
 """Seconds after which a list that lacks a node which was asked for means that it is gone."""
 
 
-def hear_list(course: Course, shown: tuple[PlatformNode, ...], master_epoch: int) -> None:
+def hear_list(course: Course, told: NodesListed) -> None:
     """Everything that exists. What we know and it does not show is gone."""
     fleet = life_cycle.fleet_of(course)
-    if master_epoch > course.state.master_epoch:
+    shown = told.nodes
+    if told.master_epoch > course.state.master_epoch:
         # Our journal was lost, and the platform would refuse whatever we ask for in our own epoch. (A master that was
         # replaced may hear it too; it cannot write any more, so nothing comes of it.)
-        course.state.master_epoch = master_epoch
+        course.state.master_epoch = told.master_epoch
         course.touch_all()
     listed = {node.id: None for node in shown}
     is_first = not fleet.was_ever_listed
@@ -41,7 +42,8 @@ def hear_list(course: Course, shown: tuple[PlatformNode, ...], master_epoch: int
             _trust_count(fleet, node)
     for known in [node for node in fleet.nodes.values() if node.id not in listed]:
         _hear_absence(course, known)
-    if is_first and shown:
+    fleet.next_id = max(fleet.next_id, told.next_id)
+    if is_first and (shown or told.next_id):
         _renumber_unseen(course, fleet)
     fleet.is_listed = fleet.was_ever_listed = True
     for node_id in [node.id for node in fleet.nodes.values() if node.is_live and node.phase is NodePhase.INITIAL]:
@@ -95,18 +97,16 @@ def hear_refusal(course: Course, node_id: PlatformId, reason: str) -> None:
 def _meet_stranger(course: Course, fleet: Fleet, kind: NodeEventKind, shown: PlatformNode) -> FleetNode | None:
     """A node that we do not know: one that we have given up, or one of a life whose journal was lost."""
     is_there = kind is not NodeEventKind.DELETED and shown.phase in LIVE
-    if fleet.is_forgotten(shown.id) or shown.node_type not in fleet.replicas:
-        if is_there:
-            name = shown.name or f"{fleet.job_name}-{shown.node_type.value}-{shown.id}"
-            reason = "the job does not know it, or no longer"
-            course.effects.append(
-                RemoveNode(id=shown.id, name=name, reason=reason, master_epoch=course.state.master_epoch)
-            )
-        return None
+    is_forgotten = fleet.is_forgotten(shown.id)
     fleet.next_id = max(fleet.next_id, PlatformId(shown.id + 1))
-    if not is_there:
-        return None
-    return _adopt(course, fleet, shown)
+    if is_there and not is_forgotten and shown.node_type in fleet.replicas:
+        return _adopt(course, fleet, shown)
+    is_left_over = kind is not NodeEventKind.DELETED and not is_forgotten
+    if is_there or is_left_over:
+        name = shown.name or f"{fleet.job_name}-{shown.node_type.value}-{shown.id}"
+        reason = "the job does not know it, or no longer"
+        course.effects.append(RemoveNode(id=shown.id, name=name, reason=reason, master_epoch=course.state.master_epoch))
+    return None
 
 
 def _adopt(course: Course, fleet: Fleet, shown: PlatformNode) -> FleetNode:
@@ -182,8 +182,11 @@ def _renumber_unseen(course: Course, fleet: Fleet) -> None:
     """Ids below those that exist were used by a life whose journal was lost; a platform would not launch them again."""
     for node in [node for node in fleet.nodes.values() if node.phase is NodePhase.INITIAL and node.is_live]:
         if node.asked_at is None:
+            exchanged = next((old for old, new in fleet.migrations.items() if new == node.id), None)
             fleet.release(node, course.now)
             new = fleet.want_like(node, node.resource)
+            if exchanged is not None:
+                fleet.migrations[exchanged] = new.id
             if node.id in fleet.servers.current:
                 fleet.servers.replaced(node.id, new.id)
             del fleet.nodes[node.id]

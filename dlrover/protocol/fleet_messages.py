@@ -168,6 +168,11 @@ class NodesListed(Struct, tag=True, frozen=True, kw_only=True):
     """Everything of this job that the platform has, at the beginning of each watch."""
 
     nodes: tuple[PlatformNode, ...]
+    master_epoch: int = 0
+    """Newest that the platform has obeyed, as far as it tells. A master that never got so far (its journal was lost)
+    counts on from there, or everything it asks for would be refused as outdated."""
+    next_id: PlatformId = PlatformId(0)
+    """Ids from here on were never used, as far as the platform tells; it would launch none of the others again."""
 
 
 class NodeEventKind(enum.StrEnum):

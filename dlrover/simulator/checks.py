@@ -89,7 +89,7 @@ class CheckRuns:
         is_ok = exit_class is ExitClass.OK
         if is_ok:
             self._sim.ledger.passed[(agent.life, agent.incarnation)] = self._sim.events.now
-        else:
+        if not is_ok or agent.node.is_sluggish:
             self._sim.ledger.fail_node(agent.node.fleet_rank)
         agent.tell_soon(
             ReportCheck(

@@ -212,7 +212,9 @@ class VirtualCloud(Platform):
             self._watch_soon(keeper, 1.0, 5.0)
             return
         keeper.is_watching = True
-        self._show(keeper, NodesListed(nodes=tuple(node.shown() for _, node in sorted(self.nodes.items()))))
+        nodes = tuple(node.shown() for _, node in sorted(self.nodes.items()))
+        next_id = PlatformId(max(self.launches, default=-1) + 1)
+        self._show(keeper, NodesListed(nodes=nodes, master_epoch=self.master_epoch, next_id=next_id))
         self.sim.events.after(span(self.sim.chance.platform, *RELIST), self._watch_again, keeper, watch)
 
     def _watch_again(self, keeper: Keeper, watch: int) -> None:
