@@ -37,8 +37,18 @@ from dlrover.protocol.kv_messages import (
     KvValues,
     KvWait,
 )
-from dlrover.protocol.messages import Done, Incarnation, LookAgain, NodeId, Reply, Round
-from tests.core.scene import Scene, terms
+from dlrover.protocol.messages import (
+    Attach,
+    Attached,
+    Done,
+    Incarnation,
+    LookAgain,
+    MasterStarted,
+    NodeId,
+    Reply,
+    Round,
+)
+from tests.core.scene import Scene, micros, terms
 
 ROUND = Round(1)
 
@@ -323,6 +333,18 @@ class TestTheJob:
             assert shop.outcomes[-1].effects == (LookAgain(topics),)
         shop.kv("a", KvPop(key="q"))
         assert shop.outcomes[-1].effects == ()
+
+    def test_a_thousand_nodes_add_up_whatever_is_sent_twice(self) -> None:
+        job, now = Job(), micros(0)
+        job.apply(MasterStarted(1, "a-job"), now)
+        for number in range(1000):
+            attach = Attach(launch=f"l{number}", host=f"h{number}", terms=terms(1000), local_world_size=1)
+            attached = job.apply(attach, now).reply
+            assert isinstance(attached, Attached)
+            add = KvAdd(key="n", amount=1, node=attached.node, incarnation=attached.incarnation)
+            origin = Origin(attached.node, attached.incarnation, 1)
+            assert [job.apply(add, now, origin).reply for _ in range(2)] == [KvNumber(number + 1)] * 2
+        assert job.ask(KvGet(keys=("n",))) == KvValues((b"1000",))
 
     def test_a_command_sent_again_is_applied_once(self) -> None:
         shop = running()

@@ -13,6 +13,7 @@ from dlrover.core.nodes import NodeLife
 from dlrover.core.rendezvous import Rendezvous, explain_timeout
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import (
+    AskStatus,
     Attach,
     Attached,
     ExitReason,
@@ -23,11 +24,12 @@ from dlrover.protocol.messages import (
     Limits,
     MasterStarted,
     NodeRank,
+    RestartPolicy,
     Round,
     Run,
     Wait,
 )
-from tests.core.scene import Scene, micros, terms
+from tests.core.scene import Scene, failure, micros, terms
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,24 @@ def test_after_a_master_restart_nothing_of_old_rounds_can_be_confused_with_new_o
     scene.rejoin("a", "b")
     assert scene.world("a").round == 2
     assert scene.world("a").coordinator not in ("host-a:1", "host-b:1")
+
+
+def test_rounds_leave_nothing_behind() -> None:
+    """What is kept of each round is bounded, however long the job runs."""
+    scene = Scene(terms(2, restarts=RestartPolicy(max_restarts=1000))).gather("a", "b")
+    sizes = []
+    for number in range(1, 200):
+        scene.at(100 * number).fail("a", failure(at=100 * number, traceback=f"line {number}"), step=number)
+        scene.rejoin("a", "b")
+        sizes.append(len(scene.job.encode()))
+    assert scene.world("a").round == 200
+    assert max(sizes[100:]) < 1.05 * max(sizes[:100])
+
+
+@pytest.mark.parametrize(("low", "high", "unit"), [(3, 8, 4), (4, 6, 4), (3, 3, 4), (0, 0, 1), (2, 1, 1)])
+def test_limits_that_no_world_could_obey_cannot_be_given(low: int, high: int, unit: int) -> None:
+    with pytest.raises(ValueError, match="node"):
+        Limits(min_nodes=low, max_nodes=high, node_unit=unit)
 
 
 def test_before_anybody_has_come_no_round_completes() -> None:
@@ -215,6 +235,7 @@ def test_a_thousand_joins_and_nine_hundred_departures_leave_a_hundred_waiting() 
     for number, (node, incarnation) in enumerate(nodes[:900]):
         job.apply(LeaveJob(node=node, incarnation=incarnation, reason=LeaveReason.PREEMPTED), now)
         if number % 3 == 0:
+            assert job.ask(AskStatus()) == job.status(), "asking changes nothing"
             job.next_deadline()
     assert len(job.state.rendezvous.waiting) == 100
     assert sum(node.status == "alive" for node in job.status().nodes) == 100

@@ -421,7 +421,6 @@ class TestWithAMaster:
         assert store.multi_get(["before", "n"]) == [b"v", b"200"]
 
     def test_processes_add_up(self, lab: StoreLab) -> None:
-        """Spec 03 section 22, scenario 10"""
         script = "for _ in range(25): link.ask(KvAdd(key='p/n', amount=1), timeout=20)"
         children = [_start(lab.where, script) for _ in range(4)]
         assert [child.wait(60) for child in children] == [0] * 4
