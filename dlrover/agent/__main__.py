@@ -110,6 +110,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             build_group=build_group,
             step=socket.step,
             run_check=CheckTask(config, spawner=spawner, tree=tree),
+            warm_up=spawner.warm_up,
         )
         socket.relay_to(agent.relay)
         return await agent.run()

@@ -16,7 +16,7 @@ import random
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol, assert_never
 
 from dlrover.agent.config import AgentConfig, AgentResult
@@ -76,6 +76,8 @@ class Patience(NamedTuple):
 
     heartbeat: float = 5.0
     """Between two heartbeats, roughly."""
+    warm_up: float = 60.0
+    """A node whose imports take longer joins all the same."""
     lease: float = 30.0
     """An agent that did not run for so long (stopped, machine suspended) kills its workers before it talks to anybody."""
     farewell: float = 2.0
@@ -131,6 +133,7 @@ class Agent:
         build_group: BuildGroup,
         step: Callable[[], int | None],
         run_check: RunTask | None = None,
+        warm_up: Callable[[float], Awaitable[None]] | None = None,
         connect: Connect = AgentChannel,
         patience: Patience | None = None,
     ) -> None:
@@ -140,6 +143,9 @@ class Agent:
         self._patience = patience or Patience(heartbeat=detection.heartbeat, lease=detection.lease)
         self._local_world_size = local_world_size
         self._step = step
+        self._warm_up = warm_up
+        """Waited for before the first join; None when it is over."""
+        self._warming: asyncio.Task[None] | None = None
         self._launcher_pid = os.getppid()
         self._noted = ""
         """What was said last of this node, so that it is not said again in every round."""
@@ -218,6 +224,8 @@ class Agent:
                 result = await self._follow()
                 await self._channel.close()
                 await self._check.close()
+                if self._warming is not None:
+                    helpers.append(self._warming)
                 for helper in helpers:
                     helper.cancel()
         finally:
@@ -276,6 +284,11 @@ class Agent:
         if self._driver.is_wanted:
             self._driver.want_none(join.cause)
         self._drop_offer()
+        if self._warm_up is not None:
+            # Whoever joins makes the others stop. Workers that cannot start before torch is imported would keep them waiting.
+            if self._warming is None:
+                self._warming = self._tasks.create_task(self._enter_when_warm(self._warm_up), name="warm-up")
+            return
         try:
             self._offer = PortOffer.bind(self._config.host, self._config.host_ports, offered=self._offered_ports)
         except OSError as error:
@@ -301,6 +314,12 @@ class Agent:
                 name=name,
             )
         )
+
+    async def _enter_when_warm(self, warm_up: Callable[[float], Awaitable[None]]) -> None:
+        await warm_up(self._patience.warm_up)
+        self._warm_up = None
+        if not self._is_leaving and self._desired is not None and isinstance(self._desired.wish, Join | JoinCheck):
+            self._enter_round(self._desired.wish)
 
     async def _enter_when_stopped(self, join: Join | JoinCheck) -> None:
         await self._driver.settle()

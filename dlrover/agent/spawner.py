@@ -80,6 +80,7 @@ class Spawner:
         self._num_early_deaths = 0
         self._spare_pids: set[int] = set()
         self._prepared: Prepared | None = None
+        self._waiters: list[asyncio.Future[None]] = []  # for the end of the imports
         self._loop: asyncio.AbstractEventLoop | None = None
         self._restart: asyncio.TimerHandle | None = None
         self._why_none = ""
@@ -127,6 +128,20 @@ class Spawner:
     def is_warm(self) -> bool:
         """What the zygote said of itself; until it has spoken, what we asked for."""
         return self._prepared.is_warm if self._prepared is not None else self._wants_warm
+
+    async def warm_up(self, timeout: float) -> None:
+        """Until workers can start without imports, or never will, or the timeout. Raises nothing: they start either way."""
+        import asyncio
+
+        try:
+            loop = self._attach()
+        except StartFailed:
+            return  # whoever asks for a worker hears of it
+        if self._prepared is not None or not self._wants_warm:
+            return
+        waiter = loop.create_future()
+        self._waiters.append(waiter)
+        await asyncio.wait([waiter], timeout=timeout)
 
     async def count_devices(self, kind: str) -> int:
         """What torchrun's `--nproc-per-node=auto|cpu|gpu|xpu` stands for on this node."""
@@ -197,6 +212,7 @@ class Spawner:
                 os.kill(pid, signal.SIGKILL)  # our own child until we wait for it: no pid could be meant by mistake
                 os.waitpid(pid, 0)
         self._spare_pids = set()
+        self._end_warm_up()
         self._fail_all("The agent ends.")
 
     def _start_zygote(self) -> None:
@@ -316,6 +332,7 @@ class Spawner:
         if isinstance(message, Prepared):
             self._prepared = message
             self._num_early_deaths = 0
+            self._end_warm_up()
             if message.note:
                 _log.warning("Workers start cold, each importing torch itself: %s.", message.note)
             return
@@ -327,6 +344,12 @@ class Spawner:
         request = self._requests.get(message.id)
         if request is not None and not request.answer.done():
             request.answer.set_result(message)
+
+    def _end_warm_up(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters = []
 
     def _on_lost(self) -> None:
         """The zygote died. No worker depends on it; start another and repeat what it has not answered."""
@@ -342,6 +365,7 @@ class Spawner:
             if self._num_early_deaths == _MAX_ATTEMPTS and self._wants_warm:
                 _log.warning("%d zygotes died while importing; workers start cold from now on.", _MAX_ATTEMPTS)
                 self._wants_warm = False
+                self._end_warm_up()
             if self._num_early_deaths >= 2 * _MAX_ATTEMPTS:
                 # Only a later request tries again: what kills them may pass, but not by being repeated.
                 self._fail_all(

@@ -12,7 +12,7 @@ import contextlib
 import os
 import random
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,13 @@ class Life:
     """One agent process of a node."""
 
     def __init__(
-        self, master: LoopbackMaster, scratch: Path, *, patience: Patience | None = PATIENCE, **changes: Any
+        self,
+        master: LoopbackMaster,
+        scratch: Path,
+        *,
+        patience: Patience | None = PATIENCE,
+        warm_up: Callable[[float], Awaitable[None]] | None = None,
+        **changes: Any,
     ) -> None:
         self._news = master.news
         self.workers = StandInNode(master.news)
@@ -71,6 +77,7 @@ class Life:
             step=lambda: self.step,
             connect=master.connect,
             patience=patience,
+            warm_up=warm_up,
         )
         self.channel: LoopbackChannel = master.channels[-1]
         self.task = asyncio.create_task(self._agent.run())
@@ -132,6 +139,34 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 
 # The usual life.
+
+
+async def test_a_node_joins_when_its_workers_could_start(stage):
+    """Others stop when it joins: they would wait for its imports."""
+    is_warm = asyncio.Event()
+
+    async def warm_up(timeout: float) -> None:
+        async with asyncio.timeout(timeout):
+            await is_warm.wait()
+
+    life = stage.begin(warm_up=warm_up)
+    await life.looks()
+    assert stage.offers() == []
+    is_warm.set()
+    await life.workers.running(1)
+    assert len(stage.offers()) == 1
+
+
+async def test_a_node_that_is_stopped_does_not_finish_its_imports(stage):
+    async def warm_up(timeout: float) -> None:
+        await asyncio.Event().wait()
+
+    life = stage.begin(warm_up=warm_up)
+    await life.looks()
+    os.kill(os.getpid(), signal.SIGTERM)
+    result = await life.result()
+    assert result.exit_code == 143
+    assert stage.offers() == []
 
 
 async def test_join_run_finish(stage):

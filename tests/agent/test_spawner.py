@@ -393,6 +393,23 @@ async def test_a_preload_is_there_when_the_worker_begins(tmp_path: Path) -> None
         tree.close()
 
 
+async def test_warming_up_ends_with_the_imports_or_with_the_patience(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    write(tmp_path / "lib" / "torch.py", f"open({str(gate)!r}).read(); raise ImportError('late')")
+    spawner = Spawner.start(environ=environment(PYTHONPATH=str(tmp_path / "lib")))
+    try:
+        await spawner.warm_up(0.01)
+        assert spawner.is_warm, "so it hopes"
+        warm = asyncio.create_task(spawner.warm_up(30.0))
+        await asyncio.to_thread(gate.write_text, "go on")
+        await warm
+        assert not spawner.is_warm, "it knows better"
+        await spawner.warm_up(30.0)
+    finally:
+        spawner.close()
+
+
 async def test_another_interpreter_means_a_cold_start(tmp_path: Path) -> None:
     interpreter = tmp_path / "python"
     interpreter.symlink_to(sys.executable)
