@@ -77,11 +77,12 @@ def _run(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None) -> Agen
 
 
 async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None) -> AgentResult:
-    from dlrover.agent.agent import Agent
+    from dlrover.agent.agent import EXIT_BY_SIGNAL, Agent
     from dlrover.agent.devices import resolve_local_world_size
     from dlrover.agent.node_check import CheckTask
     from dlrover.agent.output import WorkerOutput
     from dlrover.agent.process_tree import ProcessTree
+    from dlrover.agent.saver import Saver, SaverConfig
     from dlrover.agent.worker_group import WorkerGroup
     from dlrover.agent.worker_socket import WorkerSocket
     from dlrover.protocol.errors import ConfigError
@@ -89,6 +90,17 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
     tree = ProcessTree(keep=lambda: spawner.zygote_pids, cgroups=cgroups)
     output = WorkerOutput(config.log, role=config.role, run_id=config.run_id, runtime_dir=config.runtime_dir)
     socket = await WorkerSocket.open(config.runtime_dir)
+    launcher_pid = os.getppid()
+    saver = Saver(
+        SaverConfig(
+            root=config.snapshot_root,
+            job=config.job_name,
+            launch=config.launch,
+            runtime_dir=config.runtime_dir,
+            is_saving_at_break_points=config.is_saving_at_break_points,
+        )
+    )
+    socket.tell_of_snapshots(saver)
 
     def build_group(world: WorldSpec, *, node_rank: NodeRank, master_now: Callable[[], Micros]) -> WorkerGroup:
         return WorkerGroup(
@@ -100,6 +112,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             output=output,
             worker_socket=socket,
             master_now=master_now,
+            snapshot_home=saver.home_for(node_rank) if config.snapshot_root else "",
         )
 
     try:
@@ -110,14 +123,18 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             build_group=build_group,
             step=socket.step,
             run_check=CheckTask(config, spawner=spawner, tree=tree),
+            on_break=saver.break_point,
             warm_up=spawner.warm_up,
         )
         socket.relay_to(agent.relay)
-        return await agent.run()
+        result = await agent.run()
+        await saver.drain(is_hurried=result.exit_code >= EXIT_BY_SIGNAL)
+        return result
     except ConfigError as error:
         return AgentResult(exit_code=EXIT_USAGE, message=str(error))
     finally:
         await socket.close()
+        saver.close(is_removing=os.getppid() != launcher_pid)  # a launcher that was killed cannot do it
         await tree.sweep()
         tree.close()
         output.close()

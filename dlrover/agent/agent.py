@@ -133,16 +133,20 @@ class Agent:
         build_group: BuildGroup,
         step: Callable[[], int | None],
         run_check: RunTask | None = None,
+        on_break: Callable[[], None] | None = None,
         warm_up: Callable[[float], Awaitable[None]] | None = None,
         connect: Connect = AgentChannel,
         patience: Patience | None = None,
     ) -> None:
-        """`run_check` is needed where the job's terms ask for a node check. `patience`: by default what the terms say."""
+        """
+        `run_check` is needed where the job's terms ask for a node check. `on_break` is told when workers failed or were stopped for
+        good: what they left in memory may be worth keeping. `patience`: by default what the terms say."""
         detection = config.terms.detection
         self._config = config
         self._patience = patience or Patience(heartbeat=detection.heartbeat, lease=detection.lease)
         self._local_world_size = local_world_size
         self._step = step
+        self._on_break = on_break or (lambda: None)
         self._warm_up = warm_up
         """Waited for before the first join; None when it is over."""
         self._warming: asyncio.Task[None] | None = None
@@ -398,6 +402,7 @@ class Agent:
         cause = StopCause.FAILURE if is_alone else StopCause.END_OF_JOB
         self._driver.want_none(cause, number)
         await asyncio.gather(self._driver.settle(), self._part(LeaveReason.STOPPED_BY_USER, f"{number.name} received"))
+        self._on_break()
         return AgentResult(exit_code=EXIT_BY_SIGNAL + number, message=f"stopped by {number.name}")
 
     async def _leave_preempted(self) -> AgentResult:
@@ -409,6 +414,7 @@ class Agent:
         await asyncio.sleep(0)  # the farewell is on its way before anything stops
         self._driver.want_none(StopCause.PREEMPTION)
         await asyncio.gather(self._driver.settle(), parting)
+        self._on_break()
         message = f"{notice}; the job goes on without it."
         return AgentResult(exit_code=EXIT_BY_SIGNAL + signal.SIGTERM, message=message, is_job_alive=True)
 
@@ -509,6 +515,7 @@ class Agent:
             self._tell(ReportFinished(node=self._node, incarnation=self._incarnation, round=round_, step=outcome.step))
             self._news.set()
             return
+        self._on_break()
         for failure in outcome.failures:
             log.warning("global rank %d failed: %s", failure.global_rank, failure.message)
         self._tell(

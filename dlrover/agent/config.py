@@ -106,6 +106,10 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     platform_node: int = -1
     """What the platform knows this node by; -1: started by hand."""
     node_type: NodeType = NodeType.WORKER
+    snapshot_root: str = ""
+    """Directory of this user's snapshot segments; empty: the agent keeps none, and trainers see to themselves."""
+    is_saving_at_break_points: bool = False
+    """--save-at-breakpoint: what is in memory goes to storage when workers fail or the node leaves."""
     log_level: str = "WARNING"
     """Of the agent's own log on stderr; quiet by default, as torchrun."""
 

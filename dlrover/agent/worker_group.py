@@ -84,6 +84,7 @@ class WorkerGroup:
         output: WorkerOutput,
         worker_socket: WorkerSocket,
         master_now: Callable[[], Micros],
+        snapshot_home: str = "",
         environ: Mapping[str, str] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -95,6 +96,7 @@ class WorkerGroup:
         self._output = output
         self._socket = worker_socket
         self._master_now = master_now
+        self._snapshot_home = snapshot_home
         self._environ = dict(spawner.environ if environ is None else environ)
         self._sleep = sleep
         self._workers: list[_Worker] = []
@@ -223,6 +225,7 @@ class WorkerGroup:
                 local_rank=worker.local_rank,
                 files=worker.files,
                 agent_socket=self._socket.path,
+                snapshot_home=self._snapshot_home,
             )
             leash = await self._spawner.spawn(
                 kind=entry.kind,
@@ -297,6 +300,7 @@ def worker_environment(
     local_rank: int,
     files: WorkerFiles,
     agent_socket: str,
+    snapshot_home: str = "",
 ) -> dict[str, str]:
     """
     What a worker finds in its environment: torchrun's names and values, and ours beside them.
@@ -339,6 +343,9 @@ def worker_environment(
             "RUNTIME_METRICS_PATH": os.path.join(config.runtime_dir, "runtime_metrics.json"),
         }
     )
+    if snapshot_home:
+        environ["DLROVER_SNAPSHOT_HOME"] = snapshot_home
+        environ["DLROVER_SNAPSHOT_FALLBACK"] = os.path.join(config.runtime_dir, "segments")
     if config.entry.kind is EntryKind.FUNCTION:
         # Beside the call itself: that file is the user's process's own, our runtime directory goes with the job.
         environ["DLROVER_RESULT_FILE"] = f"{config.entry.target}.result.{global_rank}"

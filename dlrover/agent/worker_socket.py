@@ -1,8 +1,8 @@
 """
 The node's unix socket, where workers speak to their agent.
 
-They tell how far they are, which nobody answers, and they ask the master, through us: their requests are merged into
-the agent's one stream, and the answers go back by number, in whatever order they come.
+They tell how far they are and what they saved, and wait for no answer; and they ask the master, through us: their
+requests are merged into the agent's one stream, and the answers go back by number, in whatever order they come.
 
 In the runtime directory (0700), and only processes of our own user are heard. A worker that sends nonsense is cut off
 and trains on. A worker of an older round, that was stopped or frozen when the others moved on, is refused: whatever it
@@ -19,6 +19,7 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
+from dlrover.protocol.checkpoint_messages import OpenSnapshots, SnapshotSaved, SnapshotTaken
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.local import pack, peer_credentials, read_frame
 from dlrover.protocol.messages import (
@@ -50,12 +51,22 @@ class Relay(Protocol):
         """Raises Rejected or Unavailable."""
 
 
+class Snapshots(Protocol):
+    """What the socket needs of the `Saver`."""
+
+    def on_open(self, message: OpenSnapshots) -> None: ...
+
+    def on_saved(self, message: SnapshotSaved) -> SnapshotTaken | None:
+        """An answer, when a slot is held for the worker now."""
+
+
 class WorkerSocket:
     def __init__(self, path: str) -> None:
         self.path = path
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._relay: Relay = _refuse
+        self._snapshots: Snapshots | None = None
         self._round = Round(0)
         self._steps: dict[int, int] = {}
         """Newest step by local rank, of the current round."""
@@ -89,6 +100,10 @@ class WorkerSocket:
     def relay_to(self, relay: Relay) -> None:
         """Where the workers' requests go; refused until then."""
         self._relay = relay
+
+    def tell_of_snapshots(self, snapshots: Snapshots) -> None:
+        """Who hears of the workers' snapshots; nobody until then."""
+        self._snapshots = snapshots
 
     def open_round(self, number: Round) -> None:
         """Steps of former rounds count no more, and their workers are not heard any more."""
@@ -135,6 +150,9 @@ class WorkerSocket:
                     if hello is not None and hello.round == self._round:
                         known = self._steps.get(hello.local_rank)
                         self._steps[hello.local_rank] = step if known is None else max(known, step)
+                case OpenSnapshots() | SnapshotSaved() as news:
+                    if hello is not None and hello.round == self._round:
+                        self._pass_on(news, writer)
                 case AskMaster() as ask:
                     if len(asked) >= MAX_ASKED:
                         text = f"This worker waits for {MAX_ASKED} answers already."
@@ -144,6 +162,14 @@ class WorkerSocket:
                     asked.add(task)
                     task.add_done_callback(asked.discard)
                     await writer.drain()  # who does not read answers need not ask more
+
+    def _pass_on(self, news: OpenSnapshots | SnapshotSaved, writer: asyncio.StreamWriter) -> None:
+        if self._snapshots is None:
+            return
+        if isinstance(news, OpenSnapshots):
+            self._snapshots.on_open(news)
+        elif (taken := self._snapshots.on_saved(news)) is not None:
+            _send(writer, taken)
 
     async def _ask(self, hello: Hello | None, ask: AskMaster, writer: asyncio.StreamWriter) -> None:
         answer: AgentMessage
@@ -174,7 +200,7 @@ async def _refuse(request: WorkerRequest, *, timeout: float) -> Reply:
     raise Unavailable("the agent has not begun to speak to the master yet")
 
 
-def _send(writer: asyncio.StreamWriter, message: AgentMessage) -> None:
+def _send(writer: asyncio.StreamWriter, message: AgentMessage | SnapshotTaken) -> None:
     if not writer.is_closing():
         writer.write(pack(_ENCODER.encode(message)))
 

@@ -59,6 +59,8 @@ class Environment(Struct, frozen=True, kw_only=True):
     runtime_root: str = ""
     """XDG_RUNTIME_DIR; whether it is usable is checked where it is used."""
     temp_dir: str = "/tmp"
+    snapshot_dir: str = "/dev/shm"
+    """Where snapshots of the training state are kept: memory, if the machine has it there."""
 
 
 def read_environment(environ: Mapping[str, str]) -> Environment:
@@ -94,6 +96,7 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         line_prefix=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
         runtime_root=environ.get("XDG_RUNTIME_DIR", ""),
         temp_dir=environ.get("TMPDIR") or "/tmp",
+        snapshot_dir=environ.get("DLROVER_SNAPSHOT_DIR") or "/dev/shm",
     )
 
 

@@ -24,7 +24,15 @@ from dlrover.cli import discovery, processes
 from dlrover.cli.console import say, say_block
 from dlrover.cli.discovery import MasterPlace, Seat
 from dlrover.cli.processes import SignalInbox
-from dlrover.cli.runtime_dir import NodeDirectory, job_directory_name, reap_in_passing, user_root
+from dlrover.cli.runtime_dir import (
+    NodeDirectory,
+    job_directory_name,
+    reap_in_passing,
+    reap_snapshots,
+    remove_snapshots,
+    snapshot_root,
+    user_root,
+)
 from dlrover.cli.settings import Settings
 from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError
@@ -46,6 +54,8 @@ NUM_QUICK_DEATHS = 5
 """Master deaths before it ever served, in a row, that are answered by an immediate start; then the pauses grow."""
 MAX_MASTER_PAUSE = 5.0
 SWEEP_TIMEOUT = 5.0
+SAVING_FILE = "saving"
+"""The agent's note that it still writes checkpoints, and until when."""
 
 
 class Patience(NamedTuple):
@@ -121,6 +131,7 @@ def launch(
             if seat is not None:
                 seat.close()
             if directory is not None:
+                remove_snapshots(snapshot_root(settings.environment), job_name, launch_id)
                 directory.remove()
 
 
@@ -170,6 +181,7 @@ class Launcher:
         self._job_end: JobEnd | None = None  # the master's last word
         self._stopped_by: int | None = None  # the first signal that asked us to end
         self._kill_agent_at: float | None = None
+        self._is_hurried = False  # interrupted twice: nothing is worth waiting for
         self._departed: AgentResult | None = None  # our node has left the job, and we host the master for the others
         self._ended: Ended | None = None
 
@@ -182,6 +194,7 @@ class Launcher:
             else:
                 self._look_for_master()
             reap_in_passing(self._root)  # leftovers of others, now that nothing waits for us
+            reap_snapshots(snapshot_root(self._settings.environment))
             while self._ended is None:
                 self._turn()
             return self._ended
@@ -227,6 +240,8 @@ class Launcher:
             platform_node=self._settings.environment.platform_node,
             node_type=self._settings.environment.node_type,
             group=self._settings.environment.node_group,
+            snapshot_root=snapshot_root(self._settings.environment),
+            is_saving_at_break_points=self._settings.is_saving_at_break_points,
             log_level=self._settings.environment.log_level,
         )
         self._directory.record(str(self._place.address), self._settings.tls)
@@ -461,6 +476,7 @@ class Launcher:
         elif number == signal.SIGINT:
             say("interrupted again: killing everything at once")
             self._kill_agent_at = time.monotonic()
+            self._is_hurried = True
 
     def _on_exit(self, pid: int, status: int) -> None:
         if pid == self._agent:
@@ -475,6 +491,8 @@ class Launcher:
     def _on_time(self, now: float) -> None:
         if self._ended is not None:
             return
+        if self._kill_agent_at is not None and now >= self._kill_agent_at and now < self._saving_until():
+            self._kill_agent_at = self._saving_until()
         if self._kill_agent_at is not None and now >= self._kill_agent_at and self._agent is not None:
             processes.send(self._agent, signal.SIGKILL)
             self._kill_agent_at = None
@@ -489,6 +507,16 @@ class Launcher:
                     "node it belongs to has been started."
                 )
                 self._fail(EXIT_MASTER_LOST, message)
+
+    def _saving_until(self) -> float:
+        """Until when (monotonic) the agent, which has ended training, may still write checkpoints; 0: it does not."""
+        if self._is_hurried:
+            return 0.0
+        try:
+            with open(os.path.join(self._directory.path, SAVING_FILE), encoding="ascii") as file:
+                return float(file.read())
+        except (FileNotFoundError, ValueError):
+            return 0.0
 
     def _until_next_deadline(self) -> float | None:
         deadlines = [at for at in (self._kill_agent_at, self._master_starts_at) if at is not None]

@@ -206,15 +206,18 @@ def restart(
 
 @app.command()
 def clean() -> None:
-    """Remove what killed jobs of yours left on this host: directories, network namespaces, processes if any survived."""
+    """Remove what killed jobs of yours left on this host: directories, snapshots, network namespaces, processes if any survived."""
     from dlrover.cli.environment import read_environment
-    from dlrover.cli.runtime_dir import reap, user_root
+    from dlrover.cli.runtime_dir import reap, reap_snapshots, snapshot_root, user_root
     from dlrover.platforms.node_host import remove_left_behind
 
-    removed = reap(user_root(read_environment(os.environ)), older_than=0.0)
+    environment = read_environment(os.environ)
+    removed = reap(user_root(environment), older_than=0.0)
     for left in removed:
         typer.echo(f"removed {left.path} (job {left.job_name or 'unknown'}, dead for at least {left.age:.0f} s)")
     typer.echo(f"{len(removed)} left-over directories removed.")
+    for path in reap_snapshots(snapshot_root(environment), older_than=0.0):
+        typer.echo(f"removed the snapshots in {path}")
     for name in remove_left_behind():
         typer.echo(f"removed {name}")
 

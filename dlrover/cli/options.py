@@ -372,9 +372,8 @@ OUR_OPTIONS: tuple[Option, ...] = (
         "--save-at-breakpoint",
         Kind.FLAG,
         False,
-        "Write the snapshot in memory to storage at a failure.",
+        "Write the newest snapshot in memory to storage when workers fail or this node has to go.",
         group=_OURS,
-        unavailable="save in the script, for example with torch.save",
     ),
     _option(
         "--auto-tunning",

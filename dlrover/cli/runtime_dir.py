@@ -74,6 +74,41 @@ def user_root(environment: Environment) -> str:
     return root
 
 
+def snapshot_root(environment: Environment) -> str:
+    """Directory of this user's snapshot segments; it exists only while there are any."""
+    base = environment.snapshot_dir
+    if not _is_usable(base):
+        return os.path.join(user_root(environment), ".snapshots")
+    return os.path.join(base, f"dlrover-{os.getuid()}")
+
+
+def remove_snapshots(root: str, job_name: str, launch: str) -> None:
+    """At the end of a launch, when its processes are gone. Never fails: the job has its result by now."""
+    if not os.path.isdir(root):
+        return  # nobody saved anything; the usual job need not import what follows
+    from dlrover.snapshot.index import remove_launch
+
+    try:
+        remove_launch(root, job_name, launch)
+    except OSError as error:
+        say(f"the snapshots of this job could not be removed from {root}: {error}. `dlrover clean` tries it again.")
+
+
+def reap_snapshots(root: str, *, older_than: float = STALE_AFTER) -> list[str]:
+    """Remove the snapshots of launches whose agents and trainers are all dead. Returns the directories."""
+    if not os.path.isdir(root):
+        return []
+    from dlrover.snapshot.index import reap_orphans, remove_empty_root
+
+    try:
+        removed = [str(path) for path in reap_orphans(root, time.time(), grace=older_than)]
+    except OSError as error:
+        say(f"left-over snapshots in {root} could not be removed: {error}")
+        return []
+    remove_empty_root(root)
+    return removed
+
+
 def job_directory_name(job_name: str, length: int = _JOB_NAME_BYTES[-1]) -> str:
     """The job's name as far as it can be a short file name; a digest keeps two that become equal apart."""
     plain = "".join(

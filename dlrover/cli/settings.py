@@ -40,6 +40,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
     master_grace: float = 600.0
     preemption_file: str = ""
+    is_saving_at_break_points: bool = False
     topology_querier: str = ""
     topology_sorter: str = ""
     is_virtual_local_rank: bool = False
@@ -108,6 +109,7 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
         tls=_tls(parsed),
         shutdown_timeout=_shutdown_timeout(parsed, environment),
         master_grace=_at_least_zero("--master-grace", parsed.number("master_grace")),
+        is_saving_at_break_points=parsed.flag("save_at_breakpoint"),
         preemption_file=_absolute(parsed.text("preemption_file") or environment.preemption_file),
         topology_querier=check_plugin(
             parsed.text("topology_querier") or environment.topology_querier, option="--topology-querier"

@@ -24,6 +24,7 @@ import enum
 from msgspec import Struct
 
 from dlrover.protocol.check_messages import CheckResult, CheckTerms, ReportCheck
+from dlrover.protocol.checkpoint_messages import OpenSnapshots, SnapshotSaved
 from dlrover.protocol.fleet_messages import (
     FleetCommand,
     FleetEffect,
@@ -756,7 +757,7 @@ class AskMaster(Struct, tag=True, frozen=True, kw_only=True):
     """Seconds for which the worker waits for the answer."""
 
 
-WorkerMessage = Hello | ReportStep | AskMaster
+WorkerMessage = Hello | ReportStep | AskMaster | OpenSnapshots | SnapshotSaved
 
 
 # Agent to worker, the answers.

@@ -11,6 +11,7 @@ orphan too; or at once when somebody asks for it. Segments from before the machi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -143,6 +144,22 @@ def reap_orphans(
         except FileNotFoundError:
             continue  # somebody else was faster
     return removed
+
+
+def remove_launch(root: str | os.PathLike[str], job: str, launch: str) -> list[Path]:
+    """The launch is over and its processes are gone: nothing of it stays. Returns what was removed."""
+    prefix = home_path(root, job, launch, 0).name.rsplit("-", 1)[0]
+    homes = sorted(Path(root).glob(f"{prefix}-*"))
+    for home in homes:
+        _remove_home(home)
+    remove_empty_root(root)
+    return homes
+
+
+def remove_empty_root(root: str | os.PathLike[str]) -> None:
+    """The directory above the homes goes with the last of them."""
+    with contextlib.suppress(OSError):  # not empty, or not there
+        os.rmdir(root)
 
 
 def make_private(path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from msgspec import Struct
 
@@ -21,6 +22,12 @@ class WorkerEnvironment(Struct, frozen=True, kw_only=True):
     round: Round
     local_rank: int
     """On this node, also under --virtual-local-rank, which shows every script a LOCAL_RANK of 0."""
+    job_name: str = ""
+    node_rank: int = 0
+    snapshot_home: str = ""
+    """Where the segments of this node's workers are; empty: the agent keeps none."""
+    snapshot_fallback: str = ""
+    """For segments that do not fit into shared memory."""
 
 
 def read(environ: Mapping[str, str]) -> WorkerEnvironment | None:
@@ -31,7 +38,16 @@ def read(environ: Mapping[str, str]) -> WorkerEnvironment | None:
         agent_socket=environ["DLROVER_AGENT_SOCKET"],
         round=Round(int(environ.get("DLROVER_ROUND", "0"))),
         local_rank=int(environ.get("DLROVER_LOCAL_RANK", environ.get("LOCAL_RANK", "0"))),
+        job_name=environ.get("DLROVER_JOB_NAME", ""),
+        node_rank=int(environ.get("DLROVER_NODE_RANK", "0")),
+        snapshot_home=environ.get("DLROVER_SNAPSHOT_HOME", ""),
+        snapshot_fallback=environ.get("DLROVER_SNAPSHOT_FALLBACK", ""),
     )
+
+
+def snapshot_dir() -> Path:
+    """Where a trainer without an agent puts its segments."""
+    return Path(os.environ.get("DLROVER_SNAPSHOT_DIR") or "/dev/shm")
 
 
 @functools.cache

@@ -62,6 +62,7 @@ class JobFactory:
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
         self.runtime = Path(tempfile.mkdtemp(prefix="dlr-"))  # a unix socket's name must be short, `tmp_path` is not
+        self.shared_memory = Path(tempfile.mkdtemp(prefix="dlr-", dir="/dev/shm"))  # other tests' segments are not ours
         self.mark = f"mark-{uuid.uuid4().hex}"
         self.launched: list[Launched] = []
         self._segments_before = set(os.listdir("/dev/shm"))
@@ -73,6 +74,7 @@ class JobFactory:
         return {
             **keep,
             "TMPDIR": str(self.runtime),
+            "DLROVER_SNAPSHOT_DIR": str(self.shared_memory),
             "DLROVER_TEST_MARK": self.mark,
             "OMP_NUM_THREADS": "1",
             **extra,
@@ -97,6 +99,7 @@ class JobFactory:
 
     def remove(self) -> None:
         shutil.rmtree(self.runtime, ignore_errors=True)
+        shutil.rmtree(self.shared_memory, ignore_errors=True)
 
     def processes(self) -> dict[int, str]:
         """Living processes of the jobs of this test: pid -> command line."""
@@ -123,6 +126,7 @@ class JobFactory:
         ours = self.runtime.glob("dlrover-*/**/*")
         left += [f"file {path}" for path in ours if path.is_socket() or path.is_fifo()]
         left += [f"segment {name}" for name in set(os.listdir("/dev/shm")) - self._segments_before if "dlrover" in name]
+        left += [f"segment {path}" for path in self.shared_memory.rglob("*")]
         return left
 
     def assert_nothing_remains(self, within: float = 5.0) -> None:

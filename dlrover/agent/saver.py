@@ -1,0 +1,287 @@
+"""
+The saver of a node: owns the segments of its workers, sums them, and writes to storage what was asked for.
+
+Trainers copy and train on; everything slow happens here. What there is to do stands in the segments, so an agent that is started
+again after a kill finds the saves that its predecessor did not finish. A slot that shall be written is pinned as soon as
+we hear of it, in the order of the saves, and stays pinned until it is written: a later save takes another slot or is told that all are busy.
+
+Nothing here can fail a job. Storage that cannot be written is reported once and tried again at the next save.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from msgspec import Struct
+
+from dlrover.protocol.checkpoint_messages import OpenSnapshots, SnapshotSaved, SnapshotTaken
+from dlrover.protocol.errors import DLRoverError
+from dlrover.snapshot.commit import latest_step
+from dlrover.snapshot.contents import decode_contents
+from dlrover.snapshot.direct_io import WriteOptions
+from dlrover.snapshot.index import Home, home_path, remove_empty_root
+from dlrover.snapshot.persist import (
+    SaveRequest,
+    finish,
+    give_up,
+    of_present_history,
+    persist,
+    pin_newest,
+    read_request,
+    release,
+    sum_slot,
+    wait_until_complete,
+)
+from dlrover.snapshot.segment import PinnedSlot, SlotName
+from dlrover.snapshot.storage import storage_for
+
+log = logging.getLogger("dlrover.agent")
+
+NICENESS = 5
+"""Of the threads that sum and write: the training goes first."""
+SAVING_FILE = "saving"
+"""In the runtime directory while an agent that ends still writes: until when (monotonic seconds) it may."""
+
+
+class SaverConfig(Struct, frozen=True, kw_only=True):
+    root: str
+    """Directory of this user's segments, in shared memory."""
+    job: str
+    launch: str
+    runtime_dir: str
+    is_saving_at_break_points: bool = False
+    patience_at_end: float = 600.0
+    """Seconds for queued saves when the job ends by itself. They are what the user asked for, so they may take their time."""
+    patience_at_signal: float = 25.0
+    """The same when somebody wants us gone; pods have 30 s."""
+
+
+class Saver:
+    """One per agent. All methods are called by the event loop; storage and sums are left to threads."""
+
+    def __init__(self, config: SaverConfig) -> None:
+        self._config = config
+        self._home: Home | None = None
+        self._path: Path | None = None
+        self._is_home_refused = False
+        self._known: set[str] = set()
+        """Attempt and shard of what is being written or was."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
+        """One save after the other, in the order in which they were asked for: two writers would only share the disk."""
+        self._to_sum: dict[str, SlotName] = {}
+        """By segment: only the newest slot is worth it."""
+        self._summing: asyncio.Task[None] | None = None
+        self._reported: set[str] = set()
+        self._stop = threading.Event()
+        self._writer = _pool("dlrover-persist")
+        self._committer = _pool("dlrover-commit")  # apart: while it waits for other nodes the next save may be written
+        self._summer = _pool("dlrover-sums")
+
+    def home_for(self, node_rank: int) -> str:
+        """Where this node's workers shall put their segments. What a former agent left there is ours from here on."""
+        path = home_path(self._config.root, self._config.job, self._config.launch, node_rank)
+        if path != self._path:
+            if self._home is not None:
+                self._home.close()
+            self._path, self._home, self._is_home_refused = path, None, False
+            if path.is_dir():
+                self._own_home(node_rank)
+                self._adopt()
+        return str(path)
+
+    def on_open(self, message: OpenSnapshots) -> None:
+        if self._path is not None and message.home == str(self._path):
+            self._own_home(int(self._path.name.rsplit("-", 1)[1]))
+
+    def on_saved(self, message: SnapshotSaved) -> SnapshotTaken | None:
+        if self._path is None or Path(message.path).parent != self._path:
+            return None  # not of our directory: whoever it is, it is not our worker
+        taken = None
+        if message.is_storage:
+            pinned = pin_newest(message.path, message.slot, message.generation)
+            if pinned is None:
+                log.warning("the snapshot of step %d was overwritten before it could be written", message.step)
+            else:
+                self._enqueue(pinned)
+                taken = SnapshotTaken(path=message.path, generation=message.generation)
+        name = SlotName(message.generation, message.step, 0, message.path, message.slot)
+        self._to_sum[message.path] = name
+        self._start_summing()
+        return taken
+
+    def break_point(self) -> None:
+        """The workers have failed or go: write their newest common snapshot, if the user wants that."""
+        self._adopt()  # a trainer may have been killed between its save and its word to us
+        if not self._config.is_saving_at_break_points or self._home is None:
+            return
+        by_shard = {each.global_rank: of_present_history(each.slots) for each in self._home.snapshots()}
+        steps = [{slot.step for slot in slots} for slots in by_shard.values()]
+        common = set.intersection(*steps) if steps else set()
+        if not common:
+            return
+        newest = max(common)
+        for slots in by_shard.values():
+            name = max(slot for slot in slots if slot.step == newest)
+            pinned = pin_newest(name.path, name.slot, name.generation)
+            if pinned is not None:
+                log.info("break point: step %d is written to storage", newest)
+                self._enqueue(pinned)
+
+    async def drain(self, *, is_hurried: bool) -> None:
+        """Finish what is queued, within the patience; tell what is lost."""
+        self._adopt()
+        if not self._tasks:
+            return
+        patience = self._config.patience_at_signal if is_hurried else self._config.patience_at_end
+        mark = Path(self._config.runtime_dir) / SAVING_FILE
+        _write_mark(mark, time.monotonic() + patience)
+        log.info("waiting for %d saves before this agent ends", len(self._tasks))
+        _done, left = await asyncio.wait(self._tasks, timeout=patience)
+        if left:
+            log.error(
+                "%d checkpoints could not be finished within %.0f s and are lost; storage is too slow. What was committed "
+                "before stays.",
+                len(left),
+                patience,
+            )
+            self._stop.set()
+            await asyncio.wait(left, timeout=1.0)
+        mark.unlink(missing_ok=True)
+
+    def close(self, *, is_removing: bool = False) -> None:
+        """Let go; with `is_removing` the segments go as well, otherwise they are for the next agent or the launcher."""
+        self._stop.set()
+        if self._home is not None and is_removing:
+            self._home.remove()
+            remove_empty_root(self._config.root)
+        elif self._home is not None:
+            self._home.close()
+        self._home = None
+        for pool in (self._writer, self._committer, self._summer):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _own_home(self, node_rank: int) -> None:
+        if self._home is not None or self._is_home_refused:
+            return
+        try:
+            self._home = Home(self._config.root, self._config.job, self._config.launch, node_rank)
+        except (OSError, DLRoverError) as error:
+            self._is_home_refused = True
+            log.error("snapshots are kept, but nobody owns them: %s", error)
+
+    def _adopt(self) -> None:
+        """What stands in the segments to be written, and we did not hear of: a former agent did, or nobody."""
+        if self._home is None:
+            return
+        for shard in self._home.snapshots():
+            for name in shard.slots:
+                self._to_sum[name.path] = name
+                pinned = pin_newest(name.path, name.slot, name.generation)
+                if pinned is not None:
+                    self._enqueue(pinned, is_adopted=True)
+        self._start_summing()
+
+    def _enqueue(self, pinned: PinnedSlot, *, is_adopted: bool = False) -> None:
+        """Takes the pin over."""
+        try:
+            request = read_request(decode_contents(pinned.sections()))
+        except DLRoverError as error:
+            self._report("unreadable", f"a snapshot cannot be written: {error}")
+            request = None
+        key = "" if request is None else f"{request.attempt}/{request.shard}"
+        is_wanted = request is not None and request.is_writer and key not in self._known
+        if request is None or not is_wanted or (is_adopted and not request.is_storage):
+            release(pinned)
+            return
+        self._known.add(key)
+        task = asyncio.create_task(self._save(pinned, request, is_adopted), name=f"save {request.step}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _save(self, pinned: PinnedSlot, request: SaveRequest, is_adopted: bool) -> None:
+        loop = asyncio.get_running_loop()
+        begun_at = time.monotonic()
+        try:
+            async with self._turn:
+                try:
+                    is_due = not is_adopted or await loop.run_in_executor(self._writer, _is_due, request)
+                    if not is_due:
+                        return
+                    options = WriteOptions(nice=NICENESS)
+                    await loop.run_in_executor(
+                        self._writer, lambda: persist(pinned, request, options=options, stop=self._stop)
+                    )
+                finally:
+                    release(pinned)
+            if request.is_committer:
+                await loop.run_in_executor(self._committer, self._commit, request, is_adopted)
+        except (OSError, DLRoverError) as error:
+            self._known.discard(f"{request.attempt}/{request.shard}")  # a break point may try it again
+            self._report(
+                f"{type(error).__name__} {getattr(error, 'errno', '')} {request.directory}",
+                f"the checkpoint of step {request.step} in {request.directory} was not written: {error}. "
+                "Training goes on, and the next save is tried as usual.",
+            )
+            return
+        self._reported.clear()
+        log.info("step %d is in %s after %.2f s", request.step, request.directory, time.monotonic() - begun_at)
+
+    def _commit(self, request: SaveRequest, is_adopted: bool) -> None:
+        try:
+            wait_until_complete(request, wait=self._stop.wait)
+        except (TimeoutError, DLRoverError):
+            give_up(request)
+            raise
+        if is_adopted and not _is_due(request):
+            give_up(request)  # a newer one was on its way: the tracker must not go back
+            return
+        finish(request)
+
+    def _start_summing(self) -> None:
+        if self._to_sum and (self._summing is None or self._summing.done()):
+            self._summing = asyncio.create_task(self._sum(), name="sums")
+
+    async def _sum(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._to_sum:
+            _path, name = self._to_sum.popitem()
+            try:
+                await loop.run_in_executor(self._summer, sum_slot, name)
+            except OSError as error:
+                self._report("sums", f"a snapshot could not be summed: {error}")
+
+    def _report(self, key: str, message: str) -> None:
+        """Once, until a save succeeds again."""
+        if key in self._reported:
+            log.info("%s", message)
+        else:
+            self._reported.add(key)
+            log.error("%s", message)
+
+
+def _is_due(request: SaveRequest) -> bool:
+    """Whether a save that an earlier agent was asked for is still to be done: nothing as new has been committed."""
+    newest = latest_step(storage_for(request.directory), request.directory)
+    return newest is None or newest < request.step
+
+
+def _pool(name: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_be_nice)
+
+
+def _be_nice() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def _write_mark(path: Path, until: float) -> None:
+    try:
+        path.write_text(f"{until:.3f}")
+    except OSError as error:
+        log.warning("the launcher cannot be told to wait for us: %s", error)

@@ -1,0 +1,290 @@
+"""
+From a slot in memory to a checkpoint in storage: what to write, writing it, and making it count.
+
+A trainer leaves in every slot what it would take to persist it (`SaveRequest`), so whoever holds the slot later needs nothing
+else: not the trainer, and not a message that may have been lost with an agent. The agent persists under `dlrover-run`, a
+thread of the trainer elsewhere; both use the functions here.
+
+The commit is the one by files: every writer leaves a manifest in the staging directory, and the committer waits until
+all are there. A shared file system cannot tell when a file appears, so it has to look, in growing steps and with a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+from msgspec import Struct
+
+from dlrover.snapshot.checksum import best_algorithm, chunk_checksums
+from dlrover.snapshot.commit import Attempt, Committed, abandon, commit, finish_rank, stage, staged_manifests
+from dlrover.snapshot.contents import Contents, decode_contents
+from dlrover.snapshot.direct_io import WriteOptions, WriteStopped, WrittenFile
+from dlrover.snapshot.manifest import FileRecord, RankManifest, TensorRecord, Topology
+from dlrover.snapshot.retention import KeepInterval, KeepLatest, apply_retention
+from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName
+from dlrover.snapshot.segment_format import SegmentInvalid, Sums, encode_sums
+from dlrover.snapshot.storage import LocalStorage, Storage, join, parent_of, storage_for
+from dlrover.snapshot.torch_file import file_storages, torch_file_chunks, write_torch_file
+
+REQUEST = "save"
+"""Name of the extra part of a slot that holds the request."""
+_FIRST_LOOK_AFTER = 0.02
+_LONGEST_PAUSE = 1.0
+
+
+class SaveRequest(Struct, frozen=True, kw_only=True):
+    """What a trainer says about one of its snapshots."""
+
+    directory: str
+    """The job's checkpoints: an absolute path or a URL."""
+    target: str
+    step: int
+    attempt: str
+    """Equal on all ranks of one save, and never used again."""
+    shard: int
+    """Which piece of the state this is; 0 where the state is the same everywhere."""
+    num_shards: int
+    world_size: int
+    is_storage: bool
+    """The caller asked for a checkpoint, not only for a snapshot."""
+    is_writer: bool
+    """Of several equal copies this is the one to write."""
+    is_committer: bool
+    links: dict[str, str] = {}
+    """By path in the checkpoint: where else the caller wants to find that file."""
+    keep_latest: int = 0
+    keep_interval: int = 0
+    save_timeout: float = 600.0
+
+    @property
+    def try_(self) -> Attempt:
+        return Attempt(directory=self.directory, target=self.target, step=self.step, attempt=self.attempt)
+
+
+def encode_request(request: SaveRequest) -> bytes:
+    return msgspec.msgpack.encode(request)
+
+
+def read_request(contents: Contents) -> SaveRequest | None:
+    """None: the snapshot says nothing of storage."""
+    content = contents.extra.get(REQUEST)
+    if content is None:
+        return None
+    try:
+        return msgspec.msgpack.decode(content, type=SaveRequest)
+    except msgspec.MsgspecError as error:
+        raise SegmentInvalid(f"What the snapshot says about storage cannot be read: {error}") from error
+
+
+def pin_newest(path: str | os.PathLike[str], slot: int, generation: int) -> PinnedSlot | None:
+    """Open a segment for one slot of it. None: it was overwritten or replaced meanwhile. `release` both afterwards."""
+    try:
+        segment = Segment(path)
+    except (SegmentInvalid, FileNotFoundError):
+        return None
+    pinned = segment.pin(slot, generation)
+    if pinned is None:
+        segment.close()
+    return pinned
+
+
+def release(pinned: PinnedSlot) -> None:
+    pinned.close()
+    pinned.segment.close()
+
+
+def of_present_history(slots: Iterable[SlotName]) -> list[SlotName]:
+    """
+    Without those that training has gone back behind: a slot that was written earlier and holds a later step belongs to a past that was
+    given up.
+    """
+    ordered = sorted(slots)
+    return [name for name in ordered if name.step <= ordered[-1].step]
+
+
+def sum_slot(name: SlotName) -> bool:
+    """
+    Compute and store the checksums of a slot without holding it; False when it was overwritten meanwhile.
+
+    Nobody may have to wait for a checksum, so it is counted without a lock. A generation never comes back: if the slot
+    still has it afterwards, the bytes were the right ones all the time.
+    """
+    try:
+        segment = Segment(name.path)
+    except (SegmentInvalid, FileNotFoundError):
+        return False
+    with segment:
+        first = segment.pin(name.slot, name.generation)
+        if first is None:
+            return False
+        record = first.record
+        has_sums = first.sums() is not None
+        first.close()
+        if has_sums:
+            return True
+        start = segment.geometry.data_at(name.slot)
+        algorithm = best_algorithm()
+        with segment.view[start : start + record.data_length] as data:
+            sums = Sums(algorithm, tuple(chunk_checksums(data, algorithm)))
+        again = segment.pin(name.slot, name.generation)
+        if again is None:
+            return False
+        try:
+            _store_sums(segment, name, sums)
+        finally:
+            again.close()
+    return True
+
+
+def persist(
+    pinned: PinnedSlot,
+    request: SaveRequest,
+    *,
+    options: WriteOptions | None = None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Write this shard's files into the staging directory of its attempt, and its manifest. Raises OSError and our own errors."""
+    contents = decode_contents(pinned.sections())
+    storage = storage_for(request.directory)
+    attempt = request.try_
+    staging = stage(storage, attempt)
+    try:
+        files = []
+        for entry in contents.files:
+            storages = file_storages(contents, entry.name, pinned.data)
+            path = join(staging, entry.path)
+            storage.make_directory(parent_of(path))
+            written = _write(storage, path, contents.pickles[entry.name], storages, options, stop)
+            files.append(FileRecord(entry.path, written.size_bytes, written.crc32))
+        finish_rank(storage, attempt, _manifest(pinned, request, contents, files))
+    except BaseException:
+        _forget_shard(storage, attempt, request)
+        raise
+
+
+def is_complete(request: SaveRequest) -> bool:
+    """Whether every shard of the attempt has been written."""
+    found = {manifest.global_rank for manifest in staged_manifests(storage_for(request.directory), request.try_)}
+    return found >= set(range(request.num_shards))
+
+
+def finish(request: SaveRequest) -> Committed:
+    """Commit, link the files where the caller wants them, delete what the retention gives up."""
+    storage = storage_for(request.directory)
+    committed = commit(storage, request.try_, range(request.num_shards))
+    if isinstance(storage, LocalStorage):
+        for path, link in request.links.items():
+            _link(join(committed.path, path), link)
+    if request.keep_latest:
+        apply_retention(storage, request.directory, KeepLatest(request.keep_latest))
+    if request.keep_interval:
+        apply_retention(storage, request.directory, KeepInterval(request.keep_interval))
+    return committed
+
+
+def wait_until_complete(
+    request: SaveRequest,
+    *,
+    wait: Callable[[float], bool],
+    patience: float | None = None,
+) -> None:
+    """
+    The committer's wait for the other shards. `wait` sleeps and says whether to give up.
+
+    Raises TimeoutError after the request's `save_timeout`, and WriteStopped when `wait` says so.
+    """
+    limit = request.save_timeout if patience is None else patience
+    deadline = time.monotonic() + limit
+    pause = _FIRST_LOOK_AFTER
+    while not is_complete(request):
+        if time.monotonic() >= deadline:
+            found = sorted(each.global_rank for each in staged_manifests(storage_for(request.directory), request.try_))
+            raise TimeoutError(
+                f"Step {request.step} was not committed: after {limit:g} s only {len(found)} of {request.num_shards} "
+                f"shards were written ({found[:8]})."
+            )
+        if wait(pause):
+            raise WriteStopped(f"Step {request.step} was given up before all shards were written.")
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def give_up(request: SaveRequest) -> None:
+    """The attempt failed: remove what was staged. Whoever cannot even do that leaves it to the next commit of the step."""
+    try:
+        abandon(storage_for(request.directory), request.try_)
+    except OSError:
+        return
+
+
+def _write(
+    storage: Storage,
+    path: str,
+    pickled: bytes,
+    storages: list[memoryview],
+    options: WriteOptions | None,
+    stop: threading.Event | None,
+) -> WrittenFile:
+    if isinstance(storage, LocalStorage):
+        return write_torch_file(path, pickled, storages, options=options, stop=stop)
+    written, chunks = torch_file_chunks(pickled, storages)
+    storage.write(path, chunks)
+    return written
+
+
+def _manifest(pinned: PinnedSlot, request: SaveRequest, contents: Contents, files: list[FileRecord]) -> RankManifest:
+    path_of = {entry.name: entry.path for entry in contents.files}
+    tensors = tuple(
+        TensorRecord(
+            name=".".join(map(str, tensor.path[1:])),
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            part=path_of.get(str(tensor.path[0]), ""),
+            global_shape=tensor.global_shape,
+            global_offset=tensor.global_offset,
+        )
+        for tensor in contents.layout.tensors
+    )
+    return RankManifest(
+        step=request.step,
+        round=pinned.record.round,
+        attempt=request.attempt,
+        topology=Topology(request.world_size, request.shard),
+        files=tuple(files),
+        tensors=tensors,
+    )
+
+
+def _forget_shard(storage: Storage, attempt: Attempt, request: SaveRequest) -> None:
+    """A single writer cleans up behind itself; of several nobody knows what the others still do."""
+    if request.num_shards == 1:
+        try:
+            abandon(storage, attempt)
+        except OSError:
+            return  # the error that is on its way says more
+
+
+def _link(source: str, link: str) -> None:
+    """A second name for a file, replaced at once."""
+    temporary = f"{link}.new-{os.getpid()}"
+    os.makedirs(os.path.dirname(link), exist_ok=True)
+    try:
+        os.link(source, temporary)
+        os.replace(temporary, link)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"the checkpoint is complete as {source}, but cannot be linked to {link} ({error.strerror}); "
+            "give a path on the same file system",
+        ) from error
+
+
+def _store_sums(segment: Segment, name: SlotName, sums: Sums) -> None:
+    descriptor = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.pwrite(descriptor, encode_sums(name.generation, sums), segment.geometry.sums_at(name.slot))
+    finally:
+        os.close(descriptor)

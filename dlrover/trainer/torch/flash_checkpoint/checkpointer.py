@@ -1,0 +1,52 @@
+"""The contract of all Flash Checkpoint front ends: what is saved, where to, and what a save says about itself."""
+
+from __future__ import annotations
+
+import abc
+import enum
+from typing import Any
+
+from msgspec import Struct
+
+
+class StorageType(enum.Enum):
+    MEMORY = 0
+    """A snapshot in shared memory: survives the worker and the agent, not the machine."""
+    DISK = 1
+    """The same, and the agent writes it to storage in the background."""
+
+
+class SaveReason(enum.StrEnum):
+    SAVED = "saved"
+    SKIPPED_BUSY = "skipped_busy"
+    """Every slot that may be overwritten is still being written to storage, here or on another saving rank."""
+    NOT_A_SAVING_RANK = "not_a_saving_rank"
+    """Another rank of this node saves the same state."""
+    ERROR = "error"
+
+
+class SaveResult(Struct, frozen=True, kw_only=True):
+    """True if the snapshot is in memory. Whether it is in storage is known later: `wait_latest_checkpoint`."""
+
+    reason: SaveReason
+    step: int
+    blocking: float = 0.0
+    """Seconds for which training stood still."""
+    num_bytes: int = 0
+    """Room that the state takes in its slot."""
+    message: str = ""
+
+    def __bool__(self) -> bool:
+        return self.reason is SaveReason.SAVED
+
+
+class Checkpointer(abc.ABC):
+    @abc.abstractmethod
+    def save_checkpoint(
+        self, step: int, state_dict: dict[str, Any], path: str = "", storage_type: StorageType = StorageType.DISK
+    ) -> SaveResult:
+        """Copy the state into memory; with DISK have it written to storage in the background."""
+
+    @abc.abstractmethod
+    def load_checkpoint(self, resume_path: str = "") -> dict[str, Any]:
+        """The newest state that all ranks have; empty when there is none."""

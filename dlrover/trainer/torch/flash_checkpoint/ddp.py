@@ -1,0 +1,124 @@
+"""
+`DdpCheckpointer`: Flash Checkpoint for any state dict that a rank holds whole.
+
+    from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
+
+    checkpointer = DdpCheckpointer("/shared/run7")
+    state = checkpointer.load_checkpoint()          # {} at the very beginning
+    ...
+    checkpointer.save_checkpoint(step, state, storage_type=StorageType.MEMORY)
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from dlrover.protocol.errors import ConfigError
+from dlrover.snapshot.retention import Retention
+from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer, SaveReason, SaveResult
+from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
+from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
+
+PART = "model_states"
+
+
+class DdpCheckpointer(Checkpointer):
+    def __init__(
+        self,
+        checkpoint_dir: str | os.PathLike[str],
+        local_shard_num: int = 1,
+        global_shard_num: int = 1,
+        comm_backend: str = "",
+        deletion_strategy: Retention | None = None,
+        save_timeout: float = 600,
+        replica_count: int = 0,
+        *,
+        storage: Any = None,
+        num_slots: int = 2,
+    ) -> None:
+        """
+        With 1 and 1 shards the state is the same on all ranks and local rank 0 of each node saves; for a state that is cut over all ranks
+        give the ranks per node and the world size.
+
+        `comm_backend` is accepted and not needed: ranks agree over gloo. `num_slots` is how many states are kept in memory; a
+        third one lets memory saves go on while storage is slow.
+        """
+        if storage is not None:
+            raise ConfigError(
+                "storage= is not supported yet: give checkpoint_dir as a path or as a URL that fsspec reads."
+            )
+        if replica_count:
+            raise ConfigError("replica_count is not supported yet: leave it 0.")
+        self._engine = CheckpointEngine(
+            os.fspath(checkpoint_dir),
+            local_shard_num=local_shard_num,
+            global_shard_num=global_shard_num,
+            deletion_strategy=deletion_strategy,
+            save_timeout=save_timeout,
+            num_slots=num_slots,
+        )
+
+    def save_checkpoint(
+        self,
+        step: int,
+        state_dict: dict[str, Any],
+        path: str = "",
+        storage_type: StorageType = StorageType.DISK,
+        *,
+        on_busy: str = "skip",
+    ) -> SaveResult:
+        """
+        Copy the state into memory; it may change again as soon as this returns. With DISK the agent writes `path` afterwards, by
+        default `{checkpoint_dir}/{step}/rank_{shard}.pt`.
+
+        `on_busy="block"` waits for a free slot instead of skipping the save: for the last one of a training.
+        """
+        if not isinstance(storage_type, StorageType):
+            raise ValueError(f"storage_type is StorageType.MEMORY or StorageType.DISK, not {storage_type!r}.")
+        target, file, links = self._place(step, path)
+        return self._engine.save(
+            step,
+            {PART: state_dict},
+            {PART: file},
+            is_storage=storage_type is StorageType.DISK,
+            on_busy=on_busy,
+            target=target,
+            links=links,
+        )
+
+    def load_checkpoint(self, resume_path: str = "") -> dict[str, Any]:
+        """
+        The newest state that all ranks can have, from memory or storage, on the CPU; {} when there is none.
+
+        A `resume_path` (a file, or the directory of a checkpoint) wins over everything, and has to exist. All ranks call this.
+        """
+        state = self._engine.load_file(resume_path) if resume_path else self._engine.load(PART)
+        return {} if state is None else state
+
+    def wait_latest_checkpoint(self, timeout: float = 1800) -> bool:
+        """Until the newest DISK save of this rank is committed. Ranks that do not save return at once."""
+        return self._engine.wait_for_storage(timeout)
+
+    def close(self) -> None:
+        """End the threads. Under `dlrover-run` what was saved stays; elsewhere this waits until it is written."""
+        self._engine.close()
+
+    def _place(self, step: int, path: str) -> tuple[str, str, dict[str, str]]:
+        """
+        Name of the checkpoint, name of the file in it, and where else the file shall be found.
+
+        A checkpoint is a directory. A file that the caller wants elsewhere gets a second name there.
+        """
+        default = f"rank_{self._engine.shard}.pt"
+        if not path:
+            return str(step), default, {}
+        full = path if "://" in path else os.path.abspath(path)
+        inside = full.removeprefix(self._engine.checkpoint_dir.rstrip("/") + "/")
+        parts = inside.split("/")
+        if inside != full and len(parts) >= 2:
+            return parts[0], "/".join(parts[1:]), {}
+        return str(step), default, {default: full}
+
+
+__all__ = ["DdpCheckpointer", "SaveReason", "SaveResult", "StorageType"]

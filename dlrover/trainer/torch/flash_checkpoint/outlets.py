@@ -1,0 +1,209 @@
+"""
+Where a trainer's snapshots go from here: to the node's agent, or, where there is none, to a thread of our own.
+
+Neither makes the training wait. The agent is only told; the slot is kept from being overwritten until it says that it
+holds it. Without an agent (plain `python`, `torchrun`) a thread of this process writes the files, with the same code and the same format,
+and dies with the process: what it had not written then is lost.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from dlrover.protocol.checkpoint_messages import OpenSnapshots, SnapshotSaved, SnapshotTaken
+from dlrover.protocol.errors import DLRoverError, Rejected
+from dlrover.protocol.local import FrameBuffer, pack
+from dlrover.protocol.messages import Hello
+from dlrover.snapshot.index import Home, make_private, remove_empty_root
+from dlrover.snapshot.persist import SaveRequest, finish, give_up, persist, pin_newest, release, wait_until_complete
+from dlrover.snapshot.segment import PinnedSlot, SlotName
+from dlrover.trainer.environment import WorkerEnvironment, snapshot_dir
+
+log = logging.getLogger("dlrover.trainer.flash_checkpoint")
+
+HOLD = 60.0
+"""Seconds that a slot is kept for an agent that does not take it."""
+_CONNECT_TIMEOUT = 1.0
+
+
+class Outlet(Protocol):
+    home: Path
+    """Where the segments go."""
+    fallback: Path | None
+
+    def saved(self, name: SlotName, request: SaveRequest) -> None:
+        """A snapshot is complete."""
+
+    def poll(self) -> None:
+        """Let go of what is not needed any more; called before each save."""
+
+    def close(self) -> None: ...
+
+
+class AgentOutlet:
+    """Under `dlrover-run`."""
+
+    def __init__(self, where: WorkerEnvironment) -> None:
+        self._where = where
+        self.home = Path(where.snapshot_home)
+        self.fallback = Path(where.snapshot_fallback) if where.snapshot_fallback else None
+        make_private(self.home.parent)
+        make_private(self.home)
+        self._socket: socket.socket | None = None
+        self._unsent = b""
+        self._frames = FrameBuffer()
+        self._held: dict[tuple[str, int], tuple[PinnedSlot, float]] = {}
+        """Slots that the agent has been told to write and has not taken yet, and since when."""
+        self._send(OpenSnapshots(home=str(self.home)))
+
+    def saved(self, name: SlotName, request: SaveRequest) -> None:
+        is_storage = request.is_storage and request.is_writer
+        if is_storage:
+            pinned = pin_newest(name.path, name.slot, name.generation)
+            if pinned is not None:
+                self._held[(name.path, name.generation)] = (pinned, time.monotonic())
+        self._send(
+            SnapshotSaved(
+                path=name.path, slot=name.slot, generation=name.generation, step=name.step, is_storage=is_storage
+            )
+        )
+
+    def poll(self) -> None:
+        if not self._held:
+            return
+        self._send(None)
+        self._receive()
+        for key, (pinned, since) in list(self._held.items()):
+            if time.monotonic() - since > HOLD:
+                log.warning("the agent has not taken the snapshot of step %d: it may be lost", pinned.record.step)
+                self._let_go(key)
+
+    def close(self) -> None:
+        self._send(None)
+        for key in list(self._held):
+            self._let_go(key)
+        self._hang_up()
+
+    def _let_go(self, key: tuple[str, int]) -> None:
+        pinned, _since = self._held.pop(key, (None, 0.0))
+        if pinned is not None:
+            release(pinned)
+
+    def _receive(self) -> None:
+        try:
+            while self._socket is not None and (data := self._socket.recv(65536)):
+                for frame in self._frames.feed(data):
+                    taken = msgspec.msgpack.decode(frame, type=SnapshotTaken)
+                    self._let_go((taken.path, taken.generation))
+        except BlockingIOError:
+            return
+        except (OSError, msgspec.MsgspecError, Rejected):
+            self._hang_up()
+
+    def _send(self, message: OpenSnapshots | SnapshotSaved | None) -> None:
+        """As much as the socket takes now. An agent that is gone takes us with it, and its successor reads the segments."""
+        if message is not None:
+            self._unsent += pack(msgspec.msgpack.encode(message))
+        try:
+            if self._socket is None and self._unsent:
+                self._connect()
+            while self._unsent and self._socket is not None:
+                self._unsent = self._unsent[self._socket.send(self._unsent) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._unsent = b""
+            self._hang_up()
+
+    def _connect(self) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(_CONNECT_TIMEOUT)
+            sock.connect(self._where.agent_socket)
+            hello = Hello(local_rank=self._where.local_rank, round=self._where.round, pid=os.getpid())
+            sock.sendall(pack(msgspec.msgpack.encode(hello)))
+            sock.setblocking(False)
+        except OSError:
+            sock.close()
+            raise
+        self._socket, self._frames = sock, FrameBuffer()
+
+    def _hang_up(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+class ThreadOutlet:
+    """Without an agent: the segments belong to this process and go with it."""
+
+    def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
+        self._root = Path(root) if root is not None else _default_root()
+        # Never a name again that was used before: what a dead process of the same number left is not ours.
+        self._home = Home(self._root, "no-launcher", f"{os.getpid()}-{secrets.token_hex(4)}", 0)
+        self.home = self._home.path
+        self.fallback: Path | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="dlrover-persist")
+        self._saves: list[Future[None]] = []
+        self._stop = threading.Event()
+        self._is_reported = False
+        self._pid = os.getpid()
+        atexit.register(self.close)
+
+    def saved(self, name: SlotName, request: SaveRequest) -> None:
+        if not (request.is_storage and request.is_writer):
+            return
+        pinned = pin_newest(name.path, name.slot, name.generation)
+        assert pinned is not None, "nobody but this thread writes here"
+        self._saves.append(self._writer.submit(self._write, pinned, request))
+
+    def poll(self) -> None:
+        self._saves = [save for save in self._saves if not save.done()]
+
+    def close(self) -> None:
+        """Waits for what is being written. Not for a forked child, which has a copy of this and owns nothing."""
+        if os.getpid() != self._pid:
+            return
+        atexit.unregister(self.close)
+        self._writer.shutdown(wait=True)
+        self._home.remove()
+        remove_empty_root(self._root)
+
+    def _write(self, pinned: PinnedSlot, request: SaveRequest) -> None:
+        try:
+            try:
+                persist(pinned, request, stop=self._stop)
+            finally:
+                release(pinned)
+            if request.is_committer:
+                self._commit(request)
+            self._is_reported = False
+        except (OSError, DLRoverError) as error:
+            level = logging.INFO if self._is_reported else logging.ERROR
+            self._is_reported = True
+            log.log(level, "the checkpoint of step %d was not written: %s. Training goes on.", request.step, error)
+
+    def _commit(self, request: SaveRequest) -> None:
+        try:
+            wait_until_complete(request, wait=self._stop.wait)
+        except (TimeoutError, DLRoverError):
+            give_up(request)
+            raise
+        finish(request)
+
+
+def _default_root() -> Path:
+    """In shared memory; where a machine has none, beside other temporary files."""
+    base = snapshot_dir()
+    return (base if base.is_dir() else Path("/tmp")) / f"dlrover-{os.getuid()}"

@@ -1,0 +1,241 @@
+"""The agent's saver with real segments and a real directory: what it writes, keeps, adopts and leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+import pytest
+import torch
+
+from dlrover.agent.saver import Saver, SaverConfig
+from dlrover.protocol.checkpoint_messages import OpenSnapshots, SnapshotSaved
+from dlrover.snapshot.copying import Copier
+from dlrover.snapshot.index import reap_orphans
+from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request
+from dlrover.snapshot.segment import Segment, SegmentWriter, SlotName
+from dlrover.snapshot.segment_format import Owner
+from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter
+
+
+class Trainer:
+    """Saves states of one shard into the home that the saver names."""
+
+    def __init__(self, saver: Saver, directory, shard: int = 0, num_shards: int = 1) -> None:
+        home = saver.home_for(0)
+        os.makedirs(home, exist_ok=True)
+        saver.on_open(OpenSnapshots(home=home))
+        owner = Owner(job="job", launch="a", node_rank=0, global_rank=shard, local_rank=shard, pid=os.getpid())
+        self.copier = Copier(1)
+        self.segments = SegmentWriter(home, owner)
+        self.writer = StateWriter(self.segments, self.copier)
+        self.directory, self.shard, self.num_shards = str(directory), shard, num_shards
+
+    def save(self, step: int, *, is_storage: bool, **changes) -> SlotName | None:
+        request = SaveRequest(
+            directory=self.directory,
+            target=str(step),
+            step=step,
+            attempt=f"try-{step}",
+            shard=self.shard,
+            num_shards=self.num_shards,
+            world_size=self.num_shards,
+            is_storage=is_storage,
+            is_writer=True,
+            is_committer=self.shard == 0,
+            **changes,
+        )
+        return self.writer.save(
+            {"model_states": {"step": torch.full((50_000,), step)}},
+            step=step,
+            round_=1,
+            paths={"model_states": f"rank_{self.shard}.pt"},
+            extra={REQUEST: encode_request(request)},
+        )
+
+    def close(self) -> None:
+        self.segments.close()
+        self.copier.close()
+
+
+def news(name: SlotName, *, is_storage: bool) -> SnapshotSaved:
+    return SnapshotSaved(
+        path=name.path, slot=name.slot, generation=name.generation, step=name.step, is_storage=is_storage
+    )
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def build(**options) -> Saver:
+        (tmp_path / "run").mkdir(exist_ok=True)
+        config = SaverConfig(
+            root=str(tmp_path / "shm"), job="job", launch="a", runtime_dir=str(tmp_path / "run"), **options
+        )
+        made.append(Saver(config))
+        return made[-1]
+
+    yield build
+    for saver in made:
+        saver.close()
+
+
+@pytest.fixture
+def start(tmp_path):
+    made = []
+
+    def build(saver: Saver, *arguments) -> Trainer:
+        made.append(Trainer(saver, tmp_path / "checkpoints", *arguments))
+        return made[-1]
+
+    yield build
+    for trainer in made:
+        trainer.close()
+
+
+def committed(tmp_path) -> str:
+    return (tmp_path / "checkpoints" / "dlrover_latest.txt").read_text()
+
+
+async def test_a_storage_save_is_written_and_committed(make, start, tmp_path):
+    saver = make()
+    name = start(saver).save(3, is_storage=True)
+    taken = saver.on_saved(news(name, is_storage=True))
+    assert taken is not None
+    assert taken.generation == name.generation
+    await saver.drain(is_hurried=False)
+    assert committed(tmp_path) == "3"
+    assert torch.equal(torch.load(tmp_path / "checkpoints/3/rank_0.pt")["step"], torch.full((50_000,), 3))
+    assert not (tmp_path / "run" / "saving").exists()
+
+
+async def test_a_memory_save_is_summed_and_not_written(make, start, tmp_path):
+    saver = make()
+    name = start(saver).save(3, is_storage=False)
+    assert saver.on_saved(news(name, is_storage=False)) is None
+    await asyncio.wait_for(saver._summing, 10)
+    with Segment(name.path) as segment, segment.pin(name.slot) as pinned:
+        assert pinned.verify()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+async def test_a_save_nobody_told_us_of_is_written_before_the_end(make, start, tmp_path):
+    saver = make()
+    start(saver).save(4, is_storage=True)
+    await saver.drain(is_hurried=False)
+    assert committed(tmp_path) == "4"
+
+
+async def test_a_new_agent_finishes_what_a_killed_one_was_asked_for(make, start, tmp_path):
+    first = make()
+    trainer = start(first)
+    trainer.save(5, is_storage=True)
+    trainer.close()
+    first.close()  # as the kernel does it: locks gone, segments there
+    second = make()
+    second.home_for(0)
+    await second.drain(is_hurried=False)
+    assert committed(tmp_path) == "5"
+
+
+async def test_a_new_agent_does_not_write_what_is_committed(make, start, tmp_path):
+    saver = make()
+    trainer = start(saver)
+    saver.on_saved(news(trainer.save(5, is_storage=True), is_storage=True))
+    await saver.drain(is_hurried=False)
+    before = (tmp_path / "checkpoints/5/.dlrover/manifest.json").stat().st_ino
+    saver.close()
+    trainer.close()
+    second = make()
+    second.home_for(0)
+    await second.drain(is_hurried=False)
+    assert (tmp_path / "checkpoints/5/.dlrover/manifest.json").stat().st_ino == before
+
+
+async def test_a_break_point_writes_the_newest_snapshot_if_asked_for(make, start, tmp_path):
+    silent, saver = make(), make(is_saving_at_break_points=True)
+    trainer = start(saver)
+    trainer.save(7, is_storage=False)
+    trainer.save(8, is_storage=False)
+    silent.break_point()
+    saver.break_point()
+    await saver.drain(is_hurried=True)
+    assert committed(tmp_path) == "8"
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["8", "dlrover_latest.txt"]
+
+
+async def test_the_commit_waits_for_all_shards(make, start, tmp_path):
+    saver = make()
+    one, other = start(saver, 0, 2), start(saver, 1, 2)
+    saver.on_saved(news(one.save(6, is_storage=True), is_storage=True))
+    await asyncio.wait(saver._tasks, timeout=0.2)
+    assert not (tmp_path / "checkpoints" / "dlrover_latest.txt").exists()
+    saver.on_saved(news(other.save(6, is_storage=True), is_storage=True))
+    await saver.drain(is_hurried=False)
+    assert committed(tmp_path) == "6"
+    assert (tmp_path / "checkpoints/6/rank_1.pt").exists()
+
+
+async def test_a_shard_that_never_comes_ends_the_attempt_in_time(make, start, tmp_path, caplog):
+    saver = make()
+    name = start(saver, 0, 2).save(6, is_storage=True, save_timeout=0.1)
+    saver.on_saved(news(name, is_storage=True))
+    await saver.drain(is_hurried=False)
+    assert "only 1 of 2 shards" in caplog.text
+    assert os.listdir(tmp_path / "checkpoints") == []
+
+
+async def test_storage_that_fails_is_reported_once_and_healed_by_the_next_save(make, start, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    saver = make()
+    trainer = start(saver)
+    (tmp_path / "checkpoints").write_text("in the way")
+    for step in (1, 2):
+        saver.on_saved(news(trainer.save(step, is_storage=True), is_storage=True))
+        await asyncio.wait(saver._tasks)
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 1
+    assert "Training goes on" in errors[0].message
+    (tmp_path / "checkpoints").unlink()
+    saver.on_saved(news(trainer.save(3, is_storage=True), is_storage=True))
+    await saver.drain(is_hurried=False)
+    assert committed(tmp_path) == "3"
+
+
+async def test_slow_storage_does_not_keep_a_leaving_agent(make, start, tmp_path, caplog):
+    """Nobody writes the second shard: as slow as storage can be."""
+    saver = make(patience_at_signal=0.2)
+    saver.on_saved(news(start(saver, 0, 2).save(6, is_storage=True), is_storage=True))
+    await asyncio.wait_for(saver.drain(is_hurried=True), 5)
+    assert "are lost" in caplog.text
+
+
+async def test_a_slot_being_written_is_not_overwritten(make, start, tmp_path):
+    saver = make()
+    trainer = start(saver)
+    saver.on_saved(news(trainer.save(1, is_storage=True), is_storage=True))  # pinned; its task has not begun yet
+    assert trainer.save(2, is_storage=False) is not None
+    assert trainer.save(3, is_storage=False) is None
+    await saver.drain(is_hurried=False)
+    assert trainer.save(4, is_storage=False) is not None
+    assert torch.load(tmp_path / "checkpoints/1/rank_0.pt")["step"][0] == 1
+
+
+async def test_a_foreign_path_is_not_looked_at(make, start, tmp_path):
+    saver = make()
+    start(saver)
+    strange = SnapshotSaved(path=str(tmp_path / "elsewhere"), slot=0, generation=1, step=1, is_storage=True)
+    assert saver.on_saved(strange) is None
+    await saver.drain(is_hurried=False)
+
+
+async def test_a_living_agents_home_is_not_reaped_and_a_removed_one_leaves_nothing(make, start, tmp_path):
+    saver = make()
+    trainer = start(saver)
+    trainer.save(1, is_storage=False)
+    trainer.close()
+    assert reap_orphans(tmp_path / "shm", 1e12, grace=0) == []
+    saver.close(is_removing=True)
+    assert not (tmp_path / "shm").exists()

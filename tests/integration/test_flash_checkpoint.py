@@ -1,0 +1,153 @@
+"""Flash Checkpoint in real jobs: every way to die, and what comes back; what is on disk; and that nothing remains."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import torch
+
+from dlrover.snapshot.segment import Segment
+from tests.integration.jobs import SCRIPTS, kill, wait_until
+
+SCRIPT = SCRIPTS / "flash.py"
+
+
+def lives(folder, rank: int = 0) -> list[int]:
+    """The first step of each life of a rank."""
+    return [int(line.split()[0]) for line in (folder / f"lives-{rank}").read_text().splitlines()]
+
+
+def newest_pid(folder, rank: int = 0) -> int:
+    return int((folder / f"lives-{rank}").read_text().splitlines()[-1].split()[1])
+
+
+def weights(folder, rank: int = 0) -> dict[str, torch.Tensor]:
+    return torch.load(folder / f"weights-{rank}.pt")
+
+
+def undisturbed(jobs, tmp_path, num_steps: int, *options: str) -> dict[str, torch.Tensor]:
+    folder = tmp_path / "undisturbed"
+    folder.mkdir()
+    job = jobs.run(*options, SCRIPT, folder, str(num_steps))
+    assert job.process.returncode == 0, job.err
+    return weights(folder)
+
+
+def assert_same_weights(one, other) -> None:
+    assert list(one) == list(other)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_no_step_is_lost_at_a_kill_and_the_weights_are_bit_for_bit_the_same(jobs, tmp_path):
+    kills = ["--kill-at", "3", "--kill-at", "4", "--kill-at", "11"]
+    job = jobs.run("--nproc-per-node=2", SCRIPT, tmp_path, "20", *kills)
+    assert job.process.returncode == 0, job.err
+    assert lives(tmp_path) == lives(tmp_path, 1) == [0, 4, 5, 12]
+    expected = undisturbed(jobs, tmp_path, 20, "--nproc-per-node=2")
+    for rank in (0, 1):
+        assert_same_weights(weights(tmp_path, rank), expected)
+
+
+def test_a_killed_agents_segments_are_adopted(jobs, tmp_path):
+    job = jobs.start("dlrover-run", SCRIPT, tmp_path, "20", "--hold-at", "9")
+    wait_until(lambda: (tmp_path / "holding-0").exists(), explain=lambda: job.err)
+    [agent] = jobs.pids("dlrover.agent")
+    (tmp_path / "holding-0").unlink()
+    kill(agent)
+    (tmp_path / "go").touch()
+    assert job.wait() == 0, job.err
+    assert lives(tmp_path) == [0, 10]
+    assert_same_weights(weights(tmp_path), undisturbed(jobs, tmp_path, 20))
+
+
+def test_checkpoints_on_disk_are_plain_files_and_the_last_one_is_there_at_the_end(jobs, tmp_path):
+    job = jobs.run("--nproc-per-node=2", SCRIPT, tmp_path, "21", "--disk-every", "10")
+    assert job.process.returncode == 0, job.err
+    directory = tmp_path / "checkpoints"
+    assert (directory / "dlrover_latest.txt").read_text() == "20"
+    assert sorted(os.listdir(directory)) == ["0", "10", "20", "dlrover_latest.txt"]
+    state = torch.load(directory / "20" / "rank_0.pt")
+    assert state["step"] == 20
+    assert_same_weights(state["model"], weights(tmp_path))
+
+
+def test_a_new_job_goes_on_from_storage(jobs, tmp_path):
+    assert jobs.run(SCRIPT, tmp_path, "11", "--disk-every", "10").process.returncode == 0
+    job = jobs.run("--nproc-per-node=2", SCRIPT, tmp_path, "15")
+    assert job.process.returncode == 0, job.err
+    assert lives(tmp_path) == [0, 11]
+    assert lives(tmp_path, 1) == [11]
+
+
+def test_a_break_point_save_is_on_disk_when_the_job_fails(jobs, tmp_path):
+    job = jobs.run(
+        "--save-at-breakpoint", "--max-restarts=0", SCRIPT, tmp_path, "20", "--kill-at", "7"
+    )  # fmt: skip
+    assert job.process.returncode == 1
+    assert (tmp_path / "checkpoints" / "dlrover_latest.txt").read_text() == "7"
+    assert torch.load(tmp_path / "checkpoints" / "7" / "rank_0.pt")["step"] == 7
+
+
+def test_storage_that_cannot_be_written_does_not_stop_training(jobs, tmp_path):
+    job = jobs.run(SCRIPT, tmp_path, "20", "--disk-every", "5", "--spoil")
+    assert job.process.returncode == 0, job.err
+    assert job.err.count("was not written") == 1
+    assert "Training goes on" in job.err
+
+
+def newest_step(jobs) -> int:
+    """Of the complete snapshots in memory."""
+    steps = [-1]
+    for path in jobs.shared_memory.rglob("*.segment"):
+        with contextlib.suppress(FileNotFoundError), Segment(path) as segment:
+            steps += [name.step for name in segment.complete_slots()]
+    return max(steps)
+
+
+def test_kill_9_at_random_instants_of_saves_never_yields_anything_but_a_whole_step(jobs, tmp_path):
+    """Killed from outside, whatever the worker is doing: mostly saving, because that is nearly all it does."""
+    job = jobs.start("dlrover-run", "--max-restarts=100", SCRIPT, tmp_path, "100000", "--disk-every", "7")
+    for life in range(1, 6):
+        wait_until(
+            lambda life=life: (tmp_path / "lives-0").exists() and len(lives(tmp_path)) >= life, explain=lambda: job.err
+        )
+        enough = lives(tmp_path)[-1] + 3 * life
+        wait_until(lambda enough=enough: newest_step(jobs) >= enough, explain=lambda: job.err)
+        kill(newest_pid(tmp_path))
+    wait_until(lambda: len(lives(tmp_path)) >= 6, explain=lambda: job.err)
+    begun = lives(tmp_path)
+    assert begun == sorted(begun)
+    assert begun[-1] > 0
+    job.signal(15)
+    job.wait()
+    # Whatever the last life restored is what an undisturbed training has after so many steps.
+    tracker = tmp_path / "checkpoints" / "dlrover_latest.txt"
+    step = int(tracker.read_text())
+    state = torch.load(tmp_path / "checkpoints" / str(step) / "rank_0.pt")
+    assert state["step"] == step
+    assert_same_weights(state["model"], undisturbed(jobs, tmp_path, step + 1))
+
+
+def test_after_a_kill_of_everything_clean_removes_the_segments(jobs, tmp_path):
+    job = jobs.start("dlrover-run", SCRIPT, tmp_path, "20", "--hold-at", "3")
+    wait_until(lambda: (tmp_path / "holding-0").exists(), explain=lambda: job.err)
+    assert list(jobs.shared_memory.rglob("*.segment"))
+    pids = [*jobs.pids("dlrover.agent"), job.pid]
+    for pid in pids:
+        kill(pid)
+    job.wait()
+    wait_until(lambda: not jobs.processes(), 10, lambda: str(jobs.processes()))
+    cleaned = subprocess.run(
+        [sys.executable, "-m", "dlrover.cli.main", "clean"], env=jobs.env(), capture_output=True, text=True, timeout=60
+    )
+    assert not list(jobs.shared_memory.rglob("*")), cleaned.stdout + cleaned.stderr
+
+
+def test_under_torchrun_saves_work_and_the_files_are_the_same(jobs, tmp_path):
+    job = jobs.start("torchrun", "--nproc-per-node=2", "--standalone", SCRIPT, tmp_path, "11", "--disk-every", "5")
+    assert job.wait() == 0, job.err
+    assert (tmp_path / "checkpoints" / "dlrover_latest.txt").read_text() == "10"
+    assert torch.load(tmp_path / "checkpoints" / "10" / "rank_0.pt")["step"] == 10
