@@ -127,7 +127,7 @@ class Job:
             round=state.rendezvous.round,
             world_size=0 if world is None else world.world_size,
             num_restarts=state.restarts.num_restarts,
-            verdict=state.verdict,
+            verdict=self._why(),
             nodes=tuple(self._node_status(node, warm, too_many) for node in state.nodes.in_rank_order()),
             end=state.end,
             min_nodes=limits.min_nodes,
@@ -140,6 +140,13 @@ class Job:
             shortage="" if state.fleet is None else state.fleet.verdict,
             digest=self.digest().hex(),
         )
+
+    def _why(self) -> str:
+        """The last that was said, and behind it what an open round waits for, unless that was the last."""
+        said, rdzv = self._state.verdict, self._state.rendezvous
+        if rdzv.opening is None or self._state.end is not None or rdzv.verdict in said:
+            return said
+        return f"{said} {rdzv.verdict}"
 
     def digest(self) -> bytes:
         """16 bytes that differ when anything in the state differs. Stored values count by their history, not by their bytes."""

@@ -768,6 +768,15 @@ def test_status_tells_everything_at_a_glance() -> None:
     assert status.digest == scene.job.digest().hex()
 
 
+def test_below_the_minimum_the_status_says_who_was_lost_and_what_is_waited_for() -> None:
+    scene = Scene(terms(2, 3)).gather("a", "b", "c")
+    scene.at(50).silent("b", last_seen=10)
+    scene.join("a")
+    scene.at(51).silent("c", last_seen=11)
+    said = scene.job.status().verdict
+    assert said == "Node rank 2 (host-c) was silent for 40 s. Round 2: 1 of at least 2 nodes wait."
+
+
 def test_a_thousand_nodes_meet_in_a_moment() -> None:
     """A join costs the same with ten nodes and with a thousand."""
     count = 1000

@@ -33,8 +33,10 @@ SCRIPT = SCRIPTS / "trained_steps.py"
 SILENCE = 4.0
 DETECTION = ("--heartbeat=0.5", f"--node-silence={SILENCE:g}", "--node-grace=2")
 """The defaults in a tenth of the time; three quarters of the silence are the lease of a node's workers."""
-WITHIN = 40.0
+WITHIN = 60.0
 """Seconds for anything to happen."""
+LONGEST_PAUSE = 20.0
+"""Seconds without a step, whatever happened and however busy the machine is."""
 
 
 class Step(NamedTuple):
@@ -105,6 +107,7 @@ class Training:
         pause = min(begins) - max(step.at for step in self.steps if step.round < new)
         took = min(begins) - since
         self.say(f"{fault}: {took:.2f} s to the next step, {pause:.2f} s without one, round {after} -> {new}")
+        assert pause < LONGEST_PAUSE, self.explain()
         return new
 
     def goes_on(self, num_steps: int = 5) -> None:
@@ -315,8 +318,7 @@ def test_a_job_trains_on_whatever_happens_to_its_nodes(jobs, tmp_path, networks)
 
     world = job.world()
     networks.cut_master()
-    since = time.monotonic()
-    wait_until(lambda: time.monotonic() > since + 1.5 * SILENCE)
+    _wait(1.5 * SILENCE)
     job.goes_on()
     networks.heal_master()
     wait_until(lambda: job.command("status").count("alive") == 4, WITHIN, job.explain)
@@ -326,8 +328,49 @@ def test_a_job_trains_on_whatever_happens_to_its_nodes(jobs, tmp_path, networks)
 
     since = time.monotonic()
     job.command("scale", "--nodes=2:3")
-    now = job.recovers("scaled from 4 to 3", 3, since=since, after=now)
+    job.recovers("scaled from 4 to 3", 3, since=since, after=now)
     job.finish(*job.launchers)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(400)
+def test_a_job_waits_below_its_minimum_and_outlives_long_and_short_partitions(jobs, tmp_path, networks):
+    job = ByHand(jobs, tmp_path, networks, "--nnodes=2:4")
+    job.start(0, 1, 2)
+    now = job.trains(3)
+    world = job.world()
+
+    networks.cut(1)
+    _wait(SILENCE / 4)
+    networks.heal(1)
+    job.goes_on()
+    job.say("a node was cut off for a moment: nobody restarted")
+
+    networks.cut_master()
+    _wait(45)  # both sides have closed the connections by then
+    job.goes_on()
+    networks.heal_master()
+    wait_until(lambda: job.command("status").count("alive") == 3, WITHIN, job.explain)
+    job.goes_on(500)
+    assert job.world() == world, job.explain()
+    job.say("the master was cut off for 45 s: nobody restarted")
+
+    for pid in (*job.of(1), *job.of(2)):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid)  # some end with those before
+    wait_until(lambda: "1 of at least 2 nodes wait" in " ".join(job.command("status").split()), WITHIN, job.explain)
+    since = time.monotonic()
+    job.start(3)
+    new = job.trains(2, after=now)
+    took = min(step.at for step in job.steps if step.round == new) - since
+    job.say(f"below the minimum it waits; another node comes: {took:.2f} s to the next step")
+    job.finish(0, 3)
+
+
+def _wait(seconds: float) -> None:
+    """For the length of a fault; nothing else can tell that it is over."""
+    ends_at = time.monotonic() + seconds
+    wait_until(lambda: time.monotonic() > ends_at, seconds + 1)
 
 
 def _freeze_and_wake(job: ByHand, node: int, now: int) -> int:
@@ -372,13 +415,12 @@ def test_a_platform_replaces_who_is_lost(jobs, tmp_path):
     assert job.node(1) != lost
     wait_until(lambda: not job.of(lost), WITHIN, job.explain)
 
-    job.check_nobody_is_late()
     job.finish()
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_a_job_is_scaled_up_and_down_and_waits_below_its_minimum(jobs, tmp_path):
+def test_a_platform_brings_and_takes_nodes_when_a_job_is_scaled(jobs, tmp_path):
     job = OnPlatform(jobs, tmp_path, "2")
     now = job.trains(2)
     for size in (4, 3):
