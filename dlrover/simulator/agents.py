@@ -395,7 +395,7 @@ class VirtualAgent:
 
     def ask(self, query: Query) -> None:
         """A question is not repeated."""
-        if self.connection is not None and self.is_attached:
+        if self.is_alive and self.connection is not None and self.is_attached and self.frozen_since is None:
             self._num_questions += 1
             self._questions[-self._num_questions] = query
             self.sim.network.send_up(self.connection, Request(id=-self._num_questions, body=query))

@@ -88,9 +88,7 @@ def _plan(seed: int, chance: random.Random, shape: Shape, hours: float, intensit
         mix, master_mix = mix | FLEET_MIX, master_mix | CLOUD_MIX
     if shape.check is not None:
         mix = mix | CHECK_MIX
-    faults = draw_faults(
-        chance, hours=hours, num_nodes=num_nodes, intensity=spread, mix=mix, master_mix=master_mix
-    )
+    faults = draw_faults(chance, hours=hours, num_nodes=num_nodes, intensity=spread, mix=mix, master_mix=master_mix)
     return Plan(seed=seed, shape=shape, faults=faults, hours=hours)
 
 

@@ -137,9 +137,9 @@ def draw_large_shape(chance: random.Random, hours: float, *, size: int) -> Shape
     )
 
 
-FLEET_ODDS = 0.35
-CHECK_ODDS = 0.2
-STORE_ODDS = 0.25
+FLEET_ODDS = 0.25
+CHECK_ODDS = 0.15
+STORE_ODDS = 0.2
 
 
 def add_rooms(chance: random.Random, shape: Shape) -> Shape:

@@ -48,6 +48,8 @@ FULL_CHECK_EVERY = 1000
 REPLAY_EVERY = 10
 """Seeds: of one in so many the whole journal is replayed at the end. What a new master replays is compared always."""
 LONGEST_PAUSE = 2.0
+STIRRED = 0.006
+"""Seconds within which a fault follows the traffic that it shall meet."""
 PEER_LOST_ODDS = 0.3
 """How often a worker notices the end of a peer before its agent stops it."""
 NUM_KEPT_CONNECTIONS = 4
@@ -199,8 +201,13 @@ class Simulation:
         if self._has_quiet or self.is_over:
             return
         if self.shape.has_store_traffic:
-            self.store.stir()
-        if not FAULTS[fault.kind](self, fault):
+            self.store.stir()  # it shall hit while commands are under way, or while they are written
+            self.events.after(span(self.chance.disk, 0.0, STIRRED), self._hit, fault)
+        else:
+            self._hit(fault)
+
+    def _hit(self, fault: Fault) -> None:
+        if self._has_quiet or self.is_over or not FAULTS[fault.kind](self, fault):
             return
         self._by_kind[fault.kind] = self._by_kind.get(fault.kind, 0) + 1
         self.note(f"FAULT {fault.kind}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from dlrover.core.job import Job
 from dlrover.protocol.kv_messages import KvAdd, KvCommand, KvCompareSet, KvGet, KvNumber, KvSet, KvValues
 from dlrover.protocol.messages import AgentCommand, Query, Reply, Round
+from dlrover.simulator.events import span
 from dlrover.simulator.invariants import Violation
 
 if TYPE_CHECKING:
@@ -56,10 +57,9 @@ class StoreTraffic:
         for key in (shared, own):
             self._count(key)
             agent.tell(KvAdd(node=agent.id, incarnation=agent.incarnation, key=key, amount=1))
-        match self._chance.randrange(3):
+        self._sim.events.after(span(self._chance, 0.0, 0.006), agent.ask, KvGet(keys=(shared,)))
+        match self._chance.randrange(2):
             case 0:
-                agent.ask(KvGet(keys=(shared,)))
-            case 1:
                 key = self._key("lock")
                 self._count(key)
                 number = int(self._lock.partition(b":")[0] or 0) + 1

@@ -21,7 +21,16 @@ from dlrover.simulator.campaign import (
     run_plan,
     run_seed,
 )
-from dlrover.simulator.faults import FAULTS, MASTER_MIX, MASTER_PAUSES, PAUSES, STANDARD_MIX
+from dlrover.simulator.faults import (
+    CHECK_MIX,
+    CLOUD_MIX,
+    FAULTS,
+    FLEET_MIX,
+    MASTER_MIX,
+    MASTER_PAUSES,
+    PAUSES,
+    STANDARD_MIX,
+)
 from dlrover.simulator.master import CrashPoint
 from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.shapes import Shape
@@ -34,7 +43,8 @@ def test_two_thousand_faults_break_nothing_and_all_kinds_are_among_them() -> Non
     for totals in run_many(run_seed, itertools.count(1), jobs=1, is_enough=lambda t: t.num_faults >= NUM_FAULTS):
         assert not totals.failures
     assert totals.num_faults >= NUM_FAULTS
-    assert totals.by_kind.keys() == STANDARD_MIX.keys() | MASTER_MIX.keys()
+    rooms = FLEET_MIX.keys() | CLOUD_MIX.keys() | CHECK_MIX.keys()
+    assert totals.by_kind.keys() == STANDARD_MIX.keys() | MASTER_MIX.keys() | rooms
     assert FAULTS.keys() == totals.by_kind.keys() | PAUSES.keys() | MASTER_PAUSES.keys(), "no kind is never drawn"
     assert totals.by_reason["Completed"] > totals.num_seeds // 2
     assert totals.num_masters > totals.num_seeds, "masters died and others went on"

@@ -6,13 +6,49 @@ from __future__ import annotations
 
 import pytest
 
+from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec
 from dlrover.protocol.messages import RestartPolicy
 from dlrover.simulator.campaign import run_plan
 from dlrover.simulator.faults import Fault
 from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.shapes import Shape
 
+WORKERS = {NodeType.WORKER: ReplicaSpec(count=3, max_relaunches=5)}
+
 FOUND = {
+    # A platform showed nodes that this master had never asked for, because its journal was lost: nor did it ask for
+    # their removal when the job was over.
+    "nodes-of-a-lost-journal-stay-behind": Plan(
+        seed=145,
+        shape=Shape(min_nodes=3, max_nodes=3, fleet=FleetSpec(replicas=WORKERS), num_steps=600),
+        faults=(Fault(at=163776410, kind="journal-lost", pick=790268902, amount=0.9124693743073743),),
+        hours=0.5,
+    ),
+    # No node was left to tell the newest epoch, and the platform refused all launches as those of an older master.
+    "a-platform-refuses-a-master-without-its-journal": Plan(
+        seed=1,
+        shape=Shape(min_nodes=1, max_nodes=3, fleet=FleetSpec(replicas=WORKERS), num_steps=600),
+        faults=(
+            Fault(at=200_000_000, kind="master-crash", pick=0, amount=0.5),
+            Fault(at=250_000_000, kind="eviction", pick=0, amount=0.5),
+            Fault(at=400_000_000, kind="eviction", pick=0, amount=0.5),
+            Fault(at=400_000_001, kind="eviction", pick=0, amount=0.5),
+            Fault(at=400_000_002, kind="eviction", pick=0, amount=0.5),
+            Fault(at=400_000_003, kind="journal-lost", pick=0, amount=0.5),
+        ),
+        hours=0.5,
+    ),
+    # The first list came after the exchange had been decided, and gave the new node another id: nobody exchanged any more.
+    "an-exchange-before-the-first-list-leaves-two-nodes": Plan(
+        seed=2,
+        shape=Shape(min_nodes=1, max_nodes=3, fleet=FleetSpec(replicas=WORKERS), num_steps=600),
+        faults=(
+            Fault(at=299_000_000, kind="cloud-away", pick=0, amount=0.8),
+            Fault(at=300_000_000, kind="journal-lost", pick=0, amount=0.1),
+            Fault(at=310_000_000, kind="exchange", pick=0, amount=0.5),
+        ),
+        hours=0.5,
+    ),
     # The last call of the next round ended before the silence of the node was believed, and its peers, who had only
     # lost their connection to it, paid a restart each time.
     "a-node-without-power-is-charged-to-its-peers": Plan(
