@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 
@@ -72,6 +73,31 @@ def test_checkpoints_on_disk_are_plain_files_and_the_last_one_is_there_at_the_en
     state = torch.load(directory / "20" / "rank_0.pt")
     assert state["step"] == 20
     assert_same_weights(state["model"], weights(tmp_path))
+
+
+def test_every_rank_gets_its_own_shard_back(jobs, tmp_path):
+    """From memory after a kill, and from storage in the next job; the script checks that it got its own."""
+    options = ["--nproc-per-node=2", SCRIPT, tmp_path]
+    job = jobs.run(*options, "11", "--sharded", "--disk-every", "5", "--kill-at", "7")
+    assert job.process.returncode == 0, job.err
+    assert lives(tmp_path) == lives(tmp_path, 1) == [0, 8]
+    directory = tmp_path / "checkpoints"
+    assert [torch.load(directory / "10" / f"rank_{rank}.pt")["rank"] for rank in (0, 1)] == [0, 1]
+    assert jobs.run(*options, "12", "--sharded").process.returncode == 0
+    assert lives(tmp_path, 1) == [0, 8, 11]
+
+
+def test_every_node_keeps_the_state_and_one_of_them_writes_it(jobs, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    steps = [SCRIPT, tmp_path, "11", "--disk-every", "5", "--kill-at", "7"]
+    nodes = [jobs.start("dlrover-run", *common, f"--node-rank={rank}", *steps) for rank in (0, 1)]
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].err + nodes[1].err
+    assert lives(tmp_path) == lives(tmp_path, 1) == [0, 8]
+    assert sorted(os.listdir(tmp_path / "checkpoints" / "10")) == [".dlrover", "rank_0.pt"]
+    assert_same_weights(weights(tmp_path, 0), weights(tmp_path, 1))
 
 
 def test_a_new_job_goes_on_from_storage(jobs, tmp_path):

@@ -25,6 +25,7 @@ parser.add_argument("--kill-at", type=int, action="append", default=[])
 parser.add_argument("--hold-at", type=int, default=-1)
 parser.add_argument("--pace", type=float, default=0.0)
 parser.add_argument("--spoil", action="store_true", help="put a file where the checkpoints should go")
+parser.add_argument("--sharded", action="store_true", help="every rank saves something of its own")
 args = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -32,7 +33,8 @@ rank = dist.get_rank()
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-checkpointer = DdpCheckpointer(args.folder / "checkpoints")
+shards = {"local_shard_num": dist.get_world_size(), "global_shard_num": dist.get_world_size()} if args.sharded else {}
+checkpointer = DdpCheckpointer(args.folder / "checkpoints", **shards)
 
 state = checkpointer.load_checkpoint()
 first = 0
@@ -40,6 +42,7 @@ if state:
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     first = state["step"] + 1
+    assert not args.sharded or state["rank"] == rank, state["rank"]
 with (args.folder / f"lives-{rank}").open("a") as out:
     out.write(f"{first} {os.getpid()}\n")
 
@@ -56,9 +59,9 @@ for step in range(first, args.num_steps):
     optimizer.step()
     is_disk = args.disk_every and step % args.disk_every == 0
     kind = StorageType.DISK if is_disk else StorageType.MEMORY
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "rank": rank}
     result = checkpointer.save_checkpoint(step, state, storage_type=kind, on_busy="block")
-    assert bool(result) == (int(os.environ["LOCAL_RANK"]) == 0), result
+    assert bool(result) == (args.sharded or int(os.environ["LOCAL_RANK"]) == 0), result
     dist.barrier()
     mark = args.folder / f"killed-{step}"
     if step in args.kill_at and rank == 0 and not mark.exists():
