@@ -398,18 +398,29 @@ class Course:
         limits = state.terms.limits
         sentence = f"the job was scaled from {_span(former)} to {_span(limits)} nodes"
         self.say(f"{sentence[0].upper()}{sentence[1:]}.")
-        # In the last minutes of a job nobody restarts any more; and growing is the rendezvous's own matter.
         if rdzv.take_up.size > limits.max_nodes:
             self.give_up_claims(sentence)
-        if not rdzv.finished and limits.max_nodes < former.max_nodes:
-            if rdzv.is_active and rdzv.world is not None and len(rdzv.world.members) > limits.max_nodes:
-                self._open(StopCause.MEMBERSHIP, sentence)
-            there = [node for node in state.nodes.live.values() if not node.finished_round and node.dismissed is None]
-            there.sort(key=lambda node: (not rdzv.is_member(node.id), node.rank))
-            for node in there[limits.max_nodes + state.terms.standby :]:
-                if not is_running(state, node) and node.id not in rdzv.take_up.claims:
-                    self.dismiss(node, Leave("the job was scaled down", 0))
+        if limits.max_nodes < former.max_nodes:  # growing is the rendezvous's own matter
+            self._make_room(state.terms, sentence)
         fleet_wishes.retarget(self, limits.max_nodes)
+
+    def _make_room(self, terms: JobTerms, why: str) -> None:
+        """A world that is too large meets again, and who is too many goes.
+
+        Not in the last minutes of a job, when nobody restarts any more. Nor yet while rounds are held: the members would
+        stop for a round that cannot complete, and who holds it might be among those that go.
+        """
+        state, rdzv = self.state, self.state.rendezvous
+        is_too_large = rdzv.is_too_large(terms.limits)
+        if rdzv.finished or (is_too_large and rdzv.is_held):
+            return
+        if is_too_large:
+            self._open(StopCause.MEMBERSHIP, why)
+        there = [node for node in state.nodes.live.values() if not node.finished_round and node.dismissed is None]
+        there.sort(key=lambda node: (not rdzv.is_member(node.id), node.rank))
+        for node in there[terms.limits.max_nodes + terms.standby :]:
+            if not is_running(state, node) and node.id not in rdzv.take_up.claims:
+                self.dismiss(node, Leave("the job was scaled down", 0))
 
     def _open(self, cause: StopCause, reason: str) -> None:
         state, rdzv = self.state, self.state.rendezvous
@@ -451,6 +462,9 @@ class Course:
     def _meet(self, terms: JobTerms) -> None:
         """Open the next round if the world should grow, and complete it if its time has come."""
         state, rdzv, limits = self.state, self.state.rendezvous, terms.limits
+        if rdzv.is_too_large(limits) and not rdzv.finished and not rdzv.is_held:
+            self._make_room(terms, f"the job was scaled to {_span(limits)} nodes")
+            fleet_wishes.retarget(self, limits.max_nodes)
         if rdzv.opening is None:
             reason = rdzv.reason_to_grow(limits, self.now)
             if reason is None:

@@ -158,6 +158,10 @@ class Rendezvous(Struct):
         """Whether no round may complete now, however many wait."""
         return bool(self.blocks) or bool(self.take_up.claims) or self.order_awaited_until is not None
 
+    def is_too_large(self, limits: Limits) -> bool:
+        """Whether the members run in a world that the limits do not allow any more."""
+        return self.world is not None and self.opening is None and len(self.world.members) > limits.max_nodes
+
     def coming(self) -> str:
         """Those nodes in words."""
         if self.num_coming > _NUM_NAMED:
@@ -339,7 +343,8 @@ class Rendezvous(Struct):
         for node, block in self.blocks.items():
             until = Micros(block.until + now - last_command_at)
             self.blocks[node] = Block(until, block.owner, block.reason)
-        self.order_awaited_until = None  # whoever asked is dead, and so is the answer
+        if self.order_awaited_until is not None:
+            self.order_awaited_until = now  # whoever asked is dead, and so is the answer
         self.take_up.until = after_outage(self.take_up.until, last_command_at, now)
         if limits.pend_timeout is not None:
             # Whoever was too many may be needed now: not all members need come back.

@@ -336,8 +336,8 @@ def check_invariants(job: Job) -> None:
         limits, members = state.terms.limits, rdzv.world.members
         if rdzv.world.limits_version == state.limits_version:
             assert limits.min_nodes <= len(members) <= limits.max_nodes, "I2: size of the world"
-        elif rdzv.is_active and not rdzv.finished and state.end is None:
-            assert len(members) <= limits.max_nodes, "a world that is too large makes room at once"
+        elif rdzv.is_active and not rdzv.finished and not rdzv.is_held and state.end is None:
+            assert len(members) <= limits.max_nodes, "a world that is too large makes room as soon as it can"
         assert len(members) % limits.node_unit == 0, "I2: node unit"
         ranks = [member.node_rank for member in members]
         assert len(ranks) == len(set(ranks)), "I2: distinct ranks"

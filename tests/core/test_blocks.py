@@ -6,7 +6,7 @@ import pytest
 
 from dlrover.core.commands import LONGEST_BLOCK
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Join, LeaveReason, Run, Wait
+from dlrover.protocol.messages import AwaitOrder, Join, Leave, LeaveReason, Run, Wait
 from tests.core.scene import Scene, micros, terms
 
 
@@ -101,3 +101,39 @@ def test_a_block_without_reason_or_end_is_refused(reason: str, lease: float) -> 
     with pytest.raises(Rejected) as refused:
         scene.block("a", reason, lease)
     assert refused.value.code == "malformed"
+
+
+def test_a_smaller_job_makes_room_only_when_a_round_can_complete_again() -> None:
+    scene = Scene(terms(1, 3, first_call=0.0, standby=1)).gather(*"a")
+    scene.gather("b", "c", "d")
+    scene.obey("a").tick(30)
+    scene.obey("a")
+    assert scene.members() == [0, 1, 2]
+    scene.at(100).block("a")
+    scene.scale(1, 1)
+    assert all(isinstance(scene.wish(name), Run) for name in "abc"), "nobody stops for a round that cannot complete"
+    scene.unblock("a")
+    assert isinstance(scene.wish("a"), Join)
+    assert [isinstance(scene.wish(name), Leave) for name in "bcd"] == [False, True, True], "one of them is the standby"
+    scene.obey("a", "b", "c", "d")
+    assert scene.members() == [0]
+
+
+def test_a_smaller_job_makes_room_when_the_lease_ends() -> None:
+    scene = Scene(terms(1, 2)).gather("a", "b")
+    scene.at(100).block("b", lease=50.0)
+    scene.scale(1, 1)
+    assert scene.job.next_deadline() == micros(150)
+    scene.tick(150)
+    assert isinstance(scene.wish("b"), Leave)
+    scene.obey("a", "b")
+    assert scene.members() == [0]
+
+
+def test_a_master_that_dies_with_its_question_for_the_order_holds_nobody() -> None:
+    scene = Scene(terms(1, 2)).gather("a", "b")
+    scene.at(100).do(AwaitOrder(limit=60.0))
+    scene.scale(1, 1)
+    scene.at(101).restart_master()
+    scene.tick()
+    assert isinstance(scene.wish("b"), Leave)
