@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format unit bench bench-quick chaos clean simulate false-alarms
+.PHONY: help setup demo test lint format unit bench bench-quick bench-control-plane bench-node-failover chaos clean simulate false-alarms
 
 help: ## show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with everything the other targets need
 
@@ -43,6 +43,12 @@ bench: $(STAMP) ## failover and start-up against torchrun and dlrover 0.6.1, int
 
 bench-quick: $(STAMP) ## the same in two minutes, torchrun only
 	$(BIN)/python benchmarks/failover.py --quick
+
+bench-control-plane: $(STAMP) ## rendezvous, heartbeats and keys of masters: ours, dlrover 0.6.1's, torch's (about 20 minutes)
+	$(BIN)/python benchmarks/control_plane.py
+
+bench-node-failover: $(STAMP) ## one of two nodes killed: ours, torchrun, dlrover 0.6.1 (about 20 minutes)
+	$(BIN)/python benchmarks/node_failover.py
 
 chaos: $(STAMP) ## slow fault tests that are not part of `make test`
 	$(BIN)/python -m pytest -m chaos
