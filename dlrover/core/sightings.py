@@ -14,7 +14,15 @@ from dlrover.core import life_cycle, relaunch
 from dlrover.core.fleet import MAX_MESSAGE, Fleet, FleetNode
 from dlrover.core.relaunch import ENDED, LIVE
 from dlrover.core.turn import micros
-from dlrover.protocol.fleet_messages import NodeEventKind, NodeExit, NodePhase, NodesListed, PlatformNode, RemoveNode, exit_reason_of
+from dlrover.protocol.fleet_messages import (
+    NodeEventKind,
+    NodeExit,
+    NodePhase,
+    NodesListed,
+    PlatformNode,
+    RemoveNode,
+    exit_reason_of,
+)
 from dlrover.protocol.messages import PlatformId
 
 if TYPE_CHECKING:  # a course calls us

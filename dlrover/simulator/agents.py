@@ -389,8 +389,8 @@ class VirtualAgent:
     def tell_soon(self, command: AgentCommand) -> None:
         """Now, or when it wakes up."""
         if self.frozen_since is not None:
-            self._thawing.append((self.tell, command))
-        else:
+            self._thawing.append((self.tell_soon, command))
+        elif self.is_alive:
             self.tell(command)
 
     def ask(self, query: Query) -> None:

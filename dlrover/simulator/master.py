@@ -244,7 +244,7 @@ class VirtualMaster:
             self._enqueue(Work(body, line, None, request.id))
             return
         assert not isinstance(body, MasterStarted), "agents send no such command"
-        work = Work(body, line, Origin(line.node, line.incarnation, request.sequence), request.id)  # type: ignore[arg-type]
+        work = Work(body, line, Origin(line.node, line.incarnation, request.sequence), request.id)
         if line.held and request.sequence > min(line.held):
             self._refuse_for_now(work, self._retry_after())
             return
@@ -320,7 +320,7 @@ class VirtualMaster:
         for work in self._in_order(works, now):
             try:
                 if isinstance(work.body, KvQuery):
-                    staged[self.sequence.stage_query(work.body)] = work  # type: ignore[arg-type]
+                    staged[self.sequence.stage_query(work.body)] = work
                 else:
                     staged[self.sim.stage(self, work, now)] = work
             except Rejected as error:

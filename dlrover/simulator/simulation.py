@@ -421,9 +421,9 @@ class Simulation:
         for id_, node in cloud.nodes.items():
             is_there = node.phase in (NodePhase.PENDING, NodePhase.RUNNING) and not node.is_going
             is_well = is_there and (node.node is None or node.node.is_powered)
-            if is_well and node.launch.rank == launch.rank and id_ not in cloud.asked_to_remove:
-                if fleet.migrations.get(id_) != launch.id:
-                    raise Violation("fleet", f"{launch.name} is launched while {node.launch.name} has its rank")
+            is_wanted = id_ not in cloud.asked_to_remove and fleet.migrations.get(id_) != launch.id
+            if is_well and is_wanted and node.launch.rank == launch.rank:
+                raise Violation("fleet", f"{launch.name} is launched while {node.launch.name} has its rank")
 
     def _check_removed(self) -> None:
         """Nothing of a job that is over stays behind."""
