@@ -83,6 +83,7 @@ class Saver:
         self._writer = _pool("dlrover-persist")
         self._committer = _pool("dlrover-commit")  # apart: while it waits for other nodes the next save may be written
         self._summer = _pool("dlrover-sums")
+        (Path(config.runtime_dir) / SAVING_FILE).unlink(missing_ok=True)  # of an agent that was killed while it saved
 
     def home_for(self, node_rank: int) -> str:
         """Where this node's workers shall put their segments. What a former agent left there is ours from here on."""
@@ -228,6 +229,11 @@ class Saver:
                 f"{type(error).__name__} {getattr(error, 'errno', '')} {request.directory}",
                 f"the checkpoint of step {request.step} in {request.directory} was not written: {error}. "
                 "Training goes on, and the next save is tried as usual.",
+            )
+            return
+        except Exception:  # the root of a task: a bug here must neither be silent nor end the job
+            log.exception(
+                "bug in the saver: the checkpoint of step %d was not written. Training goes on.", request.step
             )
             return
         self._reported.clear()

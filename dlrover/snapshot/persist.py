@@ -60,8 +60,8 @@ class SaveRequest(Struct, frozen=True, kw_only=True):
     keep_interval: int = 0
     save_timeout: float = 600.0
 
-    @property
-    def try_(self) -> Attempt:
+    def as_attempt(self) -> Attempt:
+        """Raises ValueError when the target cannot be the name of a checkpoint."""
         return Attempt(directory=self.directory, target=self.target, step=self.step, attempt=self.attempt)
 
 
@@ -150,7 +150,7 @@ def persist(
     """Write this shard's files into the staging directory of its attempt, and its manifest. Raises OSError and our own errors."""
     contents = decode_contents(pinned.sections())
     storage = storage_for(request.directory)
-    attempt = request.try_
+    attempt = request.as_attempt()
     staging = stage(storage, attempt)
     try:
         files = []
@@ -168,14 +168,16 @@ def persist(
 
 def is_complete(request: SaveRequest) -> bool:
     """Whether every shard of the attempt has been written."""
-    found = {manifest.global_rank for manifest in staged_manifests(storage_for(request.directory), request.try_)}
+    found = {
+        manifest.global_rank for manifest in staged_manifests(storage_for(request.directory), request.as_attempt())
+    }
     return found >= set(range(request.num_shards))
 
 
 def finish(request: SaveRequest) -> Committed:
     """Commit, link the files where the caller wants them, delete what the retention gives up."""
     storage = storage_for(request.directory)
-    committed = commit(storage, request.try_, range(request.num_shards))
+    committed = commit(storage, request.as_attempt(), range(request.num_shards))
     if isinstance(storage, LocalStorage):
         for path, link in request.links.items():
             _link(join(committed.path, path), link)
@@ -202,7 +204,9 @@ def wait_until_complete(
     pause = _FIRST_LOOK_AFTER
     while not is_complete(request):
         if time.monotonic() >= deadline:
-            found = sorted(each.global_rank for each in staged_manifests(storage_for(request.directory), request.try_))
+            found = sorted(
+                each.global_rank for each in staged_manifests(storage_for(request.directory), request.as_attempt())
+            )
             raise TimeoutError(
                 f"Step {request.step} was not committed: after {limit:g} s only {len(found)} of {request.num_shards} "
                 f"shards were written ({found[:8]})."
@@ -215,7 +219,7 @@ def wait_until_complete(
 def give_up(request: SaveRequest) -> None:
     """The attempt failed: remove what was staged. Whoever cannot even do that leaves it to the next commit of the step."""
     try:
-        abandon(storage_for(request.directory), request.try_)
+        abandon(storage_for(request.directory), request.as_attempt())
     except OSError:
         return
 

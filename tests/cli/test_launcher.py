@@ -138,6 +138,18 @@ def test_an_agent_that_does_not_listen_is_killed_after_its_time(job: StandinJob)
     assert not is_alive(int(agent))
 
 
+def test_an_agent_that_still_writes_a_checkpoint_gets_the_time_it_named(job: StandinJob) -> None:
+    process = job.start("--shutdown-timeout", "0", behaviour="stubborn")
+    job.event("agent")
+    job.event("waiting")
+    [config] = job.runtime.rglob("agent.json")
+    until = time.monotonic() + 1.5
+    (config.parent / "saving").write_text(f"{until:.3f}")
+    process.send_signal(signal.SIGTERM)
+    assert job.finish()[0] == 143
+    assert time.monotonic() >= until
+
+
 def test_signals_that_are_not_asked_for_keep_their_meaning(job: StandinJob) -> None:
     process = job.start("--signals-to-handle", "SIGUSR1", behaviour="wait")
     job.event("waiting")

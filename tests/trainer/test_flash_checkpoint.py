@@ -279,6 +279,8 @@ def test_bad_arguments_are_explained(make):
         checkpointer.save_checkpoint(-1, {})
     with pytest.raises(ValueError, match="on_busy"):
         checkpointer.save_checkpoint(1, {}, on_busy="perhaps")
+    with pytest.raises(ValueError, match="plain file name"):
+        checkpointer.save_checkpoint(1, {}, path=str(Path(checkpointer._engine.checkpoint_dir) / "5.tmp-x" / "a.pt"))
     with pytest.raises(ConfigError, match="only 1 ranks"):
         make(global_shard_num=4)
 

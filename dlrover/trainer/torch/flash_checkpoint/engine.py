@@ -143,6 +143,7 @@ class CheckpointEngine:
             keep_interval=self._keep_interval,
             save_timeout=self._save_timeout,
         )
+        request.as_attempt()  # a name that the agent could not use is an error here, where somebody can correct it
         self.outlet.poll()
         try:
             with self._writing:
