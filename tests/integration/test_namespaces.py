@@ -242,6 +242,7 @@ class ByHand(Training):
             assert self.launchers[node].wait() == 0, self.launchers[node].err
         assert self.master.wait() == 0, self.master.err
         self.check_rounds(self.journal)
+        super().command("clean")  # what killed launchers could not remove
 
 
 class OnPlatform(Training):
