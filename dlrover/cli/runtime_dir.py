@@ -75,11 +75,13 @@ def user_root(environment: Environment) -> str:
 
 
 def snapshot_root(environment: Environment) -> str:
-    """Directory of this user's snapshot segments; it exists only while there are any."""
-    base = environment.snapshot_dir
-    if not _is_usable(base):
-        return os.path.join(user_root(environment), ".snapshots")
-    return os.path.join(base, f"dlrover-{os.getuid()}")
+    """
+    Directory of this user's snapshot segments; it exists only while there are any.
+
+    Never the directory of the running jobs, even where TMPDIR is in memory too: whoever tidies one does not know the other.
+    """
+    base = environment.snapshot_dir if _is_usable(environment.snapshot_dir) else environment.temp_dir
+    return os.path.join(base, f"dlrover-snapshots-{os.getuid()}")
 
 
 def remove_snapshots(root: str, job_name: str, launch: str) -> None:

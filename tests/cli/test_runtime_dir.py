@@ -35,6 +35,7 @@ from dlrover.cli.runtime_dir import (
     write_private,
 )
 from dlrover.protocol.errors import ConfigError
+from dlrover.snapshot.index import Home
 
 
 @pytest.fixture
@@ -263,3 +264,17 @@ def test_an_outcome_that_cannot_be_told_is_no_reason_to_fail(
 ) -> None:
     _write_outcome(str(tmp_path / "gone" / "outcome.json"), AgentResult(exit_code=0))
     assert "could not be told" in capsys.readouterr().err
+
+
+def test_snapshots_survive_those_who_tidy_the_runtime_directories(short_dir: Path) -> None:
+    """Also where both are in the same place, as with TMPDIR=/dev/shm."""
+    environment = Environment(temp_dir=str(short_dir), snapshot_dir=str(short_dir))
+    root = runtime_dir.user_root(environment)
+    with Home(runtime_dir.snapshot_root(environment), "job", "a", 0) as home:
+        reap(root, older_than=0.0)
+        assert runtime_dir.reap_snapshots(runtime_dir.snapshot_root(environment), older_than=0.0) == []
+        assert home.path.is_dir()
+    runtime_dir.remove_snapshots(runtime_dir.snapshot_root(environment), "job", "other")
+    assert home.path.is_dir()
+    runtime_dir.remove_snapshots(runtime_dir.snapshot_root(environment), "job", "a")
+    assert not os.path.exists(runtime_dir.snapshot_root(environment))

@@ -206,4 +206,4 @@ class ThreadOutlet:
 def _default_root() -> Path:
     """In shared memory; where a machine has none, beside other temporary files."""
     base = snapshot_dir()
-    return (base if base.is_dir() else Path("/tmp")) / f"dlrover-{os.getuid()}"
+    return (base if base.is_dir() else Path("/tmp")) / f"dlrover-snapshots-{os.getuid()}"
