@@ -123,14 +123,19 @@ class JobFactory:
         left = [f"process {pid}: {command}" for pid, command in self.processes().items()]
         # Ours only: the scripts have the same temporary directory, and a DataLoader that is ended leaves its sockets
         # there under torchrun, too.
-        ours = self.runtime.glob("dlrover-*/**/*")
+        ours = [path for root in self.runtime.glob("dlrover-*") for path in paths_below(root)]
         left += [f"file {path}" for path in ours if path.is_socket() or path.is_fifo()]
         left += [f"segment {name}" for name in set(os.listdir("/dev/shm")) - self._segments_before if "dlrover" in name]
-        left += [f"segment {path}" for path in self.shared_memory.rglob("*")]
+        left += [f"segment {path}" for path in paths_below(self.shared_memory)]
         return left
 
     def assert_nothing_remains(self, within: float = 5.0) -> None:
         wait_until(lambda: not self.remains(), within, lambda: f"still there: {self.remains()}")
+
+
+def paths_below(root: Path) -> list[Path]:
+    """What is just being removed may be missing; pathlib's own search would fail then."""
+    return [Path(parent) / name for parent, folders, files in os.walk(root) for name in (*folders, *files)]
 
 
 def wait_until(
