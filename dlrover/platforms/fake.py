@@ -179,7 +179,8 @@ class FakePlatform:
             queue: asyncio.Queue[Sight | None] = asyncio.Queue()
             job.watches.append(queue)
             try:
-                yield NodesListed(nodes=self._nodes())
+                next_id = PlatformId(max(job.launches, default=-1) + 1)
+                yield NodesListed(nodes=self._nodes(), master_epoch=job.master_epoch, next_id=next_id)
                 while (sight := await queue.get()) is not None:
                     yield sight
             finally:

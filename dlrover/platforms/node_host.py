@@ -198,6 +198,12 @@ class NodeHost:
     def seen(self, job_uid: str) -> tuple[PlatformNode, ...]:
         return tuple(node.seen for _, node in sorted(self._job(job_uid).nodes.items()))
 
+    def _listing(self, job_uid: str) -> NodesListed:
+        """With what a master that lost its journal has to know before it asks for anything."""
+        job = self._job(job_uid)
+        next_id = PlatformId(max(job.launches, default=-1) + 1)
+        return NodesListed(nodes=self.seen(job_uid), master_epoch=job.master_epoch, next_id=next_id)
+
     # Intents.
 
     def apply(self, job_uid: str, intent: Intent) -> None:
@@ -444,7 +450,7 @@ class NodeHost:
     def _answer(self, request: HostRequest) -> HostAnswer:
         body = request.body
         if isinstance(body, ListNodes):
-            return NodesListed(nodes=self.seen(request.job_uid))
+            return self._listing(request.job_uid)
         assert isinstance(body, LaunchNode | RemoveNode), "watches are served elsewhere"
         try:
             self.apply(request.job_uid, body)
@@ -461,7 +467,7 @@ class NodeHost:
         job = self._job(job_uid)
         watch = _Watch(asyncio.Queue())
         job.watches.append(watch)
-        watch.queue.put_nowait(NodesListed(nodes=self.seen(job_uid)))
+        watch.queue.put_nowait(self._listing(job_uid))
         sending = asyncio.ensure_future(_send_all(writer, watch.queue))
         hanging_up = asyncio.ensure_future(reader.read(1))
         try:

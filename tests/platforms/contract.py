@@ -71,7 +71,7 @@ async def watching(platform: Platform) -> AsyncIterator[Watcher]:
     try:
         first = await watcher.next()
         assert isinstance(first, NodesListed), f"a watch begins with a full list, not with {first}"
-        watcher.listed = first.nodes
+        watcher.listed, watcher.first = first.nodes, first
         yield watcher
     finally:
         await sights.aclose()  # type: ignore[attr-defined]
@@ -81,6 +81,7 @@ class Watcher:
     def __init__(self, sights: AsyncIterator[Sight]) -> None:
         self._sights = sights
         self.listed: tuple[PlatformNode, ...] = ()
+        self.first = NodesListed(nodes=())
 
     async def next(self) -> Sight:
         async with asyncio.timeout(DEADLINE):
@@ -216,6 +217,13 @@ class PlatformContract:
             assert caught.value.code == "old-master"
         assert [node.id for node in await platform.list()] == [0]
         await platform.apply(remove(0, master_epoch=6))
+
+    async def test_a_list_tells_a_master_without_a_journal_where_to_count_on(self, lab):
+        platform = lab.platform()
+        await platform.apply(launch(2, master_epoch=5))
+        await platform.apply(remove(2, master_epoch=5))
+        async with watching(platform) as watch:
+            assert (watch.first.master_epoch, watch.first.next_id) == (5, 3)
 
     async def test_a_launch_without_room_is_not_taken_and_can_be_tried_again(self, lab):
         platform = lab.platform()
