@@ -134,7 +134,9 @@ def dlrover_061_master(python: Path, folder: Path, *, num_nodes: int) -> Iterato
 
 
 def read_line(pipe: IO[bytes], process: subprocess.Popen[bytes]) -> dict[str, int | str]:
-    if not select.select([pipe], [], [], START_TIMEOUT)[0]:
+    poll = select.poll()  # descriptors above 1024 are beyond select()
+    poll.register(pipe, select.POLLIN)
+    if not poll.poll(START_TIMEOUT * 1000):
         raise ServerError(f"nothing said within {START_TIMEOUT:g} s")
     line = pipe.readline()
     if not line:

@@ -329,7 +329,9 @@ class Fleet(Struct, kw_only=True):
         num_live = sum(replicas.num_live for replicas in self.replicas.values())
         if len(self.nodes) - num_live < self.forget_from:
             return
-        former = [node.id for node in self.nodes.values() if node.is_released and (node.is_gone or node.asked_at is None)]
+        former = [
+            node.id for node in self.nodes.values() if node.is_released and (node.is_gone or node.asked_at is None)
+        ]
         for node in former[: max(0, len(former) - NUM_FORMER)]:
             del self.nodes[node]
         self.forget_from = len(self.nodes) - num_live + NUM_FORMER
