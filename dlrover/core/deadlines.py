@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dlrover.core import early_stop, node_check
 from dlrover.core.course import gone_times, pend_timeouts
 from dlrover.core.state import JobState
-from dlrover.protocol.messages import DeadlineKind, Micros
+from dlrover.protocol.messages import DeadlineKind, Micros, NodeId
 
 
 class Deadline(NamedTuple):
@@ -22,14 +22,39 @@ class Deadline(NamedTuple):
     """What it belongs to: a round, a node id."""
 
 
-def running_deadlines(state: JobState) -> list[Deadline]:
-    """All of them, in no order."""
+def passed_deadlines(state: JobState, now: Micros) -> list[Deadline]:
+    """Those that have passed, in their order."""
+    nodes = [
+        node
+        for node, broken in state.nodes.broken.items()
+        if broken.broken_at is not None or broken.gone_at <= now  # the first may depend on the others
+    ]
+    return sorted(deadline for deadline in _running(state, nodes) if deadline.at <= now)
+
+
+def next_deadline(state: JobState) -> Micros | None:
+    """
+    When the first of all passes.
+
+    Asked in each turn of the master. Under a new one all nodes wait for the same moment, ten thousand perhaps: they are only
+    glanced at.
+    """
+    broken = state.nodes.broken
+    times = [
+        deadline.at for deadline in _running(state, [node for node in broken if broken[node].broken_at is not None])
+    ]
+    times += [each.gone_at for each in broken.values() if each.broken_at is None]
+    return min(times, default=None)
+
+
+def _running(state: JobState, nodes: list[NodeId]) -> list[Deadline]:
+    """In no order; of the nodes without a stream only those that are asked for."""
     fleet = [Deadline(at, kind, id_) for at, kind, id_ in early_stop.deadlines(state)]
-    return [*_of_nodes(state), *_of_rendezvous(state), *_of_sync_points(state), *fleet]
+    return [*_of_nodes(state, nodes), *_of_rendezvous(state), *_of_sync_points(state), *fleet]
 
 
-def _of_nodes(state: JobState) -> list[Deadline]:
-    gone = [Deadline(at, DeadlineKind.NODE_GONE, node) for node, at in gone_times(state, state.nodes.broken).items()]
+def _of_nodes(state: JobState, nodes: list[NodeId]) -> list[Deadline]:
+    gone = [Deadline(at, DeadlineKind.NODE_GONE, node) for node, at in gone_times(state, nodes).items()]
     if state.drains_at is not None:
         gone.append(Deadline(state.drains_at, DeadlineKind.DRAIN, state.master_epoch))
     return gone

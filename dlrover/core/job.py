@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from dlrover.core import fleet_commands, kv_store, sync_points
 from dlrover.core.commands import HANDLERS, check_sender
 from dlrover.core.course import Course, pending, standby, suspects
-from dlrover.core.deadlines import running_deadlines
+from dlrover.core.deadlines import next_deadline, passed_deadlines
 from dlrover.core.nodes import Node, NodeLife
 from dlrover.core.state import DECISION_VERSION, JobState
 from dlrover.core.turn import NotYet, Origin, Outcome
@@ -88,12 +88,10 @@ class Job:
 
     def due(self, now: Micros) -> list[DeadlinePassed]:
         """The deadlines that have passed, as commands to apply. Asking changes nothing."""
-        return [
-            DeadlinePassed(kind=kind, id=id_) for at, kind, id_ in sorted(running_deadlines(self._state)) if at <= now
-        ]
+        return [DeadlinePassed(kind=kind, id=id_) for _, kind, id_ in passed_deadlines(self._state, now)]
 
     def next_deadline(self) -> Micros | None:
-        return min((deadline.at for deadline in running_deadlines(self._state)), default=None)
+        return next_deadline(self._state)
 
     def desired(self, node: NodeId) -> Desired:
         """What a node shall be doing; of a former node the last that was decided."""

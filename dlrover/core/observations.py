@@ -71,10 +71,11 @@ class Observations:
                 f"A heartbeat of node {heartbeat.node} in incarnation {heartbeat.incarnation}, which is not attached.",
                 code="stale-incarnation",
             )
-        if now < seen.last_seen_at or self._lateness != seen.lateness_then:
-            self._quiet_until = None  # the one case in which what is heard could bring a deadline nearer
+        is_nearer_possible = now < seen.last_seen_at or self._lateness != seen.lateness_then
         seen.last_seen_at = now
         seen.lateness_then = self._lateness
+        if is_nearer_possible and self._quiet_until is not None:
+            self._quiet_until = min(self._quiet_until, self._silent_at(heartbeat.node, seen))
         if heartbeat.step is not None and (seen.step is None or heartbeat.step > seen.step):
             seen.step = heartbeat.step
 
