@@ -21,8 +21,7 @@ import threading
 import time
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -119,17 +118,51 @@ def file_crc32(path: str | os.PathLike[str], num_threads: int = 2) -> WrittenFil
     try:
         size = os.fstat(fd).st_size
 
-        def sum_at(start: int) -> tuple[int, int]:
-            content = os.pread(fd, UNIT_BYTES, start)
-            return zlib.crc32(content), len(content)
+        starts = range(0, size, UNIT_BYTES)
+        ticket = itertools.count()
+        sums: dict[int, tuple[int, int]] = {}
 
-        crc = 0
-        with ThreadPoolExecutor(num_threads) as pool:
-            for part, length in pool.map(sum_at, range(0, size, UNIT_BYTES)):
-                crc = combine_crc32(crc, part, length)
-        return WrittenFile(size, crc)
+        def sum_units() -> None:
+            while (index := next(ticket)) < len(starts):
+                content = os.pread(fd, UNIT_BYTES, starts[index])
+                sums[starts[index]] = (zlib.crc32(content), len(content))
+
+        run_in_threads(sum_units, num_threads)
+        return WrittenFile(size, combine_sums(sums))
     finally:
         os.close(fd)
+
+
+def combine_sums(sums: Mapping[int, tuple[int, int]]) -> int:
+    """The sum of all parts, given by where they start with sum and length."""
+    crc = 0
+    for _, (part, length) in sorted(sums.items()):
+        crc = combine_crc32(crc, part, length)
+    return crc
+
+
+def run_in_threads(task: Callable[[], None], num_threads: int) -> None:
+    """
+    Run the task in so many threads at a time; raises the first error.
+
+    Not by an executor: those take no more work once the main thread has ended, and the last checkpoint of a training
+    is often written just then.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            task()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, name=f"dlrover-write-{index}") for index in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 class _Gather(NamedTuple):
@@ -174,17 +207,10 @@ class _Work:
 
     def run(self, units: Sequence[_Unit]) -> None:
         ticket = itertools.count()
-        with ThreadPoolExecutor(self._options.num_threads, thread_name_prefix="dlrover-write") as pool:
-            workers = [pool.submit(self._write_units, units, ticket) for _ in range(self._options.num_threads)]
-            errors = [error for worker in workers if (error := worker.exception()) is not None]
-        if errors:
-            raise errors[0]
+        run_in_threads(lambda: self._write_units(units, ticket), self._options.num_threads)
 
     def combined_sum(self) -> int:
-        crc = 0
-        for _, (part, length) in sorted(self.sums.items()):
-            crc = combine_crc32(crc, part, length)
-        return crc
+        return combine_sums(self.sums)
 
     def _write_units(self, units: Sequence[_Unit], ticket: itertools.count[int]) -> None:
         if self._options.nice:

@@ -117,11 +117,17 @@ def test_every_bad_node_is_found_and_no_good_one_is_blamed(seed: int) -> None:
     assert verdict.num_phases <= 6
 
 
-@pytest.mark.parametrize("num_nodes", [*range(2, 18), 31, 32, 33, 64, 127, 128, 129, 255, 256, 257])
-@pytest.mark.parametrize("kind", [Fault.DEVICE, Fault.COMPUTE, Fault.DEATH, Fault.NETWORK])
+@pytest.mark.parametrize(
+    ("num_nodes", "kind"),
+    [
+        (num_nodes, kind)
+        for num_nodes in [*range(2, 18), 31, 32, 33, 64, 127, 128, 129, 255, 256, 257]
+        for kind in (Fault.DEVICE, Fault.COMPUTE, Fault.DEATH, Fault.NETWORK)
+        # Two nodes cannot tell a bad network card from a bad link; see the test of two nodes.
+        if (num_nodes, kind) != (2, Fault.NETWORK)
+    ],
+)
 def test_one_bad_node_anywhere_is_found(num_nodes: int, kind: Fault) -> None:
-    if num_nodes == 2 and kind is Fault.NETWORK:
-        pytest.skip("two nodes cannot tell a bad network card from a bad link; see the test of two nodes")
     for place in {0, 1, num_nodes // 2, num_nodes - 2, num_nodes - 1}:
         verdict = Layout(num_nodes, {place: kind}).run()
         assert verdict.faulty == (place,)

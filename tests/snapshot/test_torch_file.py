@@ -6,6 +6,8 @@ import errno
 import mmap
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 import zipfile
@@ -160,3 +162,23 @@ def test_pieces_with_gaps_are_padded_with_zeros(tmp_path: Path) -> None:
     streamed, chunks = image_chunks(pieces, lambda sums: [Piece(0, b"head")], 9003)
     assert b"".join(chunks) == wanted
     assert written == streamed
+
+
+def test_a_file_can_be_written_after_the_main_thread_has_ended(tmp_path: Path) -> None:
+    """The last checkpoint of a training: its writer outlives the script."""
+    script = """
+import sys, threading
+from dlrover.snapshot.direct_io import file_crc32
+from dlrover.snapshot.torch_file import write_torch_file
+
+def write():
+    threading.main_thread().join()
+    written = write_torch_file(sys.argv[1], b"pickle", [memoryview(bytes(range(256)) * 5000)])
+    assert file_crc32(sys.argv[1]) == written
+
+threading.Thread(target=write).start()
+"""
+    path = tmp_path / "file.pt"
+    done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    check_archive(path, b"pickle", [memoryview(bytes(range(256)) * 5000)])

@@ -193,6 +193,8 @@ class ThreadOutlet:
             level = logging.INFO if self._is_reported else logging.ERROR
             self._is_reported = True
             log.log(level, "the checkpoint of step %d was not written: %s. Training goes on.", request.step, error)
+        except Exception:  # the edge of the thread: nobody asks for what it ends with
+            log.exception("bug: the checkpoint of step %d was not written. Training goes on.", request.step)
 
     def _commit(self, request: SaveRequest) -> None:
         try:
