@@ -6,7 +6,7 @@ The control plane: how fast masters gather nodes, hear heartbeats and keep keys:
     python benchmarks/control_plane.py --sizes 1000,10000 --parts rendezvous,reattach --json control_plane.json
 
 Every server is a process of its own. Each round measures every system, in turned order, so that a noisy minute of the machine falls on all of
-them; figures are medians over the rounds. Before each round the machine is watched while we do nothing: what others take from it is printed.
+them; figures are medians over the rounds. Before each round and after the last the machine is watched while we do nothing: what others take from it is printed.
 """
 
 from __future__ import annotations
@@ -406,12 +406,13 @@ def main() -> int:
             strangers.append(psutil.cpu_percent(interval=2.0))
             print(f"round {number + 1}: others use {strangers[-1]:.0f} % of the machine", file=sys.stderr, flush=True)
             bench.run_round(number)
+        strangers.append(psutil.cpu_percent(interval=2.0))
     except KeyboardInterrupt:
         print("Interrupted; what was measured until now:", file=sys.stderr)
     finally:
         end_descendants(deadline_at=time.monotonic() + 10)
         shutil.rmtree(folder, ignore_errors=True)
-    print(report(bench.samples, bench.errors, strangers))
+    print(report(bench.samples, bench.errors, strangers, num_rounds=args.rounds))
     if args.json:
         machine = {"num_cores": os.cpu_count(), "python": platform.python_version(), "others_percent": strangers}
         found = [sample.as_json() for sample in bench.samples]

@@ -74,10 +74,10 @@ class Samples:
         return list(dict.fromkeys(sample.what for sample in self._samples))
 
 
-def report(samples: Sequence[Sample], errors: Sequence[str], strangers: Sequence[float]) -> str:
+def report(samples: Sequence[Sample], errors: Sequence[str], strangers: Sequence[float], num_rounds: int = 1) -> str:
     all_ = Samples(samples)
     parts = [
-        machine(len(strangers)),
+        machine(num_rounds),
         quietness(strangers),
         rendezvous_part(all_),
         reattach_part(all_),
@@ -101,10 +101,10 @@ def quietness(strangers: Sequence[float]) -> str:
         return ""
     if max(strangers) > BUSY:
         return (
-            f"NOT FOR PUBLICATION: before a round others used up to {max(strangers):.0f} % of the machine. "
+            f"NOT FOR PUBLICATION: between the runs others used up to {max(strangers):.0f} % of the machine. "
             "Run it again when nothing else runs."
         )
-    return f"Before the rounds others used at most {max(strangers):.0f} % of the machine."
+    return f"Between the runs others used at most {max(strangers):.0f} % of the machine."
 
 
 def rendezvous_part(all_: Samples) -> str:
