@@ -87,12 +87,13 @@ def test_a_standby_takes_the_place_of_a_killed_node(jobs, tmp_path):
 @pytest.mark.timeout(180)
 def test_a_preempted_node_leaves_and_the_job_is_scaled_under_way(jobs, tmp_path):
     nodes = Nodes(jobs, tmp_path, "--nnodes=1:2", "--rdzv-conf=pend_timeout=1,lastcall_timeout=3")
-    first = nodes.start()
+    # With ranks of their own: whoever came first would have the lowest, and scaling down lets the highest go.
+    first = nodes.start("--node-rank=0")
     notice = tmp_path / "notice"
-    second = nodes.start(f"--preemption-file={notice}")
+    second = nodes.start("--node-rank=1", f"--preemption-file={notice}")
     nodes.wait_for_world(2, 0)
 
-    surplus = nodes.start()
+    surplus = nodes.start("--node-rank=2")
     assert surplus.wait() == 22, surplus.err
     assert "none had room for this one" in surplus.err
     assert nodes.newest_life() == 0, "nobody was disturbed"
@@ -102,7 +103,7 @@ def test_a_preempted_node_leaves_and_the_job_is_scaled_under_way(jobs, tmp_path)
     assert "the job goes on without it" in second.err
     nodes.wait_for_world(1, 1)
 
-    third = nodes.start()
+    third = nodes.start("--node-rank=1")
     nodes.wait_for_world(2, 2)
     said = nodes.command("scale", "--nodes=1:1", "elastic")
     assert third.wait() == 0, said + third.err

@@ -95,6 +95,7 @@ class Node:
 
     async def reaches_the_master(self) -> None:
         """All that was sent before has been looked at when this is answered: the desk keeps the order."""
+        await asyncio.sleep(0)  # what was begun by `asking` sends first
         await self._agent.channel.call(Ping(), timeout=20)
 
 
