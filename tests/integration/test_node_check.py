@@ -16,20 +16,24 @@ def free_port() -> int:
 
 
 def start_nodes(jobs: JobFactory, nnodes: str, word: Path, *options: str, **env: str) -> list[Launched]:
+    """The first one hosts the master: a launcher that does stays for the others when its own node has left."""
     port = free_port()
-    return [
-        jobs.start(
-            "dlrover-run",
-            *("--nnodes", nnodes, "--nproc-per-node", "1", "--node-rank", str(rank)),
-            *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "checked", "--master-grace", "5"),
-            *("--network-check", "--accelerator", "cpu", *options),
-            SCRIPTS / "wait_for_word.py",
-            word,
-            DLROVER_LOG_LEVEL="INFO",
-            **env,
+    nodes: list[Launched] = []
+    for rank in range(4):
+        nodes.append(
+            jobs.start(
+                "dlrover-run",
+                *("--nnodes", nnodes, "--nproc-per-node", "1", "--node-rank", str(rank)),
+                *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "checked", "--master-grace", "5"),
+                *("--network-check", "--accelerator", "cpu", *options),
+                SCRIPTS / "wait_for_word.py",
+                word,
+                DLROVER_LOG_LEVEL="INFO",
+                **env,
+            )
         )
-        for rank in range(4)
-    ]
+        wait_until(lambda: jobs.pids("dlrover.master"))
+    return nodes
 
 
 def status(jobs: JobFactory) -> str:
