@@ -4,7 +4,6 @@ Where virtual nodes come from: a platform that replaces what was lost, in its ow
 
 from __future__ import annotations
 
-import abc
 from typing import TYPE_CHECKING
 
 from dlrover.protocol.check_messages import ExitClass
@@ -23,7 +22,7 @@ LONGEST_START = 2.0
 """Seconds over which the first nodes of a job come."""
 
 
-class Platform(abc.ABC):
+class Platform:
     """What a simulation needs of where its nodes come from. One that the job knows nothing of hears nothing of it."""
 
     def __init__(self, simulation: Simulation) -> None:
@@ -31,9 +30,9 @@ class Platform(abc.ABC):
         self.is_refusing = False
 
     @property
-    @abc.abstractmethod
     def num_pending(self) -> int:
         """What is under way and has not happened."""
+        raise NotImplementedError
 
     def begin(self) -> None:
         """The simulation begins."""
@@ -51,9 +50,9 @@ class Platform(abc.ABC):
     def word_lost(self, master: VirtualMaster, word: Command | Query) -> None:
         """Something that was told to the master was not written."""
 
-    @abc.abstractmethod
     def replace(self, lost: VirtualNode) -> None:
         """A node is gone for good."""
+        raise NotImplementedError
 
 
 class VirtualPlatform(Platform):
