@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from dlrover.snapshot.checksum import best_algorithm, chunk_checksums
-from dlrover.snapshot.commit import Attempt, Committed, abandon, commit, finish_rank, stage, staged_manifests
+from dlrover.snapshot.commit import Attempt, Committed, Tracker, abandon, commit, finish_rank, stage, staged_manifests
 from dlrover.snapshot.contents import Contents, decode_contents
 from dlrover.snapshot.direct_io import WriteOptions, WriteStopped, WrittenFile
 from dlrover.snapshot.manifest import FileRecord, RankManifest, TensorRecord, Topology
@@ -56,6 +56,8 @@ class SaveRequest(Struct, frozen=True, kw_only=True):
     is_committer: bool
     links: dict[str, str] = {}
     """By path in the checkpoint: where else the caller wants to find that file."""
+    trackers: dict[str, str] = {}
+    """The framework's own trackers, file name to content; written last."""
     keep_latest: int = 0
     keep_interval: int = 0
     save_timeout: float = 600.0
@@ -177,7 +179,8 @@ def is_complete(request: SaveRequest) -> bool:
 def finish(request: SaveRequest) -> Committed:
     """Commit, link the files where the caller wants them, delete what the retention gives up."""
     storage = storage_for(request.directory)
-    committed = commit(storage, request.as_attempt(), range(request.num_shards))
+    trackers = [Tracker(name, content) for name, content in request.trackers.items()]
+    committed = commit(storage, request.as_attempt(), range(request.num_shards), trackers=trackers)
     if isinstance(storage, LocalStorage):
         for path, link in request.links.items():
             _link(join(committed.path, path), link)

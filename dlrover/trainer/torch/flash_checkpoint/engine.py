@@ -112,10 +112,12 @@ class CheckpointEngine:
         on_busy: str = "skip",
         target: str = "",
         links: Mapping[str, str] | None = None,
+        trackers: Mapping[str, str] | None = None,
     ) -> SaveResult:
         """
         Copy the named parts into a free slot. `paths` says which file each part becomes, inside of the checkpoint `target` (the
-        step by default); `links` where else a file shall be found, by that path.
+        step by default); `links` where else a file shall be found, by that path; `trackers` which files of the framework shall
+        name the checkpoint once it counts, and with which words.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"A step is a number from 0 on, not {step!r}.")
@@ -139,6 +141,7 @@ class CheckpointEngine:
             is_writer=share.is_writer,
             is_committer=share.is_writer and share.shard == 0,
             links=dict(links or {}),
+            trackers=dict(trackers or {}),
             keep_latest=self._keep_latest,
             keep_interval=self._keep_interval,
             save_timeout=self._save_timeout,
