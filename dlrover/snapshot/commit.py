@@ -37,7 +37,7 @@ from dlrover.snapshot.manifest import (
     join_manifests,
     rank_manifest_name,
 )
-from dlrover.snapshot.storage import Storage, join, parent_of
+from dlrover.snapshot.storage import UNKNOWN_SIZE, Renaming, Storage, join, parent_of
 
 TRACKER = "dlrover_latest.txt"
 """Names the newest committed step, in decimal. Written before the frameworks' own trackers."""
@@ -66,7 +66,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
 
     def staging_path(self, storage: Storage) -> str:
         """Where the ranks write."""
-        return self.target_path + _STAGED + self.attempt if storage.renames else self.target_path
+        return self.target_path + _STAGED + self.attempt if isinstance(storage, Renaming) else self.target_path
 
 
 class Tracker(Struct, frozen=True):
@@ -84,7 +84,7 @@ class Committed(Struct, frozen=True):
 def stage(storage: Storage, attempt: Attempt) -> str:
     """The directory for this attempt's files; every rank may call it."""
     path = attempt.staging_path(storage)
-    if not storage.renames and read_global_manifest(storage, path) is not None:
+    if not isinstance(storage, Renaming) and read_global_manifest(storage, path) is not None:
         raise Rejected(
             f"Step {attempt.step} is committed already in {path}, and this storage cannot replace it at once. "
             "Save another step, or remove the old one first.",
@@ -134,8 +134,9 @@ def commit(
         staging = attempt.staging_path(storage)
         check_sizes(storage, staging, manifest)
         storage.write_atomic(join(staging, GLOBAL_NAME), encode_manifest(manifest))
-        if storage.renames:
-            _put_in_place(storage, staging, target, attempt)
+        if isinstance(storage, Renaming):
+            _put_in_place(storage, staging, target, attempt, is_there=_exists(storage, target))
+            storage.sync_directory(attempt.directory)
     else:
         manifest = done
     for tracker in (Tracker(TRACKER, str(attempt.step)), *trackers):
@@ -144,13 +145,12 @@ def commit(
     return Committed(target, manifest)
 
 
-def _put_in_place(storage: Storage, staging: str, target: str, attempt: Attempt) -> None:
-    if not _exists(storage, target):
+def _put_in_place(storage: Renaming, staging: str, target: str, attempt: Attempt, *, is_there: bool) -> None:
+    if not is_there:
         storage.rename(staging, target)
     elif not storage.exchange(staging, target):
         storage.rename(target, target + _SET_ASIDE + attempt.attempt)
         storage.rename(staging, target)
-    storage.sync_directory(attempt.directory)
 
 
 def _remove_leftovers(storage: Storage, attempt: Attempt) -> None:
@@ -243,7 +243,7 @@ def check_sizes(storage: Storage, path: str, manifest: GlobalManifest) -> None:
         sizes.update({join(directory, entry.name): entry.size_bytes for entry in storage.list(directory)})
     for file in manifest.files:
         size = sizes.get(join(path, file.path))
-        if size != file.size_bytes:
+        if size not in (file.size_bytes, UNKNOWN_SIZE):
             there = "is missing" if size is None else f"has {size} bytes"
             raise ManifestInvalid(f"{join(path, file.path)} {there}; its manifest says {file.size_bytes} bytes.")
 

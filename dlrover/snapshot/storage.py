@@ -3,7 +3,7 @@ Where checkpoints are kept: a local (or mounted) directory, or whatever fsspec r
 
 The interface is small on purpose. Everything that must survive a power cut is said explicitly: a file is durable when `write` returned, its *name*
 when the directory was synced, and a rename likewise. Object stores have no rename, but what they store is durable and
-named at once; `renames` tells the two apart.
+named at once: only what is `Renaming` too can move a directory, and whoever wants to has to ask (`isinstance`).
 
 Paths are strings with `/`, also for URLs.
 """
@@ -17,13 +17,17 @@ import posixpath
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from msgspec import Struct
 
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.direct_io import UNIT_BYTES, WrittenFile, file_crc32
+
+Read = TypeVar("Read")
+UNKNOWN_SIZE = -1
+"""Of a file in a storage that tells no sizes."""
 
 
 class StoredName(Struct, frozen=True, order=True):
@@ -33,9 +37,6 @@ class StoredName(Struct, frozen=True, order=True):
 
 
 class Storage(Protocol):
-    renames: bool
-    """Directories can be renamed at once. If not, files are written where they belong and the manifest alone makes them count."""
-
     def make_directory(self, path: str) -> None: ...
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Durable when it returns, but for the name."""
@@ -46,23 +47,31 @@ class Storage(Protocol):
     def read(self, path: str) -> bytes:
         """FileNotFoundError when there is none."""
 
+    def load(self, path: str, read: Callable[[Any], Read]) -> Read:
+        """Let a function read a file of any size: it gets a path of this machine or an open file. FileNotFoundError as above."""
+
     def measure(self, path: str) -> WrittenFile:
         """Size and CRC-32 of a file of any size, as it is stored."""
 
     def list(self, path: str) -> list[StoredName]:
         """Sorted; empty when there is no such directory."""
 
-    def rename(self, source: str, target: str) -> None:
-        """The target must not exist."""
-
-    def exchange(self, source: str, target: str) -> bool:
-        """Let two directories change places at once; False where that is not possible."""
-
     def remove_file(self, path: str) -> None:
         """Nothing happens when there is none."""
 
     def remove_tree(self, path: str) -> None: ...
     def sync_directory(self, path: str) -> None: ...
+
+
+@runtime_checkable
+class Renaming(Protocol):
+    """What a storage can do besides where directories can be renamed at once. Elsewhere files are written where they belong."""
+
+    def rename(self, source: str, target: str) -> None:
+        """The target must not exist."""
+
+    def exchange(self, source: str, target: str) -> bool:
+        """Let two directories change places at once; False where that is not possible."""
 
 
 def join(*parts: str) -> str:
@@ -84,8 +93,6 @@ def storage_for(location: str, **options: Any) -> Storage:
 
 class LocalStorage:
     """A directory of a file system that this machine has mounted."""
-
-    renames = True
 
     def make_directory(self, path: str) -> None:
         os.makedirs(path, exist_ok=True)
@@ -110,6 +117,9 @@ class LocalStorage:
     def read(self, path: str) -> bytes:
         with open(path, "rb") as file:
             return file.read()
+
+    def load(self, path: str, read: Callable[[Any], Read]) -> Read:
+        return read(path)
 
     def measure(self, path: str) -> WrittenFile:
         return file_crc32(path)
@@ -159,9 +169,7 @@ class LocalStorage:
 
 
 class FsspecStorage:
-    """An object store, or anything else that fsspec speaks."""
-
-    renames = False
+    """An object store, or anything else that fsspec speaks. It is not `Renaming`: a rename there copies file by file."""
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         try:
@@ -189,6 +197,10 @@ class FsspecStorage:
     def read(self, path: str) -> bytes:
         return bytes(self._files.cat_file(path))
 
+    def load(self, path: str, read: Callable[[Any], Read]) -> Read:
+        with self._files.open(path, "rb") as file:
+            return read(file)
+
     def measure(self, path: str) -> WrittenFile:
         crc = size = 0
         with self._files.open(path, "rb") as file:
@@ -207,12 +219,6 @@ class FsspecStorage:
             for entry in found
         )
         return sorted(name for name in names if name.name)
-
-    def rename(self, source: str, target: str) -> None:
-        raise NotImplementedError("object stores have no rename; write to the target")
-
-    def exchange(self, source: str, target: str) -> bool:
-        return False
 
     def remove_file(self, path: str) -> None:
         try:

@@ -50,8 +50,6 @@ Node = File | Directory
 class Disk:
     """A `Storage` on paths like `/a/b`."""
 
-    renames = True
-
     def __init__(self, *, can_exchange: bool = True, cut_before: int | None = None) -> None:
         self.root = Directory()
         self.steps: list[str] = []
