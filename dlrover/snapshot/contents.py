@@ -3,6 +3,9 @@ What the metadata of a slot says: which files its bytes become, and where each f
 
 A state may become several files (a model file and an optimizer file). Each has its own pickle with its own numbering of storages, because that is how
 the file will be read; storages that several files refer to lie in the slot once.
+
+Files are of several kinds. What the trainer prepares for one stands in the place of the pickle, whatever it is: bytes of a JSON
+file, or the table of a DCP file.
 """
 
 from __future__ import annotations
@@ -18,6 +21,13 @@ _FILES = "files"
 _PICKLE = "pickle:"
 _EXTRA = "extra:"
 
+TORCH = "torch"
+"""A file that `torch.load` reads."""
+RAW = "raw"
+"""The bytes as they are."""
+DISTCP = "distcp"
+"""A file of torch's distributed checkpoint: many small archives one after the other."""
+
 
 class FileEntry(Struct, frozen=True):
     """One file that the state becomes."""
@@ -28,13 +38,18 @@ class FileEntry(Struct, frozen=True):
     """Number in the layout of the file's storage 0, 1, ..."""
     path: str = ""
     """Where it goes, relative to the checkpoint; empty when the state is only kept in memory."""
+    kind: str = TORCH
+    """How its bytes are put together: `dlrover.snapshot.file_kinds` knows them."""
 
 
 class Contents(Struct, frozen=True):
     layout: Layout
     files: tuple[FileEntry, ...]
     pickles: dict[str, bytes]
-    """By the file's name: the object with numbers in place of its storages. Never unpickled outside a trainer."""
+    """
+    By the file's name: what the trainer prepared. For a torch file the object with numbers in place of its storages, which is
+    never unpickled outside a trainer.
+    """
     extra: dict[str, bytes] = {}
     """Whatever the trainer wants to keep with it: topology, data state."""
 

@@ -22,13 +22,13 @@ from msgspec import Struct
 from dlrover.snapshot.checksum import best_algorithm, chunk_checksums
 from dlrover.snapshot.commit import Attempt, Committed, Tracker, abandon, commit, finish_rank, stage, staged_manifests
 from dlrover.snapshot.contents import Contents, decode_contents
-from dlrover.snapshot.direct_io import WriteOptions, WriteStopped, WrittenFile
+from dlrover.snapshot.direct_io import WriteOptions, WriteStopped
+from dlrover.snapshot.file_kinds import write_kind
 from dlrover.snapshot.manifest import FileRecord, RankManifest, TensorRecord, Topology
 from dlrover.snapshot.retention import KeepInterval, KeepLatest, apply_retention
 from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName
 from dlrover.snapshot.segment_format import SegmentInvalid, Sums, encode_sums
 from dlrover.snapshot.storage import LocalStorage, Storage, join, parent_of, storage_for
-from dlrover.snapshot.torch_file import file_storages, torch_file_chunks, write_torch_file
 
 REQUEST = "save"
 """Name of the extra part of a slot that holds the request."""
@@ -157,10 +157,9 @@ def persist(
     try:
         files = []
         for entry in contents.files:
-            storages = file_storages(contents, entry.name, pinned.data)
             path = join(staging, entry.path)
             storage.make_directory(parent_of(path))
-            written = _write(storage, path, contents.pickles[entry.name], storages, options, stop)
+            written = write_kind(storage, path, contents, entry, pinned.data, options=options, stop=stop)
             files.append(FileRecord(entry.path, written.size_bytes, written.crc32))
         finish_rank(storage, attempt, _manifest(pinned, request, contents, files))
     except BaseException:
@@ -225,21 +224,6 @@ def give_up(request: SaveRequest) -> None:
         abandon(storage_for(request.directory), request.as_attempt())
     except OSError:
         return
-
-
-def _write(
-    storage: Storage,
-    path: str,
-    pickled: bytes,
-    storages: list[memoryview],
-    options: WriteOptions | None,
-    stop: threading.Event | None,
-) -> WrittenFile:
-    if isinstance(storage, LocalStorage):
-        return write_torch_file(path, pickled, storages, options=options, stop=stop)
-    written, chunks = torch_file_chunks(pickled, storages)
-    storage.write(path, chunks)
-    return written
 
 
 def _manifest(pinned: PinnedSlot, request: SaveRequest, contents: Contents, files: list[FileRecord]) -> RankManifest:

@@ -43,7 +43,7 @@ _NEW_YEAR_1980 = 0x21
 
 class _Entry(NamedTuple):
     name: bytes
-    content: memoryview | bytes
+    length: int
     header_at: int
     data_at: int
 
@@ -58,13 +58,13 @@ def write_torch_file(
     stop: threading.Event | None = None,
 ) -> WrittenFile:
     """Write and sync one file; the storages are read where they lie."""
-    pieces, late, total = _image(pickled, storages)
+    pieces, late, total = torch_image(pickled, storages)
     return write_file(path, pieces, late, total, options=options, on_progress=on_progress, stop=stop)
 
 
 def torch_file_chunks(pickled: bytes, storages: Sequence[memoryview]) -> tuple[WrittenFile, list[memoryview]]:
     """The same file as a stream."""
-    return image_chunks(*_image(pickled, storages))
+    return image_chunks(*torch_image(pickled, storages))
 
 
 def file_storages(contents: Contents, name: str, data: memoryview) -> list[memoryview]:
@@ -73,28 +73,44 @@ def file_storages(contents: Contents, name: str, data: memoryview) -> list[memor
     return [data[entry.offset : entry.offset + entry.num_bytes] for entry in entries]
 
 
-def _image(pickled: bytes, storages: Sequence[memoryview]) -> tuple[list[Piece], Late, int]:
-    named: list[tuple[str, memoryview | bytes]] = [
-        ("data.pkl", pickled),
-        ("byteorder", sys.byteorder.encode()),
-        *((f"data/{number}", storage.cast("B")) for number, storage in enumerate(storages)),
-        ("version", _VERSION),
-    ]
-    entries = []
-    at = 0
-    for name, content in named:
-        full_name = f"{ARCHIVE}/{name}".encode()
-        data_at = _data_place(at, full_name, len(content))
-        entries.append(_Entry(full_name, content, at, data_at))
-        at = data_at + len(content)
-    directory_at = at
-    total = directory_at + len(_directory(entries, [0] * len(entries), directory_at))
+def torch_image(pickled: bytes, storages: Sequence[memoryview]) -> tuple[list[Piece], Late, int]:
+    """Where everything goes, what is only known after the sums are, and how long the file is."""
+    contents = [pickled, sys.byteorder.encode(), *(storage.cast("B") for storage in storages), _VERSION]
+    entries, directory_at = _lay_out(len(pickled), [storage.nbytes for storage in storages])
 
     def late(sums: list[int]) -> list[Piece]:
         headers = [Piece(entry.header_at, _local_header(entry, crc)) for entry, crc in zip(entries, sums, strict=True)]
         return [*headers, Piece(directory_at, _directory(entries, sums, directory_at))]
 
-    return [Piece(entry.data_at, entry.content) for entry in entries], late, total
+    pieces = [Piece(entry.data_at, content) for entry, content in zip(entries, contents, strict=True)]
+    return pieces, late, _total_bytes(entries, directory_at)
+
+
+def torch_file_bytes(pickle_bytes: int, storage_bytes: Sequence[int]) -> int:
+    """How long a file will be, from the lengths alone."""
+    return _total_bytes(*_lay_out(pickle_bytes, storage_bytes))
+
+
+def _lay_out(pickle_bytes: int, storage_bytes: Sequence[int]) -> tuple[list[_Entry], int]:
+    """The entries, and where the archive's directory begins."""
+    named = [
+        ("data.pkl", pickle_bytes),
+        ("byteorder", len(sys.byteorder)),
+        *((f"data/{number}", length) for number, length in enumerate(storage_bytes)),
+        ("version", len(_VERSION)),
+    ]
+    entries = []
+    at = 0
+    for name, length in named:
+        full_name = f"{ARCHIVE}/{name}".encode()
+        data_at = _data_place(at, full_name, length)
+        entries.append(_Entry(full_name, length, at, data_at))
+        at = data_at + length
+    return entries, at
+
+
+def _total_bytes(entries: Sequence[_Entry], directory_at: int) -> int:
+    return directory_at + len(_directory(entries, [0] * len(entries), directory_at))
 
 
 def _data_place(header_at: int, name: bytes, length: int) -> int:
@@ -110,7 +126,7 @@ def _sizes_extra(length: int) -> bytes:
 
 
 def _local_header(entry: _Entry, crc: int) -> bytes:
-    length = len(entry.content)
+    length = entry.length
     sizes = _sizes_extra(length)
     filler = entry.data_at - entry.header_at - _LOCAL.size - len(entry.name) - len(sizes) - _EXTRA.size
     extra = sizes + _EXTRA.pack(_FILLER, filler) + b"Z" * filler
@@ -136,7 +152,7 @@ def _directory(entries: Sequence[_Entry], sums: Sequence[int], directory_at: int
 
 
 def _central_header(entry: _Entry, crc: int) -> bytes:
-    length = len(entry.content)
+    length = entry.length
     large = []
     if length >= _LIMIT:
         large += [length, length]

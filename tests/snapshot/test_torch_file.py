@@ -100,7 +100,7 @@ def test_entries_behind_four_gibibytes_are_found(tmp_path: Path) -> None:
     view = memoryview(large)
     from dlrover.snapshot import torch_file
 
-    pieces, late, total = torch_file._image(b"p", [view, memoryview(b"end")])
+    pieces, late, total = torch_file.torch_image(b"p", [view, memoryview(b"end")])
     headers = late([0] * len(pieces))
     path = tmp_path / "huge.pt"
     with path.open("wb") as file:

@@ -20,7 +20,8 @@ from dlrover.snapshot.contents import Contents, FileEntry, decode_contents, enco
 from dlrover.snapshot.copying import Copier, Span, address_of
 from dlrover.snapshot.layout import Layout, Plan, plan_state
 from dlrover.snapshot.segment import PinnedSlot, SegmentWriter, SlotInWriting, SlotName
-from dlrover.trainer.torch.flash_checkpoint.skeleton import Skeleton, make_skeleton, rebuild
+from dlrover.trainer.torch.flash_checkpoint.parts import restore_part, skeleton_of
+from dlrover.trainer.torch.flash_checkpoint.skeleton import Skeleton
 from dlrover.trainer.torch.flash_checkpoint.tensors import TorchTensors
 
 META_GUESS_PER_TENSOR = 512
@@ -81,7 +82,7 @@ class StateWriter:
         """None: the slot is too small for what only the pickles know."""
         named = [(number, adapter.storages[identity]) for identity, number in plan.numbers.items()]  # type: ignore[index]
         with _Transfer(self.copier, slot.data, plan.layout, named):
-            skeletons = {name: make_skeleton(part) for name, part in parts.items()}
+            skeletons = {name: skeleton_of(part) for name, part in parts.items()}
             layout, files, unnamed = _with_unnamed(plan, skeletons, paths)
         self._unnamed_bytes = max(self._unnamed_bytes, layout.data_length - plan.layout.data_length)
         contents = Contents(layout, files, {name: part.content for name, part in skeletons.items()}, dict(extra))
@@ -122,7 +123,10 @@ def load_state(
                 storages[number] = torch.UntypedStorage(contents.layout.storages[number].num_bytes)
         data = pinned.data
         with _Transfer(copier, data, contents.layout, [(n, storages[n]) for n in numbers], out_of_slot=True):
-            parts = {entry.name: rebuild(contents.pickles[entry.name], _chooser(entry, storages)) for entry in wanted}
+            parts = {
+                entry.name: restore_part(entry.kind, contents.pickles[entry.name], _chooser(entry, storages))
+                for entry in wanted
+            }
     return parts
 
 
@@ -178,7 +182,7 @@ def _with_unnamed(
             if number == len(plan.numbers) + len(unnamed):
                 unnamed.append((number, storage))
             own.append(number)
-        files.append(FileEntry(name, tuple(own), paths.get(name, "")))
+        files.append(FileEntry(name, tuple(own), paths.get(name, ""), skeleton.kind))
     layout = plan.layout.extended(storage.nbytes() for _, storage in unnamed)
     return layout, tuple(files), unnamed
 

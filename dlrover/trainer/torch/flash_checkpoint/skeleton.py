@@ -16,15 +16,17 @@ from typing import Any
 import torch
 from torch.serialization import location_tag, normalize_storage_type
 
+from dlrover.snapshot.contents import TORCH
+
 PICKLE_PROTOCOL = 2
 """The one of `torch.save`; `torch.load(weights_only=True)` understands it."""
 
 
 class Skeleton:
-    """A pickled object and the storages it refers to, in the order of their numbers."""
+    """A pickled object and the storages it refers to, in the order of their numbers; or what stands for it in another kind of file."""
 
-    def __init__(self, content: bytes, storages: list[torch.UntypedStorage]) -> None:
-        self.content, self.storages = content, storages
+    def __init__(self, content: bytes, storages: list[torch.UntypedStorage], kind: str = TORCH) -> None:
+        self.content, self.storages, self.kind = content, storages, kind
 
 
 def make_skeleton(state: object) -> Skeleton:

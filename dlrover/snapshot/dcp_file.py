@@ -1,0 +1,118 @@
+"""
+Files of torch's distributed checkpoint (DCP), written without torch.
+
+Such a file (`__{rank}_0.distcp`) is a sequence of items. A tensor, or a rank's piece of one, is a whole archive as `torch.save` writes it; anything
+else is the bytes that it was serialised to. Where each begins and how long it is stands in the checkpoint's `.metadata`, which the
+trainer of rank 0 makes; so every item has its place before anything is written.
+
+The table of a rank's items is more than the file needs: it says of every piece which part of which tensor it is, also of pieces that another
+rank writes. A restore finds there what it needs, whatever rank it was saved by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from dlrover.snapshot.direct_io import Late, Piece
+from dlrover.snapshot.layout import LINE_ALIGNMENT, PAGE_ALIGNED_FROM_BYTES, PAGE_ALIGNMENT
+from dlrover.snapshot.segment_format import SegmentInvalid, round_up
+from dlrover.snapshot.torch_file import torch_file_bytes, torch_image
+
+ELSEWHERE = -1
+"""Place of an item that another rank writes."""
+
+
+class DcpItem(Struct, frozen=True, array_like=True):
+    """One thing that a rank holds: a tensor, a piece of a tensor, or serialised bytes."""
+
+    name: str
+    path: tuple[str | int, ...]
+    """Where it belongs in the nested state; `name` is the same in one string."""
+    prepared: bytes
+    """Of a tensor the pickle in its archive, else the content itself."""
+    at: int = ELSEWHERE
+    """In the file."""
+    dtype: str = ""
+    """Empty for bytes."""
+    storage: int = -1
+    """Which of the file's storages holds it."""
+    start: int = 0
+    """In bytes, in that storage."""
+    num_bytes: int = 0
+    shape: tuple[int, ...] = ()
+    offset: tuple[int, ...] = ()
+    """Where the piece begins in the whole tensor."""
+    global_shape: tuple[int, ...] = ()
+
+    @property
+    def is_tensor(self) -> bool:
+        return bool(self.dtype)
+
+    @property
+    def file_bytes(self) -> int:
+        """Length in the file."""
+        return tensor_item_bytes(len(self.prepared), self.num_bytes) if self.is_tensor else len(self.prepared)
+
+
+def tensor_item_bytes(pickle_bytes: int, num_bytes: int) -> int:
+    return torch_file_bytes(pickle_bytes, [num_bytes])
+
+
+def next_place(end: int, item: DcpItem) -> int:
+    """Where an item may begin, behind another: large tensors so that their bytes lie on whole pages."""
+    is_large = item.is_tensor and item.num_bytes >= PAGE_ALIGNED_FROM_BYTES
+    return round_up(end, PAGE_ALIGNMENT if is_large else LINE_ALIGNMENT)
+
+
+def encode_table(items: Sequence[DcpItem]) -> bytes:
+    return msgspec.msgpack.encode(items)
+
+
+def decode_table(content: bytes) -> list[DcpItem]:
+    try:
+        return msgspec.msgpack.decode(content, type=list[DcpItem])
+    except msgspec.MsgspecError as error:
+        raise SegmentInvalid(f"The table of a DCP file cannot be read: {error}") from error
+
+
+def item_bytes(item: DcpItem, storages: Sequence[memoryview]) -> memoryview:
+    """The tensor's bytes where they lie."""
+    try:
+        found = storages[item.storage][item.start : item.start + item.num_bytes]
+    except IndexError:
+        found = memoryview(b"")
+    if found.nbytes != item.num_bytes:
+        raise SegmentInvalid(f"The table of a DCP file places {item.name} outside of its storage.")
+    return found
+
+
+def dcp_image(table: bytes, storages: Sequence[memoryview]) -> tuple[list[Piece], Late, int]:
+    """The file of one rank: the items that it writes, each at its place."""
+    pieces: list[Piece] = []
+    archives: list[tuple[int, int, int, Late]] = []
+    """Of each tensor: which pieces are its own, where it begins, and what follows from their sums."""
+    end = 0
+    for item in sorted((item for item in decode_table(table) if item.at != ELSEWHERE), key=lambda item: item.at):
+        if item.at < end:
+            raise SegmentInvalid(f"The table of a DCP file places {item.name} over the item before it.")
+        first = len(pieces)
+        if item.is_tensor:
+            own, late, length = torch_image(item.prepared, [item_bytes(item, storages)])
+            pieces += [Piece(item.at + offset, content) for offset, content in own]
+            archives.append((first, len(pieces), item.at, late))
+        else:
+            length = len(item.prepared)
+            pieces.append(Piece(item.at, item.prepared))
+        end = item.at + length
+
+    def late_pieces(sums: list[int]) -> list[Piece]:
+        return [
+            Piece(at + offset, content)
+            for first, last, at, late in archives
+            for offset, content in late(sums[first:last])
+        ]
+
+    return pieces, late_pieces, end

@@ -1,0 +1,75 @@
+"""
+Every kind of file that a snapshot can become, in one place: from a slot to the bytes of the file.
+
+A file is an image: pieces of memory and where they go, and what can only be known after their sums are (headers of
+archives). Nothing is copied for it. Whoever adds a kind adds one function here and nothing elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dlrover.snapshot.contents import DISTCP, RAW, TORCH, Contents, FileEntry
+from dlrover.snapshot.dcp_file import dcp_image
+from dlrover.snapshot.direct_io import Late, Piece, WriteOptions, WrittenFile, image_chunks, write_file
+from dlrover.snapshot.segment_format import SegmentInvalid
+from dlrover.snapshot.storage import LocalStorage, Storage
+from dlrover.snapshot.torch_file import file_storages, torch_image
+
+
+class FileImage(NamedTuple):
+    pieces: list[Piece]
+    late: Late
+    total_bytes: int
+
+
+def file_image(contents: Contents, entry: FileEntry, data: memoryview) -> FileImage:
+    """What the file will consist of; `data` is the slot's."""
+    make = _KINDS.get(entry.kind)
+    if make is None:
+        raise SegmentInvalid(
+            f"The snapshot's part {entry.name!r} is of the kind {entry.kind!r}, which this version cannot write; "
+            f"it knows {', '.join(_KINDS)}. Agent and trainer have to be of the same version."
+        )
+    return make(contents, entry, data)
+
+
+def write_kind(
+    storage: Storage,
+    path: str,
+    contents: Contents,
+    entry: FileEntry,
+    data: memoryview,
+    *,
+    options: WriteOptions | None = None,
+    stop: threading.Event | None = None,
+) -> WrittenFile:
+    """Write and sync one file of a snapshot; its directory exists."""
+    image = file_image(contents, entry, data)
+    if isinstance(storage, LocalStorage):
+        return write_file(path, *image, options=options, stop=stop)
+    written, chunks = image_chunks(*image)
+    storage.write(path, chunks)
+    return written
+
+
+def _torch(contents: Contents, entry: FileEntry, data: memoryview) -> FileImage:
+    return FileImage(*torch_image(contents.pickles[entry.name], file_storages(contents, entry.name, data)))
+
+
+def _raw(contents: Contents, entry: FileEntry, data: memoryview) -> FileImage:
+    content = contents.pickles[entry.name]
+    return FileImage([Piece(0, content)], lambda sums: [], len(content))
+
+
+def _distcp(contents: Contents, entry: FileEntry, data: memoryview) -> FileImage:
+    return FileImage(*dcp_image(contents.pickles[entry.name], file_storages(contents, entry.name, data)))
+
+
+_KINDS: dict[str, Callable[[Contents, FileEntry, memoryview], FileImage]] = {
+    TORCH: _torch,
+    RAW: _raw,
+    DISTCP: _distcp,
+}
