@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol, assert_never
 
+from msgspec.structs import replace
+
 from dlrover.agent.config import AgentConfig, AgentResult
 from dlrover.agent.driver import Group, WorkerDriver
 from dlrover.agent.node_check import CheckOutcome, CheckRunner, RunTask
@@ -303,6 +305,9 @@ class Agent:
             self._on_broken(JobError(f"This node can offer no port to its workers: {error}. Check HOST_PORTS."))
             return
         self._joined = (name, join.round)
+        if isinstance(join, JoinCheck) and join.round <= self._checked_round:
+            # A master without its journal took our world up, but counts the rounds of its node checks anew.
+            self._checked_round = Round(join.round - 1)
         is_reused = self._offer.port in self._offered_ports
         if is_reused:
             self._offered_ports.remove(self._offer.port)
@@ -609,6 +614,10 @@ class Agent:
             ):
                 if life != self._incarnation or not life:
                     return  # of a former life, and refused because the new one has begun: no reason for a third
+                if code == "wrong-sender" and command.node != self._node:
+                    # The same life under another number: a master without its journal has numbered the nodes anew.
+                    self._tell(replace(command, node=self._node))
+                    return
                 is_failure_untold = isinstance(command, ReportFailure) and code not in ("too-old", "unknown-round")
                 if code == "stale-incarnation" or is_failure_untold:
                     # As a fresh agent we get a round in any case.

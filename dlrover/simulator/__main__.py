@@ -66,7 +66,7 @@ def _campaign(options: argparse.Namespace) -> int:
     run = run_standard_seed if options.standard else run_seed
     totals = _run(run, options, is_enough, lambda totals: f"{totals.num_faults:,} faults")
     _report(totals, options.jobs)
-    return 1 if totals.failures else 0
+    return _exit_code(totals, bool(totals.failures))
 
 
 def _false_alarms(options: argparse.Namespace) -> int:
@@ -76,7 +76,13 @@ def _false_alarms(options: argparse.Namespace) -> int:
     totals = _run(_run_pauses, options, is_enough, lambda totals: f"{totals.node_hours / 24:,.0f} node-days")
     _report(totals, options.jobs)
     print(f"false alarms: {totals.num_alarms} in {totals.node_hours / 24:,.0f} node-days (at most 1 allowed)")
-    return 1 if totals.failures or totals.num_alarms > 1 else 0
+    return _exit_code(totals, bool(totals.failures) or totals.num_alarms > 1)
+
+
+def _exit_code(totals: Totals, is_bad: bool) -> int:
+    if is_bad:
+        return 1
+    return 130 if totals.is_interrupted else 0
 
 
 def _run_pauses(seed: int) -> Outcome:
@@ -91,14 +97,15 @@ def _run(
 ) -> Totals:
     totals, shown_at = Totals(), 0.0
     is_terminal = sys.stderr.isatty()
-    for totals in run_many(run, itertools.count(options.seed), jobs=options.jobs, is_enough=is_enough):
-        if totals.seconds - shown_at >= (0.5 if is_terminal else 30.0):
-            shown_at = totals.seconds
-            text = (
-                f"{describe(totals)}, {totals.num_seeds:,} seeds, {len(totals.failures)} violations, {shown_at:.0f} s"
-            )
-            sys.stderr.write(f"\r{text}   " if is_terminal else f"{text}\n")
-            sys.stderr.flush()
+    try:
+        for totals in run_many(run, itertools.count(options.seed), jobs=options.jobs, is_enough=is_enough):
+            if totals.seconds - shown_at >= (0.5 if is_terminal else 30.0):
+                shown_at = totals.seconds
+                text = f"{describe(totals)}, {totals.num_seeds:,} seeds, {len(totals.failures)} violations, {shown_at:.0f} s"
+                sys.stderr.write(f"\r{text}   " if is_terminal else f"{text}\n")
+                sys.stderr.flush()
+    except KeyboardInterrupt:
+        totals.is_interrupted = True  # what was done until here is worth telling
     if is_terminal:
         sys.stderr.write("\r" + " " * 100 + "\r")
     return totals
@@ -121,6 +128,8 @@ def _report(totals: Totals, jobs: int) -> None:
     )
     print("faults: " + ", ".join(f"{kind} {count:,}" for kind, count in sorted(totals.by_kind.items())))
     print(f"slowest recovery after the faults stopped: {totals.slowest_recovery:.0f} s")
+    if totals.is_interrupted:
+        print("interrupted: this is what was done until then")
     print(f"violations: {len(totals.failures)}")
     for failure in totals.failures[:NUM_SHOWN]:
         print(f"  seed {failure.seed}: {failure.invariant}: {failure.sentence}")

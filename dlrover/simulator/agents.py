@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from dlrover.protocol.check_messages import ExitClass, ReportCheck
 from dlrover.protocol.frames import Answer, Push, Refusal, Request
 from dlrover.protocol.messages import (
@@ -428,6 +430,9 @@ class VirtualAgent:
         assert isinstance(command, JoinRendezvous | ReportFailure | ReportFinished | ReportCheck), "nothing to mend"
         if command.incarnation != self.incarnation or not self.incarnation:
             return
+        if code == "wrong-sender" and command.node != self.id:
+            self.tell(replace(command, node=self.id))
+            return
         is_failure_untold = isinstance(command, ReportFailure) and code not in ("too-old", "unknown-round")
         if code == "stale-incarnation" or is_failure_untold:
             self._forget_former_life()
@@ -509,6 +514,8 @@ class VirtualAgent:
         self.node.num_ports += 1
         self.has_offer = True
         self._joined_name, self.joined_round = name, join.round
+        if isinstance(join, JoinCheck) and join.round <= self._checked_round:
+            self._checked_round = Round(join.round - 1)
         self.tell(
             JoinRendezvous(
                 node=self.id,

@@ -137,6 +137,7 @@ class Totals:
         self.by_kind: dict[str, int] = {}
         self.by_reason: dict[str, int] = {}
         self.failures: list[Failure] = []
+        self.is_interrupted = False
         self._began_at = time.monotonic()
 
     def add(self, outcome: Outcome) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dlrover.protocol.check_messages import ExitClass, ReportCheck
 from dlrover.protocol.messages import WorldSpec
-from dlrover.simulator.events import span
+from dlrover.simulator.events import micros, span
 
 if TYPE_CHECKING:
     from dlrover.simulator.agents import VirtualAgent
@@ -27,12 +27,14 @@ FAILING = (3.0, 30.0)
 class CheckGroup:
     """One small world."""
 
-    __slots__ = ("is_over", "members", "seconds", "world")
+    __slots__ = ("is_late", "is_over", "members", "seconds", "world")
 
     def __init__(self, world: WorldSpec) -> None:
         self.world = world
         self.members: list[VirtualAgent] = []
         self.seconds = 0.0
+        self.is_late = False
+        """Its agents will not wait for the end of the task."""
         self.is_over = False
 
 
@@ -54,8 +56,12 @@ class CheckRuns:
         is_slow = any(member.node.is_sluggish for member in group.members)
         is_bad = any(member.node.breakage is not None for member in group.members)
         duration = span(chance, *(FAILING if is_bad else TASK)) * (SLOWER if is_slow else 1)
+        terms = self._sim.shape.check
+        assert terms is not None, "a check runs"
+        timeout = micros(terms.timeout)
+        group.is_late = duration >= timeout
         group.seconds = duration / 1e6
-        self._sim.events.after(duration, self._end, group)
+        self._sim.events.after(min(duration, timeout), self._end, group)
 
     def leave(self, agent: VirtualAgent) -> None:
         """Its task is stopped, or it died with it."""
@@ -69,7 +75,9 @@ class CheckRuns:
     def _end(self, group: CheckGroup) -> None:
         group.is_over = True
         del self._groups[group.world.coordinator]
-        is_complete = all(member.check is group and member.frozen_since is None for member in group.members)
+        is_complete = not group.is_late and all(
+            member.check is group and member.frozen_since is None for member in group.members
+        )
         has_partners = len(group.members) > 1
         bad = [member for member in group.members if self._is_failing(member, has_partners=has_partners)]
         for member in group.members:

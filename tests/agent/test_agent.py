@@ -587,6 +587,26 @@ async def test_a_master_that_forgot_everything_takes_the_running_world_up_again(
     assert [(await life.result()).exit_code for life in lives] == [0, 0]
 
 
+async def test_a_failure_that_waited_for_a_master_without_its_journal_costs_one_restart(stage):
+    lives = [stage.begin(launch, nodes=2) for launch in "ab"]
+    groups = [await life.workers.running(1) for life in lives]
+    lives[0].channel.cut()
+    groups[0].may_stop.clear()
+    groups[0].fail()
+    await stage.until(lambda: groups[0].stops)
+    stage.master.restart(forget=True)
+    await stage.until(lambda: lives[1].channel.is_attached)
+    assert lives[1].channel.attached.node == 1, "the numbers are given anew, in the order of coming back"
+    lives[0].channel.restore()
+    await stage.until(lambda: lives[0].channel.is_attached)
+    groups[0].may_stop.set()
+    seconds = [await life.workers.running(2) for life in lives]
+    assert [type(command) for command, code in stage.master.refused if code == "wrong-sender"] == [ReportFailure]
+    assert [report.node for report in stage.master.heard_of(ReportFailure)] == [1, 2], "told again under the new number"
+    assert {group.world.round for group in seconds} == {2}
+    assert [attach.incarnation for attach in stage.master.heard_of(Attach)].count(0) == 2, "nobody began a new life"
+
+
 async def test_a_forgotten_world_of_which_a_member_is_missing_gets_a_new_round(stage):
     lives = [stage.begin(launch, nodes=2) for launch in "ab"]
     groups = [await life.workers.running(1) for life in lives]

@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 from msgspec.structs import replace
@@ -147,3 +148,18 @@ def test_a_plan_with_fewer_faults_is_still_a_life() -> None:
     plan = draw_plan(3)
     outcome = run_plan(replace(plan, faults=plan.faults[::2]))
     assert isinstance(outcome, Result)
+
+
+def test_an_interrupted_campaign_tells_what_it_did(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object, **kwargs: object) -> Iterator[Totals]:
+        yield next(run_many(run_seed, itertools.count(1), jobs=1, is_enough=lambda _: True))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dlrover.simulator.__main__.run_many", interrupted)
+    assert main(["--faults", "1000", "--jobs", "1"]) == 130
+    told = capsys.readouterr().out
+    assert "over 1 seeds" in told
+    assert "interrupted" in told
+    assert "violations: 0" in told
