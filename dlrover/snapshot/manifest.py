@@ -25,10 +25,14 @@ class ManifestInvalid(DLRoverError):
     """A manifest that cannot be read, or that does not fit what it describes."""
 
 
-class FileRecord(Struct, frozen=True):
+class FileRecord(Struct, frozen=True, omit_defaults=True):
     path: str
     size_bytes: int
     crc32: int
+    part: str = ""
+    """The caller's name of what it holds, such as `model_states`; empty: of a version that did not say."""
+    kind: str = "torch"
+    """How it is put together, as in the slot: a file for `torch.load`, or something else."""
 
 
 class TensorRecord(Struct, frozen=True, omit_defaults=True):

@@ -160,7 +160,9 @@ def persist(
             path = join(staging, entry.path)
             storage.make_directory(parent_of(path))
             written = write_kind(storage, path, contents, entry, pinned.data, options=options, stop=stop)
-            files.append(FileRecord(entry.path, written.size_bytes, written.crc32))
+            files.append(
+                FileRecord(entry.path, written.size_bytes, written.crc32, part=entry.name, kind=entry.kind)
+            )
         finish_rank(storage, attempt, _manifest(pinned, request, contents, files))
     except BaseException:
         _forget_shard(storage, attempt, request)

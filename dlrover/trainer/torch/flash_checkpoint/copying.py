@@ -20,6 +20,7 @@ from dlrover.snapshot.contents import Contents, FileEntry, decode_contents, enco
 from dlrover.snapshot.copying import Copier, Span, address_of
 from dlrover.snapshot.layout import Layout, Plan, plan_state
 from dlrover.snapshot.segment import PinnedSlot, SegmentWriter, SlotInWriting, SlotName
+from dlrover.trainer.torch.flash_checkpoint.live import fresh_storage, live_storages
 from dlrover.trainer.torch.flash_checkpoint.parts import restore_part, skeleton_of
 from dlrover.trainer.torch.flash_checkpoint.skeleton import Skeleton
 from dlrover.trainer.torch.flash_checkpoint.tensors import TorchTensors
@@ -117,10 +118,10 @@ def load_state(
     wanted = [entry for entry in contents.files if names is None or entry.name in names]
     numbers = sorted({number for entry in wanted for number in entry.storages})
     with torch.no_grad():
-        storages = _live_storages(contents.layout, into)
+        storages = live_storages(contents.layout, into)
         for number in numbers:
             if number not in storages:
-                storages[number] = torch.UntypedStorage(contents.layout.storages[number].num_bytes)
+                storages[number] = fresh_storage(contents.layout.storages[number].num_bytes)
         data = pinned.data
         with _Transfer(copier, data, contents.layout, [(n, storages[n]) for n in numbers], out_of_slot=True):
             parts = {
@@ -134,38 +135,6 @@ def _chooser(
     entry: FileEntry, storages: Mapping[int, torch.UntypedStorage]
 ) -> Callable[[int, int, str], torch.UntypedStorage]:
     return lambda number, num_bytes, location: storages[entry.storages[number]]
-
-
-def _live_storages(layout: Layout, into: Mapping[str, object] | None) -> dict[int, torch.UntypedStorage]:
-    """
-    Which storages of the caller can take a storage of the snapshot: where every tensor by that name looks exactly the same.
-
-    A live storage is taken for one number only, and only if all names of that number agree, so ties are neither made nor cut.
-    """
-    if into is None:
-        return {}
-    adapter = TorchTensors()
-    live = plan_state(into, adapter)
-    by_number = {number: adapter.storages[identity] for identity, number in live.numbers.items()}  # type: ignore[index]
-    found = {tensor.path: tensor for tensor in live.layout.tensors}
-    partner: dict[int, set[int]] = {}
-    back: dict[int, set[int]] = {}
-    for tensor in layout.tensors:
-        other = found.get(tensor.path)
-        fits = (
-            other is not None
-            and (other.dtype, other.shape, other.stride) == (tensor.dtype, tensor.shape, tensor.stride)
-            and other.storage_offset == tensor.storage_offset
-            and live.layout.storages[other.storage].num_bytes == layout.storages[tensor.storage].num_bytes
-        )
-        partner.setdefault(tensor.storage, set()).add(other.storage if fits and other is not None else -1)
-        if fits and other is not None:
-            back.setdefault(other.storage, set()).add(tensor.storage)
-    return {
-        number: by_number[candidate]
-        for number, candidates in partner.items()
-        if len(candidates) == 1 and (candidate := next(iter(candidates))) >= 0 and len(back[candidate]) == 1
-    }
 
 
 def _with_unnamed(

@@ -87,13 +87,16 @@ class DdpCheckpointer(Checkpointer):
             links=links,
         )
 
-    def load_checkpoint(self, resume_path: str = "") -> dict[str, Any]:
+    def load_checkpoint(self, resume_path: str = "", *, into: dict[str, Any] | None = None) -> dict[str, Any]:
         """
         The newest state that all ranks can have, from memory or storage, on the CPU; {} when there is none.
 
         A `resume_path` (a file, or the directory of a checkpoint) wins over everything, and has to exist. All ranks call this.
+
+        `into` is a state like the saved one: its tensors are filled where they are and returned, which is as fast as memory is, while fresh
+        ones cost several times that. What is not a tensor is only returned. If this raises, the tensors hold anything.
         """
-        state = self._engine.load_file(resume_path) if resume_path else self._engine.load(PART)
+        state = self._engine.load_file(resume_path, into=into) if resume_path else self._engine.load(PART, into=into)
         return {} if state is None else state
 
     def wait_latest_checkpoint(self, timeout: float = 1800) -> bool:

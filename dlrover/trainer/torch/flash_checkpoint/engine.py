@@ -4,49 +4,43 @@ The engine in the training process: copies the state into memory, and finds it a
 A save blocks training for the copy alone. Nothing here waits for the agent or for storage: the agent is told, and what it
 needs stands in the segment. All saving ranks take the same decision, so that they always hold a step in common: either all of
 them overwrite their older slot or none does.
-
-A restore asks every rank which steps it could have, from memory and from storage, and takes the newest that all of
-them can; when a piece turns out to be damaged all go on to the next older one together.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import pickle
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dlrover.protocol.errors import ConfigError, DLRoverError, Unavailable
-from dlrover.snapshot.checksum import Corrupt
-from dlrover.snapshot.commit import committed_checkpoints, latest_step
-from dlrover.snapshot.contents import decode_contents
-from dlrover.snapshot.copying import Copier, prefault
-from dlrover.snapshot.manifest import DIRECTORY, ManifestInvalid
-from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request, of_present_history, read_request
+from dlrover.protocol.errors import ConfigError, Unavailable
+from dlrover.snapshot.commit import latest_step
+from dlrover.snapshot.copying import Copier
+from dlrover.snapshot.manifest import ManifestInvalid
+from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request
 from dlrover.snapshot.retention import KeepInterval, KeepLatest, Retention
-from dlrover.snapshot.segment import Segment, SegmentWriter, SlotInWriting, SlotName, segment_paths
-from dlrover.snapshot.segment_format import Owner, SegmentInvalid
-from dlrover.snapshot.storage import LocalStorage, join, storage_for
+from dlrover.snapshot.segment import SlotName, segment_paths
+from dlrover.snapshot.segment_format import Owner
+from dlrover.snapshot.storage import storage_for
 from dlrover.trainer import environment
+from dlrover.trainer.torch.flash_checkpoint.agreed_segments import AgreedSegments
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, own_ranks
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
-from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter, load_state
+from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter
 from dlrover.trainer.torch.flash_checkpoint.outlets import AgentOutlet, Outlet, ThreadOutlet
+from dlrover.trainer.torch.flash_checkpoint.preparing import Preparation
+from dlrover.trainer.torch.flash_checkpoint.reading import read_file
+from dlrover.trainer.torch.flash_checkpoint.restoring import Restorer
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
 ON_BUSY = ("skip", "block")
 _LOOK_AGAIN_AFTER = 0.02
 _TRACKER_LOOK_AFTER = 0.1
-_REMEDY = "Mend the directory, or give a resume_path, or begin anew in another directory."
-_UNREADABLE = 1
-"""What rank 0 tells the others in place of steps, when the storage cannot be read."""
 
 
 class CheckpointEngine:
@@ -83,7 +77,7 @@ class CheckpointEngine:
         else:
             self.outlet = ThreadOutlet()
         self._copier = Copier()
-        self._segments: _AgreedSegments | None = None
+        self._segments: AgreedSegments | None = None
         self._writer: StateWriter | None = None
         self._writing = threading.Lock()
         """Guards the segments' writer: the thread that prepares memory may still be reserving it at the first save."""
@@ -91,7 +85,10 @@ class CheckpointEngine:
         self._storage_step: int | None = None
         """Newest step that this rank asked to be written."""
         self.restored_step: int | None = None
-        self._preparation = _Preparation(self) if self._agreement.share.is_saving else None
+        self._preparation: Preparation | None = None
+        if self._agreement.share.is_saving:
+            has_segments = bool(segment_paths(self.outlet.home, self.shard))
+            self._preparation = Preparation(self.reserve, has_segments=has_segments)
         self._is_error_told = False
 
     @property
@@ -167,36 +164,36 @@ class CheckpointEngine:
             reason=SaveReason.SAVED, step=step, blocking=time.perf_counter() - begun_at, num_bytes=num_bytes
         )
 
-    def load(self, part: str) -> Any:
-        """The newest state that every rank can have. None: there is none anywhere."""
-        self._agree_late()
-        offers = self._offers()
-        in_memory = self._agreement.common(list(offers))
-        in_storage, trouble = self._stored_steps()
-        candidates = sorted([(step, 1) for step in in_memory] + [(step, 0) for step in in_storage], reverse=True)
-        for step, is_memory in candidates:
-            state = self._from_memory(offers[step], part) if is_memory else self._from_storage(step, part)
-            if self._agreement.have_all(state is not None):
-                where = "memory" if is_memory else self.checkpoint_dir
-                log.info("restored step %d from %s", step, where)
-                self.restored_step = step
-                return state
-            log.warning("step %d cannot be restored on all ranks; trying the next older one", step)
-        if trouble:
-            raise ManifestInvalid(f"The checkpoints in {self.checkpoint_dir} cannot be used: {trouble} {_REMEDY}")
-        if candidates:
-            raise ManifestInvalid(
-                f"There are checkpoints in {self.checkpoint_dir}, but none can be restored on all ranks; the warnings above say why. "
-                f"{_REMEDY}"
-            )
-        return None
+    def load(self, part: str, *, into: object = None) -> Any:
+        """The part of that name in the newest state that every rank can have. None: there is none anywhere."""
+        parts = self.load_parts([part], into=None if into is None else {part: into})
+        return None if parts is None else parts[part]
 
-    def load_file(self, resume_path: str) -> Any:
+    def load_parts(
+        self, names: Sequence[str] | None = None, *, into: Mapping[str, object] | None = None
+    ) -> dict[str, Any] | None:
+        """
+        The parts by those names, or all, of the newest state that every rank can have; `restored_step` says which that is. None: there
+        is none anywhere. All ranks call this.
+
+        `into` are parts like those that were saved: their tensors are filled where they are, if they look the same.
+        """
+        self._agree_late()
+        restored = Restorer(self.checkpoint_dir, self.outlet.home, self._agreement, self._copier).load(names, into)
+        if restored is None:
+            return None
+        log.info(
+            "restored step %d from %s", restored.step, "memory" if restored.is_from_memory else self.checkpoint_dir
+        )
+        self.restored_step = restored.step
+        return restored.parts
+
+    def load_file(self, resume_path: str, *, into: object = None) -> Any:
         """A file, or the directory of one checkpoint. Raises FileNotFoundError."""
         path = resume_path
         if os.path.isdir(path):
             path = os.path.join(path, f"rank_{self.shard}.pt")
-        return _read_file(path)
+        return read_file(path, into=into)
 
     def wait_for_storage(self, timeout: float) -> bool:
         """Whether the newest checkpoint that this rank asked for is committed. Others' disks can only be looked at."""
@@ -248,7 +245,7 @@ class CheckpointEngine:
                 local_rank=ranks.local_rank,
                 pid=os.getpid(),
             )
-            self._segments = _AgreedSegments(
+            self._segments = AgreedSegments(
                 self.outlet.home, owner, num_slots=self._num_slots, fallback=self.outlet.fallback
             )
             self._segments.agreement = self._agreement
@@ -289,214 +286,6 @@ class CheckpointEngine:
             self._agreement = Agreement(own_ranks(), *self._shard_nums)
             if self._segments is not None:
                 self._segments.agreement = self._agreement
-
-    # Restoring.
-
-    def _offers(self) -> dict[int, SlotName]:
-        """Steps of our shard in this node's memory that belong to this directory and are cut as we are."""
-        found: list[SlotName] = []
-        for path in segment_paths(self.outlet.home, self.shard):
-            try:
-                with Segment(path) as segment:
-                    found += [name for name in segment.complete_slots() if self._is_ours(segment, name)]
-            except (SegmentInvalid, FileNotFoundError):
-                continue
-        return {name.step: name for name in of_present_history(found)}
-
-    def _is_ours(self, segment: Segment, name: SlotName) -> bool:
-        pinned = segment.pin(name.slot, name.generation)
-        if pinned is None:
-            return False
-        try:
-            request = read_request(decode_contents(pinned.sections()))
-        except DLRoverError as error:
-            log.warning("a snapshot of step %d is left out: %s", name.step, error)
-            return False
-        finally:
-            pinned.close()
-        num_shards = self._agreement.share.num_shards
-        return request is not None and (request.directory, request.num_shards) == (self.checkpoint_dir, num_shards)
-
-    def _from_memory(self, name: SlotName, part: str) -> Any:
-        """None, with a warning, when it is not there any more or damaged."""
-        try:
-            with Segment(name.path, private=True) as segment:
-                pinned = segment.pin(name.slot, name.generation)
-                if pinned is None:
-                    return None
-                with pinned:
-                    pinned.verify()
-                    return load_state(pinned, self._copier, names=[part])[part]
-        except (OSError, Corrupt, SegmentInvalid) as error:
-            log.warning("%s", error)
-            return None
-
-    def _stored_steps(self) -> tuple[list[int], str]:
-        """What rank 0 finds in the storage, newest first, and what is wrong there; the same on all ranks."""
-        steps: list[int] = []
-        trouble = ""
-        if self._agreement.ranks.global_rank == 0 or not self._agreement.is_joint:
-            try:
-                steps = self._find_stored()
-            except (OSError, DLRoverError) as error:
-                trouble = str(error)
-        told = self._agreement.tell_all([_UNREADABLE if trouble else 0, *steps[:8]])
-        if told[0] == _UNREADABLE:
-            return [], trouble or "Global rank 0 could not read the storage."
-        return told[1:], ""
-
-    def _find_stored(self) -> list[int]:
-        storage = storage_for(self.checkpoint_dir)
-        newest = latest_step(storage, self.checkpoint_dir)
-        if newest is None:
-            return []
-        steps = [each.manifest.step for each in committed_checkpoints(storage, self.checkpoint_dir)]
-        found = sorted((step for step in steps if step <= newest), reverse=True)
-        if newest not in found and self._is_foreign(newest):
-            return [newest, *found]
-        if newest not in found:
-            raise ManifestInvalid(
-                f"The tracker in {self.checkpoint_dir} names step {newest}, which is not complete there (complete: {found})."
-            )
-        return found
-
-    def _is_foreign(self, step: int) -> bool:
-        """Written by software that knows no manifests, such as the original DLRover: its tracker has to be believed."""
-        target = join(self.checkpoint_dir, str(step))
-        is_ours = os.path.isdir(join(target, DIRECTORY))
-        return not is_ours and os.path.isfile(join(target, f"rank_{self.shard}.pt"))
-
-    def _from_storage(self, step: int, part: str) -> Any:
-        """None, with a warning, when this rank's piece cannot be read."""
-        try:
-            storage = storage_for(self.checkpoint_dir)
-            path = join(self.checkpoint_dir, str(step), f"rank_{self.shard}.pt")
-            for each in committed_checkpoints(storage, self.checkpoint_dir):
-                if each.manifest.step == step:
-                    path = join(each.path, self._own_file(each.manifest.ranks, step))
-            if isinstance(storage, LocalStorage):
-                return _read_file(path)
-            import io
-
-            return torch.load(io.BytesIO(storage.read(path)), map_location="cpu", weights_only=False)
-        except (OSError, DLRoverError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            log.warning("the checkpoint of step %d cannot be read: %s", step, error)
-            return None
-
-    def _own_file(self, ranks: Any, step: int) -> str:
-        num_shards = self._agreement.share.num_shards
-        if len(ranks) != num_shards:
-            raise ManifestInvalid(
-                f"Step {step} was saved in {len(ranks)} shards, this job has {num_shards}; restoring it would need resharding."
-            )
-        found: str = next(rank for rank in ranks if rank.global_rank == self.shard).files[0].path
-        return found
-
-
-class _AgreedSegments(SegmentWriter):
-    """Gives a slot only if every saving rank has got one. Asked once per save, also where the room is found in several tries."""
-
-    agreement: Agreement
-    num_bytes = 0
-    """Of the newest slot in writing."""
-    has_given_up = False
-    _is_decided = False
-    _is_last_try = True
-
-    def begin_save(self, *, is_last_try: bool) -> None:
-        self._is_decided, self._is_last_try = False, is_last_try
-
-    def begin(self, data_bytes: int, meta_bytes: int) -> SlotInWriting | None:
-        slot = None
-        try:
-            slot = super().begin(data_bytes, meta_bytes)
-        except BaseException:
-            if not self._is_decided:
-                self.agreement.decide(is_ready=False, is_giving_up=True)  # the others must not wait for us
-            raise
-        if not self._is_decided:
-            self._is_decided = True
-            try:
-                is_go, self.has_given_up = self.agreement.decide(
-                    is_ready=slot is not None, is_giving_up=slot is None and self._is_last_try
-                )
-            except RuntimeError as error:  # what torch raises when a rank is gone
-                if slot is not None:
-                    slot.abandon()
-                raise Unavailable(f"The saving ranks could not agree on this save: {error}") from error
-            if not is_go and slot is not None:
-                slot.abandon()
-                return None
-        self.num_bytes = data_bytes
-        return slot
-
-
-class _Preparation:
-    """
-    Has the memory ready before the first save: pages that were never touched cost several times the copy.
-
-    After the first step of an optimizer its parameters and state are known, and with them nearly the size of what will be saved.
-    One thread then reserves the slots and touches their pages. Later it does the same for a file that had to grow.
-    """
-
-    SLACK = 1.05
-    """Buffers, schedulers, what the caller adds."""
-    SLACK_BYTES = 1024 * 1024
-
-    def __init__(self, engine: CheckpointEngine) -> None:
-        self._engine = engine
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._path = ""
-        self._hook: Any = register_optimizer_step_post_hook(self._after_step)
-        if segment_paths(engine.outlet.home, engine.shard):
-            self._start(0)  # of a former life: there already, and only to be mapped
-
-    def after_save(self, name: SlotName) -> None:
-        self._unhook()
-        if name.path != self._path:
-            self._path = name.path
-            self._start(0)
-
-    def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-
-    def close(self) -> None:
-        self._unhook()
-        self._stop.set()
-        self.wait()
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._unhook()
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        state = [value for each in optimizer.state.values() for value in each.values() if torch.is_tensor(value)]
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*params, *state))
-        self._start(int(num_bytes * self.SLACK) + self.SLACK_BYTES)
-
-    def _start(self, num_bytes: int) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, args=(num_bytes,), name="dlrover-prefault", daemon=True)
-            self._thread.start()
-
-    def _run(self, num_bytes: int) -> None:
-        try:
-            view = self._engine.reserve(num_bytes)
-        except (OSError, DLRoverError) as error:
-            log.info("memory for snapshots could not be prepared: %s", error)  # the save itself will say it aloud
-            return
-        with view:
-            prefault(view, self._stop)
-
-    def _unhook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-
-def _read_file(path: str) -> Any:
-    """In full, not only weights: the file is what the training itself saved, optimizer arguments and all."""
-    return torch.load(path, map_location="cpu", weights_only=False)
 
 
 def _retention_numbers(strategy: Retention | None) -> tuple[int, int]:

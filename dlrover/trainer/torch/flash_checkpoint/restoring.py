@@ -1,0 +1,230 @@
+"""
+Finding a state again: the newest step that every rank can have, from the memory of its node or from storage.
+
+Each rank says which steps it could have, all take the newest that all of them can, and when a piece turns out to be damaged, or gone meanwhile, they go
+on to the next older step together. So there is one decision per step, taken by all, and no rank ever trains on
+another step than the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from dlrover.protocol.errors import DLRoverError
+from dlrover.snapshot.checksum import Corrupt
+from dlrover.snapshot.commit import Committed, committed_checkpoints, latest_step
+from dlrover.snapshot.contents import TORCH, decode_contents
+from dlrover.snapshot.copying import Copier
+from dlrover.snapshot.manifest import DIRECTORY, FileRecord, ManifestInvalid
+from dlrover.snapshot.persist import of_present_history, read_request
+from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName, segment_paths
+from dlrover.snapshot.segment_format import SegmentInvalid
+from dlrover.snapshot.storage import LocalStorage, join, storage_for
+from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement
+from dlrover.trainer.torch.flash_checkpoint.copying import load_state
+from dlrover.trainer.torch.flash_checkpoint.reading import check_content, read_content, read_file, read_raw
+
+log = logging.getLogger("dlrover.trainer.flash_checkpoint")
+
+DEFAULT_PART = "model_states"
+"""What the original DLRover calls the one part of its files."""
+_NUM_SUMMERS = 4
+_REMEDY = "Mend the directory, or give a resume_path, or begin anew in another directory."
+_UNREADABLE = 1
+"""What rank 0 tells the others in place of steps, when the storage cannot be read."""
+
+
+class Restored(Struct, frozen=True):
+    step: int
+    is_from_memory: bool
+    parts: dict[str, Any]
+
+
+class Restorer:
+    """Made for one restore; all ranks make it together."""
+
+    def __init__(self, directory: str, home: Path, agreement: Agreement, copier: Copier) -> None:
+        self._directory, self._home, self._agreement, self._copier = directory, home, agreement, copier
+
+    def load(self, names: Sequence[str] | None, into: Mapping[str, object] | None) -> Restored | None:
+        """
+        The named parts, or all of them, of the newest step that every rank can have. None: there is none anywhere.
+
+        Tensors of `into` that fit are filled in place; what was in them is lost also if this raises.
+        """
+        offers = self._offers()
+        in_memory = self._agreement.common(list(offers))
+        in_storage, trouble = self._stored_steps()
+        candidates = sorted([(step, 1) for step in in_memory] + [(step, 0) for step in in_storage], reverse=True)
+        for step, is_memory in candidates:
+            if is_memory:
+                parts = self._from_memory(offers[step], names, into)
+            else:
+                parts = self._from_storage(step, names, into)
+            if self._agreement.have_all(parts is not None):
+                assert parts is not None, "all ranks have it"
+                return Restored(step, bool(is_memory), parts)
+            log.warning("step %d cannot be restored on all ranks; trying the next older one", step)
+        if trouble:
+            raise ManifestInvalid(f"The checkpoints in {self._directory} cannot be used: {trouble} {_REMEDY}")
+        if candidates:
+            raise ManifestInvalid(
+                f"There are checkpoints in {self._directory}, but none can be restored on all ranks; the warnings above say why. "
+                f"{_REMEDY}"
+            )
+        return None
+
+    # From memory.
+
+    def _offers(self) -> dict[int, SlotName]:
+        """Steps of our shard in this node's memory that belong to this directory and are cut as we are."""
+        found: list[SlotName] = []
+        for path in segment_paths(self._home, self._agreement.share.shard):
+            try:
+                with Segment(path) as segment:
+                    found += [name for name in segment.complete_slots() if self._is_ours(segment, name)]
+            except (SegmentInvalid, FileNotFoundError):
+                continue
+        return {name.step: name for name in of_present_history(found)}
+
+    def _is_ours(self, segment: Segment, name: SlotName) -> bool:
+        pinned = segment.pin(name.slot, name.generation)
+        if pinned is None:
+            return False
+        try:
+            request = read_request(decode_contents(pinned.sections()))
+        except DLRoverError as error:
+            log.warning("a snapshot of step %d is left out: %s", name.step, error)
+            return False
+        finally:
+            pinned.close()
+        num_shards = self._agreement.share.num_shards
+        return request is not None and (request.directory, request.num_shards) == (self._directory, num_shards)
+
+    def _from_memory(
+        self, name: SlotName, names: Sequence[str] | None, into: Mapping[str, object] | None
+    ) -> dict[str, Any] | None:
+        """None, with a warning, when it is not there any more or damaged."""
+        try:
+            with Segment(name.path, private=True) as segment:
+                pinned = segment.pin(name.slot, name.generation)
+                if pinned is None:
+                    return None
+                with pinned:
+                    _verify(pinned)
+                    parts = load_state(pinned, self._copier, names=names, into=into)
+        except (OSError, Corrupt, SegmentInvalid) as error:
+            log.warning("%s", error)
+            return None
+        return _complete(parts, names, name.step)
+
+    # From storage.
+
+    def _stored_steps(self) -> tuple[list[int], str]:
+        """What rank 0 finds in the storage, newest first, and what is wrong there; the same on all ranks."""
+        steps: list[int] = []
+        trouble = ""
+        if self._agreement.ranks.global_rank == 0 or not self._agreement.is_joint:
+            try:
+                steps = self._find_stored()
+            except (OSError, DLRoverError) as error:
+                trouble = str(error)
+        told = self._agreement.tell_all([_UNREADABLE if trouble else 0, *steps[:8]])
+        if told[0] == _UNREADABLE:
+            return [], trouble or "Global rank 0 could not read the storage."
+        return told[1:], ""
+
+    def _find_stored(self) -> list[int]:
+        storage = storage_for(self._directory)
+        newest = latest_step(storage, self._directory)
+        if newest is None:
+            return []
+        steps = [each.manifest.step for each in committed_checkpoints(storage, self._directory)]
+        found = sorted((step for step in steps if step <= newest), reverse=True)
+        if newest not in found and self._is_foreign(newest):
+            return [newest, *found]
+        if newest not in found:
+            raise ManifestInvalid(
+                f"The tracker in {self._directory} names step {newest}, which is not complete there (complete: {found})."
+            )
+        return found
+
+    def _is_foreign(self, step: int) -> bool:
+        """Written by software that knows no manifests, such as the original DLRover: its tracker has to be believed."""
+        is_ours = os.path.isdir(join(self._directory, str(step), DIRECTORY))
+        return not is_ours and os.path.isfile(self._foreign_file(step))
+
+    def _foreign_file(self, step: int) -> str:
+        return join(self._directory, str(step), f"rank_{self._agreement.share.shard}.pt")
+
+    def _from_storage(
+        self, step: int, names: Sequence[str] | None, into: Mapping[str, object] | None
+    ) -> dict[str, Any] | None:
+        """None, with a warning, when this rank's piece cannot be read."""
+        try:
+            return _complete(self._read_checkpoint(step, names, into or {}), names, step)
+        except (OSError, DLRoverError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            log.warning("the checkpoint of step %d cannot be read: %s", step, error)
+            return None
+
+    def _read_checkpoint(self, step: int, names: Sequence[str] | None, into: Mapping[str, object]) -> dict[str, Any]:
+        storage = storage_for(self._directory)
+        found = [each for each in committed_checkpoints(storage, self._directory) if each.manifest.step == step]
+        if not found:
+            name = names[0] if names else DEFAULT_PART
+            return {name: read_file(self._foreign_file(step), into=into.get(name))}
+        parts = {}
+        for name, file in self._own_files(found[0], names).items():
+            path = join(found[0].path, file.path)
+            if not isinstance(storage, LocalStorage):
+                content = storage.read(path)
+                is_torch = file.kind == TORCH
+                parts[name] = (
+                    read_content(content, path, file, into=into.get(name))
+                    if is_torch
+                    else check_content(content, path, file)
+                )
+            elif file.kind == TORCH:
+                parts[name] = read_file(path, file, into=into.get(name))
+            else:
+                parts[name] = read_raw(path, file)
+        return parts
+
+    def _own_files(self, checkpoint: Committed, names: Sequence[str] | None) -> dict[str, FileRecord]:
+        """By the name of the part."""
+        manifest = checkpoint.manifest
+        num_shards = self._agreement.share.num_shards
+        if len(manifest.ranks) != num_shards:
+            raise ManifestInvalid(
+                f"Step {manifest.step} was saved in {len(manifest.ranks)} shards, this job has {num_shards}; restoring it "
+                "would need resharding."
+            )
+        own = [rank for rank in manifest.ranks if rank.global_rank == self._agreement.share.shard]
+        if not own:
+            raise ManifestInvalid(f"Step {manifest.step} has no shard {self._agreement.share.shard}.")
+        [rank] = own
+        if len(rank.files) == 1 and not rank.files[0].part:  # of a version that did not write the part's name
+            return {names[0] if names else DEFAULT_PART: rank.files[0]}
+        files = {file.part or file.path: file for file in rank.files}
+        return {name: file for name, file in files.items() if names is None or name in names}
+
+
+def _verify(pinned: PinnedSlot) -> None:
+    with ThreadPoolExecutor(min(_NUM_SUMMERS, len(os.sched_getaffinity(0))), "dlrover-verify") as pool:
+        pinned.verify(pool)
+
+
+def _complete(parts: dict[str, Any], names: Sequence[str] | None, step: int) -> dict[str, Any] | None:
+    missing = sorted(set(names or ()) - set(parts))
+    if missing:
+        log.warning("step %d has no part %s; it has %s", step, ", ".join(missing), ", ".join(parts) or "none")
+        return None
+    return parts
