@@ -14,7 +14,17 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.core import fleet_agents, fleet_commands, fleet_settling, fleet_wishes, kv_store, node_check, sync_points
+from dlrover.core import (
+    checkpoint_breaks,
+    checkpoints,
+    fleet_agents,
+    fleet_commands,
+    fleet_settling,
+    fleet_wishes,
+    kv_store,
+    node_check,
+    sync_points,
+)
 from dlrover.core import restarts as blame
 from dlrover.core.course import EXIT_RENDEZVOUS_TIMEOUT, Course, gone_times, is_running, pend_timeouts
 from dlrover.core.nodes import NodeLife, after_outage
@@ -22,6 +32,7 @@ from dlrover.core.rendezvous import Block, Joined
 from dlrover.core.state import JobState
 from dlrover.core.turn import Origin, micros
 from dlrover.protocol.check_messages import ReportCheck
+from dlrover.protocol.checkpoint_messages import CheckpointCommand
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import NodeExit, ReportNodeError, ScaleJob
 from dlrover.protocol.kv_messages import KvCommand
@@ -103,6 +114,7 @@ def _master_started(command: MasterStarted, course: Course) -> Reply:
         state.restarts.incident.master_restarted(course.now - state.now)
     state.sync.master_restarted(state.now, course.now)
     state.check.master_restarted(state.now, course.now)
+    state.checkpoints.master_restarted(state.now, course.now)
     if state.drains_at is not None:
         state.drains_at = after_outage(state.drains_at, state.now, course.now)
     if state.fleet is not None:
@@ -308,6 +320,12 @@ def _deadline_passed(command: DeadlinePassed, course: Course) -> Reply:
             sentence = sync_points.expire(course, command.id)
             if sentence:
                 course.verdicts.append(sentence)
+        case DeadlineKind.SAVE_TIMEOUT:
+            sentence = checkpoints.expire(course, command.id)
+            if sentence:
+                course.say(sentence)
+        case DeadlineKind.BREAK_POINT:
+            checkpoint_breaks.expire(course, command.id)
         case DeadlineKind.PEND_TIMEOUT:
             leaves_at = pend_timeouts(state).get(NodeId(command.id))
             if leaves_at is not None and leaves_at <= course.now:
@@ -425,10 +443,10 @@ def _check_attach(command: Attach) -> None:
             code="malformed",
         )
     is_place_sane = len(command.place) <= _DEEPEST_PLACE and all(len(name) <= _LONGEST_NAME for name in command.place)
-    if not is_place_sane or abs(command.group) > _LARGEST:
+    if not is_place_sane or abs(command.group) > _LARGEST or len(command.peer) > _LONGEST_NAME:
         raise Rejected(
-            f"A place has at most {_DEEPEST_PLACE} levels with names of at most {_LONGEST_NAME} characters, and a group "
-            "is a small number.",
+            f"A place has at most {_DEEPEST_PLACE} levels with names of at most {_LONGEST_NAME} characters, as an address "
+            "has, and a group is a small number.",
             code="malformed",
         )
 
@@ -473,6 +491,7 @@ _FROM_A_NODE = (
     KvCommand,
     SyncCommand,
     ReportCheck,
+    CheckpointCommand,
 )
 """Commands that name the node which sends them."""
 
@@ -496,5 +515,6 @@ HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
     **kv_store.HANDLERS,
     **node_check.HANDLERS,
     **sync_points.HANDLERS,
+    **checkpoints.HANDLERS,
 }
 """A test holds it against the union of commands."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from dlrover.core import fleet_agents, fleet_settling, fleet_wishes, life_cycle, node_check, sync_points
+from dlrover.core import checkpoints, fleet_agents, fleet_settling, fleet_wishes, life_cycle, node_check, sync_points
 from dlrover.core import restarts as blame
 from dlrover.core.kv_store import NUM_ROUNDS_KEPT
 from dlrover.core.nodes import Node, NodeLife, reattach_window
@@ -201,6 +201,7 @@ class Course:
         self.state.nodes.broken.pop(node.id, None)
         self.state.rendezvous.stream_back(node.id)
         node.host = command.host
+        node.peer = command.peer
         node.process = command.life
         self._hear_finished(node, command)
 
@@ -212,6 +213,7 @@ class Course:
         was_stopping = node.id in rdzv.expected and rdzv.is_member(node.id)
         state.nodes.renew(node, command)
         sync_points.leave(self, node.id)
+        checkpoints.lose(self, node.id)
         node_check.lose(self, node, "", is_blamed=False)
         state.senders.begin(node.id, node.incarnation)
         rdzv.blocks.pop(node.id, None)
@@ -354,6 +356,7 @@ class Course:
         was_claiming = node.id in rdzv.take_up.claims and not node.finished_round
         state.nodes.retire(node, life)
         sync_points.leave(self, node.id)
+        checkpoints.lose(self, node.id)
         node_check.lose(self, node, "it was lost during the check", is_blamed=life is NodeLife.GONE)
         rdzv.forget(node.id, node.rank)
         rdzv.blocks.pop(node.id, None)

@@ -50,7 +50,7 @@ def next_deadline(state: JobState) -> Micros | None:
 def _running(state: JobState, nodes: list[NodeId]) -> list[Deadline]:
     """In no order; of the nodes without a stream only those that are asked for."""
     fleet = [Deadline(at, kind, id_) for at, kind, id_ in early_stop.deadlines(state)]
-    return [*_of_nodes(state, nodes), *_of_rendezvous(state), *_of_sync_points(state), *fleet]
+    return [*_of_nodes(state, nodes), *_of_rendezvous(state), *_of_sync_points(state), *_of_checkpoints(state), *fleet]
 
 
 def _of_nodes(state: JobState, nodes: list[NodeId]) -> list[Deadline]:
@@ -88,3 +88,13 @@ def _of_sync_points(state: JobState) -> list[Deadline]:
         Deadline(sync.points[round_][name].ends_at, DeadlineKind.SYNC_TIMEOUT, number)
         for number, (round_, name) in sync.open.items()
     ]
+
+
+def _of_checkpoints(state: JobState) -> list[Deadline]:
+    if state.end is not None:
+        return []
+    running = [Deadline(at, DeadlineKind.SAVE_TIMEOUT, number) for at, number in state.checkpoints.deadlines()]
+    open_ = state.checkpoints.breaks.open
+    if open_ is not None:
+        running.append(Deadline(open_.ends_at, DeadlineKind.BREAK_POINT, open_.number))
+    return running

@@ -14,11 +14,12 @@ from collections.abc import Container
 import msgspec
 from msgspec.structs import replace
 
-from dlrover.core import fleet_commands, kv_store, sync_points
+from dlrover.core import checkpoints, fleet_commands, kv_store, sync_points
 from dlrover.core.commands import HANDLERS, check_sender
 from dlrover.core.course import Course, pending, standby, suspects
 from dlrover.core.deadlines import next_deadline, passed_deadlines
 from dlrover.core.nodes import Node, NodeLife
+from dlrover.core.peer_directory import PeerDirectory
 from dlrover.core.state import DECISION_VERSION, JobState
 from dlrover.core.turn import NotYet, Origin, Outcome
 from dlrover.protocol.check_messages import CheckResult
@@ -42,6 +43,7 @@ from dlrover.protocol.messages import (
     Reply,
     Stage,
 )
+from dlrover.protocol.peer_messages import AskPeers
 
 __all__ = ["DECISION_VERSION", "HANDLERS", "Job", "JobState", "Origin", "Outcome"]
 
@@ -51,6 +53,7 @@ class Job:
 
     def __init__(self, state: JobState | None = None) -> None:
         self._state = JobState() if state is None else state
+        self._peers = PeerDirectory()
 
     def apply(self, command: Command, now: Micros, origin: Origin | None = None) -> Outcome:
         """Apply the command whole, or raise `Rejected` with nothing changed."""
@@ -83,6 +86,8 @@ class Job:
                 return self.status()
             case Ping():
                 return Pong(job_name=self.job_name, master_epoch=self.master_epoch)
+            case AskPeers():
+                return self._peers.answer(query, self._state)
             case _:
                 return _ANSWERS[type(query)](query, self._state)
 
@@ -137,6 +142,7 @@ class Job:
             fleet=() if state.fleet is None else state.fleet.status(),
             shortage="" if state.fleet is None else state.fleet.verdict,
             digest=self.digest().hex(),
+            checkpoints=state.checkpoints.status(),
         )
 
     def _why(self) -> str:
@@ -225,7 +231,7 @@ class Job:
         return result if result is not None and result.node == node.id else None
 
 
-_ANSWERS = {**fleet_commands.ANSWERS, **kv_store.ANSWERS, **sync_points.ANSWERS}
+_ANSWERS = {**fleet_commands.ANSWERS, **kv_store.ANSWERS, **sync_points.ANSWERS, **checkpoints.ANSWERS}
 
 # msgspec's order="deterministic" takes dicts with str keys only, and ours are keyed by ids. It would also hide the
 # order in which a dict grew, which is state as well: the same commands give the same order, and decoding keeps it.

@@ -76,6 +76,8 @@ class Node(Struct, kw_only=True):
     """Where it is in the network, outermost switch first."""
     group: int = -1
     """Its scheduling group; -1: none."""
+    peer: str = ""
+    """Where other agents reach its own for snapshots; empty: nowhere."""
     entered_at: Micros | None = None
     """When it became a member of the world, through all rounds since; None: it never was."""
     dismissed: Leave | None = None
@@ -174,6 +176,7 @@ class Nodes(Struct):
             process=attach.life,
             place=attach.place,
             group=attach.group,
+            peer=attach.peer,
         )
         self.next_id = NodeId(self.next_id + 1)
         self.launches[attach.launch] = rank
@@ -188,6 +191,7 @@ class Nodes(Struct):
         node.process = attach.life
         node.place = attach.place
         node.group = attach.group
+        node.peer = attach.peer
         if node.life is not NodeLife.ALIVE:
             node.life = NodeLife.ALIVE
             node.entered_at = None

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from dlrover.core.check_state import NodeCheck
+from dlrover.core.checkpoints import Checkpoints
 from dlrover.core.fleet import Fleet
 from dlrover.core.kv_store import KvStore
 from dlrover.core.nodes import Nodes
@@ -20,7 +21,7 @@ from dlrover.core.senders import Senders
 from dlrover.core.sync_points import SyncPoints
 from dlrover.protocol.messages import Detection, JobEnd, JobTerms, Micros, Stage
 
-DECISION_VERSION = 6
+DECISION_VERSION = 7
 """Grows when the same commands would lead to another state: then only the snapshots of a journal can be used."""
 
 
@@ -54,6 +55,7 @@ class JobState(Struct, kw_only=True):
     kv: KvStore = msgspec.field(default_factory=KvStore)
     sync: SyncPoints = msgspec.field(default_factory=SyncPoints)
     check: NodeCheck = msgspec.field(default_factory=NodeCheck)
+    checkpoints: Checkpoints = msgspec.field(default_factory=Checkpoints)
     fleet: Fleet | None = None
     """None: people start the nodes by hand."""
 

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from dlrover.protocol.checkpoint_messages import RequestSave
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import MigrateNode, RestartJob, ResumeJob, ScaleJob, ScaleReplicas, SuspendJob
 from dlrover.protocol.frames import Answer, FromAgent, FromMaster, Refusal
@@ -19,7 +20,7 @@ from dlrover.protocol.messages import MAX_MESSAGE_BYTES, Query, StopJob
 
 T = TypeVar("T")
 
-Question = Query | StopJob | ScaleJob | ScaleReplicas | MigrateNode | SuspendJob | ResumeJob | RestartJob
+Question = Query | StopJob | ScaleJob | ScaleReplicas | MigrateNode | SuspendJob | ResumeJob | RestartJob | RequestSave
 """What a one-shot client may ask."""
 
 

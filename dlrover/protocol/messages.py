@@ -24,7 +24,15 @@ import enum
 from msgspec import Struct
 
 from dlrover.protocol.check_messages import CheckResult, CheckTerms, ReportCheck
-from dlrover.protocol.checkpoint_messages import OpenSnapshots, SnapshotSaved
+from dlrover.protocol.checkpoint_messages import (
+    AnyCheckpointCommand,
+    AnyCheckpointQuery,
+    CheckpointReply,
+    CheckpointStatus,
+    OpenSnapshots,
+    RequestSave,
+    SnapshotSaved,
+)
 from dlrover.protocol.fleet_messages import (
     FleetCommand,
     FleetEffect,
@@ -49,6 +57,7 @@ from dlrover.protocol.identity import NodeRank as NodeRank
 from dlrover.protocol.identity import PlatformId as PlatformId
 from dlrover.protocol.identity import Round as Round
 from dlrover.protocol.kv_messages import AnyKvCommand, AnyKvQuery, KvReply
+from dlrover.protocol.peer_messages import AskPeers, Peers
 from dlrover.protocol.sync_messages import AnySyncCommand, AnySyncQuery, SyncReply
 
 PROTOCOL_VERSION = 1
@@ -413,6 +422,8 @@ class Attach(Struct, tag=True, frozen=True, kw_only=True):
     """Scheduling group (rack) of the node; -1: none."""
     former_rank: NodeRank | None = None
     """Had under an earlier master of the job; a master that lost its journal gives it again if it is free."""
+    peer: str = ""
+    """host:port at which other agents reach this one for snapshots; empty: it gives and keeps none."""
 
 
 TRAINING_RENDEZVOUS = "elastic-training"
@@ -538,6 +549,10 @@ class DeadlineKind(enum.StrEnum):
     """A node check begins with those who have joined it."""
     CHECK_PHASE = "check-phase"
     """Who has not reported the task of the node check has failed it."""
+    SAVE_TIMEOUT = "save-timeout"
+    """A storage save waits for shards that do not come, or for its committer."""
+    BREAK_POINT = "break-point"
+    """What is kept of workers that have ended is decided without the nodes that have not told what they hold."""
     TAKE_UP = "take-up"
     """Members of a world that runs since before our journal was lost had their time for coming back."""
 
@@ -583,6 +598,8 @@ Command = (
     | AnyKvCommand
     | AnySyncCommand
     | ReportCheck
+    | AnyCheckpointCommand
+    | RequestSave
 )
 AgentCommand = (
     Attach
@@ -605,6 +622,8 @@ AgentCommand = (
     | AnyKvCommand
     | AnySyncCommand
     | ReportCheck
+    | AnyCheckpointCommand
+    | RequestSave
 )
 """What may come from outside. The rest is injected by the master's own shell."""
 
@@ -638,7 +657,7 @@ class Ping(Struct, tag=True, frozen=True):
     """Is this a master, of which job, and does it serve?"""
 
 
-Query = AskStatus | Ping | AnyKvQuery | AnySyncQuery | FleetQuery
+Query = AskStatus | Ping | AnyKvQuery | AnySyncQuery | FleetQuery | AnyCheckpointQuery | AskPeers
 
 
 class Pong(Struct, tag=True, frozen=True, kw_only=True):
@@ -685,9 +704,12 @@ class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
     """Why the job waits for the platform; empty: it does not."""
     digest: str = ""
     """Hex of the job's state digest, for comparing a replay with the original."""
+    checkpoints: CheckpointStatus = CheckpointStatus()
+    now: Micros = Micros(0)
+    """The master's clock when it answered: what the instants in here are to be compared with; 0: not told."""
 
 
-Reply = Done | Attached | Pong | JobStatus | KvReply | SyncReply | FleetReply
+Reply = Done | Attached | Pong | JobStatus | KvReply | SyncReply | FleetReply | CheckpointReply | Peers
 
 
 # Observations: volatile, never journalled.
@@ -697,6 +719,8 @@ class Heartbeat(Struct, tag=True, frozen=True, kw_only=True):
     node: NodeId
     incarnation: Incarnation
     step: int | None = None
+    snapshot_step: int | None = None
+    """The newest step of which all local shards are in memory."""
 
 
 Observation = Heartbeat
