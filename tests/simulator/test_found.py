@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from dlrover.protocol.check_messages import CheckTerms
 from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec
 from dlrover.protocol.messages import RestartPolicy
 from dlrover.simulator.campaign import run_plan
@@ -14,6 +15,7 @@ from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.shapes import Shape
 
 WORKERS = {NodeType.WORKER: ReplicaSpec(count=3, max_relaunches=5)}
+PAIR = {NodeType.WORKER: ReplicaSpec(count=2, max_relaunches=5)}
 
 FOUND = {
     # A platform showed nodes that this master had never asked for, because its journal was lost: nor did it ask for
@@ -67,6 +69,48 @@ FOUND = {
         seed=20,
         shape=Shape(min_nodes=2, max_nodes=2, node_unit=2, num_steps=2520),
         faults=(Fault(at=1299757748, kind="two-masters", pick=478249108, amount=0.11887009662766057),),
+        hours=1.0,
+    ),
+    # A report of a failure waited for a master, which came without its journal and numbered the nodes anew: the report was
+    # refused, and the agent began a new life that was charged to it.
+    "a-report-under-a-forgotten-number-costs-a-restart": Plan(
+        seed=700198,
+        shape=Shape(
+            min_nodes=6,
+            max_nodes=8,
+            node_unit=2,
+            spares=2,
+            restarts=RestartPolicy(max_restarts=11),
+            join_timeout=120.0,
+            num_steps=2520,
+            checkpoint_every=100,
+            has_replicas=True,
+        ),
+        faults=(
+            Fault(at=316028321, kind="stall", pick=891376172, amount=0.3055943367431744),
+            Fault(at=418219172, kind="scaling", pick=132705125, amount=0.1561573102862236),
+            Fault(at=1268022697, kind="power-loss", pick=232943252, amount=0.06033816831015859),
+            Fault(at=1605382479, kind="freeze", pick=365563827, amount=0.21615116251333377),
+            Fault(at=1643075594, kind="journal-lost", pick=951538188, amount=0.6612875521039295),
+        ),
+        hours=1.0,
+    ),
+    # The node had taken part in later rounds of the check than those of the new master, ignored them, and was blamed.
+    "a-check-counted-anew-is-taken-for-an-old-one": Plan(
+        seed=701965,
+        shape=Shape(
+            min_nodes=1,
+            max_nodes=2,
+            local_world_size=8,
+            num_steps=2520,
+            fleet=FleetSpec(replicas=PAIR),
+            check=CheckTerms(module="virtual", accelerator="cpu", is_perf_test=True, timeout=60.0, fresh_for=60.0),
+            bad_odds=0.0,
+        ),
+        faults=(
+            Fault(at=1901457766, kind="eviction", pick=815504652, amount=0.2788040741325921),
+            Fault(at=1951574416, kind="journal-lost", pick=17352466, amount=0.6356709400811418),
+        ),
         hours=1.0,
     ),
 }
