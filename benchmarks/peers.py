@@ -92,6 +92,13 @@ def dlrover_061() -> Launcher:
     )
 
 
+def torchsnapshot() -> Path:
+    """The interpreter of an environment with torchsnapshot; it is a library, so there is no launcher."""
+    environment = PEERS_DIR / "torchsnapshot-0.1.0"
+    _install(environment, [TORCH, f"numpy=={importlib.metadata.version('numpy')}", "torchsnapshot==0.1.0"])
+    return environment / "bin" / "python"
+
+
 def ours() -> Launcher:
     return Launcher(
         name="ours",

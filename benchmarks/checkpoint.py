@@ -1,0 +1,358 @@
+"""
+Checkpoints: what a save takes from the training, when it is on the disk, and how fast it comes back. Ours, torch.save, torch's distributed
+checkpoint, torchsnapshot and dlrover 0.6.1, against what memory and disk can do at best.
+
+    python benchmarks/checkpoint.py                              0.25 and 1 GB, three rounds, about 40 minutes
+    python benchmarks/checkpoint.py --full --json full.json      4 GB as well, about three hours
+    python benchmarks/checkpoint.py --quick                      16 MB, one round, five systems, less than a minute
+    python benchmarks/checkpoint.py --markdown full.json         only print the tables of an earlier run
+
+Every system trains the same GPT in processes of its own (checkpoint_worker.py), one after the other, in turned order from round to round; the limits
+of the machine (checkpoint_limits.py) are measured in each round and for each size, and ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+import psutil
+from checkpoint_memory import MemoryWatch
+from checkpoint_report import LIMITS, STORAGE_INTERVAL, Case, case_from_json, report
+from checkpoint_state import shape_for
+from checkpoint_systems import SYSTEMS
+from peers import Launcher, Leftovers, PeerUnavailableError, dlrover_061, ours, torchsnapshot
+from process_tree import adopt_orphans, end, end_descendants
+
+HERE = Path(__file__).resolve().parent
+WORKER, LIMITS_SCRIPT = HERE / "checkpoint_worker.py", HERE / "checkpoint_limits.py"
+GIGABYTE = 10**9
+TWO_WORKERS_UP_TO = 1.0
+"""Gigabytes of state; two trainings with more do not fit into the memory of the development machine."""
+QUICK = ("torch.save", "dcp.async_save thread, cached", "ours plain", "ours", "ours lazy")
+LOOK_EVERY = 0.02
+"""Pause between two looks for the files of the worker; no figure depends on it."""
+
+
+class RunFailedError(Exception):
+    """A measured process failed or hung; the message carries the end of its output."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """How the processes of a system are started."""
+
+    launcher: Launcher | None
+    """None: python itself, with the environment that torchrun would give."""
+    python: Path
+
+
+@dataclass(frozen=True)
+class Settings:
+    num_saves: int
+    num_storage_saves: int
+    timeout: float
+    is_restoring: bool
+
+
+class Bench:
+    def __init__(self, systems: Sequence[str], settings: Settings, folder: Path) -> None:
+        self._settings, self._folder = settings, folder
+        self.cases: list[Case] = []
+        self.errors: list[str] = []
+        self._places: dict[str, Place] = {}
+        for name in systems:
+            try:
+                self._places[name] = place_of(name)
+            except PeerUnavailableError as error:
+                self.errors.append(f"{name}: {error}")
+
+    def run_round(self, number: int, sizes: Sequence[float], worker_counts: Sequence[int]) -> None:
+        names = list(self._places)
+        first = number % max(1, len(names))
+        for size in sizes:
+            self._try(number, LIMITS, size, 1, self._measure_limits)
+            for num_workers in worker_counts:
+                if num_workers > 1 and size > TWO_WORKERS_UP_TO:
+                    continue
+                for name in names[first:] + names[:first]:
+                    self._try(number, name, size, num_workers, self._measure)
+
+    def _try(
+        self, number: int, name: str, size: float, num_workers: int, measure: Callable[[Case, Path], Case]
+    ) -> None:
+        """A system that fails is a result, and is printed as one; it is not tried again."""
+        if name != LIMITS and name not in self._places:
+            return
+        num_bytes = shape_for(int(size * GIGABYTE)).num_bytes
+        case = Case(number, name, size, num_workers, num_bytes)
+        run = Path(tempfile.mkdtemp(dir=self._folder))
+        try:
+            case = measure(case, run)
+            self.cases.append(case)
+            say(f"{size:g} GB, {num_workers} x {name}: {told(case)}")
+        except RunFailedError as error:
+            self.errors.append(f"{name}, {size:g} GB, {num_workers} workers: {error}")
+            say(self.errors[-1])
+        finally:
+            shutil.rmtree(run, ignore_errors=True)
+
+    def _measure_limits(self, case: Case, run: Path) -> Case:
+        out = run / "limits.json"
+        command = [
+            sys.executable,
+            str(LIMITS_SCRIPT),
+            "--bytes",
+            str(case.state_bytes),
+            "--dir",
+            str(run),
+            "--out",
+            str(out),
+        ]
+        self._run([command], clean_environment(), run)
+        return replace(case, samples=json.loads(out.read_text())["samples"])
+
+    def _measure(self, case: Case, run: Path) -> Case:
+        place = self._places[case.system]
+        out = run / "figures.json"
+        leftovers = Leftovers.note(place.launcher) if place.launcher else None
+        try:
+            extra_memory = self._run(*self._command(place, case, run, out), run, out)
+            unsupported = out.with_suffix(".unsupported")
+            if unsupported.exists():
+                raise RunFailedError(unsupported.read_text())
+            if self._settings.is_restoring and case.num_workers == 1:
+                if leftovers is not None:
+                    leftovers.remove()  # or it would restore from memory
+                self._run(*self._command(place, case, run, out, "--restore"), run)
+        finally:
+            if leftovers is not None:
+                leftovers.remove()
+        samples: dict[str, list[float]] = json.loads(out.read_text())["samples"]
+        if extra_memory is not None and case.num_workers == 1:
+            samples["extra_memory"] = [float(extra_memory)]
+        return replace(case, samples=samples)
+
+    def _command(
+        self, place: Place, case: Case, run: Path, out: Path, *more: str
+    ) -> tuple[list[list[str]], dict[str, str]]:
+        script = [str(WORKER), case.system, "--bytes", str(case.state_bytes), "--dir", str(run / "checkpoints")]
+        script += ["--out", str(out), "--saves", str(self._settings.num_saves)]
+        script += ["--storage-saves", str(self._settings.num_storage_saves), *more]
+        (run / "tmp").mkdir(exist_ok=True)
+        environment = clean_environment() | {"TMPDIR": str(run / "tmp")}
+        if place.launcher is not None:
+            command = [*place.launcher.command, *script]
+            command = [part.replace("=2", f"={case.num_workers}") if "nproc" in part else part for part in command]
+            path = os.pathsep.join([str(Path(command[0]).parent), environment.get("PATH", os.defpath)])
+            return [command], environment | place.launcher.environment | {"PATH": path}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environment |= {"WORLD_SIZE": str(case.num_workers), "LOCAL_WORLD_SIZE": str(case.num_workers)}
+        return [[str(place.python), *script] for _ in range(case.num_workers)], environment
+
+    def _run(
+        self, commands: list[list[str]], environment: dict[str, str], run: Path, out: Path | None = None
+    ) -> int | None:
+        """Run to the end. With `out`, the most memory taken between the worker's two marks."""
+        log = run / "output.log"
+        processes = []
+        watch: MemoryWatch | None = None
+        try:
+            with log.open("wb") as output:
+                for number, command in enumerate(commands):
+                    ranks = {"RANK": str(number), "LOCAL_RANK": str(number)} if "WORLD_SIZE" in environment else {}
+                    processes.append(
+                        subprocess.Popen(
+                            command,
+                            env=environment | ranks,
+                            cwd=run,
+                            stdin=subprocess.DEVNULL,
+                            stdout=output,
+                            stderr=subprocess.STDOUT,
+                            start_new_session=True,
+                        )
+                    )
+            if out is not None:
+                watch = MemoryWatch(processes[0].pid)
+                self._wait(processes, log, until=out.with_suffix(".ready"))
+                watch.baseline()
+                self._wait(processes, log, until=out.with_suffix(".saved"))
+                extra = watch.peak_extra()
+            self._wait(processes, log)
+            return extra if out is not None else None
+        finally:
+            if watch is not None:
+                watch.peak_extra()
+            for process in processes:
+                end(process, grace=5.0)
+
+    def _wait(self, processes: list[subprocess.Popen[bytes]], log: Path, until: Path | None = None) -> None:
+        """Until a file appears, or without one until all processes have ended."""
+        deadline = time.monotonic() + self._settings.timeout
+        while True:
+            codes = [process.poll() for process in processes]
+            if any(code not in (None, 0) for code in codes):
+                raise RunFailedError(f"exit codes {codes}: {tail(log)}")
+            if all(code == 0 for code in codes) or (until is not None and until.exists()):
+                return
+            if time.monotonic() > deadline:
+                raise RunFailedError(f"not done after {self._settings.timeout:g} s: {tail(log)}")
+            time.sleep(LOOK_EVERY)
+
+
+def place_of(name: str) -> Place:
+    """Installs what is missing."""
+    if name == "dlrover-0.6.1":
+        launcher = dlrover_061()
+        return Place(launcher, launcher.python)
+    if name in ("ours", "ours lazy"):
+        return Place(ours(), Path(sys.executable))
+    if name.startswith("torchsnapshot"):
+        return Place(None, torchsnapshot())
+    return Place(None, Path(sys.executable))
+
+
+def clean_environment() -> dict[str, str]:
+    """The same for all, without what the caller's shell happens to set for one of them."""
+    theirs = (
+        "DLROVER",
+        "ELASTIC_",
+        "LOCAL_",
+        "MASTER_",
+        "NODE_",
+        "PET_",
+        "PYTHON",
+        "RANK",
+        "TORCH",
+        "VIRTUAL_ENV",
+        "WORLD_SIZE",
+        "OMP_",
+    )
+    return {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return " / ".join(line.strip() for line in lines[-6:])[-800:] or "no output"
+
+
+def told(case: Case) -> str:
+    names = ("first_block", "warm_block", "durable", "restore_memory", "memcpy_1", "memcpy_2", "dd")
+    return ", ".join(f"{name} {value:.4g} s" for name in names if (value := case.figure(name)) is not None)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    args = parse_args()
+    if args.markdown:
+        print(report_of_file(args.markdown, args.interval))
+        return 0
+    adopt_orphans()
+    signal.signal(signal.SIGTERM, _leave)
+    folder = Path(tempfile.mkdtemp(prefix="checkpoint-bench-", dir=args.dir))
+    settings = Settings(args.saves, args.storage_saves, args.timeout, not args.no_restore)
+    strangers: list[float] = []
+    bench = Bench(args.systems, settings, folder)
+    try:
+        for number in range(args.rounds):
+            strangers.append(psutil.cpu_percent(interval=2.0))
+            say(f"round {number + 1}: others use {strangers[-1]:.0f} % of the machine")
+            bench.run_round(number, args.sizes, args.workers)
+        strangers.append(psutil.cpu_percent(interval=2.0))
+    except KeyboardInterrupt:
+        say("Interrupted; what was measured until now:")
+    finally:
+        end_descendants(deadline_at=time.monotonic() + 10)
+        shutil.rmtree(folder, ignore_errors=True)
+    machine = machine_line(args.rounds)
+    print(report(bench.cases, bench.errors, strangers, machine=machine, interval=args.interval))
+    if args.json:
+        found = {"machine": machine, "others_percent": strangers, "errors": bench.errors}
+        args.json.write_text(json.dumps(found | {"cases": [case.as_json() for case in bench.cases]}, indent=1) + "\n")
+    return 0 if bench.cases and not bench.errors else 1
+
+
+def report_of_file(path: Path, interval: float) -> str:
+    """The tables of a run that was written with --json."""
+    read = json.loads(path.read_text())
+    cases = [case_from_json(each) for each in read["cases"]]
+    return report(cases, read["errors"], read["others_percent"], machine=read["machine"], interval=interval)
+
+
+def machine_line(num_rounds: int) -> str:
+    rounds = f"{num_rounds} round{'s' if num_rounds != 1 else ''}"
+    memory = psutil.virtual_memory().total / 2**30
+    return (
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, "
+        f"Python {platform.python_version()}, {rounds}"
+    )
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="0.25,1", help="of the state in GB (default %(default)s)")
+    parser.add_argument("--full", action="store_true", help="0.25, 1 and 4 GB")
+    parser.add_argument("--rounds", type=int, default=3, help="(default %(default)s)")
+    parser.add_argument("--saves", type=int, default=5, help="warm saves of a process (default %(default)s)")
+    parser.add_argument("--storage-saves", type=int, default=2, help="of a process and kind (default %(default)s)")
+    parser.add_argument("--workers", default="1,2", help="numbers of workers (default %(default)s)")
+    parser.add_argument("--systems", default=";".join(SYSTEMS), help="separated by semicolons (default: all)")
+    parser.add_argument("--no-restore", action="store_true", help="leave out restores from storage")
+    parser.add_argument("--interval", type=float, default=STORAGE_INTERVAL, help="seconds between saves to storage")
+    parser.add_argument(
+        "--timeout", type=float, default=900.0, help="for one process, in seconds (default %(default)s)"
+    )
+    parser.add_argument("--dir", type=Path, help="on the disk to be measured (default: where temporary files go)")
+    parser.add_argument("--json", type=Path, help="write every sample into this file")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="JSON", help="print the tables of that file and do nothing else"
+    )
+    parser.add_argument("--quick", action="store_true", help="16 MB, one round, five systems")
+    args = parser.parse_args()
+    if args.quick:
+        args.sizes, args.rounds, args.saves, args.storage_saves = "0.016", 1, 2, 1
+        args.workers, args.systems = "1", ";".join(QUICK)
+    elif args.full:
+        args.sizes = "0.25,1,4"
+    try:
+        args.sizes = [float(size) for size in args.sizes.split(",")]
+        args.workers = [int(count) for count in args.workers.split(",")]
+    except ValueError as error:
+        parser.error(f"--sizes and --workers are numbers with commas between them: {error}")
+    args.systems = [name.strip() for name in args.systems.split(";")]
+    unknown = [name for name in args.systems if name not in SYSTEMS]
+    if unknown:
+        parser.error(f"--systems: unknown {'; '.join(unknown)}. Known are: {'; '.join(SYSTEMS)}")
+    if min(args.sizes) <= 0 or min(args.workers) < 1 or args.rounds < 1 or args.saves < 1 or args.storage_saves < 1:
+        parser.error("--sizes must be above 0; --workers, --rounds, --saves and --storage-saves at least 1")
+    return args
+
+
+def _leave(signal_number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signal_number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
