@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dlrover.protocol.errors import DLRoverError
 
@@ -90,6 +91,8 @@ class GlobalManifest(Struct, frozen=True, kw_only=True):
     ranks: tuple[RankSummary, ...]
     data_state: str = ""
     """Where the reading of the data was at this step, in the words of whoever keeps it; a restore goes back to it."""
+    checksum: str = ""
+    """Of everything else here: the ranks' manifests are guarded by this one, and this one only by itself."""
 
     @property
     def files(self) -> tuple[FileRecord, ...]:
@@ -108,7 +111,11 @@ def rank_manifest_name(global_rank: int) -> str:
 
 
 def encode_manifest(manifest: RankManifest | GlobalManifest) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+    """The global one gets the checksum of its own bytes, as they are without it."""
+    if isinstance(manifest, GlobalManifest):
+        content = _encode(replace(manifest, checksum=""))
+        manifest = replace(manifest, checksum=digest_of(content))
+    return _encode(manifest)
 
 
 def decode_rank_manifest(content: bytes) -> RankManifest:
@@ -116,11 +123,20 @@ def decode_rank_manifest(content: bytes) -> RankManifest:
 
 
 def decode_global_manifest(content: bytes) -> GlobalManifest:
-    return _checked(_decode(content, GlobalManifest))
+    manifest = _checked(_decode(content, GlobalManifest))
+    if manifest.checksum:  # the first versions wrote none
+        bare = content.replace(f'"{manifest.checksum}"'.encode(), b'""', 1)
+        if digest_of(bare) != manifest.checksum:
+            raise ManifestInvalid("The manifest is damaged: it does not fit its own checksum.")
+    return manifest
 
 
 def digest_of(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _encode(manifest: RankManifest | GlobalManifest) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
 
 
 def summarize(manifest: RankManifest) -> RankSummary:
@@ -167,7 +183,7 @@ def join_manifests(manifests: list[RankManifest], expected_ranks: set[int], data
 def _decode(content: bytes, kind: type[Manifest]) -> Manifest:
     try:
         return msgspec.json.decode(content, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ManifestInvalid(f"Not a manifest: {error}") from error
 
 

@@ -20,14 +20,14 @@ from msgspec import Struct
 
 from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.checksum import Corrupt
-from dlrover.snapshot.commit import Committed, committed_checkpoints, latest_step
+from dlrover.snapshot.commit import Committed, committed_checkpoints, latest_step, read_global_manifest
 from dlrover.snapshot.contents import TORCH, decode_contents
 from dlrover.snapshot.copying import Copier
-from dlrover.snapshot.manifest import DIRECTORY, FileRecord, ManifestInvalid
+from dlrover.snapshot.manifest import DIRECTORY, GLOBAL_NAME, FileRecord, ManifestInvalid
 from dlrover.snapshot.persist import of_present_history, read_request
 from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName, segment_paths
 from dlrover.snapshot.segment_format import SegmentInvalid
-from dlrover.snapshot.storage import LocalStorage, join, storage_for
+from dlrover.snapshot.storage import LocalStorage, Storage, join, storage_for
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement
 from dlrover.trainer.torch.flash_checkpoint.copying import load_state
 from dlrover.trainer.torch.flash_checkpoint.reading import check_content, read_content, read_file, read_raw
@@ -151,6 +151,9 @@ class Restorer:
         found = sorted((step for step in steps if step <= newest), reverse=True)
         if newest not in found and self._is_foreign(newest):
             return [newest, *found]
+        if newest not in found and found and self._has_damaged_manifest(storage):
+            log.warning("the manifest of step %d cannot be read; an older checkpoint is taken", newest)
+            return found
         if newest not in found:
             raise ManifestInvalid(
                 f"The tracker in {self._directory} names step {newest}, which is not complete there (complete: {found})."
@@ -161,6 +164,17 @@ class Restorer:
         """Written by software that knows no manifests, such as the original DLRover: its tracker has to be believed."""
         is_ours = os.path.isdir(join(self._directory, str(step), DIRECTORY))
         return not is_ours and os.path.isfile(self._foreign_file(step))
+
+    def _has_damaged_manifest(self, storage: Storage) -> bool:
+        """Something was committed, because the tracker comes last, and its manifest has suffered since."""
+        for entry in storage.list(self._directory):
+            path = join(self._directory, entry.name)
+            has_one = entry.is_directory and any(
+                join(DIRECTORY, each.name) == GLOBAL_NAME for each in storage.list(join(path, DIRECTORY))
+            )
+            if has_one and read_global_manifest(storage, path) is None:
+                return True
+        return False
 
     def _foreign_file(self, step: int) -> str:
         return join(self._directory, str(step), f"rank_{self._agreement.share.shard}.pt")
