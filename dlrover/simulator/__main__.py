@@ -95,10 +95,15 @@ def _run(
     is_enough: Callable[[Totals], bool],
     describe: Callable[[Totals], str],
 ) -> Totals:
-    totals, shown_at = Totals(), 0.0
+    totals, shown_at, num_told = Totals(), 0.0, 0
     is_terminal = sys.stderr.isatty()
     try:
         for totals in run_many(run, itertools.count(options.seed), jobs=options.jobs, is_enough=is_enough):
+            for failure in totals.failures[
+                num_told:
+            ]:  # a campaign is long: who watches may begin to look for the cause
+                sys.stderr.write(f"\r{_sentence(failure)}\n")
+            num_told = len(totals.failures)
             if totals.seconds - shown_at >= (0.5 if is_terminal else 30.0):
                 shown_at = totals.seconds
                 text = f"{describe(totals)}, {totals.num_seeds:,} seeds, {len(totals.failures)} violations, {shown_at:.0f} s"
@@ -132,8 +137,12 @@ def _report(totals: Totals, jobs: int) -> None:
         print("interrupted: this is what was done until then")
     print(f"violations: {len(totals.failures)}")
     for failure in totals.failures[:NUM_SHOWN]:
-        print(f"  seed {failure.seed}: {failure.invariant}: {failure.sentence}")
+        print(f"  {_sentence(failure)}")
         print(f"    python -m dlrover.simulator --seed {failure.seed} --timeline")
+
+
+def _sentence(failure: Failure) -> str:
+    return f"seed {failure.seed}: {failure.invariant}: {failure.sentence}"
 
 
 def _tell(seed: int, *, is_shrunk: bool) -> int:
