@@ -432,7 +432,7 @@ def _duties(query: AwaitSaveDuties, state: JobState) -> Reply | NotYet:
     settled = tuple(each for each in room.settled if each.number > since)
     persists = room.breaks.duties_of(node, since)
     request = room.request if room.request is not None and room.request.number > since else None
-    numbers = [each.number for each in (*commits, *settled, *persists)]
+    numbers = [duty.number for duty in commits] + [each.number for each in settled] + [each.number for each in persists]
     if request is not None:
         numbers.append(request.number)
     if not numbers:
