@@ -213,8 +213,8 @@ def _end_has_a_reason(sim: Simulation, job: Job, touched: Touched) -> str | None
 
 def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
     """Nothing if what the simulation knows explains why the job ended so."""
-    assert job.state.terms is not None, "a job ended before it began"
-    policy, charged = job.state.terms.restarts, sim.ledger.chargeable
+    terms = job.state.terms or sim.terms  # the job itself knows none before its first node has come
+    policy, charged = terms.restarts, sim.ledger.chargeable
     calm = sim.calm_for()
     match end.reason:
         case ExitReason.COMPLETED:
@@ -223,7 +223,7 @@ def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
         case ExitReason.RENDEZVOUS_TIMEOUT | ExitReason.NOT_ENOUGH_NODES:
             if calm > sim.bound:
                 return f"the job gave up, although all was well for {calm / SECOND:.0f} s: {end.message}"
-            limits, num_steady = job.state.terms.limits, sim.num_steady()
+            limits, num_steady = terms.limits, sim.num_steady()
             if num_steady - num_steady % limits.node_unit >= limits.min_nodes and not job.state.rendezvous.finished:
                 return f"the job gave up, although {num_steady} nodes were there and well: {end.message}"
         case ExitReason.NODE_CHECK_FAILED:
