@@ -133,6 +133,6 @@ def test_such_lives_do_commit() -> None:
     num_committed = 0
     for seed in range(4):
         life = CheckpointLife(random.Random(seed))
-        life.live(150)
+        life.live(300)
         num_committed += len(life.checkpoints)
     assert num_committed >= 5
