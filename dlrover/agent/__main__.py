@@ -26,6 +26,8 @@ from dlrover.protocol.lifeline import follow_parent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dlrover.agent.replicas import Replicas
+    from dlrover.agent.saver import Saver
     from dlrover.agent.worker_group import WorkerGroup
     from dlrover.protocol.messages import Micros, NodeRank, WorldSpec
 
@@ -115,6 +117,8 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             snapshot_home=saver.home_for(node_rank) if config.snapshot_root else "",
         )
 
+    replicas = _open_replicas(config, saver)
+
     try:
         agent = Agent(
             config,
@@ -125,6 +129,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             run_check=CheckTask(config, spawner=spawner, tree=tree),
             on_break=saver.break_point,
             warm_up=spawner.warm_up,
+            exchange=replicas,
         )
         socket.relay_to(agent.relay)
         result = await agent.run()
@@ -133,6 +138,8 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
     except ConfigError as error:
         return AgentResult(exit_code=EXIT_USAGE, message=str(error))
     finally:
+        if replicas is not None:
+            replicas.close()
         await socket.close()
         saver.close(is_removing=os.getppid() != launcher_pid)  # a launcher that was killed cannot do it
         await tree.sweep()
@@ -141,6 +148,15 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
         spawner.close()
         if cgroups is not None:
             cgroups.close()
+
+
+def _open_replicas(config: AgentConfig, saver: Saver) -> Replicas | None:
+    """A job of one node has nobody to exchange snapshots with, and need not import what that takes."""
+    if not config.snapshot_root or config.terms.limits.max_nodes == 1:
+        return None
+    from dlrover.agent.replicas import open_replicas
+
+    return open_replicas(config, _read_token(config), saver)
 
 
 def _read_config(argv: list[str]) -> AgentConfig:

@@ -25,7 +25,7 @@ from dlrover.agent.config import AgentConfig, AgentResult
 from dlrover.agent.driver import Group, WorkerDriver
 from dlrover.agent.node_check import CheckOutcome, CheckRunner, RunTask
 from dlrover.agent.preemption import wait_for_notice
-from dlrover.agent.relay import Relay
+from dlrover.agent.relay import Call, Relay
 from dlrover.agent.worker_group import Failed, Finished, PortOffer
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.check_messages import ExitClass, ReportCheck
@@ -110,6 +110,21 @@ class Channel(Protocol):
     async def reattach(self) -> None: ...
 
 
+class Exchange(Protocol):
+    """What the agent needs of `Replicas`."""
+
+    address: str
+
+    async def enter(
+        self,
+        world: WorldSpec,
+        *,
+        node: NodeId,
+        node_rank: NodeRank,
+        ask: Call,
+    ) -> None: ...
+
+
 class Connect(Protocol):
     def __call__(
         self,
@@ -137,18 +152,20 @@ class Agent:
         run_check: RunTask | None = None,
         on_break: Callable[[], None] | None = None,
         warm_up: Callable[[float], Awaitable[None]] | None = None,
+        exchange: Exchange | None = None,
         connect: Connect = AgentChannel,
         patience: Patience | None = None,
     ) -> None:
         """
         `run_check` is needed where the job's terms ask for a node check. `on_break` is told when workers failed or were stopped for
-        good: what they left in memory may be worth keeping. `patience`: by default what the terms say."""
+        good: what they left in memory may be worth keeping. `exchange` has the snapshots of workers ready before they start. `patience`: by default what the terms say."""
         detection = config.terms.detection
         self._config = config
         self._patience = patience or Patience(heartbeat=detection.heartbeat, lease=detection.lease)
         self._local_world_size = local_world_size
         self._step = step
         self._on_break = on_break or (lambda: None)
+        self._exchange = exchange
         self._warm_up = warm_up
         """Waited for before the first join; None when it is over."""
         self._warming: asyncio.Task[None] | None = None
@@ -170,6 +187,7 @@ class Agent:
             on_outcome=self._on_outcome,
             on_error=self._on_broken,
             ready=self._settle_check,
+            prepare=self._prepare,
         )
         self._check = CheckRunner(
             _refuse_check if run_check is None else run_check,
@@ -380,6 +398,10 @@ class Agent:
     async def _settle_check(self) -> None:
         await self._check.settle()
 
+    async def _prepare(self, world: WorldSpec) -> None:
+        if self._exchange is not None:
+            await self._exchange.enter(world, node=self._node, node_rank=self._node_rank, ask=self._channel.call)
+
     async def _end(self, wish: End) -> AgentResult:
         self._is_leaving = True
         self._driver.want_none(StopCause.END_OF_JOB)
@@ -488,6 +510,7 @@ class Agent:
             group=self._config.group,
             platform_node=PlatformId(self._config.platform_node),
             node_type=self._config.node_type,
+            peer="" if self._exchange is None else self._exchange.address,
         )
 
     def _claimed_world(self) -> WorldSpec | None:

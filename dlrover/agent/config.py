@@ -110,6 +110,12 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Directory of this user's snapshot segments; empty: the agent keeps none, and trainers see to themselves."""
     is_saving_at_break_points: bool = False
     """--save-at-breakpoint: what is in memory goes to storage when workers fail or the node leaves."""
+    snapshot_copies: int = 0
+    """--snapshot-replicas: so many other nodes keep a copy of this node's snapshots."""
+    snapshot_parity: tuple[int, int] = (0, 0)
+    """--snapshot-parity: k and m of groups whose members keep parity of each other's snapshots; zeros: none."""
+    snapshot_bandwidth: float = 0.0
+    """Megabytes per second that copies may use in the background; 0: no limit."""
     log_level: str = "WARNING"
     """Of the agent's own log on stderr; quiet by default, as torchrun."""
 

@@ -53,12 +53,17 @@ class WorkerDriver:
         on_outcome: Callable[[Round, Finished | Failed], None],
         on_error: Callable[[DLRoverError], None],
         ready: Callable[[], Awaitable[None]] | None = None,
+        prepare: Callable[[WorldSpec], Awaitable[None]] | None = None,
     ) -> None:
-        """`ready` is waited for before workers start: something else may still be running on this node."""
+        """
+        `ready` is waited for before workers start: something else may still be running on this node. Then `prepare` is, which may
+        bring what they need.
+        """
         self._build = build
         self._on_outcome = on_outcome
         self._on_error = on_error
         self._ready = ready
+        self._prepare = prepare
         self._target: WorldSpec | None = None
         self._offer: PortOffer | None = None
         self._cause = StopCause.MEMBERSHIP
@@ -167,6 +172,8 @@ class WorkerDriver:
     async def _begin(self, group: Group, offer: PortOffer | None) -> None:
         if self._ready is not None:
             await self._ready()
+        if self._prepare is not None:
+            await self._prepare(group.world)
         await group.start(offer)
 
     async def _watch(self, group: Group) -> None:

@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -79,6 +80,8 @@ class Saver:
         """By segment: only the newest slot is worth it."""
         self._summing: asyncio.Task[None] | None = None
         self._reported: set[str] = set()
+        self.on_summed: Callable[[SlotName], None] | None = None
+        """Told of each slot that has its checksums, so that copies can be made."""
         self._stop = threading.Event()
         self._writer = _pool("dlrover-persist")
         self._committer = _pool("dlrover-commit")  # apart: while it waits for other nodes the next save may be written
@@ -259,7 +262,9 @@ class Saver:
         while self._to_sum:
             _path, name = self._to_sum.popitem()
             try:
-                await loop.run_in_executor(self._summer, sum_slot, name)
+                is_summed = await loop.run_in_executor(self._summer, sum_slot, name)
+                if is_summed and self.on_summed is not None:
+                    self.on_summed(name)
             except OSError as error:
                 self._report("sums", f"a snapshot could not be summed: {error}")
 

@@ -20,6 +20,7 @@ from dlrover.cli.options import Origin, Parsed, nearest, parse, unavailable
 from dlrover.protocol.check_messages import CheckTerms
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import Detection, JobTerms, Limits, RestartPolicy
+from dlrover.protocol.peer_messages import LARGEST_GROUP, MOST_COPIES
 
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
 
@@ -41,6 +42,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     master_grace: float = 600.0
     preemption_file: str = ""
     is_saving_at_break_points: bool = False
+    snapshot_copies: int = 0
+    snapshot_parity: tuple[int, int] = (0, 0)
+    snapshot_bandwidth: float = 0.0
     topology_querier: str = ""
     topology_sorter: str = ""
     is_virtual_local_rank: bool = False
@@ -110,6 +114,9 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
         shutdown_timeout=_shutdown_timeout(parsed, environment),
         master_grace=_at_least_zero("--master-grace", parsed.number("master_grace")),
         is_saving_at_break_points=parsed.flag("save_at_breakpoint"),
+        snapshot_copies=_snapshot_copies(parsed),
+        snapshot_parity=_snapshot_parity(parsed),
+        snapshot_bandwidth=_at_least_zero("--snapshot-bandwidth", parsed.number("snapshot_bandwidth")),
         preemption_file=_absolute(parsed.text("preemption_file") or environment.preemption_file),
         topology_querier=check_plugin(
             parsed.text("topology_querier") or environment.topology_querier, option="--topology-querier"
@@ -352,6 +359,28 @@ def _detection(parsed: Parsed) -> Detection:
             f"--heartbeat {heartbeat:g}, --node-silence {silence:g}, --node-suspicion {suspicion:g} and --node-grace "
             f"{grace:g} do not fit together: {error}."
         ) from error
+
+
+def _snapshot_copies(parsed: Parsed) -> int:
+    copies = parsed.integer("snapshot_replicas")
+    if not 0 <= copies <= MOST_COPIES:
+        raise ConfigError(f"--snapshot-replicas {copies}: give a number of copies from 0 to {MOST_COPIES}.")
+    return copies
+
+
+def _snapshot_parity(parsed: Parsed) -> tuple[int, int]:
+    text = parsed.text("snapshot_parity")
+    if not text:
+        return 0, 0
+    k, plus, m = text.partition("+")
+    if not (plus and k.isdecimal() and m.isdecimal() and int(k) and int(m) and int(k) + int(m) <= LARGEST_GROUP):
+        raise ConfigError(
+            f"--snapshot-parity {text}: give K+M, for example 4+1: groups of K+M nodes, at most {LARGEST_GROUP}, of which any M may "
+            "be lost."
+        )
+    if parsed.integer("snapshot_replicas"):
+        raise ConfigError("--snapshot-parity and --snapshot-replicas: give one of the two, they protect from the same.")
+    return int(k), int(m)
 
 
 def _standby(parsed: Parsed) -> int:

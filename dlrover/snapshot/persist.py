@@ -58,6 +58,8 @@ class SaveRequest(Struct, frozen=True, kw_only=True):
     """By path in the checkpoint: where else the caller wants to find that file."""
     trackers: dict[str, str] = {}
     """The framework's own trackers, file name to content; written last."""
+    replica_count: int = 0
+    """Copies in other nodes' memory that the trainer asks for."""
     keep_latest: int = 0
     keep_interval: int = 0
     save_timeout: float = 600.0

@@ -1,0 +1,205 @@
+"""
+What this node keeps for others and gives to others: the served side of the exchange of snapshots between agents.
+
+A copy is taken only from the present round, only if it is newer than what is here, and only whole: bytes that differ from their sums are
+refused, and the older copy stays. Everything runs in the threads of the peer server.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from dlrover.agent.holdings import Holdings
+from dlrover.agent.peers import Connection
+from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
+from dlrover.protocol.identity import Round
+from dlrover.protocol.peer_messages import (
+    Accepted,
+    HeldList,
+    ListHeld,
+    PullSlot,
+    Refused,
+    SlotHeader,
+)
+from dlrover.snapshot.checksum import Corrupt
+from dlrover.snapshot.index import make_private
+from dlrover.snapshot.mirror import ArrivingSlot, copy_path, copy_paths, read_transfer, remove_copies
+from dlrover.snapshot.persist import SaveRequest, release
+from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName
+from dlrover.snapshot.segment_format import Geometry, Owner, SegmentInvalid, SlotRecord, encode_record, encode_sums
+
+log = logging.getLogger("dlrover.agent")
+
+NUM_COPIES = 2
+"""Slots of a mirror: while one is filled the other stays whole."""
+
+
+class ReplicaStore:
+    """`enter` tells it the round and where the node's snapshots are; before that it has nothing and takes nothing."""
+
+    def __init__(self, job: str, on_taken: Callable[[], None] | None = None) -> None:
+        """`on_taken` hears of each copy, in some thread."""
+        self._job = job
+        self._on_taken = on_taken or (lambda: None)
+        self.round = Round(0)
+        self._holdings: Holdings | None = None
+        self._taking = threading.Lock()
+        """For deciding about a copy and making its file; not for its bytes."""
+        self._in_work: set[int] = set()
+
+    def enter(self, round_: Round, home: Path) -> None:
+        if self._holdings is None or self._holdings.home != home:
+            self._holdings = Holdings(home)
+        self.round = round_
+
+    @property
+    def holdings(self) -> Holdings | None:
+        return self._holdings
+
+    def serve(self, connection: Connection) -> None:
+        """Requests of one peer, one after the other, until it goes."""
+        while True:
+            request = connection.receive(ListHeld, SlotHeader, PullSlot)
+            assert isinstance(request, ListHeld | SlotHeader | PullSlot), "nothing else comes through"
+            try:
+                self._check(request.round)
+                match request:
+                    case ListHeld():
+                        connection.send(self.list())
+                    case SlotHeader():
+                        self._take(connection, request)
+                    case PullSlot():
+                        self._give(connection, request)
+            except (Rejected, Corrupt, DLRoverError, OSError) as error:
+                if isinstance(error, Unavailable) and error.retry_after is None:
+                    raise
+                code = error.code if isinstance(error, Rejected) else type(error).__name__.lower()
+                log.info("a peer's request was refused: %s", error)
+                connection.send(Refused(code=code, message=str(error)))
+                if isinstance(request, SlotHeader):
+                    return  # its bytes may be on their way: they are not messages
+
+    def list(self) -> HeldList:
+        if self._holdings is None:
+            return HeldList()
+        return HeldList(items=tuple(holding.told() for holding in self._holdings.all()))
+
+    def tidy(self) -> None:
+        """Nobody refreshed these in this round, and everybody has saved since it began: their keeper is another node now."""
+        if self._holdings is None:
+            return
+        for path in copy_paths(self._holdings.home):
+            try:
+                with Segment(path) as segment:
+                    rounds = [name.round for name in segment.complete_slots()]
+            except (SegmentInvalid, FileNotFoundError):
+                continue
+            if rounds and max(rounds) < self.round:
+                path.unlink(missing_ok=True)
+
+    def _check(self, round_: Round) -> None:
+        if round_ < self.round:
+            raise Rejected(f"The peer is in round {round_}, this node in round {self.round}.", code="stale-round")
+
+    def _give(self, connection: Connection, request: PullSlot) -> None:
+        found = None if self._holdings is None else self._holdings.pin(request.shard, request.attempt)
+        if found is None:
+            raise Rejected(f"Shard {request.shard} of that save is not here any more.", code="not-here")
+        pinned, about = found
+        try:
+            send_slot(connection, pinned, about, self.round)
+        finally:
+            release(pinned)
+
+    def _take(self, connection: Connection, header: SlotHeader) -> None:
+        if self._holdings is None:
+            raise Rejected("This node is in no round yet.", code="not-yet")
+        geometry = geometry_of(header)
+        record, sums = read_transfer(header.record, header.sums, geometry)
+        geometry = Geometry(num_slots=NUM_COPIES, meta_bytes=geometry.meta_bytes, data_bytes=geometry.data_bytes)
+        home, path = self._holdings.home, copy_path(self._holdings.home, header.shard, header.sequence)
+        with self._taking:
+            if header.shard in self._in_work:
+                raise Rejected(f"A copy of shard {header.shard} is arriving already.", code="busy")
+            slot = self._choose_slot(header, record, path)
+            make_private(home.parent)
+            make_private(home)
+            arriving = ArrivingSlot(path, self._owner(header.shard), header.sequence, geometry, slot)
+            self._in_work.add(header.shard)
+        try:
+            with arriving:
+                connection.send(Accepted())
+                arriving.fill(record, sums, connection.receive_into)
+                arriving.complete(record, sums)
+            remove_copies(home, header.shard, but=path)
+            self._on_taken()
+            connection.send(Accepted())
+        finally:
+            self._in_work.discard(header.shard)
+
+    def _choose_slot(self, header: SlotHeader, record: SlotRecord, path: Path) -> int:
+        """The one that does not hold the newest copy. Raises Rejected when the copy is not newer than what is here."""
+        assert self._holdings is not None
+        newest = self._holdings.newest_copy(header.shard)
+        if newest is None:
+            return 0
+        if (record.round, record.generation) <= (newest.round, newest.generation):
+            raise Rejected(
+                f"Generation {record.generation} of round {record.round} of shard {header.shard}: generation "
+                f"{newest.generation} of round {newest.round} is here already.",
+                code="stale-generation",
+            )
+        if record.generation <= newest.generation:
+            remove_copies(
+                self._holdings.home, header.shard
+            )  # the node began anew: its numbers mean nothing beside the old ones
+            return 0
+        return 1 - newest.slot if newest.path == str(path) and newest.slot < NUM_COPIES else 0
+
+    def _owner(self, shard: int) -> Owner:
+        return Owner(job=self._job, launch="copy", node_rank=-1, global_rank=shard, local_rank=-1, pid=os.getpid())
+
+
+def geometry_of(header: SlotHeader) -> Geometry:
+    return Geometry(num_slots=header.num_slots, meta_bytes=header.meta_bytes, data_bytes=header.data_bytes)
+
+
+def header_of(pinned: PinnedSlot, request: SaveRequest, round_: Round) -> SlotHeader:
+    sums = pinned.sums()
+    if sums is None:
+        raise Rejected("The snapshot has no checksums yet.", code="not-yet")
+    geometry = pinned.segment.geometry
+    return SlotHeader(
+        round=round_,
+        shard=request.shard,
+        attempt=request.attempt,
+        num_shards=request.num_shards,
+        sequence=pinned.segment.prelude.sequence,
+        num_slots=geometry.num_slots,
+        meta_bytes=geometry.meta_bytes,
+        data_bytes=geometry.data_bytes,
+        slot=pinned.slot,
+        record=encode_record(pinned.record),
+        sums=encode_sums(pinned.record.generation, sums),
+    )
+
+
+def send_slot(connection: Connection, pinned: PinnedSlot, request: SaveRequest, round_: Round) -> None:
+    """Header, metadata, data: the answer to a pull."""
+    connection.send(header_of(pinned, request, round_))
+    with meta_of(pinned) as meta:
+        connection.send_bytes(meta)
+    with pinned.data as data:
+        connection.send_bytes(data)
+
+
+def meta_of(pinned: PinnedSlot) -> memoryview:
+    start = pinned.segment.geometry.meta_at(pinned.slot)
+    return pinned.segment.view[start : start + pinned.record.meta_length]
+
+
+__all__ = ["NUM_COPIES", "ReplicaStore", "SlotName", "geometry_of", "header_of", "meta_of", "send_slot"]

@@ -1,0 +1,457 @@
+"""
+Snapshots in the memory of other nodes: a lost node does not take the only copy with it.
+
+After each save, when its checksums are there, the agent pins the newest slot and sends it to the nodes that the master names for this round. The
+slot stays pinned meanwhile: a trainer that saves faster than the network carries skips saves, rather than that the copies of different
+nodes drift apart until no save is whole anywhere.
+
+Before the workers of a round start, the agent looks whether what they need is here. If not (a new node, or ranks that moved), it asks the
+other members what they hold, chooses the newest save of which every shard exists somewhere, and fetches its own ones. All of that
+has a deadline, after which the workers start anyway and read storage.
+
+Nothing here can fail a job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from msgspec import Struct
+
+from dlrover.agent.config import AgentConfig
+from dlrover.agent.editions import Edition, complete, editions, shards_of_node
+from dlrover.agent.peers import NICENESS, STALL, Connection, PeerServer, RateLimit, Secret, connect
+from dlrover.agent.relay import Call
+from dlrover.agent.replica_store import ReplicaStore, geometry_of, header_of, meta_of
+from dlrover.agent.saver import Saver
+from dlrover.protocol.addresses import TlsConfig
+from dlrover.protocol.checkpoint_messages import OpenSnapshots
+from dlrover.protocol.errors import ConfigError, DLRoverError, Rejected, Unavailable
+from dlrover.protocol.messages import NodeId, NodeRank, Round, WorldSpec
+from dlrover.protocol.peer_messages import Accepted, AskPeers, HeldList, ListHeld, Peer, Peers, PullSlot, SlotHeader
+from dlrover.snapshot.contents import decode_contents
+from dlrover.snapshot.index import make_private
+from dlrover.snapshot.mirror import ArrivingSlot, next_generation, own_path, read_transfer
+from dlrover.snapshot.persist import SaveRequest, pin_newest, read_request, release
+from dlrover.snapshot.segment import PinnedSlot, SlotName
+from dlrover.snapshot.segment_format import Owner
+
+log = logging.getLogger("dlrover.agent")
+
+NUM_TRIES = 3
+NUM_LISTENERS = 16
+"""Peers that are asked at a time what they hold."""
+_PAUSE = 0.2
+"""Seconds between two tries, roughly."""
+_SAVES_UNTIL_TIDY = 2
+
+
+class ReplicaConfig(Struct, frozen=True, kw_only=True):
+    job: str
+    copies: int = 0
+    """--snapshot-replicas; a trainer may ask for more."""
+    num_data: int = 0
+    num_parity: int = 0
+    """--snapshot-parity k+m."""
+    bytes_per_second: float = 0.0
+    """Limit for what this node sends in the background; 0: none."""
+    ask_limit: float = 5.0
+    """Seconds for the master, and for all peers together, to say what there is."""
+    fetch_limit: float = 120.0
+    """Seconds for fetching what the workers of a round need before they start without it."""
+    push_limit: float = 600.0
+    stall: float = STALL
+    """Seconds without a byte after which a peer is given up."""
+
+
+class Replicas:
+    """One per agent. `enter` and `offer` are called by the event loop; bytes are moved by threads."""
+
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        *,
+        token: str,
+        tls: TlsConfig | None,
+        host: str,
+        ports: tuple[int, ...] = (),
+        home_for: Callable[[NodeRank], Path],
+        on_home: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        `home_for` names the node's directory of segments. `on_home` is told, by the event loop, that there is something in it.
+
+        Raises OSError and ConfigError when we cannot listen.
+        """
+        self._config = config
+        self._secret = Secret(token, config.job)
+        self._tls = tls
+        self._home_for = home_for
+        self._on_home = on_home
+        loop = asyncio.get_running_loop()
+        self._store = ReplicaStore(config.job, lambda: _call(loop, on_home))
+        self._server = PeerServer(host, self._secret, tls, self._store.serve, ports=ports, stall=config.stall)
+        self.address = self._server.address
+        self._rate = RateLimit(config.bytes_per_second)
+        self._pusher = _pool("dlrover-copies", 1)
+        self._fetcher = _pool("dlrover-fetch", 4)
+        self._ask: Call | None = None
+        self._node = NodeId(-1)
+        self._world: WorldSpec | None = None
+        self._members: tuple[NodeId, ...] = ()
+        self._peers: dict[int, Peers] = {}
+        """Of this round, by number of copies."""
+        self._offered: dict[str, SlotName] = {}
+        """By segment: only the newest slot is worth it."""
+        self._pushing: asyncio.Task[None] | None = None
+        self._is_free = threading.Event()
+        """Cleared while something is fetched: that goes first."""
+        self._is_free.set()
+        self._num_pushed = 0
+        """In this round."""
+        self._told: set[str] = set()
+
+    # Towards the agent.
+
+    async def enter(self, world: WorldSpec, *, node: NodeId, node_rank: NodeRank, ask: Call) -> None:
+        """Workers of this world are about to start here: have their snapshots ready, as far as that is possible in time."""
+        try:
+            await self._enter(world, node, node_rank, ask)
+        except (OSError, DLRoverError) as error:
+            log.warning("snapshots of other nodes cannot be used in round %d: %s", world.round, error)
+        except Exception:  # the workers must start whatever happens here
+            log.exception("bug while snapshots were fetched")
+
+    def offer(self, name: SlotName) -> None:
+        """A slot of this node is complete and summed."""
+        self._offered[name.path] = name
+        is_idle = self._pushing is None or self._pushing.done()
+        if is_idle and self._world is not None and self._world.group_world_size > 1:
+            self._pushing = asyncio.create_task(self._push_offered(), name="copies")
+
+    def close(self) -> None:
+        self._server.close()
+        self._is_free.set()
+        if self._pushing is not None:
+            self._pushing.cancel()
+        for pool in (self._pusher, self._fetcher):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    # Keeping copies elsewhere.
+
+    async def _push_offered(self) -> None:
+        while self._offered:
+            path = next(iter(self._offered))
+            name = self._offered.pop(path)
+            try:
+                await self._push(name)
+            except (OSError, DLRoverError) as error:
+                self._tell(f"{type(error).__name__}", f"step {name.step} has no copy on another node: {error}")
+            except Exception:  # the root of a task
+                log.exception("bug: step %d has no copy on another node", name.step)
+
+    async def _push(self, name: SlotName) -> None:
+        pinned = pin_newest(name.path, name.slot, name.generation)
+        if pinned is None:
+            return  # overwritten: the newer one is on its way to us
+        try:
+            request = read_request(decode_contents(pinned.sections()))
+            if request is None or request.num_shards == 1:
+                return  # every node has the same: nothing to copy
+            copies = max(self._config.copies, request.replica_count)
+            if not copies:
+                return
+            world = self._world
+            peers = await self._peers_for(copies)
+            assert world is not None
+            if not peers.keepers:
+                self._tell("nobody", "there is no other node that could keep copies of this node's snapshots")
+            for keeper in peers.keepers:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._pusher, self._push_to, keeper, pinned, request, world.round)
+        finally:
+            release(pinned)
+        if peers.keepers:
+            self._told.clear()
+            self._num_pushed += 1
+            if self._num_pushed == _SAVES_UNTIL_TIDY:
+                self._store.tidy()
+
+    def _push_to(self, keeper: Peer, pinned: PinnedSlot, request: SaveRequest, round_: Round) -> None:
+        begun_at = time.monotonic()
+        deadline = begun_at + self._config.push_limit
+        for tries_left in reversed(range(NUM_TRIES)):
+            try:
+                with self._connect(keeper.address, deadline) as connection:
+                    self._send_copy(connection, pinned, request, round_)
+                break
+            except (Unavailable, Rejected) as error:
+                if isinstance(error, Rejected) and error.code == "stale-generation":
+                    return  # it has this one, or a newer one
+                is_passing = isinstance(error, Unavailable) or error.code in ("not-yet", "busy", "unavailable")
+                if not tries_left or not is_passing:
+                    raise
+                time.sleep(_PAUSE * random.uniform(0.5, 1.5))
+        took = max(time.monotonic() - begun_at, 1e-9)
+        log.info(
+            "copy of step %d shard %d is on node rank %d: %.1f MB at %.0f MB/s",
+            request.step,
+            request.shard,
+            keeper.node_rank,
+            pinned.record.data_length / 1e6,
+            pinned.record.data_length / 1e6 / took,
+        )
+
+    def _send_copy(self, connection: Connection, pinned: PinnedSlot, request: SaveRequest, round_: Round) -> None:
+        connection.send(header_of(pinned, request, round_))
+        connection.receive(Accepted)
+        with meta_of(pinned) as meta:
+            connection.send_bytes(meta)
+        with pinned.data as data:
+            connection.send_bytes(data, limit=self._rate, is_paused=self._wait_until_free)
+        connection.receive(Accepted)
+
+    def _wait_until_free(self) -> None:
+        """A restart that waits for bytes goes before copies of what is safe on this node anyway."""
+        self._is_free.wait(self._config.stall / 2)
+
+    # Getting back what another node keeps.
+
+    async def _enter(self, world: WorldSpec, node: NodeId, node_rank: NodeRank, ask: Call) -> None:
+        home = self._home_for(node_rank)
+        self._ask, self._node, self._world = ask, node, world
+        self._peers, self._num_pushed = {}, 0
+        self._store.enter(world.round, home)
+        former, self._members = self._members, (node,)
+        if world.group_world_size == 1 or world.round == 1:
+            return
+        begun_at = time.monotonic()
+        peers = await self._peers_for(self._config.copies)
+        self._members = (node, *(peer.node for peer in peers.neighbours))
+        if self._members == former and self._has_all(world):
+            return  # the same nodes as before, each with its own
+        self._is_free.clear()
+        pool = _pool("dlrover-enter", 1)  # of its own: a former entry that was given up may still wait for a peer
+        try:
+            loop = asyncio.get_running_loop()
+            count = await loop.run_in_executor(pool, self._fetch, world, peers, home, begun_at)
+        finally:
+            self._is_free.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+        if count:
+            self._on_home()
+            log.warning("%d snapshots came from other nodes in %.2f s", count, time.monotonic() - begun_at)
+        self._offer_again()
+
+    def _offer_again(self) -> None:
+        """The plan of this round is another one: who keeps our newest may not have it yet."""
+        assert self._store.holdings is not None, "entered above"
+        for holding in self._store.holdings.all():
+            if not holding.is_copy:
+                self.offer(holding.name)  # oldest first: the newest of a file stays
+
+    async def _peers_for(self, copies: int) -> Peers:
+        assert self._ask is not None, "asked before the first round"
+        assert self._world is not None, "asked before the first round"
+        if copies not in self._peers:
+            question = AskPeers(
+                node=self._node,
+                round=self._world.round,
+                copies=copies,
+                num_data=self._config.num_data,
+                num_parity=self._config.num_parity,
+            )
+            reply = await self._ask(question, timeout=self._config.ask_limit)
+            assert isinstance(reply, Peers), f"the master answered {type(reply).__name__}"
+            self._peers[copies] = reply
+        return self._peers[copies]
+
+    def _has_all(self, world: WorldSpec) -> bool:
+        """Whether the newest save that is here is here with all shards of this node."""
+        own = editions({"": self._store.list()})
+        if not own:
+            return False
+        needed = shards_of_node(own[0].num_shards, world.group_rank, world.group_world_size)
+        return bool(needed) and set(needed) <= set(own[0].holders)
+
+    def _fetch(self, world: WorldSpec, peers: Peers, home: Path, begun_at: float) -> int:
+        """In a thread: how many shards came."""
+        told = self._listen(peers, world.round, begun_at + self._config.ask_limit)
+        told[self.address] = self._store.list()
+        found = editions(told)
+        needed = {
+            each.num_shards: shards_of_node(each.num_shards, world.group_rank, world.group_world_size) for each in found
+        }
+        is_everybody_heard = len(told) == world.group_world_size
+        if len(told) < min(world.group_world_size, len(peers.neighbours) + 1):
+            log.warning("%d of %d nodes said what they hold", len(told), world.group_world_size)
+        deadline = begun_at + self._config.fetch_limit
+        for edition in complete(found, is_everybody_heard=is_everybody_heard, needed=needed):
+            own = {
+                item.shard for item in told[self.address].items if item.attempt == edition.attempt and not item.is_copy
+            }
+            missing = [shard for shard in needed[edition.num_shards] if shard not in own]
+            if not missing:
+                return 0
+            if self._fetch_edition(edition, missing, world, home, deadline):
+                return len(missing)
+            log.warning(
+                "step %d cannot be put together from the memory of the nodes; trying an older one", edition.step
+            )
+        return 0
+
+    def _listen(self, peers: Peers, round_: Round, deadline: float) -> dict[str, HeldList]:
+        """Who answers in time. Nobody waits for the others."""
+        told: dict[str, HeldList] = {}
+
+        def ask(peer: Peer) -> None:
+            with self._connect(peer.address, deadline) as connection:
+                connection.send(ListHeld(round=round_))
+                told[peer.address] = connection.receive(HeldList)
+
+        pool = _pool("dlrover-ask", NUM_LISTENERS)
+        asked = [pool.submit(ask, peer) for peer in peers.neighbours]
+        wait(asked, timeout=max(0.0, deadline - time.monotonic()))
+        pool.shutdown(wait=False, cancel_futures=True)
+        _note(asked)
+        return dict(told)
+
+    def _fetch_edition(
+        self, edition: Edition, shards: Iterable[int], world: WorldSpec, home: Path, deadline: float
+    ) -> bool:
+        fetched = [self._fetcher.submit(self._fetch_shard, edition, shard, world, home, deadline) for shard in shards]
+        wait(fetched, timeout=max(0.0, deadline - time.monotonic()))
+        _note(fetched)
+        return all(future.done() and not future.cancelled() and future.exception() is None for future in fetched)
+
+    def _fetch_shard(self, edition: Edition, shard: int, world: WorldSpec, home: Path, deadline: float) -> None:
+        """From the first holder that gives it. Raises what the last one led to."""
+        holders = edition.holders.get(shard, ())
+        turn = world.group_rank % max(1, len(holders))  # many newcomers shall not all ask the same node
+        trouble: Exception = Unavailable(f"nobody has shard {shard} of step {edition.step}")
+        for address in (*holders[turn:], *holders[:turn]):
+            try:
+                with self._connect(address, deadline) as connection:
+                    self._receive(connection, edition, shard, world, home)
+                return
+            except (OSError, DLRoverError) as error:
+                log.warning("shard %d of step %d from %s: %s", shard, edition.step, address, error)
+                trouble = error
+        raise trouble
+
+    def _receive(self, connection: Connection, edition: Edition, shard: int, world: WorldSpec, home: Path) -> None:
+        begun_at = time.monotonic()
+        connection.send(PullSlot(round=world.round, shard=shard, attempt=edition.attempt))
+        header = connection.receive(SlotHeader)
+        if (header.shard, header.attempt) != (shard, edition.attempt):
+            raise Rejected(f"shard {header.shard} came instead of shard {shard}", code="malformed")
+        geometry = geometry_of(header)
+        record, sums = read_transfer(header.record, header.sums, geometry)
+        make_private(home.parent)
+        make_private(home)
+        path = own_path(home, shard)
+        owner = Owner(
+            job=self._config.job,
+            launch=home.name,
+            node_rank=int(home.name.rsplit("-", 1)[1]),
+            global_rank=shard,
+            local_rank=-1,
+            pid=os.getpid(),
+        )
+        sequence = int(path.name.rsplit(".", 2)[1])
+        try:
+            with ArrivingSlot(path, owner, sequence, geometry, 0) as arriving:
+                arriving.fill(record, sums, lambda view: self._fill(connection, view, world.round))
+                arriving.complete(record, sums, next_generation(home, shard))
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        took = max(time.monotonic() - begun_at, 1e-9)
+        log.info("shard %d of step %d is here: %.0f MB/s", shard, edition.step, record.data_length / 1e6 / took)
+
+    def _fill(self, connection: Connection, view: memoryview, round_: Round) -> None:
+        if self._store.round != round_:
+            raise Unavailable(f"round {round_} is over")
+        connection.receive_into(view)
+
+    def _connect(self, address: str, deadline: float) -> Connection:
+        return connect(address, self._secret, self._tls, deadline=deadline, stall=self._config.stall)
+
+    def _tell(self, key: str, message: str) -> None:
+        """Once, until copies are kept again."""
+        if key in self._told:
+            log.info("%s", message)
+        else:
+            self._told.add(key)
+            log.warning("%s. Training goes on.", message)
+
+
+def open_replicas(config: AgentConfig, token: str, saver: Saver) -> Replicas | None:
+    """The exchange of a node with others, joined to its saver. None, with a word why, where there can be none."""
+    if not token:
+        log.info("snapshots are not exchanged with other nodes: the job has no token to know them by")
+        return None
+    homes: list[str] = []
+
+    def home_for(node_rank: NodeRank) -> Path:
+        homes[:] = [saver.home_for(node_rank)]
+        return Path(homes[0])
+
+    num_data, num_parity = config.snapshot_parity
+    settings = ReplicaConfig(
+        job=config.job_name,
+        copies=config.snapshot_copies,
+        num_data=num_data,
+        num_parity=num_parity,
+        bytes_per_second=config.snapshot_bandwidth * 1e6,
+    )
+    try:
+        replicas = Replicas(
+            settings,
+            token=token,
+            tls=config.tls,
+            host=config.host,
+            ports=config.host_ports,
+            home_for=home_for,
+            on_home=lambda: saver.on_open(OpenSnapshots(home=homes[0])),
+        )
+    except (OSError, ConfigError) as error:
+        is_wanted = config.snapshot_copies or num_data
+        log.log(
+            logging.WARNING if is_wanted else logging.INFO, "snapshots are not exchanged with other nodes: %s", error
+        )
+        return None
+    saver.on_summed = replicas.offer
+    return replicas
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:
+        return  # the agent has ended
+
+
+def _note(futures: Iterable[Future[None]]) -> None:
+    for future in futures:
+        if future.done() and not future.cancelled() and (error := future.exception()) is not None:
+            if not isinstance(error, OSError | DLRoverError):
+                log.error("bug in the exchange of snapshots", exc_info=error)
+            else:
+                log.info("a peer did not help: %s", error)
+
+
+def _pool(name: str, size: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(size, thread_name_prefix=name, initializer=_be_nice)
+
+
+def _be_nice() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
