@@ -127,7 +127,7 @@ class LocalStorage:
     def list(self, path: str) -> list[StoredName]:
         try:
             with os.scandir(path) as entries:
-                return sorted(StoredName(entry.name, entry.is_dir(), entry.stat().st_size) for entry in entries)
+                return sorted(found for entry in entries if (found := _stored_name(entry)) is not None)
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -166,6 +166,14 @@ class LocalStorage:
                 raise
         finally:
             os.close(fd)
+
+
+def _stored_name(entry: os.DirEntry[str]) -> StoredName | None:
+    """None for what has just been removed, and for links that lead nowhere: they must not hide their neighbours."""
+    try:
+        return StoredName(entry.name, entry.is_dir(), entry.stat().st_size)
+    except FileNotFoundError:
+        return None
 
 
 class FsspecStorage:

@@ -351,3 +351,12 @@ def test_urls_without_their_package_and_file_urls_are_explained(monkeypatch: pyt
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
     with pytest.raises(ConfigError, match=r"dlrover\[storage\]"):
         storage_for("s3://bucket/x")
+
+
+def test_a_link_that_leads_nowhere_hides_no_checkpoint(tmp_path: Path) -> None:
+    storage, directory = LocalStorage(), str(tmp_path)
+    save(storage, attempt_at(5, "a", directory))
+    (tmp_path / "0-latest").symlink_to(tmp_path / "gone")
+    assert check_whole(storage, directory) == 5
+    save(storage, attempt_at(5, "b", directory))
+    assert check_whole(storage, directory) == 5
