@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
+from dlrover.protocol.checkpoint_messages import digest_of_shards
 from dlrover.protocol.errors import Rejected
 from dlrover.snapshot.manifest import (
     DIRECTORY,
@@ -94,13 +95,15 @@ def stage(storage: Storage, attempt: Attempt) -> str:
     return path
 
 
-def finish_rank(storage: Storage, attempt: Attempt, manifest: RankManifest) -> None:
-    """The rank's files are written and synced: say so. Their names become durable here."""
+def finish_rank(storage: Storage, attempt: Attempt, manifest: RankManifest) -> str:
+    """The rank's files are written and synced: say so. Their names become durable here. Gives the manifest's digest."""
     assert (manifest.step, manifest.attempt) == (attempt.step, attempt.attempt), "a manifest of another attempt"
     path = attempt.staging_path(storage)
     for directory in _directories_of(path, (file.path for file in manifest.files)):
         storage.sync_directory(directory)
-    storage.write_atomic(join(path, rank_manifest_name(manifest.global_rank)), encode_manifest(manifest))
+    content = encode_manifest(manifest)
+    storage.write_atomic(join(path, rank_manifest_name(manifest.global_rank)), content)
+    return digest_of(content)
 
 
 def staged_manifests(storage: Storage, attempt: Attempt) -> list[RankManifest]:
@@ -121,28 +124,79 @@ def commit(
     expected_ranks: Iterable[int],
     trackers: Sequence[Tracker] = (),
     data_state: str = "",
+    *,
+    digest: str = "",
+    is_newest: bool = True,
 ) -> Committed:
     """
     Make the staged files a checkpoint. Raises ManifestInvalid when anything is missing, and then nothing has changed.
 
-    Committing twice is harmless: a committer that died half-way is followed by another that does the rest.
+    Committing twice is harmless, also at the same time: a committer that died half-way, or was only slow, is followed by another that does
+    the rest. `digest` is that of all manifests as their writers reported them; empty: nobody did. Without `is_newest` the trackers stay
+    as they are; they do, too, if they name a later save of the same process.
     """
     target = attempt.target_path
-    done = read_global_manifest(storage, target)
-    if done is None or done.attempt != attempt.attempt:
-        manifest = join_manifests(staged_manifests(storage, attempt), set(expected_ranks), data_state)
-        staging = attempt.staging_path(storage)
-        check_sizes(storage, staging, manifest)
-        storage.write_atomic(join(staging, GLOBAL_NAME), encode_manifest(manifest))
-        if isinstance(storage, Renaming):
-            _put_in_place(storage, staging, target, attempt, is_there=_exists(storage, target))
-            storage.sync_directory(attempt.directory)
-    else:
-        manifest = done
-    for tracker in (Tracker(TRACKER, str(attempt.step)), *trackers):
-        storage.write_atomic(join(attempt.directory, tracker.name), tracker.content.encode())
+    manifest = committed_manifest(storage, attempt)
+    if manifest is None:
+        try:
+            manifest = _commit_staged(storage, attempt, set(expected_ranks), data_state, digest)
+        except (ManifestInvalid, FileNotFoundError):
+            manifest = committed_manifest(storage, attempt)  # another committer was quicker: the staged files are gone
+            if manifest is None:
+                raise
+    if is_newest and not _is_newer_tracked(storage, attempt):
+        for tracker in (Tracker(TRACKER, str(attempt.step)), *trackers):
+            storage.write_atomic(join(attempt.directory, tracker.name), tracker.content.encode())
     _remove_leftovers(storage, attempt)
     return Committed(target, manifest)
+
+
+def committed_manifest(storage: Storage, attempt: Attempt) -> GlobalManifest | None:
+    """Of exactly this attempt, if it counts already."""
+    found = read_global_manifest(storage, attempt.target_path)
+    return found if found is not None and found.attempt == attempt.attempt else None
+
+
+def _commit_staged(
+    storage: Storage, attempt: Attempt, expected_ranks: set[int], data_state: str, digest: str
+) -> GlobalManifest:
+    manifest = join_manifests(staged_manifests(storage, attempt), expected_ranks, data_state)
+    found = digest_of_shards({rank.global_rank: rank.digest for rank in manifest.ranks})
+    if digest and found != digest:
+        raise ManifestInvalid(
+            f"The manifests of step {attempt.step} in {attempt.directory} are not those that the nodes reported. "
+            "Is another job writing there?"
+        )
+    staging = attempt.staging_path(storage)
+    check_sizes(storage, staging, manifest)
+    storage.write_atomic(join(staging, GLOBAL_NAME), encode_manifest(manifest))
+    if isinstance(storage, Renaming):
+        _put_in_place(storage, staging, attempt.target_path, attempt, is_there=_exists(storage, attempt.target_path))
+        storage.sync_directory(attempt.directory)
+    return manifest
+
+
+def _is_newer_tracked(storage: Storage, attempt: Attempt) -> bool:
+    """
+    Whether our tracker names a later save of the same trainers.
+
+    Their attempts are called alike but for a number that grows. Steps say nothing here: a training may have been taken back on purpose.
+    """
+    life, _, number = attempt.attempt.rpartition("-")
+    try:
+        step = latest_step(storage, attempt.directory)
+    except ManifestInvalid:
+        return False
+    if step is None or not life or not number.isdecimal():
+        return False
+    tracked = read_global_manifest(storage, join(attempt.directory, str(step)))
+    if tracked is None or tracked.step != step:  # it has another name
+        checkpoints = committed_checkpoints(storage, attempt.directory)
+        tracked = next((each.manifest for each in checkpoints if each.manifest.step == step), None)
+    if tracked is None:
+        return False
+    its_life, _, its_number = tracked.attempt.rpartition("-")
+    return its_life == life and its_number.isdecimal() and int(its_number) > int(number)
 
 
 def _put_in_place(storage: Renaming, staging: str, target: str, attempt: Attempt, *, is_there: bool) -> None:

@@ -20,7 +20,17 @@ import msgspec
 from msgspec import Struct
 
 from dlrover.snapshot.checksum import best_algorithm, chunk_checksums
-from dlrover.snapshot.commit import Attempt, Committed, Tracker, abandon, commit, finish_rank, stage, staged_manifests
+from dlrover.snapshot.commit import (
+    Attempt,
+    Committed,
+    Tracker,
+    abandon,
+    commit,
+    committed_manifest,
+    finish_rank,
+    stage,
+    staged_manifests,
+)
 from dlrover.snapshot.contents import Contents, decode_contents
 from dlrover.snapshot.direct_io import WriteOptions, WriteStopped
 from dlrover.snapshot.file_kinds import write_kind
@@ -150,8 +160,12 @@ def persist(
     *,
     options: WriteOptions | None = None,
     stop: threading.Event | None = None,
-) -> None:
-    """Write this shard's files into the staging directory of its attempt, and its manifest. Raises OSError and our own errors."""
+) -> str:
+    """
+    Write this shard's files into the staging directory of its attempt, and its manifest, whose digest is returned.
+
+    Raises OSError and our own errors.
+    """
     contents = decode_contents(pinned.sections())
     storage = storage_for(request.directory)
     attempt = request.as_attempt()
@@ -162,28 +176,32 @@ def persist(
             path = join(staging, entry.path)
             storage.make_directory(parent_of(path))
             written = write_kind(storage, path, contents, entry, pinned.data, options=options, stop=stop)
-            files.append(
-                FileRecord(entry.path, written.size_bytes, written.crc32, part=entry.name, kind=entry.kind)
-            )
-        finish_rank(storage, attempt, _manifest(pinned, request, contents, files))
+            files.append(FileRecord(entry.path, written.size_bytes, written.crc32, part=entry.name, kind=entry.kind))
+        return finish_rank(storage, attempt, _manifest(pinned, request, contents, files))
     except BaseException:
         _forget_shard(storage, attempt, request)
         raise
 
 
 def is_complete(request: SaveRequest) -> bool:
-    """Whether every shard of the attempt has been written."""
-    found = {
-        manifest.global_rank for manifest in staged_manifests(storage_for(request.directory), request.as_attempt())
-    }
-    return found >= set(range(request.num_shards))
+    """Whether every shard of the attempt has been written, or somebody has committed it already."""
+    storage, attempt = storage_for(request.directory), request.as_attempt()
+    found = {manifest.global_rank for manifest in staged_manifests(storage, attempt)}
+    return found >= set(range(request.num_shards)) or committed_manifest(storage, attempt) is not None
 
 
-def finish(request: SaveRequest) -> Committed:
-    """Commit, link the files where the caller wants them, delete what the retention gives up."""
+def finish(request: SaveRequest, *, digest: str = "", is_newest: bool = True) -> Committed:
+    """Commit, link the files where the caller wants them, delete what the retention gives up. See `commit` for the rest."""
     storage = storage_for(request.directory)
     trackers = [Tracker(name, content) for name, content in request.trackers.items()]
-    committed = commit(storage, request.as_attempt(), range(request.num_shards), trackers=trackers)
+    committed = commit(
+        storage,
+        request.as_attempt(),
+        range(request.num_shards),
+        trackers=trackers,
+        digest=digest,
+        is_newest=is_newest,
+    )
     if isinstance(storage, LocalStorage):
         for path, link in request.links.items():
             _link(join(committed.path, path), link)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dlrover.protocol.checkpoint_messages import digest_of_shards
 from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.snapshot.commit import (
     TRACKER,
@@ -31,6 +32,7 @@ from dlrover.snapshot.manifest import (
     Topology,
     decode_global_manifest,
     decode_rank_manifest,
+    digest_of,
     encode_manifest,
     join_manifests,
 )
@@ -226,6 +228,67 @@ def test_what_a_former_attempt_left_is_not_taken_for_this_one(place: tuple[Stora
     commit(storage, attempt, (0, 1), data_state="cursor 5")
     assert check_whole(storage, directory) == 5
     assert [entry.name for entry in storage.list(directory) if entry.is_directory] == ["5"]
+
+
+def test_a_slow_committer_does_not_take_the_tracker_back(place: tuple[Storage, str]) -> None:
+    storage, directory = place
+    slow, quick = attempt_at(10, "life-1", directory), attempt_at(20, "life-2", directory)
+    for rank in (0, 1):
+        write_rank(storage, slow, rank)
+    save(storage, quick)
+    commit(storage, slow, (0, 1), [Tracker(NATIVE, "10")])
+    assert latest_step(storage, directory) == 20
+    assert storage.read(join(directory, NATIVE)) == b"20"
+    assert [each.manifest.step for each in committed_checkpoints(storage, directory)] == [10, 20]
+
+
+def test_a_training_that_was_taken_back_takes_the_tracker_with_it(place: tuple[Storage, str]) -> None:
+    storage, directory = place
+    save(storage, attempt_at(20, "life-2", directory))
+    save(storage, attempt_at(10, "other-1", directory))
+    assert latest_step(storage, directory) == 10
+
+
+def test_one_that_is_not_the_newest_leaves_the_trackers_alone(place: tuple[Storage, str]) -> None:
+    storage, directory = place
+    save(storage, attempt_at(20, "b", directory))
+    late = attempt_at(10, "a", directory)
+    for rank in (0, 1):
+        write_rank(storage, late, rank)
+    commit(storage, late, (0, 1), [Tracker(NATIVE, "10")], is_newest=False)
+    assert latest_step(storage, directory) == 20
+    assert locate(storage, directory, 10) is not None
+
+
+def test_manifests_that_nobody_reported_are_not_committed(place: tuple[Storage, str]) -> None:
+    storage, directory = place
+    attempt = attempt_at(10, "a", directory)
+    digests = {rank: digest_of(encode_manifest(write_rank(storage, attempt, rank))) for rank in (0, 1)}
+    with pytest.raises(ManifestInvalid, match="Is another job writing there"):
+        commit(storage, attempt, (0, 1), digest=digest_of_shards({**digests, 1: "other"}))
+    assert latest_step(storage, directory) is None
+    commit(storage, attempt, (0, 1), digest=digest_of_shards(digests))
+    assert latest_step(storage, directory) == 10
+
+
+def test_a_second_committer_finds_the_work_done_under_its_hands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one renames just when this one has begun to look at the staged files."""
+    storage, directory = storage_for(str(tmp_path)), str(tmp_path)
+    attempt = attempt_at(10, "life-1", directory)
+    for rank in (0, 1):
+        write_rank(storage, attempt, rank)
+
+    def overtaken(*arguments: object) -> list[RankManifest]:
+        monkeypatch.undo()
+        commit(storage, attempt, (0, 1))
+        return staged_manifests(storage, attempt)
+
+    monkeypatch.setattr("dlrover.snapshot.commit.staged_manifests", overtaken)
+    committed = commit(storage, attempt, (0, 1))
+    assert committed.manifest.attempt == "life-1"
+    assert latest_step(storage, directory) == 10
 
 
 def test_a_tracker_without_its_checkpoint_is_an_error_not_a_start_from_scratch(tmp_path: Path) -> None:
