@@ -21,7 +21,14 @@ from typing import Protocol
 
 import msgspec
 
-from dlrover.protocol.checkpoint_messages import OpenSnapshots, SnapshotSaved, SnapshotTaken
+from dlrover.protocol.checkpoint_messages import (
+    CheckpointSettled,
+    OpenSnapshots,
+    SaveRequested,
+    SnapshotSaved,
+    SnapshotTaken,
+    TrainerNews,
+)
 from dlrover.protocol.errors import DLRoverError, Rejected
 from dlrover.protocol.local import FrameBuffer, pack
 from dlrover.protocol.messages import Hello
@@ -35,6 +42,7 @@ log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 HOLD = 60.0
 """Seconds that a slot is kept for an agent that does not take it."""
 _CONNECT_TIMEOUT = 1.0
+_MAX_SETTLED = 32
 
 
 class Outlet(Protocol):
@@ -65,6 +73,10 @@ class AgentOutlet:
         self._frames = FrameBuffer()
         self._held: dict[tuple[str, int], tuple[PinnedSlot, float]] = {}
         """Slots that the agent has been told to write and has not taken yet, and since when."""
+        self.settled: dict[str, CheckpointSettled] = {}
+        """What became of storage saves, by attempt; the newest few."""
+        self.save_request: SaveRequested | None = None
+        """Somebody wants a storage save; the newest request that was heard of."""
         self._send(OpenSnapshots(home=str(self.home)))
 
     def saved(self, name: SlotName, request: SaveRequest) -> None:
@@ -104,12 +116,28 @@ class AgentOutlet:
         try:
             while self._socket is not None and (data := self._socket.recv(65536)):
                 for frame in self._frames.feed(data):
-                    taken = msgspec.msgpack.decode(frame, type=SnapshotTaken)
-                    self._let_go((taken.path, taken.generation))
+                    self._hear(msgspec.msgpack.decode(frame, type=TrainerNews))
         except BlockingIOError:
             return
         except (OSError, msgspec.MsgspecError, Rejected):
             self._hang_up()
+
+    def listen(self) -> None:
+        """Take in what the agent has told, without waiting."""
+        self._send(None)
+        self._receive()
+
+    def _hear(self, news: TrainerNews) -> None:
+        match news:
+            case SnapshotTaken():
+                self._let_go((news.path, news.generation))
+            case CheckpointSettled():
+                self.settled[news.attempt] = news
+                while len(self.settled) > _MAX_SETTLED:
+                    del self.settled[next(iter(self.settled))]
+            case SaveRequested():
+                if self.save_request is None or news.number > self.save_request.number:
+                    self.save_request = news
 
     def _send(self, message: OpenSnapshots | SnapshotSaved | None) -> None:
         """As much as the socket takes now. An agent that is gone takes us with it, and its successor reads the segments."""
@@ -166,7 +194,10 @@ class ThreadOutlet:
             return
         pinned = pin_newest(name.path, name.slot, name.generation)
         assert pinned is not None, "nobody but this thread writes here"
-        self._saves.append(self._writer.submit(self._write, pinned, request))
+        try:
+            self._saves.append(self._writer.submit(self._write, pinned, request))
+        except RuntimeError:  # the interpreter is on its way out, and its executors take no more work
+            self._write(pinned, request)
 
     def poll(self) -> None:
         self._saves = [save for save in self._saves if not save.done()]
