@@ -40,7 +40,6 @@ from dlrover.snapshot.persist import (
     wait_until_complete,
 )
 from dlrover.snapshot.segment import PinnedSlot, SlotName
-from dlrover.snapshot.storage import storage_for
 
 log = logging.getLogger("dlrover.agent")
 
@@ -279,7 +278,7 @@ class Saver:
 
 def _is_due(request: SaveRequest) -> bool:
     """Whether a save that an earlier agent was asked for is still to be done: nothing as new has been committed."""
-    newest = latest_step(storage_for(request.directory), request.directory)
+    newest = latest_step(request.open_storage(), request.directory)
     return newest is None or newest < request.step
 
 

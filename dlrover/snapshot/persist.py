@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterable
 import msgspec
 from msgspec import Struct
 
+from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.checksum import best_algorithm, chunk_checksums
+from dlrover.snapshot.class_meta import ClassMeta
 from dlrover.snapshot.commit import (
     Attempt,
     Committed,
@@ -38,7 +40,9 @@ from dlrover.snapshot.manifest import FileRecord, RankManifest, TensorRecord, To
 from dlrover.snapshot.retention import KeepInterval, KeepLatest, apply_retention
 from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName
 from dlrover.snapshot.segment_format import SegmentInvalid, Sums, encode_sums
-from dlrover.snapshot.storage import LocalStorage, Storage, join, parent_of, storage_for
+from dlrover.snapshot.storage import LocalStorage, Storage, join, parent_of
+from dlrover.snapshot.user_deletion import UserDeletion
+from dlrover.snapshot.user_storage import announce, storage_of
 
 REQUEST = "save"
 """Name of the extra part of a slot that holds the request."""
@@ -72,7 +76,15 @@ class SaveRequest(Struct, frozen=True, kw_only=True):
     """Copies in other nodes' memory that the trainer asks for."""
     keep_latest: int = 0
     keep_interval: int = 0
+    deletion: ClassMeta | None = None
+    """A deletion strategy of the user's own."""
+    storage: ClassMeta | None = None
+    """A storage of the user's own, in place of what the directory says."""
     save_timeout: float = 600.0
+
+    def open_storage(self) -> Storage:
+        """Raises ConfigError when the user's own cannot be built here."""
+        return storage_of(self.directory, self.storage)
 
     def as_attempt(self) -> Attempt:
         """Raises ValueError when the target cannot be the name of a checkpoint."""
@@ -167,7 +179,7 @@ def persist(
     Raises OSError and our own errors.
     """
     contents = decode_contents(pinned.sections())
-    storage = storage_for(request.directory)
+    storage = request.open_storage()
     attempt = request.as_attempt()
     staging = stage(storage, attempt)
     try:
@@ -185,14 +197,14 @@ def persist(
 
 def is_complete(request: SaveRequest) -> bool:
     """Whether every shard of the attempt has been written, or somebody has committed it already."""
-    storage, attempt = storage_for(request.directory), request.as_attempt()
+    storage, attempt = request.open_storage(), request.as_attempt()
     found = {manifest.global_rank for manifest in staged_manifests(storage, attempt)}
     return found >= set(range(request.num_shards)) or committed_manifest(storage, attempt) is not None
 
 
 def finish(request: SaveRequest, *, digest: str = "", is_newest: bool = True) -> Committed:
     """Commit, link the files where the caller wants them, delete what the retention gives up. See `commit` for the rest."""
-    storage = storage_for(request.directory)
+    storage = request.open_storage()
     trackers = [Tracker(name, content) for name, content in request.trackers.items()]
     committed = commit(
         storage,
@@ -202,6 +214,7 @@ def finish(request: SaveRequest, *, digest: str = "", is_newest: bool = True) ->
         digest=digest,
         is_newest=is_newest,
     )
+    announce(storage, request.step, is_committed=True)
     if isinstance(storage, LocalStorage):
         for path, link in request.links.items():
             _link(join(committed.path, path), link)
@@ -209,6 +222,8 @@ def finish(request: SaveRequest, *, digest: str = "", is_newest: bool = True) ->
         apply_retention(storage, request.directory, KeepLatest(request.keep_latest))
     if request.keep_interval:
         apply_retention(storage, request.directory, KeepInterval(request.keep_interval))
+    if request.deletion is not None:
+        apply_retention(storage, request.directory, UserDeletion(request.deletion, request.directory))
     return committed
 
 
@@ -228,9 +243,7 @@ def wait_until_complete(
     pause = _FIRST_LOOK_AFTER
     while not is_complete(request):
         if time.monotonic() >= deadline:
-            found = sorted(
-                each.global_rank for each in staged_manifests(storage_for(request.directory), request.as_attempt())
-            )
+            found = sorted(each.global_rank for each in staged_manifests(request.open_storage(), request.as_attempt()))
             raise TimeoutError(
                 f"Step {request.step} was not committed: after {limit:g} s only {len(found)} of {request.num_shards} "
                 f"shards were written ({found[:8]})."
@@ -243,8 +256,10 @@ def wait_until_complete(
 def give_up(request: SaveRequest) -> None:
     """The attempt failed: remove what was staged. Whoever cannot even do that leaves it to the next commit of the step."""
     try:
-        abandon(storage_for(request.directory), request.as_attempt())
-    except OSError:
+        storage = request.open_storage()
+        abandon(storage, request.as_attempt())
+        announce(storage, request.step, is_committed=False)
+    except (OSError, DLRoverError):
         return
 
 

@@ -82,6 +82,15 @@ def parent_of(path: str) -> str:
     return posixpath.dirname(path)
 
 
+def read_bytes(source: Any) -> bytes:
+    """For `load`: the whole content, of a path or an open file."""
+    if isinstance(source, (str, os.PathLike)):
+        with open(source, "rb") as file:
+            return file.read()
+    content: bytes = source.read()
+    return content
+
+
 def storage_for(location: str, **options: Any) -> Storage:
     """`options` go to fsspec: credentials, endpoints."""
     if "://" not in location:

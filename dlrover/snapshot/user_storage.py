@@ -197,9 +197,12 @@ def storage_of(directory: str, meta: ClassMeta | None = None) -> Storage:
 
 
 def announce(storage: Storage, step: int, *, is_committed: bool) -> None:
-    """A storage of the user's is told how an attempt ended."""
+    """A storage of the user's is told how an attempt ended. That it fails then changes nothing about the checkpoint."""
     if isinstance(storage, UserStorage):
-        storage.announce(step, is_committed)
+        try:
+            storage.announce(step, is_committed)
+        except (OSError, DLRoverError) as error:
+            log.error("step %d: %s", step, error)
 
 
 class UserStorageFailed(DLRoverError):

@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.checksum import Corrupt
+from dlrover.snapshot.class_meta import ClassMeta
 from dlrover.snapshot.commit import Committed, committed_checkpoints, latest_step, read_global_manifest
 from dlrover.snapshot.contents import TORCH, decode_contents
 from dlrover.snapshot.copying import Copier
@@ -27,7 +28,8 @@ from dlrover.snapshot.manifest import DIRECTORY, GLOBAL_NAME, FileRecord, Manife
 from dlrover.snapshot.persist import of_present_history, read_request
 from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName, segment_paths
 from dlrover.snapshot.segment_format import SegmentInvalid
-from dlrover.snapshot.storage import LocalStorage, Storage, join, storage_for
+from dlrover.snapshot.storage import LocalStorage, Storage, join, read_bytes
+from dlrover.snapshot.user_storage import storage_of
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement
 from dlrover.trainer.torch.flash_checkpoint.copying import load_state
 from dlrover.trainer.torch.flash_checkpoint.reading import check_content, read_content, read_file, read_raw
@@ -51,8 +53,18 @@ class Restored(Struct, frozen=True):
 class Restorer:
     """Made for one restore; all ranks make it together."""
 
-    def __init__(self, directory: str, home: Path, agreement: Agreement, copier: Copier) -> None:
+    def __init__(
+        self,
+        directory: str,
+        home: Path,
+        agreement: Agreement,
+        copier: Copier,
+        *,
+        storage: ClassMeta | None = None,
+    ) -> None:
+        """`storage` is one of the user's own, in place of what the directory says."""
         self._directory, self._home, self._agreement, self._copier = directory, home, agreement, copier
+        self._storage = storage
 
     def load(self, names: Sequence[str] | None, into: Mapping[str, object] | None) -> Restored | None:
         """
@@ -143,7 +155,7 @@ class Restorer:
         return told[1:], ""
 
     def _find_stored(self) -> list[int]:
-        storage = storage_for(self._directory)
+        storage = storage_of(self._directory, self._storage)
         newest = latest_step(storage, self._directory)
         if newest is None:
             return []
@@ -190,7 +202,7 @@ class Restorer:
             return None
 
     def _read_checkpoint(self, step: int, names: Sequence[str] | None, into: Mapping[str, object]) -> dict[str, Any]:
-        storage = storage_for(self._directory)
+        storage = storage_of(self._directory, self._storage)
         found = [each for each in committed_checkpoints(storage, self._directory) if each.manifest.step == step]
         if not found:
             name = names[0] if names else DEFAULT_PART
@@ -199,7 +211,7 @@ class Restorer:
         for name, file in self._own_files(found[0], names).items():
             path = join(found[0].path, file.path)
             if not isinstance(storage, LocalStorage):
-                content = storage.read(path)
+                content = storage.load(path, read_bytes)
                 is_torch = file.kind == TORCH
                 parts[name] = (
                     read_content(content, path, file, into=into.get(name))
