@@ -89,15 +89,18 @@ def share_of(ranks: Ranks, local_ranks: Sequence[int], local_shard_num: int, glo
 class Agreement:
     """Made by all ranks together, as torch's groups are."""
 
-    def __init__(self, ranks: Ranks, local_shard_num: int, global_shard_num: int) -> None:
+    def __init__(
+        self, ranks: Ranks, local_shard_num: int, global_shard_num: int, *, is_group_private: bool = False
+    ) -> None:
+        """With a private group we may be called from another thread than the training's collectives."""
         self.ranks = ranks
         self._everybody: Any = None
         """The group of all ranks; None: nobody to agree with."""
         self._savers: Any = None
         self.is_joint = ranks.world_size > 1 and dist.is_available() and dist.is_initialized()
         if self.is_joint:
-            is_gloo = dist.get_backend() == "gloo"
-            self._everybody = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo", timeout=PATIENCE)
+            is_shared = dist.get_backend() == "gloo" and not is_group_private
+            self._everybody = dist.group.WORLD if is_shared else dist.new_group(backend="gloo", timeout=PATIENCE)
             local_ranks = [values[0] for values in self._gather([ranks.local_rank])]
         else:
             size = max(1, ranks.local_world_size)
@@ -112,6 +115,11 @@ class Agreement:
         [token] = self.tell_all([secrets.randbits(48)])
         self.token = f"{token:012x}"
         """Equal on all ranks, and never the same again."""
+
+    @property
+    def group(self) -> Any:
+        """All ranks, over gloo; None: nobody to agree with."""
+        return self._everybody
 
     def decide(self, *, is_ready: bool, is_giving_up: bool = False) -> tuple[bool, bool]:
         """Of the saving ranks: whether all are ready, and whether any gives up."""

@@ -56,7 +56,9 @@ class CheckpointEngine:
         save_timeout: float = 600.0,
         num_slots: int = 2,
         outlet: Outlet | None = None,
+        is_group_private: bool = False,
     ) -> None:
+        """`is_group_private`: ranks agree in a group of their own, so that saves may come from another thread than the training's."""
         if local_shard_num < 1 or global_shard_num < 1:
             raise ConfigError(f"Shard numbers must be at least 1, not {local_shard_num} and {global_shard_num}.")
         if global_shard_num < local_shard_num:
@@ -67,7 +69,8 @@ class CheckpointEngine:
         self._save_timeout = save_timeout
         self._num_slots = num_slots
         self._shard_nums = (local_shard_num, global_shard_num)
-        self._agreement = Agreement(own_ranks(), local_shard_num, global_shard_num)
+        self._is_group_private = is_group_private
+        self._agreement = Agreement(own_ranks(), *self._shard_nums, is_group_private=is_group_private)
         where = environment.current()
         self._round = 0 if where is None else int(where.round)
         if outlet is not None:
@@ -90,6 +93,11 @@ class CheckpointEngine:
             has_segments = bool(segment_paths(self.outlet.home, self.shard))
             self._preparation = Preparation(self.reserve, has_segments=has_segments)
         self._is_error_told = False
+
+    @property
+    def agreement(self) -> Agreement:
+        """Of the ranks as they are now."""
+        return self._agreement
 
     @property
     def is_saving_rank(self) -> bool:
@@ -283,7 +291,7 @@ class CheckpointEngine:
         """The process group may have been made after us."""
         is_grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
         if is_grouped and not self._agreement.is_joint and torch.distributed.get_world_size() > 1:
-            self._agreement = Agreement(own_ranks(), *self._shard_nums)
+            self._agreement = Agreement(own_ranks(), *self._shard_nums, is_group_private=self._is_group_private)
             if self._segments is not None:
                 self._segments.agreement = self._agreement
 
