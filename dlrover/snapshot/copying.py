@@ -14,8 +14,8 @@ import ctypes
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from dlrover.snapshot.streaming import LINE_BYTES, load_streaming_copy
@@ -52,34 +52,29 @@ class Copier:
 
     def copy(self, spans: Iterable[Span]) -> None:
         """Copy everything before returning; the calling thread takes part."""
-        bundles = _bundles(spans)
-        ticket = itertools.count()
-        helpers = self._start(bundles, ticket, min(len(bundles), self.num_threads) - 1)
-        self._work(bundles, ticket)
-        for helper in helpers:
-            helper.result()
+        work = _Work(_bundles(spans))
+        self._start(work, work.num_bundles - 1)
+        work.run(self._copy_one)
+        work.wait()
 
-    def start(self, spans: Iterable[Span]) -> CopyInProgress:
-        """Copy in the background; the memory must stay as it is until `CopyInProgress.finish`."""
-        bundles = _bundles(spans)
-        ticket = itertools.count()
-        helpers = self._start(bundles, ticket, min(len(bundles), self.num_threads))
-        return CopyInProgress(self, bundles, ticket, helpers)
+    def start(self, spans: Iterable[Span], num_helpers: int | None = None) -> CopyInProgress:
+        """
+        Copy in the background, by as many threads as there are or by `num_helpers`, which may be 0: then nothing happens before
+        `CopyInProgress.finish`. The memory must stay as it is until then.
+        """
+        work = _Work(_bundles(spans))
+        self._start(work, work.num_bundles if num_helpers is None else num_helpers)
+        return CopyInProgress(self, work)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
 
-    def _start(self, bundles: _Bundles, ticket: itertools.count[int], num_helpers: int) -> list[Future[None]]:
+    def _start(self, work: _Work, num_helpers: int) -> None:
         if os.getpid() != self._pid:  # threads do not survive a fork
             self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="dlrover-copy")
             self._pid = os.getpid()
-        return [self._pool.submit(self._work, bundles, ticket) for _ in range(max(0, num_helpers))]
-
-    def _work(self, bundles: _Bundles, ticket: itertools.count[int]) -> None:
-        """Take bundles until none is left. `next` of a count is one step of the interpreter, so no two threads get the same."""
-        while (index := next(ticket)) < len(bundles):
-            for span in bundles[index]:
-                self._copy_one(*span)
+        for _ in range(min(num_helpers, self.num_threads)):
+            self._pool.submit(work.run, self._copy_one)
 
     def _copy_one(self, target: int, source: int, num_bytes: int) -> None:
         if self._stream is None or num_bytes < STREAMING_FROM_BYTES:
@@ -97,19 +92,58 @@ class Copier:
 class CopyInProgress:
     """A copy that runs in the background."""
 
-    def __init__(
-        self, copier: Copier, bundles: _Bundles, ticket: itertools.count[int], helpers: list[Future[None]]
-    ) -> None:
-        self._copier, self._bundles, self._ticket, self._helpers = copier, bundles, ticket, helpers
+    def __init__(self, copier: Copier, work: _Work) -> None:
+        self._copier, self._work = copier, work
 
     def is_done(self) -> bool:
-        return all(helper.done() for helper in self._helpers)
+        return self._work.is_done()
 
     def finish(self) -> None:
-        """Help with what is left, then wait for the rest."""
-        self._copier._work(self._bundles, self._ticket)
-        for helper in self._helpers:
-            helper.result()
+        """Help with what is left, then wait for the rest. Several threads may do so at a time."""
+        self._work.run(self._copier._copy_one)
+        self._work.wait()
+
+
+class _Work:
+    """Bundles that any number of threads take from, until none is left; it has ended when the last of them has been copied."""
+
+    def __init__(self, bundles: _Bundles) -> None:
+        self._bundles = bundles
+        self._ticket = itertools.count()
+        self._num_left = len(bundles)
+        self._lock = threading.Lock()
+        """Guards the number: a thread that found nothing more to take must still wait for those that copy."""
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        if not bundles:
+            self._ended.set()
+
+    @property
+    def num_bundles(self) -> int:
+        return len(self._bundles)
+
+    def is_done(self) -> bool:
+        return self._ended.is_set()
+
+    def run(self, copy_one: Callable[[int, int, int], None]) -> None:
+        """`next` of a count is one step of the interpreter, so no two threads get the same bundle."""
+        while (index := next(self._ticket)) < len(self._bundles):
+            try:
+                for span in self._bundles[index]:
+                    copy_one(*span)
+            except BaseException as error:  # told to whoever waits, in whatever thread
+                self._error = error
+            with self._lock:
+                self._num_left -= 1
+                is_last = self._num_left == 0
+            if is_last:
+                self._ended.set()
+
+    def wait(self) -> None:
+        """Memory is all that it waits for, so it needs no deadline."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
 
 
 _Bundles = Sequence[Sequence[Span]]

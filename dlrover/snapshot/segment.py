@@ -264,6 +264,19 @@ class SegmentWriter:
         """Of all files, oldest first."""
         return sorted(name for file in self._files for name in file.complete_slots())
 
+    def discard(self, name: SlotName) -> bool:
+        """Give up a complete slot. False: somebody reads it, or it holds another state by now."""
+        for file in self._files:
+            if str(file.path) != name.path or not file.locks.try_own(1 + name.slot):
+                continue
+            record = read_record(file.fd, file.prelude.geometry, name.slot)
+            is_it = record is not None and record.generation == name.generation
+            if is_it:
+                file.set_word(name.slot, make_word(SlotState.EMPTY, name.generation))
+            file.locks.release(1 + name.slot)
+            return is_it
+        return False
+
     def close(self) -> None:
         """Give up the writing; the segments stay."""
         self._is_closed = True

@@ -25,16 +25,26 @@ class SaveReason(enum.StrEnum):
     ERROR = "error"
 
 
-class SaveResult(Struct, frozen=True, kw_only=True):
-    """True if the snapshot is in memory. Whether it is in storage is known later: `wait_latest_checkpoint`."""
+class SaveResult(Struct, kw_only=True):
+    """
+    True if the snapshot is in memory. Whether it is in storage is known later: `wait_latest_checkpoint`.
+
+    A lazy save returns before its copy has ended: until `is_done` the result is true if it began, and it changes when the copy ends.
+    """
 
     reason: SaveReason
     step: int
     blocking: float = 0.0
-    """Seconds for which training stood still."""
+    """Seconds for which training stood still in this call."""
+    waited: float = 0.0
+    """Seconds for which it stood still afterwards, before a step or where the copy was waited for. Final when `is_done`."""
     num_bytes: int = 0
     """Room that the state takes in its slot."""
     message: str = ""
+    is_lazy: bool = False
+    """Some of it was copied while training went on."""
+    is_done: bool = True
+    """Nothing of this will change any more."""
 
     def __bool__(self) -> bool:
         return self.reason is SaveReason.SAVED

@@ -11,7 +11,7 @@ caller has already, when their shapes fit, and fresh ones otherwise.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from dlrover.snapshot.contents import Contents, FileEntry, decode_contents, enco
 from dlrover.snapshot.copying import Copier, Span, address_of
 from dlrover.snapshot.layout import Layout, Plan, plan_state
 from dlrover.snapshot.segment import PinnedSlot, SegmentWriter, SlotInWriting, SlotName
+from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY_FROM_BYTES, Block, Changed, Guard
 from dlrover.trainer.torch.flash_checkpoint.live import fresh_storage, live_storages
 from dlrover.trainer.torch.flash_checkpoint.parts import restore_part, skeleton_of
 from dlrover.trainer.torch.flash_checkpoint.skeleton import Skeleton
@@ -36,6 +37,7 @@ class StateWriter:
         self.segments, self.copier = segments, copier
         self._meta_bytes = 0
         self._unnamed_bytes = 0
+        self._turn = 0
 
     def reserve(self, parts: Mapping[str, object]) -> memoryview:
         """Room for a state like this; the returned memory is worth pre-faulting."""
@@ -56,6 +58,23 @@ class StateWriter:
 
         The tensors may change again as soon as this returns.
         """
+        pending = self.begin(parts, step=step, round_=round_, paths=paths, extra=extra)
+        return None if pending is None else pending.finish()
+
+    def begin(
+        self,
+        parts: Mapping[str, object],
+        *,
+        step: int,
+        round_: int = 0,
+        paths: Mapping[str, str] | None = None,
+        extra: Mapping[str, bytes] | None = None,
+        lazy_storages: Collection[int] = (),
+    ) -> PendingSave | None:
+        """
+        The same, but for the end: `PendingSave.finish` makes it count. Storages in `lazy_storages` (by identity) may still be on their way until
+        then and must not change; all others may.
+        """
         adapter = TorchTensors()
         with torch.no_grad():
             plan = plan_state(parts, adapter)
@@ -63,10 +82,16 @@ class StateWriter:
                 slot = self.segments.begin(plan.layout.data_length + self._unnamed_bytes, self._guess_meta(plan))
                 if slot is None:
                     return None
-                with slot:
-                    name = self._fill(slot, parts, plan, adapter, step, round_, paths or {}, extra or {})
-                if name is not None:
-                    return name
+                try:
+                    pending = self._fill(
+                        slot, parts, plan, adapter, step, round_, paths or {}, extra or {}, lazy_storages
+                    )
+                except BaseException:
+                    slot.abandon()
+                    raise
+                if pending is not None:
+                    return pending
+                slot.abandon()
         raise AssertionError("the state changed its size while it was saved; another thread works on it")
 
     def _fill(
@@ -79,10 +104,16 @@ class StateWriter:
         round_: int,
         paths: Mapping[str, str],
         extra: Mapping[str, bytes],
-    ) -> SlotName | None:
+        lazy_storages: Collection[int],
+    ) -> PendingSave | None:
         """None: the slot is too small for what only the pickles know."""
-        named = [(number, adapter.storages[identity]) for identity, number in plan.numbers.items()]  # type: ignore[index]
-        with _Transfer(self.copier, slot.data, plan.layout, named):
+        lazy: list[tuple[int, torch.UntypedStorage]] = []
+        eager: list[tuple[int, torch.UntypedStorage]] = []
+        for identity, number in plan.numbers.items():
+            storage = adapter.storages[identity]  # type: ignore[index]
+            is_lazy = identity in lazy_storages and storage.device.type == "cpu" and storage.nbytes() >= LAZY_FROM_BYTES
+            (lazy if is_lazy else eager).append((number, storage))
+        with _Transfer(self.copier, slot.data, plan.layout, eager):
             skeletons = {name: skeleton_of(part) for name, part in parts.items()}
             layout, files, unnamed = _with_unnamed(plan, skeletons, paths)
         self._unnamed_bytes = max(self._unnamed_bytes, layout.data_length - plan.layout.data_length)
@@ -94,12 +125,55 @@ class StateWriter:
             return None
         with _Transfer(self.copier, slot.data, layout, unnamed):
             pass
-        return slot.complete(
-            step=step, round_=round_, data_length=layout.data_length, layout_hash=layout_hash, sections=sections
-        )
+        self._turn += 1
+        guard = Guard(_blocks(slot.data, layout, lazy), self._turn)
+        # Whoever brings the save to its end is a thread too; the others are for the training.
+        transfer = _Transfer(self.copier, slot.data, layout, lazy, num_helpers=self.copier.num_threads // 2 - 1)
+
+        def publish() -> SlotName:
+            return slot.complete(
+                step=step, round_=round_, data_length=layout.data_length, layout_hash=layout_hash, sections=sections
+            )
+
+        return PendingSave(slot, transfer, guard, layout, publish)
 
     def _guess_meta(self, plan: Plan) -> int:
         return max(self._meta_bytes, META_GUESS_BASE + META_GUESS_PER_TENSOR * len(plan.layout.tensors))
+
+
+class PendingSave:
+    """A save whose large blocks may still be on their way. It counts when `finish` has returned."""
+
+    def __init__(
+        self,
+        slot: SlotInWriting,
+        transfer: _Transfer,
+        guard: Guard,
+        layout: Layout,
+        publish: Callable[[], SlotName],
+    ) -> None:
+        self._slot, self._transfer, self._guard, self._layout, self._publish = slot, transfer, guard, layout, publish
+        self.is_lazy = transfer.num_bytes > 0
+
+    def help(self) -> None:
+        """Copy what is not copied yet. Any number of threads may do so at a time."""
+        self._transfer.finish()
+
+    def finish(self) -> SlotName:
+        """Publish the slot. Raises Changed, and gives the slot up, if somebody wrote to a block meanwhile."""
+        try:
+            self._transfer.finish()
+            number = self._guard.check()
+            if number is not None:
+                raise Changed(f"{self._name_of(number)} was written to while it was copied.")
+            return self._publish()
+        except BaseException:
+            self._slot.abandon()
+            raise
+
+    def _name_of(self, number: int) -> str:
+        names = [tensor.name for tensor in self._layout.tensors if tensor.storage == number]
+        return names[0] if names else f"Storage {number}"
 
 
 def load_state(
@@ -156,6 +230,15 @@ def _with_unnamed(
     return layout, tuple(files), unnamed
 
 
+def _blocks(data: memoryview, layout: Layout, storages: Sequence[tuple[int, torch.UntypedStorage]]) -> list[Block]:
+    start = address_of(data) if data.nbytes else 0
+    return [
+        Block(storage.data_ptr(), start + entry.offset, entry.num_bytes, number)
+        for number, storage in storages
+        for entry in (layout.storages[number],)
+    ]
+
+
 class _Transfer(contextlib.AbstractContextManager["_Transfer"]):
     """Storages on their way into the slot or out of it, while the body of the `with` runs."""
 
@@ -167,6 +250,7 @@ class _Transfer(contextlib.AbstractContextManager["_Transfer"]):
         storages: Sequence[tuple[int, torch.UntypedStorage]],
         *,
         out_of_slot: bool = False,
+        num_helpers: int | None = None,
     ) -> None:
         start = address_of(data) if data.nbytes else 0
         spans = []
@@ -181,8 +265,8 @@ class _Transfer(contextlib.AbstractContextManager["_Transfer"]):
                 spans.append(Span(target, source, entry.num_bytes))
             else:
                 on_devices.append((data[entry.offset : entry.offset + entry.num_bytes], storage))
-        self._copy = copier.start(spans)
-        self._storages = storages  # alive until the copy has ended
+        self._copy = copier.start(spans, num_helpers)
+        self._alive = (storages, data)  # until the copy has ended
         devices = {storage.device for _, storage in on_devices}
         for block, storage in on_devices:
             ours_view = torch.frombuffer(block, dtype=torch.uint8)
@@ -192,8 +276,13 @@ class _Transfer(contextlib.AbstractContextManager["_Transfer"]):
             else:
                 ours_view.copy_(theirs_view, non_blocking=True)
         self._devices = devices
+        self.num_bytes = sum(layout.storages[number].num_bytes for number, _ in storages)
 
     def __exit__(self, *_: object) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """Help with what is left and wait for the rest; may be called by several threads, and again."""
         self._copy.finish()
         for device in self._devices:
             torch.accelerator.synchronize(device)  # torch 2.6; there are devices here, so it is new enough to know them

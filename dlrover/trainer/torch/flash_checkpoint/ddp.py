@@ -36,13 +36,14 @@ class DdpCheckpointer(Checkpointer):
         *,
         storage: Any = None,
         num_slots: int = 2,
+        lazy: bool | str = False,
     ) -> None:
         """
         With 1 and 1 shards the state is the same on all ranks and local rank 0 of each node saves; for a state that is cut over all ranks
         give the ranks per node and the world size.
 
         `comm_backend` is accepted and not needed: ranks agree over gloo. `num_slots` is how many states are kept in memory; a
-        third one lets memory saves go on while storage is slow.
+        third one lets memory saves go on while storage is slow. `lazy` is how saves are made that do not say.
         """
         if storage is not None:
             raise ConfigError(
@@ -57,6 +58,7 @@ class DdpCheckpointer(Checkpointer):
             deletion_strategy=deletion_strategy,
             save_timeout=save_timeout,
             num_slots=num_slots,
+            lazy=lazy,
         )
 
     def save_checkpoint(
@@ -67,12 +69,16 @@ class DdpCheckpointer(Checkpointer):
         storage_type: StorageType = StorageType.DISK,
         *,
         on_busy: str = "skip",
+        lazy: bool | str | None = None,
     ) -> SaveResult:
         """
         Copy the state into memory; it may change again as soon as this returns. With DISK the agent writes `path` afterwards, by
         default `{checkpoint_dir}/{step}/rank_{shard}.pt`.
 
         `on_busy="block"` waits for a free slot instead of skipping the save: for the last one of a training.
+
+        `lazy=True` lets parameters and optimizer state be copied during the next forward and backward pass; the next step of the optimizer
+        waits for the rest. Until then only an optimizer may change them. "auto" is the same, and says nothing where that is not possible.
         """
         if not isinstance(storage_type, StorageType):
             raise ValueError(f"storage_type is StorageType.MEMORY or StorageType.DISK, not {storage_type!r}.")
@@ -85,6 +91,7 @@ class DdpCheckpointer(Checkpointer):
             on_busy=on_busy,
             target=target,
             links=links,
+            lazy=lazy,
         )
 
     def load_checkpoint(self, resume_path: str = "", *, into: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -98,6 +105,14 @@ class DdpCheckpointer(Checkpointer):
         """
         state = self._engine.load_file(resume_path, into=into) if resume_path else self._engine.load(PART, into=into)
         return {} if state is None else state
+
+    def wait_for_staging(self) -> bool:
+        """Until the newest lazy save is in memory. False: it was discarded; its result says why."""
+        return self._engine.wait_for_staging()
+
+    def poll(self) -> bool:
+        """Whether the newest save is in memory, without waiting."""
+        return self._engine.poll()
 
     def wait_latest_checkpoint(self, timeout: float = 1800) -> bool:
         """Until the newest DISK save of this rank is committed. Ranks that do not save return at once."""

@@ -8,16 +8,18 @@ them overwrite their older slot or none does.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from dlrover.protocol.errors import ConfigError, Unavailable
+from dlrover.protocol.errors import ConfigError, DLRoverError, Unavailable
 from dlrover.snapshot.commit import latest_step
 from dlrover.snapshot.copying import Copier
 from dlrover.snapshot.manifest import ManifestInvalid
@@ -30,7 +32,8 @@ from dlrover.trainer import environment
 from dlrover.trainer.torch.flash_checkpoint.agreed_segments import AgreedSegments
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, own_ranks
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
-from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter
+from dlrover.trainer.torch.flash_checkpoint.copying import PendingSave, StateWriter
+from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY, Changed, Staging, StepWatch
 from dlrover.trainer.torch.flash_checkpoint.outlets import AgentOutlet, Outlet, ThreadOutlet
 from dlrover.trainer.torch.flash_checkpoint.preparing import Preparation
 from dlrover.trainer.torch.flash_checkpoint.reading import read_file
@@ -55,10 +58,15 @@ class CheckpointEngine:
         deletion_strategy: Retention | None = None,
         save_timeout: float = 600.0,
         num_slots: int = 2,
+        lazy: bool | str = False,
         outlet: Outlet | None = None,
         is_group_private: bool = False,
     ) -> None:
-        """`is_group_private`: ranks agree in a group of their own, so that saves may come from another thread than the training's."""
+        """
+        `lazy` is how saves are made that do not say: see `save`. `is_group_private`: ranks agree in a group of their own, so that saves
+        may come from another thread than the training's.
+        """
+        _check_lazy(lazy)
         if local_shard_num < 1 or global_shard_num < 1:
             raise ConfigError(f"Shard numbers must be at least 1, not {local_shard_num} and {global_shard_num}.")
         if global_shard_num < local_shard_num:
@@ -83,7 +91,10 @@ class CheckpointEngine:
         self._segments: AgreedSegments | None = None
         self._writer: StateWriter | None = None
         self._writing = threading.Lock()
-        """Guards the segments' writer: the thread that prepares memory may still be reserving it at the first save."""
+        """
+        Guards the segments' writer and the outlet: the thread that prepares memory may still be reserving it at the first save, and
+        the one that ends a lazy save publishes it.
+        """
         self._num_saves = 0
         self._storage_step: int | None = None
         """Newest step that this rank asked to be written."""
@@ -93,6 +104,20 @@ class CheckpointEngine:
             has_segments = bool(segment_paths(self.outlet.home, self.shard))
             self._preparation = Preparation(self.reserve, has_segments=has_segments)
         self._is_error_told = False
+        self._lazy = lazy
+        self._why_never_lazy = ""
+        """Once a tensor was written to during its copy nothing is copied lazily any more."""
+        self._told_against_lazy = ""
+        self._watch = StepWatch(self._before_step)
+        self._staging: Staging | None = None
+        self._staged: SaveResult | None = None
+        """Result of the newest lazy save."""
+        self._stager: ThreadPoolExecutor | None = None
+        self._unjudged: SlotName | None = None
+        """Slot of the last save, if the ranks have still to tell each other whether they all got it done."""
+        self._is_judgement_due = False
+        self._pid = os.getpid()
+        atexit.register(self._at_exit)
 
     @property
     def agreement(self) -> Agreement:
@@ -118,21 +143,27 @@ class CheckpointEngine:
         target: str = "",
         links: Mapping[str, str] | None = None,
         trackers: Mapping[str, str] | None = None,
+        lazy: bool | str | None = None,
     ) -> SaveResult:
         """
         Copy the named parts into a free slot. `paths` says which file each part becomes, inside of the checkpoint `target` (the
         step by default); `links` where else a file shall be found, by that path; `trackers` which files of the framework shall
         name the checkpoint once it counts, and with which words.
+
+        With `lazy` (True or "auto"; None: as the engine was made) parameters and optimizer state are copied while training goes on, where that is
+        safe; otherwise everything may change again as soon as this returns.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"A step is a number from 0 on, not {step!r}.")
         if on_busy not in ON_BUSY:
             raise ValueError(f"on_busy is one of {', '.join(ON_BUSY)}, not {on_busy!r}.")
-        begun_at = time.perf_counter()
+        wanted_lazy = self._lazy if lazy is None else _check_lazy(lazy)
         self._agree_late()
         share = self._agreement.share
         if not share.is_saving:
             return SaveResult(reason=SaveReason.NOT_A_SAVING_RANK, step=step)
+        self.wait_for_staging()  # a save that still copies comes first; the wait is counted there
+        begun_at = time.perf_counter()
         self._num_saves += 1
         request = SaveRequest(
             directory=self.checkpoint_dir,
@@ -155,22 +186,43 @@ class CheckpointEngine:
         self.outlet.poll()
         try:
             with self._writing:
-                name = self._copy(parts, paths, request, on_busy)
+                self._judge()
+                storages = self._lazy_storages(wanted_lazy)
+                try:
+                    pending = self._copy(parts, paths, request, on_busy, storages)
+                finally:
+                    is_agreed = self._segments is not None and self._segments.is_agreed
+                    self._is_judgement_due = is_agreed and wanted_lazy is not False
+                if pending is not None and not pending.is_lazy:
+                    self._saved(pending.finish(), request)
         except (OSError, ConfigError, Unavailable) as error:
             return self._failed(step, error, time.perf_counter() - begun_at)
-        if name is None:
+        if pending is None:
             return SaveResult(reason=SaveReason.SKIPPED_BUSY, step=step, blocking=time.perf_counter() - begun_at)
-        self.outlet.saved(name, request)
-        if is_storage:
-            self._storage_step = step
-        self._is_error_told = False
         assert self._segments is not None, "a save has been made with it"
-        num_bytes = self._segments.num_bytes
-        if self._preparation is not None:
-            self._preparation.after_save(name)
-        return SaveResult(
-            reason=SaveReason.SAVED, step=step, blocking=time.perf_counter() - begun_at, num_bytes=num_bytes
-        )
+        result = SaveResult(reason=SaveReason.SAVED, step=step, num_bytes=self._segments.num_bytes)
+        self._watch.after_save()
+        if pending.is_lazy:
+            self._stage(pending, request, result)
+        result.blocking = time.perf_counter() - begun_at
+        return result
+
+    def poll(self) -> bool:
+        """Whether the newest save is in memory, without waiting. Also lets go of what the agent has taken."""
+        with self._writing:
+            self.outlet.poll()
+        return self._staging is None or self._staging.is_done
+
+    def wait_for_staging(self) -> bool:
+        """Until the newest save is in memory; helps with its copy. False: it was discarded, its result says why."""
+        staging, result = self._staging, self._staged
+        if staging is not None:
+            begun_at = time.perf_counter()
+            staging.finish()
+            assert result is not None, "a save under way has a result"
+            result.waited += time.perf_counter() - begun_at
+            self._staging = None
+        return result is None or bool(result)
 
     def load(self, part: str, *, into: object = None) -> Any:
         """The part of that name in the newest state that every rank can have. None: there is none anywhere."""
@@ -187,6 +239,7 @@ class CheckpointEngine:
         `into` are parts like those that were saved: their tensors are filled where they are, if they look the same.
         """
         self._agree_late()
+        self.wait_for_staging()
         restored = Restorer(self.checkpoint_dir, self.outlet.home, self._agreement, self._copier).load(names, into)
         if restored is None:
             return None
@@ -205,6 +258,7 @@ class CheckpointEngine:
 
     def wait_for_storage(self, timeout: float) -> bool:
         """Whether the newest checkpoint that this rank asked for is committed. Others' disks can only be looked at."""
+        self.wait_for_staging()
         wanted = self._storage_step
         if wanted is None or not self.is_saving_rank:
             return True
@@ -223,6 +277,11 @@ class CheckpointEngine:
 
     def close(self) -> None:
         """Give up saving. Without an agent this waits for what is being written, and the memory goes."""
+        atexit.unregister(self._at_exit)
+        self.wait_for_staging()
+        self._watch.close()
+        if self._stager is not None:
+            self._stager.shutdown(wait=True)
         if self._preparation is not None:
             self._preparation.close()
         with self._writing:
@@ -239,6 +298,8 @@ class CheckpointEngine:
         with self._writing:
             self._open()
             assert self._segments is not None, "opened above"
+            if self._staging is not None and not self._staging.is_done:
+                return memoryview(b"")  # a copy is under way, so there is room, and it must not be replaced now
             return self._segments.reserve(num_bytes)
 
     def _open(self) -> StateWriter:
@@ -261,8 +322,13 @@ class CheckpointEngine:
         return self._writer
 
     def _copy(
-        self, parts: Mapping[str, object], paths: Mapping[str, str], request: SaveRequest, on_busy: str
-    ) -> SlotName | None:
+        self,
+        parts: Mapping[str, object],
+        paths: Mapping[str, str],
+        request: SaveRequest,
+        on_busy: str,
+        lazy_storages: Collection[int],
+    ) -> PendingSave | None:
         try:
             writer = self._open()
         except (OSError, ConfigError, Unavailable):
@@ -272,13 +338,99 @@ class CheckpointEngine:
         deadline = time.monotonic() + (self._save_timeout if on_busy == "block" else 0.0)
         while True:
             self._segments.begin_save(is_last_try=time.monotonic() >= deadline)
-            name = writer.save(
-                parts, step=request.step, round_=self._round, paths=paths, extra={REQUEST: encode_request(request)}
+            pending = writer.begin(
+                parts,
+                step=request.step,
+                round_=self._round,
+                paths=paths,
+                extra={REQUEST: encode_request(request)},
+                lazy_storages=lazy_storages,
             )
-            if name is not None or self._segments.has_given_up:
-                return name
+            if pending is not None or self._segments.has_given_up:
+                return pending
             time.sleep(_LOOK_AGAIN_AFTER)  # the kernel has no wait with a deadline for a slot's lock
             self.outlet.poll()
+
+    def _saved(self, name: SlotName, request: SaveRequest) -> None:
+        """The snapshot counts from here on. Called with the lock: the outlet is not made for two threads."""
+        self.outlet.saved(name, request)
+        self._unjudged = name
+        if request.is_storage:
+            self._storage_step = request.step
+        self._is_error_told = False
+        if self._preparation is not None:
+            self._preparation.after_save(name)
+
+    # Lazily.
+
+    def _lazy_storages(self, wanted: bool | str) -> Collection[int]:
+        """Storages, by identity, that may be copied while training goes on."""
+        if wanted is False:
+            return ()
+        reason = self._why_never_lazy or self._watch.reason_against()
+        if not reason:
+            return self._watch.owned_storages()
+        if reason != self._told_against_lazy:
+            self._told_against_lazy = reason
+            log.log(logging.WARNING if wanted is True else logging.INFO, "this save is not lazy: %s", reason)
+        return ()
+
+    def _stage(self, pending: PendingSave, request: SaveRequest, result: SaveResult) -> None:
+        """Let a thread bring the save to its end."""
+        result.is_lazy, result.is_done = True, False
+        self._staged = result
+        self._staging = staging = Staging(pending.help, lambda: self._settle(pending, request, result))
+        if self._stager is None:
+            self._stager = ThreadPoolExecutor(1, thread_name_prefix="dlrover-stage")
+        self._stager.submit(staging.finish)
+
+    def _settle(self, pending: PendingSave, request: SaveRequest, result: SaveResult) -> None:
+        """Everything is copied. Called once, by the thread or by the training; nothing may come out of it."""
+        try:
+            with self._writing:
+                self._saved(pending.finish(), request)
+        except Changed as error:
+            result.reason, result.message = SaveReason.ERROR, str(error)
+            self._why_never_lazy = f"{error} Something else than an optimizer's step changes it"
+            log.error(
+                "step %d was not saved: %s Saves are not lazy any more. Save after that code has run, or leave lazy off.",
+                request.step,
+                error,
+            )
+        except (OSError, DLRoverError) as error:
+            result.reason, result.message = SaveReason.ERROR, str(error)
+            self._failed(request.step, error, 0.0)
+        except Exception as error:  # the edge of a thread and of a hook: training goes on without this snapshot
+            result.reason, result.message = SaveReason.ERROR, f"{type(error).__name__}: {error}"
+            log.exception("bug: step %d was not saved. Training goes on.", request.step)
+        finally:
+            result.is_done = True
+
+    def _before_step(self) -> None:
+        """The hook: torch calls it before each step of each optimizer, and what is not copied yet has to be before that."""
+        if self._staging is not None and os.getpid() == self._pid:
+            self.wait_for_staging()
+
+    def _judge(self) -> None:
+        """
+        Did every rank bring its lazy save to its end? If one did not, the others give it up as well, before any of them gives
+        up an older one: so they always hold a step in common.
+        """
+        is_due, self._is_judgement_due = self._is_judgement_due, False
+        name, self._unjudged = self._unjudged, None
+        if not is_due:
+            return
+        try:
+            is_whole, _ = self._agreement.decide(is_ready=name is not None)
+        except RuntimeError as error:  # what torch raises when a rank is gone
+            raise Unavailable(f"The saving ranks could not agree on this save: {error}") from error
+        if not is_whole and name is not None and self._segments is not None and self._segments.discard(name):
+            log.warning("the snapshot of step %d is given up: another rank could not finish it", name.step)
+
+    def _at_exit(self) -> None:
+        """What was begun shall count; not for a forked child, which has a copy of this and no threads."""
+        if os.getpid() == self._pid:
+            self.wait_for_staging()
 
     def _failed(self, step: int, error: Exception, blocking: float) -> SaveResult:
         """Training goes on without this snapshot; told once until a save succeeds."""
@@ -294,6 +446,12 @@ class CheckpointEngine:
             self._agreement = Agreement(own_ranks(), *self._shard_nums, is_group_private=self._is_group_private)
             if self._segments is not None:
                 self._segments.agreement = self._agreement
+
+
+def _check_lazy(lazy: bool | str) -> bool | str:
+    if lazy not in LAZY:
+        raise ValueError(f'lazy is True, False or "auto", not {lazy!r}.')
+    return lazy
 
 
 def _retention_numbers(strategy: Retention | None) -> tuple[int, int]:

@@ -1,0 +1,192 @@
+"""
+Copying while training goes on: what may wait, until when, and how we notice that somebody did not keep to it.
+
+Between a save and the next step of an optimizer nothing changes the parameters and the optimizer's state: forward and backward only read them. So
+their copy may run meanwhile, and a hook that torch calls before each step of any optimizer waits for what is not copied yet.
+Everything that other code may change (buffers, averages, schedulers, tensors that no optimizer owns) is copied before the save returns.
+
+That is sure only for optimizers that we know and that really pass by the hook. For the rest there is a guard: some bytes of every block are
+noted before the copy, and compared with the block and with its copy afterwards. Version counters would not do: fused
+optimizers change tensors without counting.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dlrover.protocol.errors import DLRoverError
+
+LAZY_FROM_BYTES = 64 * 1024
+"""Smaller blocks are copied at once: altogether they are little, and each of them would cost a look."""
+SAMPLE_BYTES = 64
+MAX_SAMPLES = 1024
+MAX_SAMPLES_PER_BLOCK = 8
+_GOLDEN = 0.6180339887498949
+"""Multiples of it, modulo 1, fall evenly: each save looks at other places than the ones before."""
+
+LAZY = (True, False, "auto")
+
+
+class Changed(DLRoverError):
+    """A tensor was written to while it was copied."""
+
+
+class StepWatch:
+    """
+    Knows the optimizers of this process, from the hook that torch calls before each of their steps.
+
+    An optimizer that has not stepped since the last save has not shown that it passes by: a captured or compiled step does not.
+    """
+
+    def __init__(self, before_step: Callable[[], None]) -> None:
+        self._before_step = before_step
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._recent: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._hook: Any = register_optimizer_step_pre_hook(self._on_step)
+
+    def after_save(self) -> None:
+        self._recent = weakref.WeakSet()
+
+    @property
+    def has_stepped(self) -> bool:
+        """Since the last save."""
+        return len(self._recent) > 0
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """That have stepped since the last save."""
+        return list(self._recent)
+
+    def owned_storages(self) -> dict[int, torch.UntypedStorage]:
+        """By identity: what only a step that we wait for changes."""
+        owned: dict[int, torch.UntypedStorage] = {}
+        others: set[int] = set()
+        for optimizer in self._seen:
+            is_ours = optimizer in self._recent and not reason_against(optimizer)
+            for tensor in _tensors_of(optimizer):
+                storage = tensor.untyped_storage()
+                if is_ours:
+                    owned[storage._cdata] = storage
+                else:
+                    others.add(storage._cdata)
+        for identity in others:
+            owned.pop(identity, None)
+        return owned
+
+    def reason_against(self) -> str:
+        """Why nothing may be copied lazily now; empty: something may."""
+        if "deepspeed" in sys.modules:
+            return "DeepSpeed changes parameters outside of torch's optimizers"
+        if not self._seen:
+            return "no optimizer of torch has made a step yet"
+        if not self._recent:
+            return "no optimizer has passed by torch's hook since the last save"
+        reasons = [reason_against(optimizer) for optimizer in self._recent]
+        return next((reason for reason in reasons if reason), "") if all(reasons) else ""
+
+    def close(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._before_step()
+        self._recent.add(optimizer)
+        self._seen.add(optimizer)
+
+
+def reason_against(optimizer: torch.optim.Optimizer) -> str:
+    """Why the tensors of this optimizer may not be copied lazily; empty: they may."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim.") or getattr(torch.optim, kind.__name__, None) is not kind:
+        return f"{kind.__module__}.{kind.__qualname__} is not an optimizer of torch.optim"
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return "a capturable optimizer may step from a graph, past the hook"
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if getattr(param, "_post_accumulate_grad_hooks", None) or hasattr(param, "_in_backward_optimizers"):
+                return "a parameter has a hook that may step in the backward pass"
+    return ""
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from (param for param in group["params"] if _is_plain(param))
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor) and _is_plain(value))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+
+
+class Block(NamedTuple):
+    """A storage on its way: where it is, where it goes, and what to call it."""
+
+    source: int
+    target: int
+    num_bytes: int
+    number: int
+
+
+class Guard:
+    """Notes some bytes of each block; `check` compares them with the block and with its copy."""
+
+    def __init__(self, blocks: Sequence[Block], turn: int = 0) -> None:
+        self._blocks = blocks
+        self._places = list(_places(blocks, turn))
+        self._noted = [ctypes.string_at(block.source + at, length) for block, at, length in self._places]
+
+    def check(self) -> int | None:
+        """The number of a block that has changed meanwhile; None: none that we could see."""
+        for (block, at, length), noted in zip(self._places, self._noted, strict=True):
+            if (
+                ctypes.string_at(block.source + at, length) != noted
+                or ctypes.string_at(block.target + at, length) != noted
+            ):
+                return block.number
+        return None
+
+
+def _places(blocks: Sequence[Block], turn: int) -> Iterator[tuple[Block, int, int]]:
+    if not blocks:
+        return
+    num_each = max(1, min(MAX_SAMPLES_PER_BLOCK, MAX_SAMPLES // len(blocks)))
+    shift = turn * _GOLDEN % 1.0
+    for block in blocks:
+        length = min(SAMPLE_BYTES, block.num_bytes)
+        room = block.num_bytes - length
+        for index in range(num_each):
+            yield block, int(room * ((index + shift) / num_each)), length
+
+
+class Staging:
+    """
+    A lazy save between its call and the moment when it counts.
+
+    A thread brings it to its end, and so does whoever needs it to be at its end: the training thread before a step. `settle` runs once,
+    when everything is copied.
+    """
+
+    def __init__(self, help_copying: Callable[[], None], settle: Callable[[], None]) -> None:
+        self._help, self._settle = help_copying, settle
+        self._lock = threading.Lock()
+        """Guards `is_done`: the thread and the training may come at the same time, and one of them has to wait for the other."""
+        self.is_done = False
+
+    def finish(self) -> None:
+        self._help()
+        with self._lock:
+            if not self.is_done:
+                try:
+                    self._settle()
+                finally:
+                    self.is_done = True
