@@ -391,7 +391,7 @@ class Replicas:
             log.info("%s", message)
         else:
             self._told.add(key)
-            log.warning("%s. Training goes on.", message)
+            log.warning("%s. Training goes on.", message.rstrip("."))
 
 
 def open_replicas(config: AgentConfig, token: str, saver: Saver) -> Replicas | None:
