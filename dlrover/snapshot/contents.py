@@ -27,6 +27,8 @@ RAW = "raw"
 """The bytes as they are."""
 DISTCP = "distcp"
 """A file of torch's distributed checkpoint: many small archives one after the other."""
+SAFETENSORS = "safetensors"
+"""A file that the safetensors package reads."""
 
 
 class FileEntry(Struct, frozen=True):

@@ -11,9 +11,10 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dlrover.snapshot.contents import DISTCP, RAW, TORCH, Contents, FileEntry
+from dlrover.snapshot.contents import DISTCP, RAW, SAFETENSORS, TORCH, Contents, FileEntry
 from dlrover.snapshot.dcp_file import dcp_image
 from dlrover.snapshot.direct_io import Late, Piece, WriteOptions, WrittenFile, image_chunks, write_file
+from dlrover.snapshot.safetensors_file import safetensors_image
 from dlrover.snapshot.segment_format import SegmentInvalid
 from dlrover.snapshot.storage import LocalStorage, Storage
 from dlrover.snapshot.torch_file import file_storages, torch_image
@@ -60,16 +61,26 @@ def _torch(contents: Contents, entry: FileEntry, data: memoryview) -> FileImage:
 
 
 def _raw(contents: Contents, entry: FileEntry, data: memoryview) -> FileImage:
-    content = contents.pickles[entry.name]
-    return FileImage([Piece(0, content)], lambda sums: [], len(content))
+    """What was prepared, and behind it the storages: there a large file's bytes are."""
+    pieces = []
+    at = 0
+    for content in (contents.pickles[entry.name], *file_storages(contents, entry.name, data)):
+        pieces.append(Piece(at, content))
+        at += len(content)
+    return FileImage(pieces, lambda sums: [], at)
 
 
 def _distcp(contents: Contents, entry: FileEntry, data: memoryview) -> FileImage:
     return FileImage(*dcp_image(contents.pickles[entry.name], file_storages(contents, entry.name, data)))
 
 
+def _safetensors(contents: Contents, entry: FileEntry, data: memoryview) -> FileImage:
+    return FileImage(*safetensors_image(contents.pickles[entry.name], file_storages(contents, entry.name, data)))
+
+
 _KINDS: dict[str, Callable[[Contents, FileEntry, memoryview], FileImage]] = {
     TORCH: _torch,
     RAW: _raw,
     DISTCP: _distcp,
+    SAFETENSORS: _safetensors,
 }

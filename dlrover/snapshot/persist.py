@@ -30,13 +30,14 @@ from dlrover.snapshot.commit import (
     commit,
     committed_manifest,
     finish_rank,
+    read_global_manifest,
     stage,
     staged_manifests,
 )
 from dlrover.snapshot.contents import Contents, decode_contents
 from dlrover.snapshot.direct_io import WriteOptions, WriteStopped
 from dlrover.snapshot.file_kinds import write_kind
-from dlrover.snapshot.manifest import FileRecord, RankManifest, TensorRecord, Topology
+from dlrover.snapshot.manifest import FileRecord, GlobalManifest, RankManifest, TensorRecord, Topology
 from dlrover.snapshot.retention import KeepInterval, KeepLatest, apply_retention
 from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName
 from dlrover.snapshot.segment_format import SegmentInvalid, Sums, encode_sums
@@ -181,15 +182,18 @@ def persist(
     contents = decode_contents(pinned.sections())
     storage = request.open_storage()
     attempt = request.as_attempt()
+    before = read_global_manifest(storage, attempt.target_path)
     staging = stage(storage, attempt)
     try:
         files = []
         for entry in contents.files:
+            if not entry.path:
+                continue  # a copy for the restore from memory; another rank writes the file
             path = join(staging, entry.path)
             storage.make_directory(parent_of(path))
             written = write_kind(storage, path, contents, entry, pinned.data, options=options, stop=stop)
             files.append(FileRecord(entry.path, written.size_bytes, written.crc32, part=entry.name, kind=entry.kind))
-        return finish_rank(storage, attempt, _manifest(pinned, request, contents, files))
+        return finish_rank(storage, attempt, _manifest(pinned, request, contents, files, before))
     except BaseException:
         _forget_shard(storage, attempt, request)
         raise
@@ -263,7 +267,13 @@ def give_up(request: SaveRequest) -> None:
         return
 
 
-def _manifest(pinned: PinnedSlot, request: SaveRequest, contents: Contents, files: list[FileRecord]) -> RankManifest:
+def _manifest(
+    pinned: PinnedSlot,
+    request: SaveRequest,
+    contents: Contents,
+    files: list[FileRecord],
+    before: GlobalManifest | None,
+) -> RankManifest:
     path_of = {entry.name: entry.path for entry in contents.files}
     tensors = tuple(
         TensorRecord(
@@ -283,6 +293,7 @@ def _manifest(pinned: PinnedSlot, request: SaveRequest, contents: Contents, file
         topology=Topology(request.world_size, request.shard),
         files=tuple(files),
         tensors=tensors,
+        replaces="" if before is None else before.attempt,
     )
 
 
