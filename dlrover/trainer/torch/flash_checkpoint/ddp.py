@@ -15,7 +15,6 @@ import os
 from typing import Any
 
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.retention import Retention
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer, SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
@@ -30,7 +29,7 @@ class DdpCheckpointer(Checkpointer):
         local_shard_num: int = 1,
         global_shard_num: int = 1,
         comm_backend: str = "",
-        deletion_strategy: Retention | None = None,
+        deletion_strategy: object = None,
         save_timeout: float = 600,
         replica_count: int = 0,
         *,
@@ -42,13 +41,12 @@ class DdpCheckpointer(Checkpointer):
         With 1 and 1 shards the state is the same on all ranks and local rank 0 of each node saves; for a state that is cut over all ranks
         give the ranks per node and the world size.
 
+        `storage` is an object of a class derived from `CheckpointStorage`, `deletion_strategy` one of `CheckpointDeletionStrategy`; see
+        docs/compatibility.md.
+
         `comm_backend` is accepted and not needed: ranks agree over gloo. `num_slots` is how many states are kept in memory; a
         third one lets memory saves go on while storage is slow. `lazy` is how saves are made that do not say.
         """
-        if storage is not None:
-            raise ConfigError(
-                "storage= is not supported yet: give checkpoint_dir as a path or as a URL that fsspec reads."
-            )
         if replica_count:
             raise ConfigError("replica_count is not supported yet: leave it 0.")
         self._engine = CheckpointEngine(
@@ -58,6 +56,7 @@ class DdpCheckpointer(Checkpointer):
             deletion_strategy=deletion_strategy,
             save_timeout=save_timeout,
             num_slots=num_slots,
+            storage=storage,
             lazy=lazy,
         )
 

@@ -24,10 +24,10 @@ from dlrover.snapshot.commit import latest_step
 from dlrover.snapshot.copying import Copier
 from dlrover.snapshot.manifest import ManifestInvalid
 from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request
-from dlrover.snapshot.retention import KeepInterval, KeepLatest, Retention
 from dlrover.snapshot.segment import SlotName, segment_paths
 from dlrover.snapshot.segment_format import Owner
-from dlrover.snapshot.storage import storage_for
+from dlrover.snapshot.user_deletion import rule_for
+from dlrover.snapshot.user_storage import meta_for, storage_of
 from dlrover.trainer import environment
 from dlrover.trainer.torch.flash_checkpoint.agreed_segments import AgreedSegments
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, own_ranks
@@ -55,9 +55,10 @@ class CheckpointEngine:
         *,
         local_shard_num: int = 1,
         global_shard_num: int = 1,
-        deletion_strategy: Retention | None = None,
+        deletion_strategy: object = None,
         save_timeout: float = 600.0,
         num_slots: int = 2,
+        storage: object = None,
         lazy: bool | str = False,
         outlet: Outlet | None = None,
         is_group_private: bool = False,
@@ -73,7 +74,8 @@ class CheckpointEngine:
             log.warning("global_shard_num %d is raised to local_shard_num %d", global_shard_num, local_shard_num)
             global_shard_num = local_shard_num
         self.checkpoint_dir = checkpoint_dir if "://" in checkpoint_dir else os.path.abspath(checkpoint_dir)
-        self._keep_latest, self._keep_interval = _retention_numbers(deletion_strategy)
+        self._storage, brought_along = meta_for(storage)
+        self._deletion = rule_for(deletion_strategy or brought_along)
         self._save_timeout = save_timeout
         self._num_slots = num_slots
         self._shard_nums = (local_shard_num, global_shard_num)
@@ -178,8 +180,10 @@ class CheckpointEngine:
             is_committer=share.is_writer and share.shard == 0,
             links=dict(links or {}),
             trackers=dict(trackers or {}),
-            keep_latest=self._keep_latest,
-            keep_interval=self._keep_interval,
+            keep_latest=self._deletion.keep_latest,
+            keep_interval=self._deletion.keep_interval,
+            deletion=self._deletion.custom,
+            storage=self._storage,
             save_timeout=self._save_timeout,
         )
         request.as_attempt()  # a name that the agent could not use is an error here, where somebody can correct it
@@ -240,7 +244,9 @@ class CheckpointEngine:
         """
         self._agree_late()
         self.wait_for_staging()
-        restored = Restorer(self.checkpoint_dir, self.outlet.home, self._agreement, self._copier).load(names, into)
+        restored = Restorer(
+            self.checkpoint_dir, self.outlet.home, self._agreement, self._copier, storage=self._storage
+        ).load(names, into)
         if restored is None:
             return None
         log.info(
@@ -262,7 +268,7 @@ class CheckpointEngine:
         wanted = self._storage_step
         if wanted is None or not self.is_saving_rank:
             return True
-        storage = storage_for(self.checkpoint_dir)
+        storage = storage_of(self.checkpoint_dir, self._storage)
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -452,17 +458,3 @@ def _check_lazy(lazy: bool | str) -> bool | str:
     if lazy not in LAZY:
         raise ValueError(f'lazy is True, False or "auto", not {lazy!r}.')
     return lazy
-
-
-def _retention_numbers(strategy: Retention | None) -> tuple[int, int]:
-    """How many to keep, and which interval; 0: no such rule."""
-    if strategy is None:
-        return 0, 0
-    if isinstance(strategy, KeepLatest):
-        return max(1, strategy.max_to_keep), 0
-    if isinstance(strategy, KeepInterval):
-        return 0, max(1, strategy.keep_interval)
-    raise ConfigError(
-        f"deletion_strategy {type(strategy).__name__} cannot be used: the agent deletes, and knows KeepLatest(max_to_keep) and "
-        "KeepInterval(keep_interval) of dlrover.snapshot.retention."
-    )
