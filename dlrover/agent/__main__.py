@@ -100,11 +100,14 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             launch=config.launch,
             runtime_dir=config.runtime_dir,
             is_saving_at_break_points=config.is_saving_at_break_points,
+            bytes_per_second=config.snapshot_write_limit * 1e6,
         )
     )
     socket.tell_of_snapshots(saver)
+    saver.tell_trainers = socket.tell_trainers
 
     def build_group(world: WorldSpec, *, node_rank: NodeRank, master_now: Callable[[], Micros]) -> WorkerGroup:
+        saver.enter(world)
         return WorkerGroup(
             config,
             world,
@@ -126,12 +129,14 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             local_world_size=await resolve_local_world_size(config, spawner),
             build_group=build_group,
             step=socket.step,
+            snapshot_step=lambda: saver.newest_step,
             run_check=CheckTask(config, spawner=spawner, tree=tree),
             on_break=saver.break_point,
             warm_up=spawner.warm_up,
             exchange=replicas,
         )
         socket.relay_to(agent.relay)
+        saver.report_to(agent.relay)
         result = await agent.run()
         await saver.drain(is_hurried=result.exit_code >= EXIT_BY_SIGNAL)
         return result

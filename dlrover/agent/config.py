@@ -110,6 +110,8 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Directory of this user's snapshot segments; empty: the agent keeps none, and trainers see to themselves."""
     is_saving_at_break_points: bool = False
     """--save-at-breakpoint: what is in memory goes to storage when workers fail or the node leaves."""
+    snapshot_write_limit: float = 0.0
+    """--snapshot-write-limit: megabytes per second with which snapshots are written to storage; 0: no limit."""
     snapshot_copies: int = 0
     """--snapshot-replicas: so many other nodes keep a copy of this node's snapshots."""
     snapshot_parity: tuple[int, int] = (0, 0)

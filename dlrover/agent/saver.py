@@ -5,6 +5,10 @@ Trainers copy and train on; everything slow happens here. What there is to do st
 again after a kill finds the saves that its predecessor did not finish. A slot that shall be written is pinned as soon as
 we hear of it, in the order of the saves, and stays pinned until it is written: a later save takes another slot or is told that all are busy.
 
+Written shards are told to the master, which says who commits when all are there (`SaveLine`). Without a master, or one that is away for
+long, the writer of shard 0 waits for the manifests of the others and commits by itself. After a break the nodes decide with the master which
+snapshot is worth writing; what may be is pinned before new workers start.
+
 Nothing here can fail a job. Storage that cannot be written is reported once and tried again at the next save.
 """
 
@@ -15,14 +19,31 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from dlrover.protocol.checkpoint_messages import OpenSnapshots, SnapshotSaved, SnapshotTaken
+from dlrover.agent.save_line import Relay, SaveLine
+from dlrover.protocol.checkpoint_messages import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    CheckpointSettled,
+    CommitCheckpoint,
+    HeldSnapshot,
+    OpenSnapshots,
+    PersistSnapshot,
+    SaveDuties,
+    ShardWritten,
+    SnapshotSaved,
+    SnapshotsHeld,
+    SnapshotTaken,
+    TrainerNews,
+)
 from dlrover.protocol.errors import DLRoverError
+from dlrover.protocol.messages import Round, WorldSpec
 from dlrover.snapshot.commit import latest_step
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.direct_io import WriteOptions
@@ -47,6 +68,10 @@ NICENESS = 5
 """Of the threads that sum and write: the training goes first."""
 SAVING_FILE = "saving"
 """In the runtime directory while an agent that ends still writes: until when (monotonic seconds) it may."""
+DECISION = 15.0
+"""Seconds that snapshots of ended workers are held for the master to say which are worth writing."""
+_TRIES = 4
+"""The master waits once for the shards and up to three times for a committer, each for a save's timeout."""
 
 
 class SaverConfig(Struct, frozen=True, kw_only=True):
@@ -60,6 +85,12 @@ class SaverConfig(Struct, frozen=True, kw_only=True):
     """Seconds for queued saves when the job ends by itself. They are what the user asked for, so they may take their time."""
     patience_at_signal: float = 25.0
     """The same when somebody wants us gone; pods have 30 s."""
+    bytes_per_second: float = 0.0
+    """Limit of writing to storage while workers train; 0: none."""
+
+
+class SaveGivenUp(DLRoverError):
+    """The job has given the save up, for a reason that may lie on another node."""
 
 
 class Saver:
@@ -81,9 +112,23 @@ class Saver:
         self._reported: set[str] = set()
         self.on_summed: Callable[[SlotName], None] | None = None
         """Told of each slot that has its checksums, so that copies can be made."""
+        self.tell_trainers: Callable[[TrainerNews], None] = lambda news: None
+        """How the workers of this node are told."""
+        self._line: SaveLine | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._requests: dict[tuple[str, str], tuple[SaveRequest, float]] = {}
+        """By directory and attempt: what was written here and is not settled, and when that began."""
+        self._world: WorldSpec | None = None
+        self._asked_round = Round(0)
+        """Newest round after which the master was asked what to write."""
+        self._decision: asyncio.Future[tuple[PersistSnapshot, ...] | None] | None = None
+        self._newest: dict[str, int] = {}
+        """By segment: newest step that this round's workers saved."""
         self._stop = threading.Event()
+        self._hurry = threading.Event()
         self._writer = _pool("dlrover-persist")
-        self._committer = _pool("dlrover-commit")  # apart: while it waits for other nodes the next save may be written
+        # Apart: while it waits for other nodes the next save may be written. Two, for one may wait while the other is told to commit.
+        self._committer = _pool("dlrover-commit", 2)
         self._summer = _pool("dlrover-sums")
         (Path(config.runtime_dir) / SAVING_FILE).unlink(missing_ok=True)  # of an agent that was killed while it saved
 
@@ -99,7 +144,21 @@ class Saver:
                 self._adopt()
         return str(path)
 
+    def report_to(self, relay: Relay) -> None:
+        """From here on the master is told, and asked who commits."""
+        self._line = SaveLine(relay, self._on_duties, self._on_line_lost)
+
+    def enter(self, world: WorldSpec) -> None:
+        """The workers of this world are about to start."""
+        self._world, self._newest = world, {}
+
+    @property
+    def newest_step(self) -> int | None:
+        """The newest step that all saving workers of this node have in memory, as far as they told."""
+        return min(self._newest.values(), default=None)
+
     def on_open(self, message: OpenSnapshots) -> None:
+        self._listen()
         if self._path is not None and message.home == str(self._path):
             self._own_home(int(self._path.name.rsplit("-", 1)[1]))
 
@@ -114,6 +173,7 @@ class Saver:
             else:
                 self._enqueue(pinned)
                 taken = SnapshotTaken(path=message.path, generation=message.generation)
+        self._newest[message.path] = message.step
         name = SlotName(message.generation, message.step, 0, message.path, message.slot)
         self._to_sum[message.path] = name
         self._start_summing()
@@ -124,7 +184,13 @@ class Saver:
         self._adopt()  # a trainer may have been killed between its save and its word to us
         if not self._config.is_saving_at_break_points or self._home is None:
             return
-        by_shard = {each.global_rank: of_present_history(each.slots) for each in self._home.snapshots()}
+        if self._world is not None and self._world.group_world_size > 1:
+            self._break_together(self._world)
+        else:
+            self._break_alone(self._home)
+
+    def _break_alone(self, home: Home) -> None:
+        by_shard = {each.global_rank: of_present_history(each.slots) for each in home.snapshots()}
         steps = [{slot.step for slot in slots} for slots in by_shard.values()]
         common = set.intersection(*steps) if steps else set()
         if not common:
@@ -137,8 +203,62 @@ class Saver:
                 log.info("break point: step %d is written to storage", newest)
                 self._enqueue(pinned)
 
+    def _break_together(self, world: WorldSpec) -> None:
+        """Other nodes hold the other shards: ask the master, holding what may be wanted. Without it, write all there is."""
+        held = self._pin_held()
+        if not held:
+            return
+        if self._line is not None and self._line.is_up and world.round > self._asked_round:
+            self._asked_round = world.round
+            self._run(self._decide(self._line, world.round, held), f"break point of round {world.round}")
+            return
+        for pinned, request in held:  # the older first: it is more likely to be complete elsewhere
+            self._start(pinned, request, is_adopted=False)
+
+    def _pin_held(self) -> list[tuple[PinnedSlot, SaveRequest]]:
+        """Everything complete of the present history that is not being written anyway, oldest first."""
+        held = []
+        for shard in () if self._home is None else self._home.snapshots():
+            for name in of_present_history(shard.slots):
+                pinned = pin_newest(name.path, name.slot, name.generation)
+                request = None if pinned is None else self._read(pinned)
+                if pinned is not None and (request is None or _key(request) in self._known):
+                    release(pinned)
+                elif pinned is not None and request is not None:
+                    held.append((pinned, request))
+        return sorted(held, key=lambda each: (each[0].record.round, each[1].step))
+
+    async def _decide(self, line: SaveLine, round_: Round, held: list[tuple[PinnedSlot, SaveRequest]]) -> None:
+        decision = self._decision = asyncio.get_running_loop().create_future()
+        snapshots = tuple(
+            HeldSnapshot(
+                directory=request.directory,
+                attempt=request.attempt,
+                step=request.step,
+                shard=request.shard,
+                num_shards=request.num_shards,
+                round=Round(pinned.record.round),
+            )
+            for pinned, request in held
+        )
+        wanted: tuple[PersistSnapshot, ...] | None = None
+        if await line.tell(SnapshotsHeld(round=round_, held=snapshots), timeout=DECISION):
+            await asyncio.wait([decision], timeout=DECISION)
+            wanted = decision.result() if decision.done() else None
+        for pinned, request in held:
+            is_wanted = wanted is None and request.is_writer
+            for each in wanted or ():
+                is_meant = (each.directory, each.attempt) == (request.directory, request.attempt)
+                is_wanted = is_wanted or (is_meant and request.shard in each.shards)
+            if is_wanted and _key(request) not in self._known:
+                log.info("break point: step %d is written to storage", request.step)
+                self._start(pinned, replace(request, is_writer=True), is_adopted=False)
+            else:
+                release(pinned)
+
     async def drain(self, *, is_hurried: bool) -> None:
         """Finish what is queued, within the patience; tell what is lost."""
+        self._hurry.set()
         self._adopt()
         if not self._tasks:
             return
@@ -146,7 +266,7 @@ class Saver:
         mark = Path(self._config.runtime_dir) / SAVING_FILE
         _write_mark(mark, time.monotonic() + patience)
         log.info("waiting for %d saves before this agent ends", len(self._tasks))
-        _done, left = await asyncio.wait(self._tasks, timeout=patience)
+        left = await self._wait_for_tasks(time.monotonic() + patience)
         if left:
             log.error(
                 "%d checkpoints could not be finished within %.0f s and are lost; storage is too slow. What was committed "
@@ -161,6 +281,8 @@ class Saver:
     def close(self, *, is_removing: bool = False) -> None:
         """Let go; with `is_removing` the segments go as well, otherwise they are for the next agent or the launcher."""
         self._stop.set()
+        if self._listening is not None:
+            self._listening.cancel()
         if self._home is not None and is_removing:
             self._home.remove()
             remove_empty_root(self._config.root)
@@ -169,6 +291,12 @@ class Saver:
         self._home = None
         for pool in (self._writer, self._committer, self._summer):
             pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _wait_for_tasks(self, until: float) -> set[asyncio.Task[None]]:
+        """One may begin others: a break point is decided first and written then."""
+        while self._tasks and time.monotonic() < until:
+            await asyncio.wait(self._tasks, timeout=until - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
+        return set(self._tasks)
 
     def _own_home(self, node_rank: int) -> None:
         if self._home is not None or self._is_home_refused:
@@ -193,18 +321,27 @@ class Saver:
 
     def _enqueue(self, pinned: PinnedSlot, *, is_adopted: bool = False) -> None:
         """Takes the pin over."""
-        try:
-            request = read_request(decode_contents(pinned.sections()))
-        except DLRoverError as error:
-            self._report("unreadable", f"a snapshot cannot be written: {error}")
-            request = None
-        key = "" if request is None else f"{request.attempt}/{request.shard}"
-        is_wanted = request is not None and request.is_writer and key not in self._known
+        request = self._read(pinned)
+        is_wanted = request is not None and request.is_writer and _key(request) not in self._known
         if request is None or not is_wanted or (is_adopted and not request.is_storage):
             release(pinned)
             return
-        self._known.add(key)
-        task = asyncio.create_task(self._save(pinned, request, is_adopted), name=f"save {request.step}")
+        self._start(pinned, request, is_adopted)
+
+    def _read(self, pinned: PinnedSlot) -> SaveRequest | None:
+        try:
+            return read_request(decode_contents(pinned.sections()))
+        except DLRoverError as error:
+            self._report("unreadable", f"a snapshot cannot be written: {error}")
+            return None
+
+    def _start(self, pinned: PinnedSlot, request: SaveRequest, is_adopted: bool) -> None:
+        self._known.add(_key(request))
+        self._run(self._save(pinned, request, is_adopted), f"save {request.step}")
+
+    def _run(self, work: Coroutine[None, None, None], name: str) -> None:
+        """Something that the end of this agent has to wait for."""
+        task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -217,21 +354,23 @@ class Saver:
                     is_due = not is_adopted or await loop.run_in_executor(self._writer, _is_due, request)
                     if not is_due:
                         return
-                    options = WriteOptions(nice=NICENESS)
-                    await loop.run_in_executor(
+                    limit = self._config.bytes_per_second or None
+                    options = WriteOptions(nice=NICENESS, bytes_per_second=limit, hurry=self._hurry)
+                    round_ = Round(pinned.record.round)
+                    digest = await loop.run_in_executor(
                         self._writer, lambda: persist(pinned, request, options=options, stop=self._stop)
                     )
                 finally:
                     release(pinned)
-            if request.is_committer:
-                await loop.run_in_executor(self._committer, self._commit, request, is_adopted)
+            await self._settle(request, round_, digest, is_adopted, begun_at)
         except (OSError, DLRoverError) as error:
-            self._known.discard(f"{request.attempt}/{request.shard}")  # a break point may try it again
+            self._known.discard(_key(request))  # a break point may try it again
             self._report(
                 f"{type(error).__name__} {getattr(error, 'errno', '')} {request.directory}",
                 f"the checkpoint of step {request.step} in {request.directory} was not written: {error}. "
                 "Training goes on, and the next save is tried as usual.",
             )
+            await self._tell_failure(request, error)
             return
         except Exception:  # the root of a task: a bug here must neither be silent nor end the job
             log.exception(
@@ -241,7 +380,120 @@ class Saver:
         self._reported.clear()
         log.info("step %d is in %s after %.2f s", request.step, request.directory, time.monotonic() - begun_at)
 
+    async def _settle(
+        self, request: SaveRequest, round_: Round, digest: str, is_adopted: bool, begun_at: float
+    ) -> None:
+        """The shard is written: see to it that the attempt becomes a checkpoint. Raises when it does not."""
+        settled = None
+        if self._line is not None and round_ > 0:
+            self._listen()
+            self._requests[(request.directory, request.attempt)] = (request, begun_at)
+            written = ShardWritten(
+                directory=request.directory,
+                target=request.target,
+                step=request.step,
+                attempt=request.attempt,
+                shard=request.shard,
+                num_shards=request.num_shards,
+                round=round_,
+                digest=digest,
+                save_timeout=request.save_timeout,
+            )
+            settled = await self._line.report(written, patience=_TRIES * max(request.save_timeout, 60.0))
+        if settled is not None:
+            if not settled.is_committed:
+                raise SaveGivenUp(settled.reason)
+            return
+        if not request.is_committer:
+            return
+        await asyncio.get_running_loop().run_in_executor(self._committer, self._commit, request, is_adopted)
+        self.tell_trainers(_outcome(request, "", time.monotonic() - begun_at))
+        if self._line is not None:
+            told = CheckpointCommitted(
+                directory=request.directory,
+                attempt=request.attempt,
+                step=request.step,
+                round=round_,
+                is_by_files=True,
+            )
+            await self._line.tell(told)
+
+    async def _tell_failure(self, request: SaveRequest, error: Exception) -> None:
+        """So that people hear of it and nobody waits for this shard."""
+        self.tell_trainers(_outcome(request, str(error), 0.0))
+        if self._line is None or isinstance(error, SaveGivenUp):
+            return
+        failed = CheckpointFailed(
+            directory=request.directory,
+            attempt=request.attempt,
+            step=request.step,
+            reason=str(error) or type(error).__name__,
+            shard=request.shard,
+            num_shards=request.num_shards,
+        )
+        await self._line.tell(failed)
+
+    # What the master wants.
+
+    def _listen(self) -> None:
+        if self._line is not None and self._listening is None:
+            self._listening = asyncio.create_task(self._line.run(), name="save duties")
+
+    def _on_duties(self, duties: SaveDuties) -> None:
+        for settled in duties.settled:
+            self._on_settled(settled)
+        for duty in duties.commits:
+            self._run(self._obey(duty), f"commit {duty.step}")
+        persists = tuple(each for each in duties.persists if each.round == self._asked_round)
+        if persists and self._decision is not None and not self._decision.done():
+            self._decision.set_result(persists)
+        if duties.request is not None:
+            self.tell_trainers(duties.request)
+
+    def _on_line_lost(self) -> None:
+        if self._decision is not None and not self._decision.done():
+            self._decision.set_result(None)
+
+    def _on_settled(self, settled: CheckpointSettled) -> None:
+        request, begun_at = self._requests.pop((settled.directory, settled.attempt), (None, 0.0))
+        seconds = 0.0 if request is None else time.monotonic() - begun_at
+        self.tell_trainers(replace(settled, seconds=seconds))
+        if request is not None and request.is_committer and not settled.is_committed:
+            self._run(self._clean_up(request), f"clean up {request.step}")
+
+    async def _clean_up(self, request: SaveRequest) -> None:
+        async with self._turn:  # this node may still be writing a shard of it
+            await asyncio.get_running_loop().run_in_executor(self._committer, give_up, request)
+
+    async def _obey(self, duty: CommitCheckpoint) -> None:
+        """Commit what all shards were reported of."""
+        assert self._line is not None, "the master was heard"
+        request, _begun_at = self._requests.get((duty.directory, duty.attempt), (None, 0.0))
+        try:
+            if request is None:
+                raise SaveGivenUp("the node that was to commit knows nothing of the save any more")
+            known = request
+            await asyncio.get_running_loop().run_in_executor(
+                self._committer, lambda: finish(known, digest=duty.digest, is_newest=duty.is_newest)
+            )
+        except (OSError, DLRoverError) as error:
+            reason = str(error) or type(error).__name__
+            failed = CheckpointFailed(
+                directory=duty.directory,
+                attempt=duty.attempt,
+                step=duty.step,
+                reason=reason,
+                num_shards=duty.num_shards,
+            )
+            await self._line.tell(failed)
+            return
+        except Exception:  # the root of a task: a bug here must neither be silent nor end the job
+            log.exception("bug in the saver: step %d was not committed. Training goes on.", duty.step)
+            return
+        await self._line.tell(CheckpointCommitted(directory=duty.directory, attempt=duty.attempt, step=duty.step))
+
     def _commit(self, request: SaveRequest, is_adopted: bool) -> None:
+        """By the files alone."""
         try:
             wait_until_complete(request, wait=self._stop.wait)
         except (TimeoutError, DLRoverError):
@@ -282,8 +534,23 @@ def _is_due(request: SaveRequest) -> bool:
     return newest is None or newest < request.step
 
 
-def _pool(name: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_be_nice)
+def _key(request: SaveRequest) -> str:
+    return f"{request.attempt}/{request.shard}"
+
+
+def _outcome(request: SaveRequest, reason: str, seconds: float) -> CheckpointSettled:
+    return CheckpointSettled(
+        step=request.step,
+        attempt=request.attempt,
+        is_committed=not reason,
+        reason=reason,
+        directory=request.directory,
+        seconds=seconds,
+    )
+
+
+def _pool(name: str, num_threads: int = 1) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=_be_nice)
 
 
 def _be_nice() -> None:

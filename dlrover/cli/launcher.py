@@ -242,6 +242,7 @@ class Launcher:
             group=self._settings.environment.node_group,
             snapshot_root=snapshot_root(self._settings.environment),
             is_saving_at_break_points=self._settings.is_saving_at_break_points,
+            snapshot_write_limit=self._settings.snapshot_write_limit,
             snapshot_copies=self._settings.snapshot_copies,
             snapshot_parity=self._settings.snapshot_parity,
             snapshot_bandwidth=self._settings.snapshot_bandwidth,

@@ -376,6 +376,14 @@ OUR_OPTIONS: tuple[Option, ...] = (
         group=_OURS,
     ),
     _option(
+        "--snapshot-write-limit",
+        Kind.NUMBER,
+        0.0,
+        "Megabytes per second with which this node's agent writes snapshots to storage while workers train; 0: no limit.",
+        group=_OURS,
+        metavar="MB",
+    ),
+    _option(
         "--snapshot-replicas",
         Kind.INTEGER,
         0,

@@ -42,6 +42,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     master_grace: float = 600.0
     preemption_file: str = ""
     is_saving_at_break_points: bool = False
+    snapshot_write_limit: float = 0.0
     snapshot_copies: int = 0
     snapshot_parity: tuple[int, int] = (0, 0)
     snapshot_bandwidth: float = 0.0
@@ -114,6 +115,7 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
         shutdown_timeout=_shutdown_timeout(parsed, environment),
         master_grace=_at_least_zero("--master-grace", parsed.number("master_grace")),
         is_saving_at_break_points=parsed.flag("save_at_breakpoint"),
+        snapshot_write_limit=_at_least_zero("--snapshot-write-limit", parsed.number("snapshot_write_limit")),
         snapshot_copies=_snapshot_copies(parsed),
         snapshot_parity=_snapshot_parity(parsed),
         snapshot_bandwidth=_at_least_zero("--snapshot-bandwidth", parsed.number("snapshot_bandwidth")),

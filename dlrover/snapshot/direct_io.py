@@ -33,6 +33,8 @@ from dlrover.snapshot.segment_format import round_up
 BLOCK_BYTES = 4096
 UNIT_BYTES = 8 * 1024 * 1024
 DIRECT_FROM_BYTES = 1024 * 1024
+_LONGEST_PAUSE = 0.5
+"""Nobody can wait for two events at once, so a pause is cut for a look whether there is hurry."""
 
 
 class WriteStopped(DLRoverError):
@@ -46,6 +48,8 @@ class WriteOptions(Struct, frozen=True, kw_only=True):
     """Bypass the page cache where the file system allows it."""
     bytes_per_second: float | None = None
     """Limit of this file's bandwidth; None: as fast as it goes."""
+    hurry: threading.Event | None = None
+    """Once set, the limit counts no more: the training that it protects has ended. Seen within half a second."""
     deadline_at: float | None = None
     """On the monotonic clock; checked between units of 8 MiB."""
     nice: int = 0
@@ -242,17 +246,24 @@ class _Work:
 
     def _admit(self) -> None:
         """Wait for the bandwidth limit; end at the deadline."""
-        rate = self._options.bytes_per_second
-        now = time.monotonic()
-        until = now if rate is None else self._started_at + self._num_written / rate
         deadline = self._options.deadline_at
-        pause = max(0.0, until - now)
-        if deadline is not None and now + pause > deadline:
-            raise WriteStopped(
-                f"Writing stopped after {self._num_written} bytes: the rest would not be written before the deadline."
-            )
-        if self._stop.wait(pause):
-            raise WriteStopped(f"Writing was stopped after {self._num_written} bytes.")
+        while True:
+            pause = self._pause()
+            if deadline is not None and time.monotonic() + pause > deadline:
+                raise WriteStopped(
+                    f"Writing stopped after {self._num_written} bytes: the rest would not be written before the deadline."
+                )
+            if self._stop.wait(min(pause, _LONGEST_PAUSE)):
+                raise WriteStopped(f"Writing was stopped after {self._num_written} bytes.")
+            if pause <= _LONGEST_PAUSE:
+                return
+
+    def _pause(self) -> float:
+        """Seconds for which we are ahead of the limit."""
+        rate, hurry = self._options.bytes_per_second, self._options.hurry
+        if rate is None or (hurry is not None and hurry.is_set()):
+            return 0.0
+        return max(0.0, self._started_at + self._num_written / rate - time.monotonic())
 
 
 class _Target:

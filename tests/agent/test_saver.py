@@ -32,7 +32,7 @@ class Trainer:
         self.writer = StateWriter(self.segments, self.copier)
         self.directory, self.shard, self.num_shards = str(directory), shard, num_shards
 
-    def save(self, step: int, *, is_storage: bool, **changes) -> SlotName | None:
+    def save(self, step: int, *, is_storage: bool, num_elements: int = 50_000, **changes) -> SlotName | None:
         request = SaveRequest(
             directory=self.directory,
             target=str(step),
@@ -47,7 +47,7 @@ class Trainer:
             **changes,
         )
         return self.writer.save(
-            {"model_states": {"step": torch.full((50_000,), step)}},
+            {"model_states": {"step": torch.full((num_elements,), step)}},
             step=step,
             round_=1,
             paths={"model_states": f"rank_{self.shard}.pt"},
@@ -109,6 +109,14 @@ async def test_a_storage_save_is_written_and_committed(make, start, tmp_path):
     assert committed(tmp_path) == "3"
     assert torch.equal(torch.load(tmp_path / "checkpoints/3/rank_0.pt")["step"], torch.full((50_000,), 3))
     assert not (tmp_path / "run" / "saving").exists()
+
+
+async def test_a_limit_of_the_bandwidth_ends_with_the_job(make, start, tmp_path):
+    saver = make(bytes_per_second=1000.0)
+    name = start(saver).save(3, is_storage=True, num_elements=2_500_000)
+    saver.on_saved(news(name, is_storage=True))
+    await asyncio.wait_for(saver.drain(is_hurried=True), 20)  # by the limit more than an hour
+    assert committed(tmp_path) == "3"
 
 
 async def test_a_memory_save_is_summed_and_not_written(make, start, tmp_path):

@@ -137,6 +137,16 @@ def test_a_limit_that_would_miss_the_deadline_is_told_at_once(tmp_path: Path) ->
         write_torch_file(tmp_path / "slow", b"", storages, options=options)
 
 
+def test_in_a_hurry_no_limit_counts(tmp_path: Path) -> None:
+    hurry = threading.Event()
+    options = WriteOptions(bytes_per_second=1.0, hurry=hurry, num_threads=1)
+    storages = [on_a_page(bytes(1 << 20))] * 2
+    begun_at = time.monotonic()
+    write_torch_file(tmp_path / "f", b"", storages, options=options, on_progress=lambda _: hurry.set())
+    assert time.monotonic() - begun_at < 30  # by the limit it would take three weeks
+    check_archive(tmp_path / "f", b"", storages)
+
+
 def test_somebody_else_can_stop_the_writing(tmp_path: Path) -> None:
     stop = threading.Event()
     with pytest.raises(WriteStopped, match="was stopped"):
