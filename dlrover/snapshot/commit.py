@@ -19,6 +19,9 @@ written again.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
@@ -38,10 +41,14 @@ from dlrover.snapshot.manifest import (
     join_manifests,
     rank_manifest_name,
 )
-from dlrover.snapshot.storage import UNKNOWN_SIZE, Renaming, Storage, join, parent_of
+from dlrover.snapshot.storage import UNKNOWN_SIZE, LocalStorage, Renaming, Storage, join, parent_of
 
 TRACKER = "dlrover_latest.txt"
 """Names the newest committed step, in decimal. Written before the frameworks' own trackers."""
+ANOTHER_JOB = "another-job"
+"""Code of the refusal to replace what another job has just committed."""
+DEAD_AFTER = 900.0
+"""Seconds without a change after which an attempt that is not ours is dead: a commit waits for its ranks for 600."""
 _STAGED = ".tmp-"
 _SET_ASIDE = ".old-"
 
@@ -160,7 +167,9 @@ def committed_manifest(storage: Storage, attempt: Attempt) -> GlobalManifest | N
 def _commit_staged(
     storage: Storage, attempt: Attempt, expected_ranks: set[int], data_state: str, digest: str
 ) -> GlobalManifest:
-    manifest = join_manifests(staged_manifests(storage, attempt), expected_ranks, data_state)
+    staged = staged_manifests(storage, attempt)
+    manifest = join_manifests(staged, expected_ranks, data_state)
+    _refuse_another_job(storage, attempt, staged)
     found = digest_of_shards({rank.global_rank: rank.digest for rank in manifest.ranks})
     if digest and found != digest:
         raise ManifestInvalid(
@@ -199,19 +208,58 @@ def _is_newer_tracked(storage: Storage, attempt: Attempt) -> bool:
     return its_life == life and its_number.isdecimal() and int(its_number) > int(number)
 
 
+def _refuse_another_job(storage: Storage, attempt: Attempt, staged: list[RankManifest]) -> None:
+    """Two jobs with one directory: whoever commits a step first has it, and the other one is told."""
+    there = read_global_manifest(storage, attempt.target_path)
+    known = {manifest.replaces for manifest in staged}
+    if there is None or None in known or there.attempt in known:
+        return
+    if there.attempt.rpartition("-")[0] == attempt.attempt.rpartition("-")[0]:
+        return  # an earlier save of the same trainers, which was committed late
+    with contextlib.suppress(OSError):
+        abandon(storage, attempt)
+    raise Rejected(
+        f"another job writes to the same directory: it committed step {attempt.step} while ours was being written, and "
+        "ours was given up. Give each job a directory of its own",
+        code=ANOTHER_JOB,
+    )
+
+
 def _put_in_place(storage: Renaming, staging: str, target: str, attempt: Attempt, *, is_there: bool) -> None:
     if not is_there:
-        storage.rename(staging, target)
-    elif not storage.exchange(staging, target):
+        try:
+            storage.rename(staging, target)
+            return
+        except OSError as error:  # somebody has taken the name since we looked
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+    if not storage.exchange(staging, target):
         storage.rename(target, target + _SET_ASIDE + attempt.attempt)
         storage.rename(staging, target)
 
 
 def _remove_leftovers(storage: Storage, attempt: Attempt) -> None:
-    """Of this step: what was replaced, and what failed attempts left. They cannot come back, since this one is committed."""
+    """
+    What was replaced, and what dead attempts left. The checkpoint counts already: what cannot be removed is left to the next commit.
+    """
     for entry in storage.list(attempt.directory):
-        if entry.name.startswith((attempt.target + _STAGED, attempt.target + _SET_ASIDE)):
-            delete_checkpoint(storage, join(attempt.directory, entry.name))
+        if entry.is_directory and (_STAGED in entry.name or _SET_ASIDE in entry.name):
+            is_own = entry.name.endswith((_STAGED + attempt.attempt, _SET_ASIDE + attempt.attempt))
+            with contextlib.suppress(OSError):
+                if is_own or _is_dead(storage, attempt, entry.name):
+                    delete_checkpoint(storage, join(attempt.directory, entry.name))
+
+
+def _is_dead(storage: Storage, attempt: Attempt, name: str) -> bool:
+    """Another job may be writing to the same directory, so on a real disk others' attempts are dead when nobody touches them."""
+    path = join(attempt.directory, name)
+    if not isinstance(storage, LocalStorage):
+        return name.startswith((attempt.target + _STAGED, attempt.target + _SET_ASIDE))
+    if not os.path.isdir(join(path, DIRECTORY)) or storage.untouched_for(path) < DEAD_AFTER:
+        return False
+    target = name.split(_STAGED)[0].split(_SET_ASIDE)[0]
+    is_only_copy = read_global_manifest(storage, join(attempt.directory, target)) is None
+    return not is_only_copy or read_global_manifest(storage, path) is None
 
 
 def delete_checkpoint(storage: Storage, path: str) -> None:

@@ -67,6 +67,8 @@ class RankManifest(Struct, frozen=True, kw_only=True):
     topology: Topology
     files: tuple[FileRecord, ...]
     tensors: tuple[TensorRecord, ...] = ()
+    replaces: str | None = None
+    """Attempt of the checkpoint that was at the target when this rank began to write, empty without one; None: it was not looked at."""
 
     @property
     def global_rank(self) -> int:

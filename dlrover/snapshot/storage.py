@@ -10,12 +10,14 @@ Paths are strings with `/`, also for URLs.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import posixpath
 import secrets
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -165,6 +167,15 @@ class LocalStorage:
 
     def remove_tree(self, path: str) -> None:
         shutil.rmtree(path, ignore_errors=False) if os.path.isdir(path) else self.remove_file(path)
+
+    def untouched_for(self, path: str) -> float:
+        """Seconds since anything below this directory was written or renamed."""
+        times = [os.stat(path).st_mtime]
+        for parent, folders, files in os.walk(path):
+            for name in (*folders, *files):
+                with contextlib.suppress(FileNotFoundError):
+                    times.append(os.lstat(os.path.join(parent, name)).st_mtime)
+        return max(0.0, time.time() - max(times))
 
     def sync_directory(self, path: str) -> None:
         fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import zlib
 from pathlib import Path
@@ -51,7 +52,9 @@ def content_of(step: int, rank: int, attempt: str) -> bytes:
     return f"step {step} rank {rank} attempt {attempt}".encode() * 5
 
 
-def write_rank(storage: Storage, attempt: Attempt, rank: int, world_size: int = 2) -> RankManifest:
+def write_rank(
+    storage: Storage, attempt: Attempt, rank: int, world_size: int = 2, replaces: str | None = None
+) -> RankManifest:
     path = stage(storage, attempt)
     content = content_of(attempt.step, rank, attempt.attempt)
     name = f"sub/rank_{rank}.pt"
@@ -64,6 +67,7 @@ def write_rank(storage: Storage, attempt: Attempt, rank: int, world_size: int = 
         topology=Topology(world_size, rank, {"data": world_size}),
         files=(FileRecord(name, len(content), zlib.crc32(content)),),
         tensors=(TensorRecord("w", "float32", (2, 3), name, (4, 3), (2 * rank, 0)),),
+        replaces=replaces,
     )
     finish_rank(storage, attempt, manifest)
     return manifest
@@ -225,9 +229,45 @@ def test_what_a_former_attempt_left_is_not_taken_for_this_one(place: tuple[Stora
     with pytest.raises(ManifestInvalid, match="no manifest from ranks 1"):
         commit(storage, attempt, (0, 1))
     write_rank(storage, attempt, 1)
+    if isinstance(storage, LocalStorage):
+        for path in [*Path(directory).rglob("5.tmp-dead"), *Path(directory, "5.tmp-dead").rglob("*")]:
+            os.utime(path, (0, 0))
     commit(storage, attempt, (0, 1), data_state="cursor 5")
     assert check_whole(storage, directory) == 5
     assert [entry.name for entry in storage.list(directory) if entry.is_directory] == ["5"]
+
+
+def test_what_another_job_is_writing_is_not_removed_and_what_it_has_committed_not_replaced(tmp_path: Path) -> None:
+    storage, directory = LocalStorage(), str(tmp_path)
+    ours, theirs = attempt_at(5, "ours-1", directory), attempt_at(5, "theirs-1", directory)
+    for attempt in (ours, theirs):
+        for rank in (0, 1):
+            write_rank(storage, attempt, rank, replaces="")
+    commit(storage, theirs, (0, 1), data_state="cursor 5")
+    assert (tmp_path / "5.tmp-ours-1").is_dir()
+    with pytest.raises(Rejected, match="another job writes to the same directory"):
+        commit(storage, ours, (0, 1), data_state="cursor 5")
+    found = locate(storage, directory)
+    assert found is not None
+    assert found.manifest.attempt == "theirs-1"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["5", TRACKER]
+    for rank in (0, 1):  # whoever has seen what is there replaces it
+        write_rank(storage, attempt_at(5, "ours-2", directory), rank, replaces="theirs-1")
+    commit(storage, attempt_at(5, "ours-2", directory), (0, 1), data_state="cursor 5")
+    assert check_whole(storage, directory) == 5
+
+
+def test_what_dead_attempts_of_other_steps_left_goes_with_the_next_commit(tmp_path: Path) -> None:
+    storage, directory = LocalStorage(), str(tmp_path)
+    write_rank(storage, attempt_at(3, "dead-1", directory), 0)
+    (tmp_path / "my.old-notes").mkdir()
+    for path in [tmp_path / "my.old-notes", *tmp_path.rglob("3.tmp*"), *tmp_path.rglob("3.tmp*/**/*")]:
+        os.utime(path, (0, 0))
+    write_rank(storage, attempt_at(4, "alive-1", directory), 0)
+    save(storage, attempt_at(5, "a", directory))
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "4.tmp-alive-1", "5", TRACKER, NATIVE, "my.old-notes",
+    ]  # fmt: skip
 
 
 def test_a_slow_committer_does_not_take_the_tracker_back(place: tuple[Storage, str]) -> None:
