@@ -47,14 +47,15 @@ class DdpCheckpointer(Checkpointer):
         `comm_backend` is accepted and not needed: ranks agree over gloo. `num_slots` is how many states are kept in memory; a
         third one lets memory saves go on while storage is slow. `lazy` is how saves are made that do not say.
         """
-        if replica_count:
-            raise ConfigError("replica_count is not supported yet: leave it 0.")
+        if replica_count < 0:
+            raise ConfigError(f"replica_count is the number of copies in other nodes' memory, not {replica_count}.")
         self._engine = CheckpointEngine(
             os.fspath(checkpoint_dir),
             local_shard_num=local_shard_num,
             global_shard_num=global_shard_num,
             deletion_strategy=deletion_strategy,
             save_timeout=save_timeout,
+            replica_count=replica_count,
             num_slots=num_slots,
             storage=storage,
             lazy=lazy,

@@ -57,6 +57,7 @@ class CheckpointEngine:
         global_shard_num: int = 1,
         deletion_strategy: object = None,
         save_timeout: float = 600.0,
+        replica_count: int = 0,
         num_slots: int = 2,
         storage: object = None,
         lazy: bool | str = False,
@@ -77,6 +78,7 @@ class CheckpointEngine:
         self._storage, brought_along = meta_for(storage)
         self._deletion = rule_for(deletion_strategy or brought_along)
         self._save_timeout = save_timeout
+        self._replica_count = replica_count
         self._num_slots = num_slots
         self._shard_nums = (local_shard_num, global_shard_num)
         self._is_group_private = is_group_private
@@ -184,6 +186,7 @@ class CheckpointEngine:
             keep_interval=self._deletion.keep_interval,
             deletion=self._deletion.custom,
             storage=self._storage,
+            replica_count=self._replica_count,
             save_timeout=self._save_timeout,
         )
         request.as_attempt()  # a name that the agent could not use is an error here, where somebody can correct it
