@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format unit bench bench-quick bench-control-plane bench-node-failover chaos clean simulate false-alarms
+.PHONY: help setup demo test lint format unit bench bench-quick bench-control-plane bench-node-failover bench-checkpoint chaos clean simulate false-alarms
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ bench-control-plane: $(STAMP) ## rendezvous, heartbeats and keys of masters: our
 
 bench-node-failover: $(STAMP) ## one of two nodes killed: ours, torchrun, dlrover 0.6.1 (about 20 minutes)
 	$(BIN)/python benchmarks/node_failover.py
+
+bench-checkpoint: $(STAMP) ## saves and restores of 0.25 and 1 GB: ours, torch's, torchsnapshot's, dlrover 0.6.1's (about 40 minutes)
+	$(BIN)/python benchmarks/checkpoint.py --json checkpoint.json
 
 chaos: $(STAMP) ## slow fault tests that are not part of `make test`
 	$(BIN)/python -m pytest -m chaos

@@ -108,6 +108,8 @@ class Dcp:
         self._directory, self._how = directory, how
         if not dist.is_initialized():  # the process executor has no other way to find its peers
             dist.init_process_group("gloo")
+        # Its own group, or its background collectives and those of the training would take each other's turn and hang.
+        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         self._stager: Any = None
         if is_cached:
             from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -121,7 +123,7 @@ class Dcp:
         import torch.distributed.checkpoint as dcp
 
         if self._how == "sync":
-            dcp.save(state, checkpoint_id=str(self._directory / f"{step}"))
+            dcp.save(state, checkpoint_id=str(self._directory / f"{step}"), process_group=self._group)
             return
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
@@ -130,6 +132,7 @@ class Dcp:
             checkpoint_id=str(self._directory / f"{step}"),
             async_checkpointer_type=AsyncCheckpointerType(self._how),
             async_stager=self._stager,
+            process_group=self._group,
         )
         if isinstance(answer, AsyncSaveResponse):
             self._staged, self._written = answer.staging_completion, answer.upload_completion

@@ -248,12 +248,12 @@ def restore(args: argparse.Namespace, figures: Figures, *, from_memory: bool) ->
     """Into the tensors of a model with other values; what was there before is the harder case for some, so it is there for all."""
     if from_memory:
         args.out.with_suffix(".ready").touch()
-    trainer = start_training(args, seed=2)
-    trainer.step()
-    live = trainer.state()
     began_at = time.perf_counter()
-    system = SYSTEMS[args.system](args.dir)
+    system = SYSTEMS[args.system](args.dir)  # before the model, as our documentation advises
     figures.add("construct_again", time.perf_counter() - began_at)
+    trainer = start_training(args, seed=2)
+    trainer.step()  # a restarted process has no moments yet; here they are to be live tensors, too
+    live = trainer.state()
     names = ["restore_memory"] if from_memory else ["restore_cold", "restore_warm"]
     for name in names:
         if name == "restore_cold":
