@@ -44,7 +44,7 @@ from dlrover.protocol.checkpoint_messages import (
 )
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages import Round, WorldSpec
-from dlrover.snapshot.commit import latest_step
+from dlrover.snapshot.commit import ANOTHER_JOB, latest_step
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.direct_io import WriteOptions
 from dlrover.snapshot.index import Home, home_path, remove_empty_root
@@ -366,7 +366,7 @@ class Saver:
         except (OSError, DLRoverError) as error:
             self._known.discard(_key(request))  # a break point may try it again
             self._report(
-                f"{type(error).__name__} {getattr(error, 'errno', '')} {request.directory}",
+                f"{type(error).__name__} {getattr(error, 'errno', '')}{getattr(error, 'code', '')} {request.directory}",
                 f"the checkpoint of step {request.step} in {request.directory} was not written: {error}. "
                 "Training goes on, and the next save is tried as usual.",
             )
@@ -377,7 +377,9 @@ class Saver:
                 "bug in the saver: the checkpoint of step %d was not written. Training goes on.", request.step
             )
             return
-        self._reported.clear()
+        self._reported = {
+            key for key in self._reported if ANOTHER_JOB in key
+        }  # it goes on, however often we are quicker
         log.info("step %d is in %s after %.2f s", request.step, request.directory, time.monotonic() - begun_at)
 
     async def _settle(
