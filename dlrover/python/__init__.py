@@ -1,41 +1,34 @@
 """
 The import paths of the original DLRover that users have in their scripts.
 
-One finder, one table: an old module is made on demand from the names that it had, each taken from where it lives now,
-at first use. Importing this package (Python does it for every path below) puts the finder in place. A path that is not
-in the table does not exist.
+One finder, one table (`aliases`): an old module is made on demand from the names that it had, each taken from where it lives
+now, at first use. Importing this package (Python does it for every path below) puts the finder in place. A path that is not in
+the table does not exist; a name whose part of the software is not there yet says so.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
-ALIASES: Mapping[str, Mapping[str, str]] = {
-    # old module: {old name: "new module:new name"}
-    "dlrover.python.elastic_agent.sychronization.sync_client": {"SyncClient": "dlrover.trainer.sync:SyncClient"},
-    "dlrover.python.elastic_agent.torch.master_kv_store": {
-        "MasterKVStore": "dlrover.trainer.torch.kv_store:MasterKVStore"
-    },
-    "dlrover.python.elastic_agent.torch.training": {
-        "ElasticLaunchConfig": "dlrover.trainer.torch.elastic_run:ElasticLaunchConfig",
-        "launch_agent": "dlrover.trainer.torch.elastic_run:launch_agent",
-    },
-    "dlrover.python.master.elastic_training.net_topology": {
-        "DefaultTopologyQuerier": "dlrover.master.topology:DefaultTopologyQuerier",
-        "DpTopologySorter": "dlrover.master.topology:DpTopologySorter",
-        "NodeTopologyMeta": "dlrover.master.topology:NodeTopologyMeta",
-    },
-    "dlrover.python.master.main": {"main": "dlrover.cli.master_command:main"},
-}
+from dlrover.python.aliases import ALIASES, MISSING
+
+_MODULES = sorted({*ALIASES, *MISSING})
 
 
 class _OldModule(ModuleType):
     def __getattr__(self, name: str) -> object:
+        missing = MISSING.get(self.__name__, {}).get(name)
+        if missing is not None:
+            raise ImportError(
+                f"{self.__name__}.{name} is not available in this version of DLRover: it belongs to {missing}. "
+                "Leave out what uses it, or run this script with the original.",
+                name=self.__name__,
+            )
         target = ALIASES.get(self.__name__, {}).get(name)
         if target is None:
             raise AttributeError(f"{self.__name__} has no {name!r} in this implementation of DLRover")
@@ -67,7 +60,7 @@ class _OldModuleLoader(InspectLoader):
         return None
 
     def is_package(self, fullname: str) -> bool:
-        return fullname not in ALIASES
+        return fullname not in _MODULES
 
 
 class OldPathFinder(MetaPathFinder):
@@ -76,8 +69,10 @@ class OldPathFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        is_package = any(old.startswith(f"{fullname}.") for old in ALIASES)
-        if not fullname.startswith(f"{__name__}.") or not (is_package or fullname in ALIASES):
+        if not fullname.startswith((f"{__name__}.", "dlrover.proto.")):
+            return None
+        is_package = any(old.startswith(f"{fullname}.") for old in _MODULES)
+        if not is_package and fullname not in _MODULES:
             return None
         return ModuleSpec(fullname, _OldModuleLoader(), origin="alias table", is_package=is_package)
 

@@ -1,0 +1,432 @@
+"""
+A lock, a queue and a dictionary that processes of one node share by name, and named memory beside them.
+
+Our own checkpoints need none of this: what trainers and agents share stands in the segments. Scripts and extensions written for the
+original use these classes (`dlrover.python.common.multi_process`), so they are kept, in a form that cannot harm: one process creates
+the object and serves it on a unix socket in a directory of its user alone; messages are MessagePack and never pickles; a
+lock belongs to the connection that took it, only that one can release it, and the kernel tells when it is gone.
+
+No request waits long at the server: a client that wants to wait asks again, in slices, until its own deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import hashlib
+import mmap
+import os
+import random
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from dlrover.protocol.errors import DLRoverError, Rejected
+from dlrover.protocol.local import pack, peer_credentials, receive_frame
+from dlrover.snapshot.index import make_private
+
+SOCKET_TMP_DIR = f"/tmp/dlrover-sockets-{os.getuid()}"
+PATIENCE = 30.0
+"""Seconds that a client looks for a server that is not there yet."""
+_SLICE = 1.0
+"""Longest wait of one request at the server."""
+_MAX_PATH = 100
+"""Bytes of a socket's path; the kernel takes 108."""
+_MEMORY_DIR = Path("/dev/shm")
+_DELAYS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class SharedObjectFailed(DLRoverError):
+    """The server of a shared object refused a request, or is gone."""
+
+
+class _Request(Struct, array_like=True):
+    method: str
+    args: list[Any] = []
+
+
+class _Reply(Struct, array_like=True):
+    value: Any = None
+    error: str = ""
+
+
+def retry_socket(func: Callable[P, R]) -> Callable[P, R]:
+    """Call again while the server's socket is not there or refuses, for `PATIENCE` seconds; then let the error out."""
+
+    @functools.wraps(func)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        deadline = time.monotonic() + PATIENCE
+        for delay in _growing():
+            try:
+                return func(*args, **kwargs)
+            except (FileNotFoundError, ConnectionRefusedError):
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(delay * random.uniform(0.5, 1.0))
+        raise AssertionError("the delays never end")
+
+    return wrapped
+
+
+def clear_sock_dir() -> None:
+    """Remove the sockets of this user's shared objects, of this run and of others."""
+    for path in sorted(Path(SOCKET_TMP_DIR).rglob("*"), reverse=True):
+        with contextlib.suppress(OSError):
+            path.rmdir() if path.is_dir() else path.unlink()
+
+
+class _Shared:
+    """One side of an object: the server of it (`create`), or a client."""
+
+    def __init__(self, name: str = "", create: bool = False) -> None:
+        self.name = name
+        self.is_server = create
+        self._path = _socket_path(f"{type(self).__name__.lower()}_{name}")
+        self._changed = threading.Condition()
+        """Guards the state at the server, and tells waiting requests of a change."""
+        self._talking = threading.Lock()
+        """One request at a time on a client's connection."""
+        self._connection: socket.socket | None = None
+        self._listener: socket.socket | None = None
+        self._open: set[socket.socket] = set()
+        if create:
+            self._serve()
+
+    def is_available(self) -> bool:
+        return self._path.exists()
+
+    def close(self) -> None:
+        """Hang up; the server's end removes the socket."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            self._listener = None
+            self._path.unlink(missing_ok=True)
+        with self._changed:
+            for connection in self._open:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    unlink = close
+
+    def _handle(self, method: str, args: list[Any], who: object) -> Any:
+        """At the server. `who` is the connection, or None for the server's own process."""
+        raise NotImplementedError
+
+    def _gone(self, who: object) -> None:
+        """At the server: a client has hung up or died."""
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        if self.is_server:
+            return self._handle(method, list(args), None)
+        try:
+            payload = pack(msgspec.msgpack.encode(_Request(method, list(args))))
+        except TypeError as error:
+            raise SharedObjectFailed(
+                f"{self.name}: only plain data can be shared (numbers, text, bytes, lists, dictionaries): {error}"
+            ) from error
+        with self._talking:
+            reply = self._exchange(payload)
+        if reply.error:
+            raise SharedObjectFailed(f"{self.name}: {reply.error}")
+        return reply.value
+
+    def _exchange(self, payload: bytes) -> _Reply:
+        """A server that was started anew is found again, once."""
+        for is_last in (False, True):
+            if self._connection is None:
+                self._connection = _connect(self._path)
+            try:
+                self._connection.sendall(payload)
+                frame = receive_frame(self._connection)
+                if frame is None:
+                    raise ConnectionResetError(errno.ECONNRESET, "the server has hung up")
+                return msgspec.msgpack.decode(frame[0], type=_Reply)
+            except OSError:
+                self._connection.close()
+                self._connection = None
+                if is_last:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    def _ask_until(self, timeout: float | None, method: str, *args: Any) -> Any:
+        """Ask in slices until the answer is not None or the time is over."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _SLICE if deadline is None else min(_SLICE, max(0.0, deadline - time.monotonic()))
+            value = self._ask(method, left, *args)
+            if value is not None or (deadline is not None and time.monotonic() >= deadline):
+                return value
+
+    def _serve(self) -> None:
+        make_private(Path(SOCKET_TMP_DIR))
+        make_private(self._path.parent)
+        self._path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self._path))
+        self._listener.listen(64)
+        threading.Thread(target=self._accept, args=(self._listener,), name=f"dlrover-{self.name}", daemon=True).start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            if peer_credentials(connection)[1] != os.getuid():
+                connection.close()
+                continue
+            threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        with self._changed:
+            self._open.add(connection)
+        try:
+            while (frame := receive_frame(connection)) is not None:
+                connection.sendall(pack(msgspec.msgpack.encode(self._reply(frame[0], connection))))
+        except (OSError, Rejected):
+            pass  # the client is gone or speaks nonsense; either way its connection ends here
+        finally:
+            with self._changed:
+                self._open.discard(connection)
+                self._gone(connection)
+                self._changed.notify_all()
+            connection.close()
+
+    def _reply(self, frame: bytes, who: socket.socket) -> _Reply:
+        try:
+            request = msgspec.msgpack.decode(frame, type=_Request)
+            return _Reply(self._handle(request.method, request.args, who))
+        except (msgspec.MsgspecError, TypeError, ValueError, DLRoverError) as error:
+            return _Reply(error=f"{type(error).__name__}: {error}")
+
+
+class SharedLock(_Shared):
+    """Held by one connection; given back by it, or by the kernel when its process dies."""
+
+    _SERVER = "server"
+
+    def __init__(self, name: str = "", create: bool = False) -> None:
+        self._holder: object = None
+        super().__init__(name, create)
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        return bool(self._ask_until(timeout if blocking else 0.0, "acquire"))
+
+    def release(self) -> bool:
+        """False, and nothing changes, when this side does not hold it."""
+        return bool(self._ask("release"))
+
+    def locked(self) -> bool:
+        return bool(self._ask("locked"))
+
+    def __enter__(self) -> SharedLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _handle(self, method: str, args: list[Any], who: object) -> Any:
+        who = who or self._SERVER
+        with self._changed:
+            match method:
+                case "acquire":
+                    if not self._changed.wait_for(lambda: self._holder is None, timeout=float(args[0])):
+                        return None
+                    self._holder = who
+                    return True
+                case "release":
+                    if self._holder is not who:
+                        return False
+                    self._holder = None
+                    self._changed.notify_all()
+                    return True
+                case "locked":
+                    return self._holder is not None
+        raise ValueError(f"a lock has no {method!r}")
+
+    def _gone(self, who: object) -> None:
+        if self._holder is who:
+            self._holder = None
+
+
+class SharedQueue(_Shared):
+    def __init__(self, name: str = "", create: bool = False, maxsize: int = 1) -> None:
+        self._maxsize = maxsize
+        self._items: deque[Any] = deque()
+        super().__init__(name, create)
+
+    def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Raises TimeoutError when the queue stays full."""
+        if self._ask_until(timeout if block else 0.0, "put", obj) is None:
+            raise TimeoutError(f"the queue {self.name} is full")
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """None when nothing comes."""
+        found = self._ask_until(timeout if block else 0.0, "get")
+        return None if found is None else found[0]
+
+    def qsize(self) -> int:
+        return int(self._ask("qsize"))
+
+    def empty(self) -> bool:
+        return self.qsize() == 0
+
+    def _handle(self, method: str, args: list[Any], who: object) -> Any:
+        with self._changed:
+            match method:
+                case "put":
+                    if not self._changed.wait_for(
+                        lambda: self._maxsize <= 0 or len(self._items) < self._maxsize, timeout=float(args[0])
+                    ):
+                        return None
+                    self._items.append(args[1])
+                    self._changed.notify_all()
+                    return True
+                case "get":
+                    if not self._changed.wait_for(lambda: bool(self._items), timeout=float(args[0])):
+                        return None
+                    item = self._items.popleft()
+                    self._changed.notify_all()
+                    return [item]
+                case "qsize":
+                    return len(self._items)
+        raise ValueError(f"a queue has no {method!r}")
+
+
+class SharedDict(_Shared):
+    """A client's `set` has reached the server when it returns, so nobody reads what is older."""
+
+    def __init__(self, name: str = "", create: bool = False) -> None:
+        self._content: dict[Any, Any] = {}
+        super().__init__(name, create)
+
+    def set(self, new_dict: Mapping[Any, Any]) -> None:
+        self._content = dict(new_dict)
+        self._ask("set", self._content)
+
+    def get(self, local: bool = False) -> dict[Any, Any]:
+        """`local`: what this side saw last."""
+        if not local:
+            self._content = dict(self._ask("get"))
+        return self._content
+
+    def _handle(self, method: str, args: list[Any], who: object) -> Any:
+        with self._changed:
+            match method:
+                case "set":
+                    self._content = dict(args[0])
+                    return True
+                case "get":
+                    return dict(self._content)
+        raise ValueError(f"a dictionary has no {method!r}")
+
+
+class SharedMemory:
+    """
+    Named memory like the standard library's, but nobody tracks it: it stays until `unlink`, whoever dies.
+
+    Room is reserved for real: a full /dev/shm is an error here and not a SIGBUS at the first write.
+    """
+
+    def __init__(self, name: str | None = None, create: bool = False, size: int = 0) -> None:
+        if size < 0 or (create and size == 0):
+            raise ValueError(f"shared memory cannot have a size of {size}")
+        self.name = (name or f"dlrover_{secrets.token_hex(6)}").lstrip("/")
+        self._path = _MEMORY_DIR / self.name
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
+        descriptor = os.open(self._path, flags, 0o600)
+        try:
+            if create:
+                os.posix_fallocate(descriptor, 0, size)
+            self.size = os.fstat(descriptor).st_size
+            self._map: mmap.mmap | None = mmap.mmap(descriptor, self.size)
+        except BaseException:
+            if create:
+                self._path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        self._view: memoryview | None = memoryview(self._map)
+
+    @property
+    def buf(self) -> memoryview:
+        assert self._view is not None, "this shared memory was closed"
+        return self._view
+
+    def close(self) -> None:
+        """Views that are still in use keep the memory mapped until they go."""
+        if self._view is not None:
+            self._view.release()
+            self._view = None
+        if self._map is not None:
+            with contextlib.suppress(BufferError):
+                self._map.close()
+            self._map = None
+
+    def unlink(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def create_shared_memory(name: str, create: bool, size: int = 0) -> SharedMemory | None:
+    """Open, or create with exactly this size. None: there is none, or none was wanted."""
+    if not create:
+        try:
+            return SharedMemory(name)
+        except FileNotFoundError:
+            return None
+    if size <= 0:
+        return None
+    try:
+        return SharedMemory(name, create=True, size=size)
+    except FileExistsError:
+        found = SharedMemory(name)
+    if found.size == size:
+        return found
+    found.close()
+    found.unlink()  # whoever has it mapped keeps the old memory, which has no name any more
+    return SharedMemory(name, create=True, size=size)
+
+
+def _socket_path(name: str) -> Path:
+    root = Path(SOCKET_TMP_DIR)
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    path = root / run / f"{name}.sock" if run else root / f"{name}.sock"
+    if len(os.fsencode(path)) > _MAX_PATH or "/" in run + name:
+        path = root / f"{hashlib.blake2b(f'{run} {name}'.encode(), digest_size=16).hexdigest()}.sock"
+    return path
+
+
+@retry_socket
+def _connect(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(PATIENCE)
+        connection.connect(str(path))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _growing() -> Iterator[float]:
+    yield from _DELAYS
+    while True:
+        yield _DELAYS[-1]

@@ -1,0 +1,187 @@
+"""Locks, queues, dictionaries and memory that processes share by name, as scripts of the original use them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+
+import pytest
+
+from dlrover.trainer import shared_objects
+from dlrover.trainer.shared_objects import (
+    SharedDict,
+    SharedLock,
+    SharedMemory,
+    SharedObjectFailed,
+    SharedQueue,
+    clear_sock_dir,
+    create_shared_memory,
+)
+
+HOLDER = """
+import sys
+from dlrover.trainer import shared_objects
+shared_objects.SOCKET_TMP_DIR = sys.argv[1]
+lock = shared_objects.SharedLock("l")
+print(lock.acquire(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_objects, "SOCKET_TMP_DIR", str(tmp_path / "s"))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    return tmp_path / "s"
+
+
+@pytest.fixture
+def pair():
+    """Makes a server and two clients of one object; ends them all."""
+    made = []
+
+    def make(kind, name="l", **options):
+        made.extend([kind(name, create=True, **options), kind(name, create=False), kind(name, create=False)])
+        return made[-3:]
+
+    yield make
+    for each in reversed(made):
+        each.close()
+
+
+def test_a_lock_is_released_only_by_its_holder(pair):
+    server, one, other = pair(SharedLock)
+    assert one.acquire()
+    assert server.locked()
+    assert not other.acquire(blocking=False)
+    assert not other.release()
+    assert not server.release()
+    assert one.locked()
+    assert one.release()
+    assert other.acquire(timeout=5)
+
+
+def test_waiting_for_a_lock_ends_when_it_is_free(pair):
+    server, one, other = pair(SharedLock)
+    assert server.acquire()
+    got = []
+    waiter = threading.Thread(target=lambda: got.append(one.acquire(timeout=20)))
+    waiter.start()
+    assert not other.acquire(timeout=0.05)
+    server.release()
+    waiter.join(20)
+    assert got == [True]
+
+
+def test_a_killed_holder_loses_the_lock(pair, place):
+    server, one, _ = pair(SharedLock)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(place)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout.readline().strip() == "True"
+        assert server.locked()
+        holder.kill()
+        assert one.acquire(timeout=20)
+    finally:
+        holder.kill()
+        holder.communicate(timeout=20)
+
+
+def test_a_queue_keeps_the_order_and_its_size(pair):
+    server, one, other = pair(SharedQueue, maxsize=2)
+    one.put({"step": 1, "paths": {"a": "b"}})
+    other.put([2])
+    with pytest.raises(TimeoutError):
+        one.put(3, timeout=0.05)
+    assert (one.qsize(), one.empty()) == (2, False)
+    assert server.get() == {"step": 1, "paths": {"a": "b"}}
+    assert one.get() == [2]
+    assert one.get(block=False) is None
+    assert server.empty()
+
+
+def test_a_dictionary_is_never_older_than_the_last_set(pair):
+    server, one, other = pair(SharedDict)
+    one.set({"step": 5, 7: [1.5, None]})
+    assert server.get() == other.get() == {"step": 5, 7: [1.5, None]}
+    server.set({"step": 6})
+    assert one.get(local=True)["step"] == 5
+    assert one.get() == {"step": 6}
+
+
+def test_only_plain_data_is_shared_and_nothing_is_unpickled(pair):
+    _server, one, _ = pair(SharedDict)
+    with pytest.raises(SharedObjectFailed, match="only plain data"):
+        one.set({"thing": object()})
+    one.set({"fine": 1})
+    assert one.get() == {"fine": 1}
+
+
+def test_nonsense_on_the_socket_harms_nobody(pair, place):
+    _server, one, _ = pair(SharedQueue)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.connect(str(place / "sharedqueue_l.sock"))
+        stranger.sendall(b"\xff\xff\xff\xffgarbage")
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(100) == b""
+    one.put(1)
+    assert one.get() == 1
+
+
+def test_sockets_are_private_and_long_names_work(pair, place, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run/" + "x" * 200)
+    server, one, _ = pair(SharedDict, "ckpt_meta_0")
+    one.set({"a": 1})
+    assert server.get() == {"a": 1}
+    assert place.stat().st_mode & 0o077 == 0
+    clear_sock_dir()
+    assert list(place.iterdir()) == []
+
+
+def test_a_client_finds_a_server_that_was_started_anew(pair):
+    server, one, _ = pair(SharedQueue)
+    one.put(1)
+    server.close()
+    again = SharedQueue("l", create=True)
+    try:
+        one.put(2)
+        assert again.get() == 2
+    finally:
+        again.close()
+
+
+def test_shared_memory_stays_until_it_is_unlinked():
+    name = f"dlrover-test-{uuid.uuid4().hex}"
+    memory = SharedMemory(name, create=True, size=100)
+    try:
+        memory.buf[:3] = b"abc"
+        code = f"from dlrover.trainer.shared_objects import SharedMemory; m = SharedMemory({name!r}); print(bytes(m.buf[:3])); m.close()"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+        assert done.stdout.strip() == "b'abc'"
+        assert os.path.exists(f"/dev/shm/{name}")
+        with pytest.raises(FileExistsError):
+            SharedMemory(name, create=True, size=100)
+        same = create_shared_memory(name, True, 100)
+        assert bytes(same.buf[:3]) == b"abc"
+        same.close()
+        other = create_shared_memory(name, True, 200)
+        assert (other.size, bytes(other.buf[:3]), bytes(memory.buf[:3])) == (200, b"\0\0\0", b"abc")
+        other.close()
+    finally:
+        memory.close()
+        memory.unlink()
+        memory.unlink()
+    assert create_shared_memory(name, False) is None
+    assert create_shared_memory(name, True, 0) is None
+
+
+@pytest.mark.parametrize(("create", "size"), [(True, 0), (True, -1), (False, -1)])
+def test_impossible_sizes_are_refused(create, size):
+    with pytest.raises(ValueError, match="cannot have a size"):
+        SharedMemory("dlrover-test-none", create=create, size=size)
