@@ -33,6 +33,7 @@ class Preparation:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._path = ""
+        self._is_sized = False
         self._hook: Any = register_optimizer_step_post_hook(self._after_step)
         if has_segments:
             self._start(0)
@@ -53,7 +54,9 @@ class Preparation:
         self.wait()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._unhook()
+        if self._is_sized:
+            return
+        self._is_sized = True  # the hook goes later: torch is just walking over all of them
         params = [param for group in optimizer.param_groups for param in group["params"]]
         state = [value for each in optimizer.state.values() for value in each.values() if torch.is_tensor(value)]
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*params, *state))
