@@ -1,0 +1,69 @@
+"""Checkpoints in real jobs on disks that fail: training goes on, the reason is said once, the next save works, nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+
+from dlrover.snapshot.commit import committed_checkpoints, find_damage, latest_step
+from dlrover.snapshot.storage import LocalStorage
+from tests.integration.jobs import SCRIPTS, Launched
+
+needs_mounts = pytest.mark.skipif(os.geteuid() != 0, reason="needs root for mount namespaces")
+
+
+def run_in_mounts(jobs, tmp_path, mounts: dict[str, str], *arguments: str) -> Launched:
+    """dlrover-run with file systems of its own; its errors are in `Launched.err_path`."""
+    places = [f"{path}={size}" for path, size in mounts.items()]
+    argv = [sys.executable, str(SCRIPTS / "in_mounts.py"), *places, "--", *arguments]
+    job = Launched(argv, jobs.env(), tmp_path, "in-mounts")
+    jobs.launched.append(job)
+    job.wait()
+    return job
+
+
+@needs_mounts
+def test_a_full_a_read_only_and_a_vanished_disk_and_64_mib_of_shared_memory(jobs, tmp_path):
+    """One job through all of it. Two states of 40 MiB do not fit into the shared memory of a default container, either."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounts = {str(disk): "400m", str(jobs.shared_memory): "64m"}
+    job = run_in_mounts(
+        jobs, tmp_path, mounts, str(SCRIPTS / "flash_faults.py"), str(tmp_path), str(tmp_path / "in-mounts.err")
+    )
+    assert job.process.returncode == 0, job.err
+    told = [line for line in job.err.splitlines() if "was not written" in line]
+    assert len(told) == 3, told
+    assert "No space left on device" in told[0]
+    assert "Read-only file system" in told[1]
+    assert str(tmp_path / "checkpoints") in told[2]
+    assert all("Training goes on" in line for line in told)
+    state = torch.load(tmp_path / "last" / "rank_0.pt", mmap=True)
+    assert state["step"] == 11
+
+
+def test_two_jobs_with_one_directory_never_mix(jobs, tmp_path):
+    """Whoever loses a race is told; what is there is whole; both jobs end well."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+    (one / "checkpoints").mkdir()
+    (two / "checkpoints").symlink_to(one / "checkpoints")
+    running = [
+        jobs.start("dlrover-run", SCRIPTS / "flash.py", folder, "30", "--disk-every", "2") for folder in (one, two)
+    ]
+    assert [job.wait() for job in running] == [0, 0], running[0].err + running[1].err
+    storage, directory = LocalStorage(), str(one / "checkpoints")
+    checkpoints = committed_checkpoints(storage, directory)
+    assert [find_damage(storage, each) for each in checkpoints] == [[]] * len(checkpoints)
+    assert latest_step(storage, directory) in [each.manifest.step for each in checkpoints]
+    assert checkpoints[-1].manifest.step == 28
+    for job in running:
+        told = [line for line in job.err.splitlines() if "was not written" in line]
+        assert len(told) <= 1, told
+        assert all("another job writes to the same directory" in line for line in told)
+        assert "bug" not in job.err
+        assert "Traceback" not in job.err
