@@ -70,6 +70,8 @@ class FleetNode(Struct, kw_only=True):
     exit_reason: NodeExit = NodeExit.NONE
     asked_at: Micros | None = None
     """When the platform was first asked for it: it waits since then."""
+    refused_at: Micros | None = None
+    """When the platform last said that it does not launch it now; `message` has the reason."""
     running_since: Micros | None = None
     ended_at: Micros | None = None
     agent: NodeId | None = None

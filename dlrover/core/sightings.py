@@ -28,6 +28,8 @@ from dlrover.protocol.messages import PlatformId
 if TYPE_CHECKING:  # a course calls us
     from dlrover.core.course import Course
 
+REFUSAL_COUNTS = 600.0
+"""Seconds for which a refusal explains why a node is not there. The shell repeats it twice as often."""
 UNSEEN_TOO_LONG = 60.0
 """Seconds after which a list that lacks a node which was asked for means that it is gone."""
 
@@ -97,7 +99,10 @@ def hear_change(course: Course, kind: NodeEventKind, shown: PlatformNode) -> Non
 def hear_refusal(course: Course, node_id: PlatformId, reason: str) -> None:
     """The platform has no room now. The shell goes on trying; the node waits meanwhile, and the pending timeout counts."""
     node = life_cycle.fleet_of(course).nodes.get(node_id)
-    if node is not None and node.is_pending and node.message != reason:
+    if node is None or not node.is_pending:
+        return
+    node.refused_at = course.now
+    if node.message != reason[:MAX_MESSAGE]:
         node.message = reason[:MAX_MESSAGE]
         course.say(f"The platform does not launch {node.label} now: {node.message}")
 
@@ -180,10 +185,12 @@ def _hear_absence(course: Course, node: FleetNode) -> None:
 def _is_overdue(course: Course, node: FleetNode) -> bool:
     """It may have come and gone before anybody looked; then asking for the same again would never help.
 
-    One that the platform refuses to launch gives its reason, and is tried again as it is.
+    One that the platform refuses to launch gives its reason, and is tried again as it is. A refusal that was not repeated
+    for long is over: the node may have been launched since then, too.
     """
-    is_late = node.asked_at is not None and course.now - node.asked_at >= micros(UNSEEN_TOO_LONG)
-    return is_late and not node.message
+    if node.asked_at is None or course.now - node.asked_at < micros(UNSEEN_TOO_LONG):
+        return False
+    return node.refused_at is None or course.now - node.refused_at >= micros(REFUSAL_COUNTS)
 
 
 def _renumber_unseen(course: Course, fleet: Fleet) -> None:

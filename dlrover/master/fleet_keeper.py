@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dlrover.core.sightings import REFUSAL_COUNTS
 from dlrover.platforms.base import Intent, Platform, StaleMaster
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.fleet_messages import DefineFleet, FleetSpec, LaunchNode, LaunchRefused, NodeChanged, NodesListed
@@ -41,6 +42,8 @@ class Patience(NamedTuple):
     first_pause: float = 0.5
     longest_pause: float = 30.0
     """Between two attempts, before jitter."""
+    repetition: float = REFUSAL_COUNTS / 2
+    """Between two words about the same refusal: the job takes one for outdated after twice that time."""
     watch: float = 300.0
     """After so long a watch is begun anew, with a full list: one that hangs without a word would be noticed by nobody."""
     farewell: float = 5.0
@@ -60,6 +63,7 @@ class _Lane:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     told: str = ""
     """Why the platform does not take it, as the job was last told."""
+    told_at: float = 0.0
     task: asyncio.Task[None] | None = None
 
 
@@ -147,11 +151,15 @@ class FleetKeeper:
         return True
 
     def _tell_refusal(self, lane: _Lane, intent: Intent, reason: str) -> None:
-        """Once for each change of the reason: the attempts themselves are no news."""
-        if reason == lane.told:
+        """For each change of the reason, and now and then because it still holds: the attempts themselves are no news."""
+        now = asyncio.get_running_loop().time()
+        if reason == lane.told and now - lane.told_at < self._patience.repetition:
             return
-        lane.told = reason
-        log.warning("platform does not take intent=%s node=%s reason=%s", type(intent).__name__, intent.name, reason)
+        if reason != lane.told:
+            log.warning(
+                "platform does not take intent=%s node=%s reason=%s", type(intent).__name__, intent.name, reason
+            )
+        lane.told, lane.told_at = reason, now
         if isinstance(intent, LaunchNode):
             self._say(LaunchRefused(node=intent.id, reason=reason))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dlrover.core.sightings import REFUSAL_COUNTS
 from dlrover.protocol.fleet_messages import (
     DefineFleet,
     FleetSpec,
@@ -26,7 +27,7 @@ from dlrover.protocol.fleet_messages import (
 )
 from dlrover.protocol.messages import Command, PlatformId, Query
 from dlrover.simulator.agents import VirtualAgent, VirtualNode
-from dlrover.simulator.events import SECOND, span
+from dlrover.simulator.events import SECOND, micros, span
 from dlrover.simulator.platform import REFUSAL_PAUSE, Platform, draw_health
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Keeper:
         self.master = master
         self.lanes: dict[PlatformId, Intent] = {}
         """What shall become of a node; only the newest intent counts."""
-        self.told: dict[PlatformId, str] = {}
+        self.told: dict[PlatformId, tuple[str, int]] = {}
         self.watch = 0
         """Number of the newest watch."""
         self.is_watching = False
@@ -183,8 +184,10 @@ class VirtualCloud(Platform):
         if not refusal and not is_unheard:
             del keeper.lanes[intent.id]
             return
-        if refusal and isinstance(intent, LaunchNode) and keeper.told.get(intent.id) != refusal:
-            keeper.told[intent.id] = refusal
+        told, told_at = keeper.told.get(intent.id, ("", 0))
+        is_news = refusal != told or self.sim.events.now - told_at >= micros(REFUSAL_COUNTS / 2)
+        if refusal and isinstance(intent, LaunchNode) and is_news:
+            keeper.told[intent.id] = (refusal, self.sim.events.now)
             self._say(keeper, LaunchRefused(node=intent.id, reason=refusal))
         delay = span(self.sim.chance.platform, pause / 2, pause)
         self._num_calls += 1

@@ -605,6 +605,17 @@ class TestMasterRestarts:
         assert (scene.launches[2].rank, scene.spent(0)) == (0, 0)
         assert scene.removed == [0], "should its launch only have been late"
 
+    def test_a_refusal_explains_an_absence_only_as_long_as_it_is_repeated(self) -> None:
+        """After it the node may have been launched, and gone before anybody looked."""
+        scene = FleetScene.of(2, 1).train(0)
+        del scene.cloud[1]
+        for at in (10, 300, 600):
+            scene.at(at).do(LaunchRefused(node=PlatformId(1), reason="quota"))
+        scene.at(1199).list()
+        assert scene.launched == [0, 1]
+        scene.at(1200).list()
+        assert (scene.launched, scene.spent(1)) == ([0, 1, 2], 0)
+
     def test_a_removal_is_asked_for_again_until_the_platform_does_not_show_the_node(self) -> None:
         scene = FleetScene.of(2, 1).train(0, 1)
         alive = scene.cloud[1]

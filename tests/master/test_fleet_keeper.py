@@ -122,6 +122,15 @@ async def test_a_refusal_is_told_once_for_each_reason_and_the_launch_goes_on_try
     await bench.job.until_phase(0, NodePhase.RUNNING)
 
 
+async def test_a_refusal_that_lasts_is_repeated(bench, monkeypatch):
+    monkeypatch.setattr(bench.keeper, "_patience", bench.keeper._patience._replace(repetition=0.0))
+    bench.start()
+    await bench.job.until(1, NodesListed)
+    bench.cloud.refusal = "the quota is used up"
+    bench.keeper.take(launch(0))
+    assert len(set(await bench.job.until(3, LaunchRefused))) == 1
+
+
 async def test_a_platform_that_breaks_its_word_is_tried_again(bench, monkeypatch):
     """It may be anybody's: what it raises beside what it promised must not leave a node without a lane."""
     bench.start()
