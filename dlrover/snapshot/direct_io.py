@@ -4,7 +4,9 @@ Writing large files at the speed of the disk, from the memory where the bytes li
 The page cache is in the way here: it copies every byte once more, evicts what the training needs, and is slow to empty. Direct I/O
 wants whole blocks at both ends, so a file is written in two passes. First the large pieces that lie on pages in memory and in the
 file, straight from where they are, by several threads. Then everything else (headers, small tensors, tails), put together
-in aligned buffers. Headers come last because they may contain checksums of what follows them.
+in aligned buffers. Headers come last because they may contain checksums of what follows them. Between two large tensors there is often but one
+page with a header; hundreds of such writes, each waiting for the disk, would cost more than they bring, so short ranges do go
+through the page cache, and the final sync sends them all at once.
 
 Each byte is summed on its way (CRC-32, in the same thread, while the disk is busy with another one's piece), and the sums of the parts are combined
 to one of the file.
@@ -33,6 +35,8 @@ from dlrover.snapshot.segment_format import round_up
 BLOCK_BYTES = 4096
 UNIT_BYTES = 8 * 1024 * 1024
 DIRECT_FROM_BYTES = 1024 * 1024
+CACHED_UP_TO_BYTES = 128 * 1024
+"""Ranges between large pieces up to this size go through the page cache."""
 _LONGEST_PAUSE = 0.5
 """Nobody can wait for two events at once, so a pause is cut for a look whether there is hurry."""
 
@@ -91,8 +95,12 @@ def write_file(
     with _Target(path, total_bytes, options.direct) as target:
         work = _Work(target, options, on_progress, stop or threading.Event())
         direct, parts_of = _direct_units(pieces)
-        work.run([_Unit(start, content) for start, content in direct])
-        sums = [_sum_of_piece(piece, parts, work.sums) for piece, parts in zip(pieces, parts_of, strict=True)]
+        small = [number for number, parts in enumerate(parts_of) if not parts]
+        work.run([*_sum_units(pieces, small), *(_Unit(start, content) for start, content in direct)])
+        sums = [
+            work.small_sums[number] if not parts else _sum_of_piece(piece, parts, work.sums)
+            for number, (piece, parts) in enumerate(zip(pieces, parts_of, strict=True))
+        ]
         everything = sorted([*pieces, *late(sums)], key=lambda piece: piece.offset)
         gaps = _gaps([(start, len(content)) for start, content in direct], total_bytes)
         work.run([_Unit(start, _Gather(everything, start, length)) for start, length in gaps])
@@ -177,19 +185,31 @@ class _Gather(NamedTuple):
     length: int
 
     def fill(self, buffer: memoryview) -> None:
+        """Write over all of the buffer: zeros where no piece is, and behind the range."""
         end = self.start + self.length
         first = max(0, bisect_right(self.pieces, self.start, key=lambda piece: piece.offset) - 1)
+        at = self.start
         for offset, content in itertools.islice(self.pieces, first, None):
             if offset >= end:
                 break
             low, high = max(offset, self.start), min(offset + len(content), end)
             if low < high:
+                buffer[at - self.start : low - self.start] = bytes(low - at)
                 buffer[low - self.start : high - self.start] = memoryview(content)[low - offset : high - offset]
+                at = high
+        buffer[at - self.start :] = bytes(len(buffer) - (at - self.start))
+
+
+class _Sums(NamedTuple):
+    """Small pieces that only have to be summed for now; they are written later, together with their headers."""
+
+    pieces: Sequence[Piece]
+    numbers: Sequence[int]
 
 
 class _Unit(NamedTuple):
     start: int
-    content: memoryview | _Gather
+    content: memoryview | _Gather | _Sums
 
 
 class _Work:
@@ -208,6 +228,8 @@ class _Work:
         self._started_at = time.monotonic()
         self.sums: dict[int, tuple[int, int]] = {}
         """Start of a unit to its sum and length."""
+        self.small_sums: dict[int, int] = {}
+        """Number of a small piece to its sum."""
 
     def run(self, units: Sequence[_Unit]) -> None:
         ticket = itertools.count()
@@ -220,24 +242,30 @@ class _Work:
         if self._options.nice:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._options.nice)
         try:
-            while (index := next(ticket)) < len(units):
-                self._admit()
-                self._write(units[index])
+            with _Buffer() as buffer:
+                while (index := next(ticket)) < len(units):
+                    self._do(units[index], buffer)
         except BaseException:
             next(itertools.islice(ticket, len(units), None))  # the others find no more work
             raise
 
-    def _write(self, unit: _Unit) -> None:
-        if isinstance(unit.content, _Gather):
-            length = unit.content.length
-            with mmap.mmap(-1, round_up(length, BLOCK_BYTES)) as buffer, memoryview(buffer) as view:
-                unit.content.fill(view)
+    def _do(self, unit: _Unit, buffer: _Buffer) -> None:
+        content = unit.content
+        if isinstance(content, _Sums):
+            for number in content.numbers:
+                self.small_sums[number] = zlib.crc32(content.pieces[number].content)
+            return
+        self._admit()
+        if isinstance(content, _Gather):
+            length = content.length
+            with buffer.view(round_up(length, BLOCK_BYTES)) as view:
+                content.fill(view)
                 self.sums[unit.start] = (zlib.crc32(view[:length]), length)
-                self._target.write(view, unit.start)
+                self._target.write(view, unit.start, is_short=length <= CACHED_UP_TO_BYTES)
         else:
-            length = len(unit.content)
-            self.sums[unit.start] = (zlib.crc32(unit.content), length)
-            self._target.write(unit.content, unit.start)
+            length = len(content)
+            self.sums[unit.start] = (zlib.crc32(content), length)
+            self._target.write(content, unit.start)
         with self._lock:
             self._num_written += length
             num_written = self._num_written
@@ -266,6 +294,25 @@ class _Work:
         return max(0.0, self._started_at + self._num_written / rate - time.monotonic())
 
 
+class _Buffer:
+    """A thread's memory for what it puts together, on pages and touched once. Made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def view(self, num_bytes: int) -> memoryview:
+        if self._memory is None:
+            self._memory = mmap.mmap(-1, UNIT_BYTES)
+        return memoryview(self._memory)[:num_bytes]
+
+    def __enter__(self) -> _Buffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._memory is not None:
+            self._memory.close()
+
+
 class _Target:
     """The file being written, with or without the page cache."""
 
@@ -282,11 +329,16 @@ class _Target:
             self._fd = os.open(path, flags, 0o644)
         try:
             _allocate(self._fd, round_up(total_bytes, BLOCK_BYTES))
+            self._cached_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         except BaseException:
             os.close(self._fd)
             raise
 
-    def write(self, content: memoryview, offset: int) -> None:
+    def write(self, content: memoryview, offset: int, *, is_short: bool = False) -> None:
+        """Short ranges may wait in the page cache for the sync; they share no page with the others."""
+        while is_short and content.nbytes:
+            written = os.pwrite(self._cached_fd, content, offset)
+            content, offset = content[written:], offset + written
         while content.nbytes:
             try:
                 written = os.pwrite(self._fd, content, offset)
@@ -300,8 +352,7 @@ class _Target:
     def sync(self) -> None:
         os.ftruncate(self._fd, self._total_bytes)
         os.fsync(self._fd)
-        if not self._is_direct:
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _leave_direct(self) -> None:
         """Same descriptor number, so that other threads go on."""
@@ -315,6 +366,7 @@ class _Target:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
+        os.close(self._cached_fd)
 
 
 def _direct_units(pieces: Sequence[Piece]) -> tuple[list[tuple[int, memoryview]], list[list[int]]]:
@@ -330,6 +382,20 @@ def _direct_units(pieces: Sequence[Piece]) -> tuple[list[tuple[int, memoryview]]
                 own.append(offset + start)
         starts.append(own)
     return units, starts
+
+
+def _sum_units(pieces: Sequence[Piece], small: Sequence[int]) -> list[_Unit]:
+    """Bundles of about one unit: summing is work for all threads, before the disk has anything to wait for."""
+    units: list[_Unit] = []
+    bundle: list[int] = []
+    size = 0
+    for number in small:
+        bundle.append(number)
+        size += len(pieces[number].content)
+        if size >= UNIT_BYTES:
+            units.append(_Unit(pieces[bundle[0]].offset, _Sums(pieces, bundle)))
+            bundle, size = [], 0
+    return [*units, _Unit(pieces[bundle[0]].offset, _Sums(pieces, bundle))] if bundle else units
 
 
 def _sum_of_piece(piece: Piece, starts: list[int], sums: dict[int, tuple[int, int]]) -> int:
