@@ -249,6 +249,25 @@ def test_a_flipped_bit_in_memory_is_caught_and_the_older_snapshot_taken(make):
     assert_same(checkpointer.load_checkpoint(), state_of(1))
 
 
+def test_waiting_for_a_save_that_failed_ends_at_once_and_says_why(make, tmp_path, caplog):
+    (tmp_path / "checkpoints").write_text("a file where the directory should be")
+    checkpointer = make()
+    checkpointer.save_checkpoint(1, state_of(1))
+    assert not checkpointer.wait_latest_checkpoint(3600)
+    assert "step 1 was not committed: " in caplog.text
+
+
+def test_a_step_that_is_saved_twice_is_the_newer_of_the_two(make, tmp_path):
+    checkpointer = make()
+    for seed in (1, 2):
+        assert checkpointer.save_checkpoint(9, state_of(seed), on_busy="block")
+        assert checkpointer.wait_latest_checkpoint(30)
+    assert_same(torch.load(tmp_path / "checkpoints" / "9" / "rank_0.pt"), state_of(2))
+    assert_same(checkpointer.load_checkpoint(), state_of(2))
+    checkpointer.close()
+    assert_same(make().load_checkpoint(), state_of(2))
+
+
 def test_old_checkpoints_go_as_the_strategy_says(make, tmp_path):
     checkpointer = make(deletion_strategy=KeepLatest(2))
     for step in (1, 2, 3, 4):

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 
 from dlrover.protocol.errors import ConfigError, DLRoverError, Unavailable
-from dlrover.snapshot.commit import latest_step
+from dlrover.snapshot.commit import latest_step, read_global_manifest
 from dlrover.snapshot.copying import Copier
 from dlrover.snapshot.manifest import ManifestInvalid
 from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request
 from dlrover.snapshot.segment import SlotName, segment_paths
 from dlrover.snapshot.segment_format import Owner
+from dlrover.snapshot.storage import join
 from dlrover.snapshot.user_deletion import rule_for
 from dlrover.snapshot.user_storage import meta_for, storage_of
 from dlrover.trainer import environment
@@ -100,13 +101,9 @@ class CheckpointEngine:
         the one that ends a lazy save publishes it.
         """
         self._num_saves = 0
-        self._storage_step: int | None = None
-        """Newest step that this rank asked to be written."""
+        self._storage_request: SaveRequest | None = None
+        """The newest that this rank asked to be written."""
         self.restored_step: int | None = None
-        self._preparation: Preparation | None = None
-        if self._agreement.share.is_saving:
-            has_segments = bool(segment_paths(self.outlet.home, self.shard))
-            self._preparation = Preparation(self.reserve, has_segments=has_segments)
         self._is_error_told = False
         self._lazy = lazy
         self._why_never_lazy = ""
@@ -122,6 +119,10 @@ class CheckpointEngine:
         self._is_judgement_due = False
         self._pid = os.getpid()
         atexit.register(self._at_exit)
+        self._preparation: Preparation | None = None
+        if self._agreement.share.is_saving:
+            has_segments = bool(segment_paths(self.outlet.home, self.shard))
+            self._preparation = Preparation(self.reserve, has_segments=has_segments)
 
     @property
     def agreement(self) -> Agreement:
@@ -266,23 +267,30 @@ class CheckpointEngine:
         return read_file(path, into=into)
 
     def wait_for_storage(self, timeout: float) -> bool:
-        """Whether the newest checkpoint that this rank asked for is committed. Others' disks can only be looked at."""
+        """
+        Whether the newest checkpoint that this rank asked for is committed; False as soon as it is known to have failed.
+
+        The agent tells. Where nobody does (a shard of another process without an agent), the tracker can only be looked at.
+        """
         self.wait_for_staging()
-        wanted = self._storage_step
+        wanted = self._storage_request
         if wanted is None or not self.is_saving_rank:
             return True
-        storage = storage_of(self.checkpoint_dir, self._storage)
         deadline = time.monotonic() + timeout
         while True:
-            try:
-                if latest_step(storage, self.checkpoint_dir) == wanted:
-                    return True
-            except (OSError, ManifestInvalid) as error:
-                log.info("the tracker in %s cannot be read: %s", self.checkpoint_dir, error)
-            if time.monotonic() >= deadline:
-                log.warning("step %d was not committed within %g s", wanted, timeout)
+            with self._writing:
+                self.outlet.listen()
+                news = self.outlet.settled.get(wanted.attempt)
+            if news is not None and not news.is_committed:
+                log.warning("step %d was not committed: %s", wanted.step, news.reason)
                 return False
-            time.sleep(_TRACKER_LOOK_AFTER)
+            if news is not None or self._is_committed(wanted):
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                log.warning("step %d was not committed within %g s", wanted.step, timeout)
+                return False
+            self.outlet.wait_for_news(min(left, _TRACKER_LOOK_AFTER))
 
     def close(self) -> None:
         """Give up saving. Without an agent this waits for what is being written, and the memory goes."""
@@ -360,12 +368,29 @@ class CheckpointEngine:
             time.sleep(_LOOK_AGAIN_AFTER)  # the kernel has no wait with a deadline for a slot's lock
             self.outlet.poll()
 
+    def _is_committed(self, request: SaveRequest) -> bool:
+        """As the storage says. The attempt is compared too: the step may have been saved before."""
+        storage = storage_of(self.checkpoint_dir, self._storage)
+        try:
+            if latest_step(storage, self.checkpoint_dir) != request.step:
+                return False
+            manifest = read_global_manifest(storage, join(self.checkpoint_dir, request.target))
+            if manifest is None or manifest.attempt != request.attempt:
+                return False
+            last = list(request.trackers.items())[-1:]  # the framework's own, written after ours, one by one
+            return all(storage.read(join(self.checkpoint_dir, name)) == content.encode() for name, content in last)
+        except FileNotFoundError:
+            return False
+        except (OSError, ManifestInvalid) as error:
+            log.info("the tracker in %s cannot be read: %s", self.checkpoint_dir, error)
+            return False
+
     def _saved(self, name: SlotName, request: SaveRequest) -> None:
         """The snapshot counts from here on. Called with the lock: the outlet is not made for two threads."""
         self.outlet.saved(name, request)
         self._unjudged = name
         if request.is_storage:
-            self._storage_step = request.step
+            self._storage_request = request
         self._is_error_told = False
         if self._preparation is not None:
             self._preparation.after_save(name)

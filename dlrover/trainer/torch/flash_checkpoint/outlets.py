@@ -12,6 +12,7 @@ import atexit
 import logging
 import os
 import secrets
+import select
 import socket
 import threading
 import time
@@ -49,12 +50,20 @@ class Outlet(Protocol):
     home: Path
     """Where the segments go."""
     fallback: Path | None
+    settled: dict[str, CheckpointSettled]
+    """What became of storage saves, by attempt, as far as it was heard here; the newest few."""
 
     def saved(self, name: SlotName, request: SaveRequest) -> None:
         """A snapshot is complete."""
 
     def poll(self) -> None:
         """Let go of what is not needed any more; called before each save."""
+
+    def listen(self) -> None:
+        """Take in what is known by now, without waiting."""
+
+    def wait_for_news(self, timeout: float) -> None:
+        """Until there may be something to listen to. The one method that another thread may call meanwhile."""
 
     def close(self) -> None: ...
 
@@ -127,14 +136,19 @@ class AgentOutlet:
         self._send(None)
         self._receive()
 
+    def wait_for_news(self, timeout: float) -> None:
+        sock = self._socket
+        if sock is None:
+            time.sleep(timeout)  # the agent is gone, and takes us with it
+        else:
+            select.select([sock], [], [], timeout)
+
     def _hear(self, news: TrainerNews) -> None:
         match news:
             case SnapshotTaken():
                 self._let_go((news.path, news.generation))
             case CheckpointSettled():
-                self.settled[news.attempt] = news
-                while len(self.settled) > _MAX_SETTLED:
-                    del self.settled[next(iter(self.settled))]
+                _remember(self.settled, news)
             case SaveRequested():
                 if self.save_request is None or news.number > self.save_request.number:
                     self.save_request = news
@@ -185,6 +199,8 @@ class ThreadOutlet:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dlrover-persist")
         self._saves: list[Future[None]] = []
         self._stop = threading.Event()
+        self.settled: dict[str, CheckpointSettled] = {}
+        self._news = threading.Event()
         self._is_reported = False
         self._pid = os.getpid()
         atexit.register(self.close)
@@ -201,6 +217,12 @@ class ThreadOutlet:
 
     def poll(self) -> None:
         self._saves = [save for save in self._saves if not save.done()]
+
+    def listen(self) -> None:
+        self._news.clear()  # before the caller looks, so that nothing is missed
+
+    def wait_for_news(self, timeout: float) -> None:
+        self._news.wait(timeout)
 
     def close(self) -> None:
         """Waits for what is being written. Not for a forked child, which has a copy of this and owns nothing."""
@@ -219,13 +241,27 @@ class ThreadOutlet:
                 release(pinned)
             if request.is_committer:
                 self._commit(request)
+                self._settle(request)
             self._is_reported = False
         except (OSError, DLRoverError) as error:
             level = logging.INFO if self._is_reported else logging.ERROR
             self._is_reported = True
             log.log(level, "the checkpoint of step %d was not written: %s. Training goes on.", request.step, error)
-        except Exception:  # the edge of the thread: nobody asks for what it ends with
+            self._settle(request, str(error))
+        except Exception as error:  # the edge of the thread: nobody asks for what it ends with
             log.exception("bug: the checkpoint of step %d was not written. Training goes on.", request.step)
+            self._settle(request, f"{type(error).__name__}: {error}")
+
+    def _settle(self, request: SaveRequest, trouble: str = "") -> None:
+        news = CheckpointSettled(
+            step=request.step,
+            attempt=request.attempt,
+            is_committed=not trouble,
+            reason=trouble,
+            directory=request.directory,
+        )
+        _remember(self.settled, news)
+        self._news.set()
 
     def _commit(self, request: SaveRequest) -> None:
         try:
@@ -234,6 +270,12 @@ class ThreadOutlet:
             give_up(request)
             raise
         finish(request)
+
+
+def _remember(settled: dict[str, CheckpointSettled], news: CheckpointSettled) -> None:
+    settled[news.attempt] = news
+    while len(settled) > _MAX_SETTLED:
+        del settled[next(iter(settled))]
 
 
 def _default_root() -> Path:
