@@ -1,0 +1,136 @@
+"""
+The engine for frameworks that write a checkpoint as many files: DeepSpeed, and the Trainer of transformers.
+
+Every rank is a shard of its own and keeps the files that it would have written, by their path in the checkpoint. Files that all ranks
+read but one rank writes are kept once per node as well, so that a node can go on from its own memory: such a copy has no place in
+storage.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dlrover.protocol.errors import DLRoverError
+from dlrover.snapshot.commit import latest_step
+from dlrover.snapshot.retention import Retention
+from dlrover.snapshot.storage import storage_for
+from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
+from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
+from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
+from dlrover.trainer.torch.flash_checkpoint.node_snapshots import NodeSnapshots, Snapshot, read_files
+
+log = logging.getLogger("dlrover.trainer.flash_checkpoint")
+
+
+class FileCheckpointEngine(CheckpointEngine):
+    """Saves and finds files, whatever framework they belong to."""
+
+    def __init__(
+        self,
+        checkpoint_dir: str,
+        *,
+        deletion_strategy: Retention | None = None,
+        save_timeout: float = 600.0,
+        **options: Any,
+    ) -> None:
+        ranks = own_ranks()
+        super().__init__(
+            checkpoint_dir,
+            local_shard_num=max(1, ranks.local_world_size),
+            global_shard_num=max(1, ranks.world_size),
+            deletion_strategy=deletion_strategy,
+            save_timeout=save_timeout,
+            **options,
+        )
+
+    def save_files(
+        self,
+        step: int,
+        files: Mapping[str, object],
+        *,
+        target: str,
+        is_storage: bool,
+        memory_only: Iterable[str] = (),
+        trackers: Mapping[str, str] | None = None,
+        on_busy: str = "skip",
+    ) -> SaveResult:
+        """The files of the checkpoint `target`, by their path in it. What is `memory_only` another rank writes to storage."""
+        kept = set(memory_only)
+        paths = {name: name for name in files if name not in kept}
+        return self.save(step, files, paths, is_storage=is_storage, on_busy=on_busy, target=target, trackers=trackers)
+
+    def snapshots(self) -> NodeSnapshots:
+        """What is in this node's memory for this job's checkpoints."""
+        self._agree_late()
+        return NodeSnapshots(self.outlet.home, self.checkpoint_dir, self._agreement.share.num_shards)
+
+    def common_steps(self, steps: Iterable[int]) -> list[int]:
+        """Which of them every rank names, newest first. All ranks call this."""
+        return sorted(self._agreement.common(list(steps)), reverse=True)
+
+    def stored_step(self) -> int | None:
+        """The newest committed step, as global rank 0 sees it. All ranks call this."""
+        step = None
+        if self._agreement.ranks.global_rank == 0 or not self._agreement.is_joint:
+            try:
+                step = latest_step(storage_for(self.checkpoint_dir), self.checkpoint_dir)
+            except (OSError, DLRoverError) as error:
+                log.warning("the tracker in %s cannot be read: %s", self.checkpoint_dir, error)
+        told = self._agreement.tell_all([] if step is None else [step])
+        return told[0] if told else None
+
+    def have_all(self, is_fine: bool) -> bool:
+        """Whether it is fine on every rank; until all have said so nobody goes on."""
+        return self._agreement.have_all(is_fine)
+
+    def read(self, snapshots: NodeSnapshots, own: Snapshot, files: Iterable[str]) -> dict[str, Any] | None:
+        """These files of one save, from our snapshot or a neighbour's. None, with a warning, when one is missing or damaged."""
+        by_holder: dict[int, tuple[Snapshot, list[str]]] = {}
+        for file in files:
+            holder = snapshots.holder_of(file, own)
+            if holder is None:
+                log.warning("no snapshot of step %d on this node has %s", own.name.step, file)
+                return None
+            by_holder.setdefault(holder.request.shard, (holder, []))[1].append(file)
+        found: dict[str, Any] = {}
+        try:
+            for holder, names in by_holder.values():
+                found.update(read_files(holder, names, self._copier))
+        except (OSError, DLRoverError) as error:
+            log.warning("%s", error)
+            return None
+        return found
+
+    def wait_latest_checkpoint(self, timeout: float = 1800, max_steps: int | None = None) -> bool:
+        """
+        Until the newest checkpoint that this rank asked for is committed.
+
+        `max_steps` is accepted: who waits for the last step of a training waits for the newest save anyway.
+        """
+        return self.wait_for_storage(timeout)
+
+
+class DeepSpeedCheckpointEngine(FileCheckpointEngine):
+    """The same under the name and with the arguments that DeepSpeed scripts know."""
+
+    def __init__(
+        self,
+        checkpoint_dir: str | os.PathLike[str],
+        storage: Any = None,
+        global_shard_num: int = 1,
+        zero_stage: int = 0,
+        comm_backend: str = "",
+        save_timeout: float = 600,
+        deletion_strategy: Retention | None = None,
+    ) -> None:
+        """The numbers of shards follow from the ranks, so `global_shard_num` and `zero_stage` are accepted and not needed."""
+        super().__init__(
+            os.fspath(checkpoint_dir),
+            deletion_strategy=deletion_strategy,
+            save_timeout=save_timeout,
+            **({} if storage is None else {"storage": storage}),
+        )
+        self.zero_stage = zero_stage
