@@ -149,6 +149,7 @@ class Agent:
         local_world_size: int,
         build_group: BuildGroup,
         step: Callable[[], int | None],
+        snapshot_step: Callable[[], int | None] | None = None,
         run_check: RunTask | None = None,
         on_break: Callable[[], None] | None = None,
         warm_up: Callable[[float], Awaitable[None]] | None = None,
@@ -164,6 +165,7 @@ class Agent:
         self._patience = patience or Patience(heartbeat=detection.heartbeat, lease=detection.lease)
         self._local_world_size = local_world_size
         self._step = step
+        self._snapshot_step = snapshot_step or (lambda: None)
         self._on_break = on_break or (lambda: None)
         self._exchange = exchange
         self._warm_up = warm_up
@@ -188,6 +190,7 @@ class Agent:
             on_error=self._on_broken,
             ready=self._settle_check,
             prepare=self._prepare,
+            on_stopped=self._on_stopped,
         )
         self._check = CheckRunner(
             _refuse_check if run_check is None else run_check,
@@ -543,7 +546,6 @@ class Agent:
             self._tell(ReportFinished(node=self._node, incarnation=self._incarnation, round=round_, step=outcome.step))
             self._news.set()
             return
-        self._on_break()
         for failure in outcome.failures:
             log.warning("global rank %d failed: %s", failure.global_rank, failure.message)
         self._tell(
@@ -556,6 +558,11 @@ class Agent:
                 lived=outcome.lived,
             )
         )
+
+    def _on_stopped(self, round_: Round) -> None:
+        """Before other workers can start, and after those of the round have written their last."""
+        if round_ != self._finished_round:
+            self._on_break()
 
     def _on_checked(self, round_: Round, outcome: CheckOutcome) -> None:
         level = logging.INFO if outcome.exit_class is ExitClass.OK else logging.WARNING
@@ -670,7 +677,14 @@ class Agent:
             if self._channel.outage():
                 self._news.set()  # how long the master is away is the one fact that no event announces
             elif self._node >= 0:
-                self._channel.beat(Heartbeat(node=self._node, incarnation=self._incarnation, step=self._step()))
+                self._channel.beat(
+                    Heartbeat(
+                        node=self._node,
+                        incarnation=self._incarnation,
+                        step=self._step(),
+                        snapshot_step=self._snapshot_step(),
+                    )
+                )
 
     def _master_now(self) -> Micros:
         return Micros(time.monotonic_ns() // 1000 + self._clock_offset)

@@ -54,16 +54,18 @@ class WorkerDriver:
         on_error: Callable[[DLRoverError], None],
         ready: Callable[[], Awaitable[None]] | None = None,
         prepare: Callable[[WorldSpec], Awaitable[None]] | None = None,
+        on_stopped: Callable[[Round], None] | None = None,
     ) -> None:
         """
         `ready` is waited for before workers start: something else may still be running on this node. Then `prepare` is, which may
-        bring what they need.
+        bring what they need. `on_stopped` is told when no worker of a round is left, before others can start.
         """
         self._build = build
         self._on_outcome = on_outcome
         self._on_error = on_error
         self._ready = ready
         self._prepare = prepare
+        self._on_stopped = on_stopped
         self._target: WorldSpec | None = None
         self._offer: PortOffer | None = None
         self._cause = StopCause.MEMBERSHIP
@@ -196,6 +198,8 @@ class WorkerDriver:
             self._watcher.cancel()
             self._watcher = None
         self._group = None
+        if self._on_stopped is not None:
+            self._on_stopped(group.world.round)
         self._tell_late(group, late)
         log.info(
             "stopped workers round=%d cause=%s seconds=%.3f",

@@ -1,5 +1,5 @@
 """
-Workers' requests on their way to the master, in the name of this node.
+Workers' requests, and the saver's, on their way to the master, in the name of this node.
 
 All workers of a node share the agent's one stream. A command gets the agent's number there, so one that is sent again
 after a broken stream is applied once; it names the life of the agent that took it on, so it is refused and not applied
@@ -15,6 +15,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from dlrover.protocol.checkpoint_messages import AnyCheckpointCommand, AwaitSaveDuties, CheckpointCommand
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.kv_messages import AnyKvCommand, KvCommand
 from dlrover.protocol.messages import AgentCommand, Incarnation, NodeId, Query, Reply, WorkerRequest
@@ -35,9 +36,14 @@ class Relay:
         self._who = who
         self._under_way = asyncio.Semaphore(MAX_RELAYED)
 
-    async def __call__(self, request: WorkerRequest, *, timeout: float) -> Reply:
+    async def __call__(
+        self, request: WorkerRequest | AnyCheckpointCommand | AwaitSaveDuties, *, timeout: float
+    ) -> Reply:
         """Raises Rejected, or Unavailable: then a command may still be applied."""
-        if not isinstance(request, KvCommand | SyncCommand):
+        if isinstance(request, AwaitSaveDuties):
+            node, incarnation = self._who()
+            return await self._call(replace(request, node=node, incarnation=incarnation), timeout=timeout)
+        if not isinstance(request, KvCommand | SyncCommand | CheckpointCommand):
             return await self._call(request, timeout=timeout)
         end_at = time.monotonic() + timeout
         try:
@@ -55,7 +61,7 @@ class Relay:
         finally:
             self._under_way.release()
 
-    async def _send(self, command: AnyKvCommand | AnySyncCommand, end_at: float) -> Reply:
+    async def _send(self, command: AnyKvCommand | AnySyncCommand | AnyCheckpointCommand, end_at: float) -> Reply:
         node, incarnation = self._who()
         named = replace(command, node=node, incarnation=incarnation)
         return await self._call(named, timeout=max(end_at - time.monotonic(), 0.0))

@@ -26,19 +26,17 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
+from dlrover.agent.break_points import BreakPoints, Held, pin_held
 from dlrover.agent.save_line import Relay, SaveLine
 from dlrover.protocol.checkpoint_messages import (
     CheckpointCommitted,
     CheckpointFailed,
     CheckpointSettled,
     CommitCheckpoint,
-    HeldSnapshot,
     OpenSnapshots,
-    PersistSnapshot,
     SaveDuties,
     ShardWritten,
     SnapshotSaved,
-    SnapshotsHeld,
     SnapshotTaken,
     TrainerNews,
 )
@@ -68,8 +66,6 @@ NICENESS = 5
 """Of the threads that sum and write: the training goes first."""
 SAVING_FILE = "saving"
 """In the runtime directory while an agent that ends still writes: until when (monotonic seconds) it may."""
-DECISION = 15.0
-"""Seconds that snapshots of ended workers are held for the master to say which are worth writing."""
 _TRIES = 4
 """The master waits once for the shards and up to three times for a committer, each for a save's timeout."""
 
@@ -119,9 +115,7 @@ class Saver:
         self._requests: dict[tuple[str, str], tuple[SaveRequest, float]] = {}
         """By directory and attempt: what was written here and is not settled, and when that began."""
         self._world: WorldSpec | None = None
-        self._asked_round = Round(0)
-        """Newest round after which the master was asked what to write."""
-        self._decision: asyncio.Future[tuple[PersistSnapshot, ...] | None] | None = None
+        self._breaks = BreakPoints()
         self._newest: dict[str, int] = {}
         """By segment: newest step that this round's workers saved."""
         self._stop = threading.Event()
@@ -146,7 +140,7 @@ class Saver:
 
     def report_to(self, relay: Relay) -> None:
         """From here on the master is told, and asked who commits."""
-        self._line = SaveLine(relay, self._on_duties, self._on_line_lost)
+        self._line = SaveLine(relay, self._on_duties, self._breaks.lose)
 
     def enter(self, world: WorldSpec) -> None:
         """The workers of this world are about to start."""
@@ -205,56 +199,19 @@ class Saver:
 
     def _break_together(self, world: WorldSpec) -> None:
         """Other nodes hold the other shards: ask the master, holding what may be wanted. Without it, write all there is."""
-        held = self._pin_held()
-        if not held:
-            return
-        if self._line is not None and self._line.is_up and world.round > self._asked_round:
-            self._asked_round = world.round
-            self._run(self._decide(self._line, world.round, held), f"break point of round {world.round}")
-            return
-        for pinned, request in held:  # the older first: it is more likely to be complete elsewhere
-            self._start(pinned, request, is_adopted=False)
+        names = () if self._home is None else self._home.snapshots()
+        slots = [name for shard in names for name in of_present_history(shard.slots)]
+        held = pin_held(slots, self._read, lambda request: _key(request) in self._known)
+        if held:
+            self._run(self._write_decided(world.round, held), f"break point of round {world.round}")
 
-    def _pin_held(self) -> list[tuple[PinnedSlot, SaveRequest]]:
-        """Everything complete of the present history that is not being written anyway, oldest first."""
-        held = []
-        for shard in () if self._home is None else self._home.snapshots():
-            for name in of_present_history(shard.slots):
-                pinned = pin_newest(name.path, name.slot, name.generation)
-                request = None if pinned is None else self._read(pinned)
-                if pinned is not None and (request is None or _key(request) in self._known):
-                    release(pinned)
-                elif pinned is not None and request is not None:
-                    held.append((pinned, request))
-        return sorted(held, key=lambda each: (each[0].record.round, each[1].step))
-
-    async def _decide(self, line: SaveLine, round_: Round, held: list[tuple[PinnedSlot, SaveRequest]]) -> None:
-        decision = self._decision = asyncio.get_running_loop().create_future()
-        snapshots = tuple(
-            HeldSnapshot(
-                directory=request.directory,
-                attempt=request.attempt,
-                step=request.step,
-                shard=request.shard,
-                num_shards=request.num_shards,
-                round=Round(pinned.record.round),
-            )
-            for pinned, request in held
-        )
-        wanted: tuple[PersistSnapshot, ...] | None = None
-        if await line.tell(SnapshotsHeld(round=round_, held=snapshots), timeout=DECISION):
-            await asyncio.wait([decision], timeout=DECISION)
-            wanted = decision.result() if decision.done() else None
-        for pinned, request in held:
-            is_wanted = wanted is None and request.is_writer
-            for each in wanted or ():
-                is_meant = (each.directory, each.attempt) == (request.directory, request.attempt)
-                is_wanted = is_wanted or (is_meant and request.shard in each.shards)
-            if is_wanted and _key(request) not in self._known:
-                log.info("break point: step %d is written to storage", request.step)
-                self._start(pinned, replace(request, is_writer=True), is_adopted=False)
-            else:
+    async def _write_decided(self, round_: Round, held: Held) -> None:
+        for pinned, request in await self._breaks.choose(self._line, round_, held):
+            if _key(request) in self._known:
                 release(pinned)
+                continue
+            log.info("break point: step %d is written to storage", request.step)
+            self._start(pinned, request, is_adopted=False)
 
     async def drain(self, *, is_hurried: bool) -> None:
         """Finish what is queued, within the patience; tell what is lost."""
@@ -406,6 +363,7 @@ class Saver:
             if not settled.is_committed:
                 raise SaveGivenUp(settled.reason)
             return
+        self._requests.pop((request.directory, request.attempt), None)
         if not request.is_committer:
             return
         await asyncio.get_running_loop().run_in_executor(self._committer, self._commit, request, is_adopted)
@@ -446,15 +404,9 @@ class Saver:
             self._on_settled(settled)
         for duty in duties.commits:
             self._run(self._obey(duty), f"commit {duty.step}")
-        persists = tuple(each for each in duties.persists if each.round == self._asked_round)
-        if persists and self._decision is not None and not self._decision.done():
-            self._decision.set_result(persists)
+        self._breaks.hear(duties.persists)
         if duties.request is not None:
             self.tell_trainers(duties.request)
-
-    def _on_line_lost(self) -> None:
-        if self._decision is not None and not self._decision.done():
-            self._decision.set_result(None)
 
     def _on_settled(self, settled: CheckpointSettled) -> None:
         request, begun_at = self._requests.pop((settled.directory, settled.attempt), (None, 0.0))

@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
-from dlrover.protocol.checkpoint_messages import OpenSnapshots, SnapshotSaved, SnapshotTaken
+from dlrover.protocol.checkpoint_messages import OpenSnapshots, SnapshotSaved, SnapshotTaken, TrainerNews
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.local import pack, peer_credentials, read_frame
 from dlrover.protocol.messages import (
@@ -67,6 +67,8 @@ class WorkerSocket:
         self._connections: set[asyncio.Task[None]] = set()
         self._relay: Relay = _refuse
         self._snapshots: Snapshots | None = None
+        self._trainers: dict[asyncio.StreamWriter, Round] = {}
+        """Connections over which snapshots are told of, and in which round."""
         self._round = Round(0)
         self._steps: dict[int, int] = {}
         """Newest step by local rank, of the current round."""
@@ -105,6 +107,12 @@ class WorkerSocket:
         """Who hears of the workers' snapshots; nobody until then."""
         self._snapshots = snapshots
 
+    def tell_trainers(self, news: TrainerNews) -> None:
+        """To all workers of this round that save."""
+        for writer, number in self._trainers.items():
+            if number == self._round:
+                _send(writer, news)
+
     def open_round(self, number: Round) -> None:
         """Steps of former rounds count no more, and their workers are not heard any more."""
         self._round = number
@@ -136,6 +144,7 @@ class WorkerSocket:
         finally:
             for task in asked:
                 task.cancel()  # nobody hears the answer; a command that has left still counts
+            self._trainers.pop(writer, None)
             writer.close()
 
     async def _listen(
@@ -167,6 +176,7 @@ class WorkerSocket:
         if self._snapshots is None:
             return
         if isinstance(news, OpenSnapshots):
+            self._trainers[writer] = self._round
             self._snapshots.on_open(news)
         elif (taken := self._snapshots.on_saved(news)) is not None:
             _send(writer, taken)
@@ -200,7 +210,7 @@ async def _refuse(request: WorkerRequest, *, timeout: float) -> Reply:
     raise Unavailable("the agent has not begun to speak to the master yet")
 
 
-def _send(writer: asyncio.StreamWriter, message: AgentMessage | SnapshotTaken) -> None:
+def _send(writer: asyncio.StreamWriter, message: AgentMessage | TrainerNews) -> None:
     if not writer.is_closing():
         writer.write(pack(_ENCODER.encode(message)))
 

@@ -214,7 +214,8 @@ def _shard_written(command: ShardWritten, course: Course) -> Reply:
     outcome = room.outcome(command.directory, command.attempt)
     if known is None and outcome is not None:
         what = "was committed" if outcome.is_committed else f"was given up: {outcome.reason}"
-        raise Rejected(f"The save of step {command.step} is over; it {what}.", code="attempt-over")
+        code = "attempt-committed" if outcome.is_committed else "attempt-over"
+        raise Rejected(f"The save of step {command.step} is over; it {what}.", code=code)
 
     attempt = known or _begin(course, command, key)
     attempt.writers[command.shard] = node.id

@@ -1,0 +1,122 @@
+"""
+The saver's line to the master: tells it what was written, and hears what to do about it.
+
+One question waits at the master all the time; its answer says what this node shall commit or write and what became of saves under way. If
+the master cannot be reached for long, or does not know such questions, everybody who waits for an outcome is told that there is none:
+they go on without it, by the files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+from dlrover.protocol.checkpoint_messages import (
+    AnyCheckpointCommand,
+    AwaitSaveDuties,
+    CheckpointSettled,
+    SaveDuties,
+    ShardWritten,
+)
+from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.messages import Reply
+
+log = logging.getLogger("dlrover.agent")
+
+WAIT = 20.0
+"""Seconds that the question waits at the master."""
+MARGIN = 10.0
+"""Seconds on top, for a master that is just being restarted. After both it counts as away."""
+REPORT = 30.0
+"""Seconds for a report to be heard."""
+_PAUSE = 1.0
+
+
+class Relay(Protocol):
+    async def __call__(self, request: AnyCheckpointCommand | AwaitSaveDuties, *, timeout: float) -> Reply:
+        """Raises Rejected or Unavailable."""
+
+
+class SaveLine:
+    def __init__(self, relay: Relay, on_duties: Callable[[SaveDuties], None], on_lost: Callable[[], None]) -> None:
+        """`on_duties` hears of everything new, after those who wait for an outcome; `on_lost` that nothing is to be heard."""
+        self._relay = relay
+        self._on_duties = on_duties
+        self._on_lost = on_lost
+        self._since = 0
+        self._outcomes: dict[tuple[str, str], asyncio.Future[CheckpointSettled | None]] = {}
+        self.is_up = True
+        """Whether the master was heard last time. Assumed at first: somebody has started us in its name."""
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                try:
+                    answer = await self._relay(AwaitSaveDuties(since=self._since, wait=WAIT), timeout=WAIT + MARGIN)
+                except (Rejected, Unavailable) as error:
+                    self._lose(str(error))
+                    await asyncio.sleep(_PAUSE * random.uniform(1.0, 2.0))
+                    continue
+                assert isinstance(answer, SaveDuties), "the answer to that question"
+                self.is_up = True
+                self._since = answer.number  # less than we knew: of a master that lost its journal
+                self._take(answer)
+        finally:
+            self._lose("this agent ends")
+
+    async def tell(self, command: AnyCheckpointCommand, *, timeout: float = REPORT) -> bool:
+        """Whether the master has taken it in."""
+        try:
+            await self._relay(command, timeout=timeout)
+        except (Rejected, Unavailable) as error:
+            log.info("%s was not heard: %s", type(command).__name__, error)
+            return False
+        return True
+
+    async def report(self, written: ShardWritten, *, patience: float) -> CheckpointSettled | None:
+        """Tell of a shard, and wait for what becomes of its attempt. None: no master can say."""
+        key = (written.directory, written.attempt)
+        outcome = self._outcomes.get(key)
+        if outcome is None:
+            outcome = self._outcomes[key] = asyncio.get_running_loop().create_future()
+        try:
+            await self._relay(written, timeout=REPORT)
+            async with asyncio.timeout(patience):
+                return await asyncio.shield(outcome)
+        except Rejected as error:
+            if error.code in ("attempt-over", "attempt-committed"):
+                is_committed = error.code == "attempt-committed"
+                return CheckpointSettled(
+                    step=written.step,
+                    attempt=written.attempt,
+                    directory=written.directory,
+                    is_committed=is_committed,
+                    reason="" if is_committed else str(error),
+                )
+            log.info("the master takes no report of step %d: %s", written.step, error)
+            return None
+        except (Unavailable, TimeoutError) as error:
+            log.info("the master says nothing of step %d: %s", written.step, error)
+            return None
+        finally:
+            self._outcomes.pop(key, None)
+
+    def _take(self, duties: SaveDuties) -> None:
+        for settled in duties.settled:
+            outcome = self._outcomes.get((settled.directory, settled.attempt))
+            if outcome is not None and not outcome.done():
+                outcome.set_result(settled)
+        self._on_duties(duties)
+
+    def _lose(self, why: str) -> None:
+        if self.is_up:
+            log.info("no word of the master about checkpoints: %s", why)
+        self.is_up = False
+        for outcome in self._outcomes.values():
+            if not outcome.done():
+                outcome.set_result(None)
+        self._on_lost()
