@@ -682,13 +682,16 @@ class Simulation:
         if self._quiet_at is not None:
             self._recovery = self.events.now - self._quiet_at
             self._quiet_at = None
-        for older in self.training.worlds:
-            if older != coordinator and self.training.is_training(older):
-                self.events.after(OVERLAP, self._check_overlap, older)
-                self.events.after(MASTER_GRACE + OVERLAP, self._check_overlap, older)
+        others = [each for each in self.training.worlds if each != coordinator and self.training.is_training(each)]
+        for world in [*others, coordinator] if others else []:  # who wakes up late may be the older one
+            self.events.after(OVERLAP, self._check_overlap, world)
+            self.events.after(MASTER_GRACE + OVERLAP, self._check_overlap, world)
 
     def _check_overlap(self, coordinator: str) -> None:
         if self.is_over or not self.training.is_training(coordinator):
+            return
+        newest = None if self.master is None else self.master.job.state.rendezvous.world
+        if newest is not None and newest.coordinator == coordinator:
             return
         round_ = self.training.worlds[coordinator].round
         members = [node.agent for node in self.nodes if node.agent is not None and node.agent.runs(coordinator)]
