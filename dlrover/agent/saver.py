@@ -360,9 +360,13 @@ class Saver:
             )
             settled = await self._line.report(written, patience=_TRIES * max(request.save_timeout, 60.0))
         if settled is not None:
-            if not settled.is_committed:
-                raise SaveGivenUp(settled.reason)
-            return
+            self._requests.pop((request.directory, request.attempt), None)
+            if settled.is_committed:
+                return
+            if request.is_committer:
+                async with self._turn:  # this node may still be writing another shard of it
+                    await asyncio.get_running_loop().run_in_executor(self._committer, give_up, request)
+            raise SaveGivenUp(settled.reason)
         self._requests.pop((request.directory, request.attempt), None)
         if not request.is_committer:
             return
@@ -412,12 +416,6 @@ class Saver:
         request, begun_at = self._requests.pop((settled.directory, settled.attempt), (None, 0.0))
         seconds = 0.0 if request is None else time.monotonic() - begun_at
         self.tell_trainers(replace(settled, seconds=seconds))
-        if request is not None and request.is_committer and not settled.is_committed:
-            self._run(self._clean_up(request), f"clean up {request.step}")
-
-    async def _clean_up(self, request: SaveRequest) -> None:
-        async with self._turn:  # this node may still be writing a shard of it
-            await asyncio.get_running_loop().run_in_executor(self._committer, give_up, request)
 
     async def _obey(self, duty: CommitCheckpoint) -> None:
         """Commit what all shards were reported of."""

@@ -213,7 +213,7 @@ def _shard_written(command: ShardWritten, course: Course) -> Reply:
         )
     outcome = room.outcome(command.directory, command.attempt)
     if known is None and outcome is not None:
-        what = "was committed" if outcome.is_committed else f"was given up: {outcome.reason}"
+        what = "was committed" if outcome.is_committed else f"was given up: {outcome.reason.rstrip('.')}"
         code = "attempt-committed" if outcome.is_committed else "attempt-over"
         raise Rejected(f"The save of step {command.step} is over; it {what}.", code=code)
 
