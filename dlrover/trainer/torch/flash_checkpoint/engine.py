@@ -35,6 +35,12 @@ from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, own_rank
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.copying import PendingSave, StateWriter
 from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY, Changed, Staging, StepWatch
+from dlrover.trainer.torch.flash_checkpoint.old_names import check_all_rank_ready as check_all_rank_ready
+from dlrover.trainer.torch.flash_checkpoint.old_names import start_saver_process as start_saver_process
+from dlrover.trainer.torch.flash_checkpoint.old_names import (
+    verify_all_rank_step_consistent as verify_all_rank_step_consistent,
+)
+from dlrover.trainer.torch.flash_checkpoint.old_names import wait_socket_server as wait_socket_server
 from dlrover.trainer.torch.flash_checkpoint.outlets import AgentOutlet, Outlet, ThreadOutlet
 from dlrover.trainer.torch.flash_checkpoint.preparing import Preparation
 from dlrover.trainer.torch.flash_checkpoint.reading import read_file
