@@ -34,6 +34,7 @@ from dlrover.trainer.torch.flash_checkpoint.agreed_segments import AgreedSegment
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, own_ranks
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.copying import PendingSave, StateWriter
+from dlrover.trainer.torch.flash_checkpoint.early_look import EarlyLook
 from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY, Changed, Staging, StepWatch
 from dlrover.trainer.torch.flash_checkpoint.old_names import check_all_rank_ready as check_all_rank_ready
 from dlrover.trainer.torch.flash_checkpoint.old_names import start_saver_process as start_saver_process
@@ -125,10 +126,11 @@ class CheckpointEngine:
         self._is_judgement_due = False
         self._pid = os.getpid()
         atexit.register(self._at_exit)
+        self._look = EarlyLook(self.outlet.home, self.shard)
         self._preparation: Preparation | None = None
         if self._agreement.share.is_saving:
             has_segments = bool(segment_paths(self.outlet.home, self.shard))
-            self._preparation = Preparation(self.reserve, has_segments=has_segments)
+            self._preparation = Preparation(self._reserve_in_turn, has_segments=has_segments)
 
     @property
     def agreement(self) -> Agreement:
@@ -255,7 +257,7 @@ class CheckpointEngine:
         self._agree_late()
         self.wait_for_staging()
         restored = Restorer(
-            self.checkpoint_dir, self.outlet.home, self._agreement, self._copier, storage=self._storage
+            self.checkpoint_dir, self.outlet.home, self._agreement, self._copier, storage=self._storage, look=self._look
         ).load(names, into)
         if restored is None:
             return None
@@ -305,6 +307,7 @@ class CheckpointEngine:
         self._watch.close()
         if self._stager is not None:
             self._stager.shutdown(wait=True)
+        self._look.close()
         if self._preparation is not None:
             self._preparation.close()
         with self._writing:
@@ -324,6 +327,11 @@ class CheckpointEngine:
             if self._staging is not None and not self._staging.is_done:
                 return memoryview(b"")  # a copy is under way, so there is room, and it must not be replaced now
             return self._segments.reserve(num_bytes)
+
+    def _reserve_in_turn(self, num_bytes: int) -> memoryview:
+        """Not before the look at a former life: that is waited for sooner."""
+        self._look.wait()
+        return self.reserve(num_bytes)
 
     def _open(self) -> StateWriter:
         if self._writer is None:
@@ -398,6 +406,7 @@ class CheckpointEngine:
         if request.is_storage:
             self._storage_request = request
         self._is_error_told = False
+        self._look.close()  # nobody restores any more, and a file that was outgrown shall go
         if self._preparation is not None:
             self._preparation.after_save(name)
 
@@ -422,7 +431,7 @@ class CheckpointEngine:
         self._staging = staging = Staging(pending.help, lambda: self._settle(pending, request, result))
         if self._stager is None:
             self._stager = ThreadPoolExecutor(1, thread_name_prefix="dlrover-stage")
-        self._stager.submit(staging.finish)
+        self._stager.submit(_bring_to_end, pending, staging)
 
     def _settle(self, pending: PendingSave, request: SaveRequest, result: SaveResult) -> None:
         """Everything is copied. Called once, by the thread or by the training; nothing may come out of it."""
@@ -486,6 +495,14 @@ class CheckpointEngine:
             self._agreement = Agreement(own_ranks(), *self._shard_nums, is_group_private=self._is_group_private)
             if self._segments is not None:
                 self._segments.agreement = self._agreement
+
+
+def _bring_to_end(pending: PendingSave, staging: Staging) -> None:
+    """What the thread of a lazy save does: pickle while others copy, then copy, then publish."""
+    try:
+        pending.prepare()
+    finally:  # its error comes again where it is dealt with
+        staging.finish()
 
 
 def _check_lazy(lazy: bool | str) -> bool | str:

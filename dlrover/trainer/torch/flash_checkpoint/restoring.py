@@ -12,7 +12,6 @@ import logging
 import os
 import pickle
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +25,19 @@ from dlrover.snapshot.contents import TORCH, decode_contents
 from dlrover.snapshot.copying import Copier
 from dlrover.snapshot.manifest import DIRECTORY, GLOBAL_NAME, FileRecord, ManifestInvalid
 from dlrover.snapshot.persist import of_present_history, read_request
-from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName, segment_paths
+from dlrover.snapshot.segment import Segment, SlotName, segment_paths
 from dlrover.snapshot.segment_format import SegmentInvalid
 from dlrover.snapshot.storage import LocalStorage, Storage, join, read_bytes
 from dlrover.snapshot.user_storage import storage_of
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement
 from dlrover.trainer.torch.flash_checkpoint.copying import load_state
+from dlrover.trainer.torch.flash_checkpoint.early_look import EarlyLook, check
 from dlrover.trainer.torch.flash_checkpoint.reading import check_content, read_content, read_file, read_raw
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
 DEFAULT_PART = "model_states"
 """What the original DLRover calls the one part of its files."""
-_NUM_SUMMERS = 4
 _REMEDY = "Mend the directory, or give a resume_path, or begin anew in another directory."
 _UNREADABLE = 1
 """What rank 0 tells the others in place of steps, when the storage cannot be read."""
@@ -61,10 +60,12 @@ class Restorer:
         copier: Copier,
         *,
         storage: ClassMeta | None = None,
+        look: EarlyLook | None = None,
     ) -> None:
-        """`storage` is one of the user's own, in place of what the directory says."""
+        """`storage` is one of the user's own, in place of what the directory says; `look` has perhaps checked the memory already."""
         self._directory, self._home, self._agreement, self._copier = directory, home, agreement, copier
         self._storage = storage
+        self._look = look
 
     def load(self, names: Sequence[str] | None, into: Mapping[str, object] | None) -> Restored | None:
         """
@@ -126,12 +127,14 @@ class Restorer:
     ) -> dict[str, Any] | None:
         """None, with a warning, when it is not there any more or damaged."""
         try:
-            with Segment(name.path, private=True) as segment:
+            checked = None if self._look is None else self._look.take(name)
+            with checked or Segment(name.path, private=True) as segment:
                 pinned = segment.pin(name.slot, name.generation)
                 if pinned is None:
                     return None
                 with pinned:
-                    _verify(pinned)
+                    if checked is None:
+                        check(pinned)
                     parts = load_state(pinned, self._copier, names=names, into=into)
         except (OSError, Corrupt, SegmentInvalid) as error:
             log.warning("%s", error)
@@ -241,11 +244,6 @@ class Restorer:
             return {names[0] if names else DEFAULT_PART: rank.files[0]}
         files = {file.part or file.path: file for file in rank.files}
         return {name: file for name, file in files.items() if names is None or name in names}
-
-
-def _verify(pinned: PinnedSlot) -> None:
-    with ThreadPoolExecutor(min(_NUM_SUMMERS, len(os.sched_getaffinity(0))), "dlrover-verify") as pool:
-        pinned.verify(pool)
 
 
 def _complete(parts: dict[str, Any], names: Sequence[str] | None, step: int) -> dict[str, Any] | None:
