@@ -32,13 +32,13 @@ class DcpItem(Struct, frozen=True, array_like=True):
     path: tuple[str | int, ...]
     """Where it belongs in the nested state; `name` is the same in one string."""
     prepared: bytes
-    """Of a tensor the pickle in its archive, else the content itself."""
+    """Of a tensor in a storage the pickle in its archive, else the content itself."""
     at: int = ELSEWHERE
     """In the file."""
     dtype: str = ""
     """Empty for bytes."""
     storage: int = -1
-    """Which of the file's storages holds it."""
+    """Which of the file's storages holds it; -1: `prepared` is all there is, also of tensors that only their own pickle can describe."""
     start: int = 0
     """In bytes, in that storage."""
     num_bytes: int = 0
@@ -52,19 +52,18 @@ class DcpItem(Struct, frozen=True, array_like=True):
         return bool(self.dtype)
 
     @property
+    def is_in_storage(self) -> bool:
+        return self.storage >= 0
+
+    @property
     def file_bytes(self) -> int:
         """Length in the file."""
-        return tensor_item_bytes(len(self.prepared), self.num_bytes) if self.is_tensor else len(self.prepared)
+        return torch_file_bytes(len(self.prepared), [self.num_bytes]) if self.is_in_storage else len(self.prepared)
 
 
-def tensor_item_bytes(pickle_bytes: int, num_bytes: int) -> int:
-    return torch_file_bytes(pickle_bytes, [num_bytes])
-
-
-def next_place(end: int, item: DcpItem) -> int:
-    """Where an item may begin, behind another: large tensors so that their bytes lie on whole pages."""
-    is_large = item.is_tensor and item.num_bytes >= PAGE_ALIGNED_FROM_BYTES
-    return round_up(end, PAGE_ALIGNMENT if is_large else LINE_ALIGNMENT)
+def next_place(end: int, num_bytes: int) -> int:
+    """Where an item with that many bytes may begin, behind another: large tensors so that their bytes lie on whole pages."""
+    return round_up(end, PAGE_ALIGNMENT if num_bytes >= PAGE_ALIGNED_FROM_BYTES else LINE_ALIGNMENT)
 
 
 def encode_table(items: Sequence[DcpItem]) -> bytes:
@@ -99,7 +98,7 @@ def dcp_image(table: bytes, storages: Sequence[memoryview]) -> tuple[list[Piece]
         if item.at < end:
             raise SegmentInvalid(f"The table of a DCP file places {item.name} over the item before it.")
         first = len(pieces)
-        if item.is_tensor:
+        if item.is_in_storage:
             own, late, length = torch_image(item.prepared, [item_bytes(item, storages)])
             pieces += [Piece(item.at + offset, content) for offset, content in own]
             archives.append((first, len(pieces), item.at, late))

@@ -64,7 +64,11 @@ def _raw(contents: Contents, entry: FileEntry, data: memoryview) -> FileImage:
     """What was prepared, and behind it the storages: there a large file's bytes are."""
     pieces = []
     at = 0
-    for content in (contents.pickles[entry.name], *file_storages(contents, entry.name, data)):
+    contents_in_order: list[memoryview | bytes] = [
+        contents.pickles[entry.name],
+        *file_storages(contents, entry.name, data),
+    ]
+    for content in contents_in_order:
         pieces.append(Piece(at, content))
         at += len(content)
     return FileImage(pieces, lambda sums: [], at)

@@ -71,8 +71,7 @@ def test_every_item_of_a_dcp_file_is_an_archive_that_torch_reads(tmp_path: Path)
     items: list[DcpItem] = []
     end = 0
     for number, tensor in enumerate(tensors):
-        blank = tensor_item(f"t{number}", tensor, number, 0)
-        items.append(tensor_item(f"t{number}", tensor, number, next_place(end, blank)))
+        items.append(tensor_item(f"t{number}", tensor, number, next_place(end, tensor.nbytes)))
         end = items[-1].at + items[-1].file_bytes
     items.append(DcpItem("note", ("note",), b"some bytes", end))
     items.append(tensor_item("held by us, written by another", tensors[0], 0, -1))

@@ -1,0 +1,247 @@
+"""
+Flash Checkpoint for FSDP, FSDP2, tensor parallelism and whatever else has its state in DTensors.
+
+    from dlrover.trainer.torch.flash_checkpoint.fsdp import FsdpShardCheckpointer, StorageType
+
+    checkpointer = FsdpShardCheckpointer("/shared/run7")
+    extra = checkpointer.load_checkpoint(model, optimizer)      # {} at the very beginning
+    ...
+    checkpointer.save_checkpoint(step, model, optimizer, {"step": step}, storage_type=StorageType.MEMORY)
+
+The files are those of torch's distributed checkpoint, so any number of ranks can load them, with us or without.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+
+from dlrover.protocol.errors import ConfigError
+from dlrover.snapshot.retention import Retention
+from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
+from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
+from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
+from dlrover.trainer.torch.flash_checkpoint.dcp_reading import PieceReader
+from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
+from dlrover.trainer.torch.flash_checkpoint.fsdp_engine import FsdpCheckpointEngine
+
+MODEL = "model"
+OPTIMIZER = "optim"
+FULL_OPTIMIZER = "optimizer"
+
+
+class FsdpShardCheckpointer:
+    """Every rank saves its own pieces."""
+
+    def __init__(
+        self,
+        checkpoint_dir: str | os.PathLike[str],
+        comm_backend: str = "",
+        deletion_strategy: Retention | None = None,
+        save_timeout: float = 600,
+        *,
+        storage: Any = None,
+        num_slots: int = 2,
+    ) -> None:
+        """
+        All ranks make it together, after the process group.
+
+        `comm_backend` is accepted and not needed: ranks agree over gloo. `num_slots` is how many states are kept in memory.
+        """
+        _refuse_storage(storage)
+        self.engine = FsdpCheckpointEngine(
+            os.fspath(checkpoint_dir),
+            deletion_strategy=deletion_strategy,
+            save_timeout=save_timeout,
+            num_slots=num_slots,
+        )
+
+    def save_checkpoint(
+        self,
+        step: int,
+        model: torch.nn.Module | Mapping[str, Any] | None = None,
+        optimizer: torch.optim.Optimizer | str | None = None,
+        extra_sd: Mapping[str, Any] | StorageType | None = None,
+        path: str = "",
+        storage_type: StorageType = StorageType.DISK,
+        *,
+        state_dict: Mapping[str, Any] | None = None,
+        on_busy: str = "skip",
+    ) -> SaveResult:
+        """
+        Copy the state into memory; it may change again as soon as this returns. With DISK the agent writes the directory `path`
+        afterwards, by default `{checkpoint_dir}/{step}`. All ranks call this.
+
+        The older call `save_checkpoint(step, state_dict, path, storage_type)` works as well: then the caller made the state.
+        """
+        if state_dict is None and isinstance(model, Mapping):
+            state_dict = model
+        if state_dict is not None:
+            if isinstance(optimizer, str):
+                path = optimizer
+            if isinstance(extra_sd, StorageType):
+                storage_type = extra_sd
+            return self.engine.save_state(step, state_dict, path, storage_type, on_busy=on_busy)
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"save_checkpoint takes a model or a state dict, not {type(model).__name__}.")
+        if isinstance(optimizer, str) or isinstance(extra_sd, StorageType):
+            raise TypeError("With a model, path and storage_type are given by name: save_checkpoint(..., path=...).")
+        state = {**self._state_of(model, optimizer), **_checked_extra(extra_sd, (MODEL, OPTIMIZER))}
+        return self.engine.save_state(step, state, path, storage_type, on_busy=on_busy)
+
+    def load_checkpoint(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, resume_path: str = ""
+    ) -> dict[str, Any]:
+        """
+        Load the newest state that all ranks can have into the model and the optimizer, from memory or storage. Returns what was saved
+        as `extra_sd`, all of it; {} when there is no state.
+
+        A `resume_path` (the directory of a DCP checkpoint, whoever wrote it) wins over everything, and has to exist. All ranks call this.
+        """
+        state = self.engine.load_state(self._state_of(model, optimizer), resume_path)
+        if state is None:
+            return {}
+        if optimizer is None:
+            set_model_state_dict(model, state[MODEL])
+        else:
+            set_state_dict(model, optimizer, model_state_dict=state[MODEL], optim_state_dict=state[OPTIMIZER])
+        return {key: value for key, value in state.items() if key not in (MODEL, OPTIMIZER)}
+
+    def get_storage_reader(self, resume_path: str = "") -> PieceReader | None:
+        """
+        For scripts that call `torch.distributed.checkpoint.load` themselves: a reader of the newest state that all ranks can have; None
+        when there is none. It is good until the next save. All ranks call this.
+        """
+        return self.engine.get_storage_reader(resume_path)
+
+    @property
+    def restored_step(self) -> int | None:
+        """The step of the last load; None: nothing was loaded, or a path that somebody named."""
+        return self.engine.restored_step
+
+    def wait_latest_checkpoint(self, timeout: float = 1800) -> bool:
+        """Until the newest DISK save of this rank is committed."""
+        return self.engine.wait_for_storage(timeout)
+
+    def close(self) -> None:
+        """End the threads. Under `dlrover-run` what was saved stays; elsewhere this waits until it is written."""
+        self.engine.close()
+
+    @staticmethod
+    def _state_of(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+        if optimizer is None:
+            return {MODEL: get_model_state_dict(model)}
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        return {MODEL: model_state, OPTIMIZER: optimizer_state}
+
+
+FsdpCheckpointer = FsdpShardCheckpointer
+"""Its name up to 0.3.5."""
+
+
+class FsdpFullCheckpointer:
+    """
+    The whole state in one file that `torch.load` reads.
+
+    It has to be put together on one rank of every node, so this is for models that fit there; `FsdpShardCheckpointer` needs no room for it.
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str | os.PathLike[str],
+        comm_backend: str = "",
+        deletion_strategy: Retention | None = None,
+        save_timeout: float = 600,
+        *,
+        storage: Any = None,
+        num_slots: int = 2,
+    ) -> None:
+        self._inner = DdpCheckpointer(
+            checkpoint_dir,
+            comm_backend=comm_backend,
+            deletion_strategy=deletion_strategy,
+            save_timeout=save_timeout,
+            storage=storage,
+            num_slots=num_slots,
+        )
+
+    def save_checkpoint(
+        self,
+        step: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        extra_sd: Mapping[str, Any] | None = None,
+        path: str = "",
+        storage_type: StorageType = StorageType.DISK,
+        *,
+        on_busy: str = "skip",
+    ) -> SaveResult:
+        """As for `FsdpShardCheckpointer`; `path` is a file, by default `{checkpoint_dir}/{step}/rank_0.pt`."""
+        ranks = own_ranks()
+        is_one_node = ranks.local_world_size >= ranks.world_size
+        # On the devices of all ranks only if several nodes need it; else torch gives it to rank 0 alone, on the CPU.
+        options = StateDictOptions(full_state_dict=True, cpu_offload=is_one_node)
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+        state = {
+            MODEL: model_state,
+            FULL_OPTIMIZER: optimizer_state,
+            **_checked_extra(extra_sd, (MODEL, FULL_OPTIMIZER)),
+        }
+        return self._inner.save_checkpoint(step, state, path, storage_type, on_busy=on_busy)
+
+    def load_checkpoint(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, resume_path: str = ""
+    ) -> dict[str, Any]:
+        """As for `FsdpShardCheckpointer`; `resume_path` is a file, or the directory of a checkpoint."""
+        state = self._inner.load_checkpoint(resume_path)
+        if not state:
+            return {}
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state[MODEL],
+            optim_state_dict=state[FULL_OPTIMIZER],
+            options=StateDictOptions(full_state_dict=True),
+        )
+        return {key: value for key, value in state.items() if key not in (MODEL, FULL_OPTIMIZER)}
+
+    def wait_latest_checkpoint(self, timeout: float = 1800) -> bool:
+        """Until the newest DISK save of this rank is committed. Ranks that do not save return at once."""
+        return self._inner.wait_latest_checkpoint(timeout)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _checked_extra(extra_sd: Any, taken: tuple[str, str]) -> dict[str, Any]:
+    extra = dict(extra_sd or {})
+    if clash := sorted(set(extra) & set(taken)):
+        raise ValueError(f"extra_sd may not have the keys {clash}: they are the model's and the optimizer's.")
+    return extra
+
+
+def _refuse_storage(storage: Any) -> None:
+    if storage is not None:
+        raise ConfigError(
+            "storage= is not supported here: give checkpoint_dir as a path or as a URL that fsspec reads."
+        )
+
+
+__all__ = [
+    "FsdpCheckpointer",
+    "FsdpFullCheckpointer",
+    "FsdpShardCheckpointer",
+    "SaveReason",
+    "SaveResult",
+    "StorageType",
+]

@@ -1,0 +1,375 @@
+"""
+The engine for states that are cut over the ranks: saved as pieces of whole tensors, restored by any number of ranks.
+
+What is saved, and which rank holds which part of it, torch's distributed checkpoint (DCP) says. A snapshot in memory holds a table of its pieces,
+and the files are DCP's own, so whoever needs a piece finds it by name and place: from the memory of the ranks on this node or from
+storage, by the same code.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from dlrover.protocol.errors import ConfigError, DLRoverError
+from dlrover.snapshot.commit import committed_checkpoints, read_global_manifest
+from dlrover.snapshot.manifest import DIRECTORY
+from dlrover.snapshot.storage import join, storage_for
+from dlrover.snapshot.torch_file import torch_file_bytes
+from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
+from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult, StorageType
+from dlrover.trainer.torch.flash_checkpoint.dcp_items import (
+    DcpPart,
+    LocalItem,
+    Serialiser,
+    archive_pickle,
+    collect_items,
+)
+from dlrover.trainer.torch.flash_checkpoint.dcp_plan import (
+    METADATA_FILE,
+    Claim,
+    SharedPlan,
+    data_file,
+    plan_together,
+)
+from dlrover.trainer.torch.flash_checkpoint.dcp_reading import (
+    FilePieces,
+    MemoryPieces,
+    PieceReader,
+    Pieces,
+    add_missing,
+    load_into,
+    merged,
+    metadata_of_items,
+    plan_load,
+    read_directory,
+)
+from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
+from dlrover.trainer.torch.flash_checkpoint.parts import RawPart
+from dlrover.trainer.torch.flash_checkpoint.reshard import LocalMemory, SavedState, find_states, remove_abandoned
+from dlrover.trainer.torch.flash_checkpoint.restoring import Restorer
+
+log = logging.getLogger("dlrover.trainer.flash_checkpoint")
+
+DATA = "dcp"
+METADATA = "metadata"
+"""Names of the two parts of a snapshot; only rank 0 has the second."""
+_READER = "reader"
+_SAVES_UNTIL_SETTLED = 2
+"""When a second save begins, every rank has completed the first: nobody needs the pieces of an earlier world any more."""
+
+
+@dataclass
+class _StorageInfo:
+    """Place of a piece in files of the original DLRover, whose metadata refers to this class by name."""
+
+    relative_path: str
+    offset: int
+    length: int
+    is_bare: ClassVar[bool] = True
+    """The bytes of the tensor, without an archive around them."""
+
+
+class FsdpCheckpointEngine(CheckpointEngine):
+    """One per process. All ranks save, and call everything here together."""
+
+    def __init__(self, checkpoint_dir: str, **options: Any) -> None:
+        ranks = own_ranks()
+        super().__init__(
+            checkpoint_dir,
+            local_shard_num=max(1, ranks.local_world_size),
+            global_shard_num=max(1, ranks.world_size),
+            is_group_private=True,
+            **options,
+        )
+        self._serialise = Serialiser()
+        self._signature: tuple[Any, ...] = ()
+        self._plan: SharedPlan | None = None
+        self._readers: list[PieceReader] = []
+        """Handed out; they pin what they read until the next save."""
+        self._num_states_saved = 0
+
+    # Saving.
+
+    def save_state(
+        self,
+        step: int,
+        state_dict: Mapping[str, Any],
+        path: str = "",
+        storage_type: StorageType = StorageType.DISK,
+        *,
+        on_busy: str = "skip",
+    ) -> SaveResult:
+        """Copy a state of (D)Tensors and other values into memory; `path` is the directory of the checkpoint."""
+        if not isinstance(storage_type, StorageType):
+            raise ValueError(f"storage_type is StorageType.MEMORY or StorageType.DISK, not {storage_type!r}.")
+        begun_at = time.perf_counter()
+        self._agree_late()
+        planner = DefaultSavePlanner()
+        with torch.no_grad():
+            planner.set_up_planner(dict(state_dict), is_coordinator=self.shard == 0)
+            items = collect_items(planner, planner.create_local_plan(), planner.mappings, self._serialise)
+        plan = self._plan_for(items, planner.mappings)
+        kept = [item for item, is_kept in zip(items, plan.own.keep, strict=True) if is_kept]
+        places = [at for at, is_kept in zip(plan.own.places, plan.own.keep, strict=True) if is_kept]
+        result = self.save_pieces(
+            step, DcpPart(kept, places), plan.metadata, path=path, storage_type=storage_type, on_busy=on_busy
+        )
+        if result:
+            self._num_states_saved += 1
+            if self._num_states_saved == _SAVES_UNTIL_SETTLED and self.agreement.ranks.local_rank == 0:
+                self._clear_abandoned(plan.own.ranks_here)
+        return _with_blocking(result, time.perf_counter() - begun_at)
+
+    def save_pieces(
+        self,
+        step: int,
+        part: DcpPart,
+        metadata: bytes,
+        *,
+        path: str = "",
+        storage_type: StorageType = StorageType.DISK,
+        on_busy: str = "skip",
+    ) -> SaveResult:
+        """Pieces that have their places already."""
+        self._release_readers()
+        files = {DATA: data_file(self.shard)}
+        parts: dict[str, object] = {DATA: part}
+        if self.shard == 0:
+            files[METADATA] = METADATA_FILE
+            parts[METADATA] = RawPart(metadata)
+        target, links = self._place(step, path)
+        return self.save(
+            step,
+            parts,
+            files,
+            is_storage=storage_type is StorageType.DISK,
+            on_busy=on_busy,
+            target=target,
+            links=links,
+        )
+
+    def _plan_for(self, items: Sequence[LocalItem], mappings: Mapping[str, Any]) -> SharedPlan:
+        """The plan of the last save, if no rank's state has changed its structure since."""
+        signature = tuple(item.signature for item in items)
+        is_same = self._plan is not None and signature == self._signature
+        if not self.agreement.have_all(is_same) or self._plan is None:
+            claim = Claim(
+                plan=SavePlan([item.write for item in items], planner_data=dict(mappings)),
+                file_bytes=[file_bytes(item) for item in items],
+                num_bytes=[item.num_bytes for item in items],
+                node=str(self.outlet.home),
+            )
+            ranks = self.agreement.ranks
+            self._plan = plan_together(claim, self.agreement.group, ranks.global_rank, ranks.world_size)
+            self._signature = signature
+        return self._plan
+
+    def _place(self, step: int, path: str) -> tuple[str, dict[str, str]]:
+        """Name of the checkpoint, and where else its files shall be found."""
+        if not path:
+            return str(step), {}
+        full = path if "://" in path else os.path.abspath(path)
+        inside = full.removeprefix(self.checkpoint_dir.rstrip("/") + "/")
+        if inside != full and "/" not in inside:
+            return inside, {}
+        names = [METADATA_FILE, *(data_file(rank) for rank in range(self.agreement.ranks.world_size))]
+        return str(step), {name: join(full, name) for name in names}
+
+    def _clear_abandoned(self, ranks_here: list[int]) -> None:
+        for gone in remove_abandoned(self.outlet.home, ranks_here):
+            log.info("removed %s: no rank of this world writes to it", gone.name)
+
+    # Restoring.
+
+    def load_state(self, state: dict[str, Any], resume_path: str = "") -> dict[str, Any] | None:
+        """
+        Fill a state with the newest one that every rank can have, and add whatever else was saved with it. None: there is none.
+
+        What was in its tensors is lost also when this raises.
+        """
+        self._agree_late()
+        if resume_path:
+            return self._load_path(state, resume_path)
+        restored = _StateRestorer(self, _fill).load(None, state)
+        return None if restored is None else self._accept(restored.step, restored.is_from_memory, restored.parts)
+
+    def get_storage_reader(self, resume_path: str = "") -> PieceReader | None:
+        """A reader for `torch.distributed.checkpoint.load`; None: there is nothing to read."""
+        self._agree_late()
+        if resume_path:
+            return self._opened(*self._open_path(resume_path))
+        restored = _StateRestorer(self, lambda state, reader: {_READER: reader}).load(None, None)
+        if restored is None:
+            return None
+        return self._accept(restored.step, restored.is_from_memory, restored.parts)[_READER]  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        self._release_readers()
+        super().close()
+
+    def _accept(self, step: int, is_from_memory: bool, parts: dict[str, Any]) -> dict[str, Any]:
+        log.info("restored step %d from %s", step, "memory" if is_from_memory else self.checkpoint_dir)
+        self.restored_step = step
+        return parts
+
+    def _load_path(self, state: dict[str, Any], path: str) -> dict[str, Any]:
+        reader = self._opened(*self._open_path(path))
+        try:
+            return _fill(state, reader)
+        finally:
+            reader.close()
+
+    def _open_path(self, path: str) -> tuple[Metadata, FilePieces]:
+        storage = storage_for(path)
+        full = path if "://" in path else os.path.abspath(path)
+        try:
+            return read_directory(storage, full, is_checked=read_global_manifest(storage, full) is not None)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{full} is no DCP checkpoint: it has no {METADATA_FILE}.") from error
+
+    def _opened(self, metadata: Metadata, pieces: Pieces) -> PieceReader:
+        reader = PieceReader(metadata, pieces, self._copier)
+        self._readers.append(reader)
+        return reader
+
+    def _release_readers(self) -> None:
+        for reader in self._readers:
+            reader.close()
+        self._readers = []
+
+
+def _fill(state: dict[str, Any], reader: PieceReader) -> dict[str, Any]:
+    filled = dict(state)
+    add_missing(filled, reader.read_metadata())
+    load_into(filled, reader)
+    return filled
+
+
+class _StateRestorer(Restorer):
+    """Looks for pieces instead of whole shards."""
+
+    def __init__(
+        self, engine: FsdpCheckpointEngine, take: Callable[[dict[str, Any], PieceReader], dict[str, Any]]
+    ) -> None:
+        super().__init__(engine.checkpoint_dir, engine.outlet.home, engine.agreement, engine._copier)
+        self._engine, self._take = engine, take
+        self._memory = LocalMemory(engine.outlet.home)
+        self._wanted: dict[str, Any] | None = None
+
+    def load(self, names: Any, into: Any) -> Any:
+        self._wanted = into
+        restored = None
+        try:
+            restored = super().load(names, into)
+        finally:
+            if restored is None or into is not None or not restored.is_from_memory:
+                self._memory.close()  # else the reader that was handed out needs it
+        return restored
+
+    def _offers(self) -> dict[int, Any]:
+        """Steps of which this rank can have all that it needs from memory."""
+        states = find_states([self._memory], self._directory)
+        return {step: state for step, state in states.items() if self._is_enough(state)}
+
+    def _is_enough(self, state: SavedState) -> bool:
+        if state.is_whole:
+            return True
+        if self._wanted is None:  # not known yet what will be read: our own share, if we are cut as it was
+            share = self._agreement.share
+            return share.num_shards == state.num_shards and share.shard in state.shards
+        try:
+            metadata = _metadata_in_memory(state)
+            wanted = dict(self._wanted)
+            add_missing(wanted, metadata)
+            plan_load(wanted, metadata)
+        except DLRoverError as error:
+            log.info("step %d is not all in the memory of this node: %s", state.step, error)
+            return False
+        return True
+
+    def _from_memory(self, name: Any, names: Any, into: Any) -> dict[str, Any] | None:
+        metadata = _metadata_in_memory(name)
+        group = self._agreement.group
+        if self._wanted is None and group is not None:
+            found: list[Any] = [None] * self._agreement.ranks.world_size
+            dist.all_gather_object(found, metadata, group=group)
+            metadata = merged(found)
+        on_close = None if into is not None else self._memory.close
+        return self._try(name.step, lambda: (metadata, MemoryPieces(name, on_close)), into)
+
+    def _from_storage(self, step: int, names: Any, into: Any) -> dict[str, Any] | None:
+        return self._try(step, lambda: self._read_step(step), into)
+
+    def _try(self, step: int, opening: Callable[[], tuple[Metadata, Pieces]], into: Any) -> dict[str, Any] | None:
+        """None, with a warning, when this rank's pieces cannot be read."""
+        try:
+            return self._take(into, self._engine._opened(*opening()))
+        except (OSError, DLRoverError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError, EOFError) as error:
+            log.warning("step %d cannot be restored here: %s", step, error)
+            return None
+        finally:
+            if into is not None:
+                self._engine._release_readers()
+
+    def _read_step(self, step: int) -> tuple[Metadata, FilePieces]:
+        storage = storage_for(self._directory)
+        for each in committed_checkpoints(storage, self._directory):
+            if each.manifest.step == step:
+                return read_directory(storage, each.path, is_checked=True)
+        return read_directory(storage, join(self._directory, str(step)), is_checked=False)
+
+    def _is_foreign(self, step: int) -> bool:
+        """Written by software that knows no manifests: plain DCP, or the original DLRover."""
+        target = join(self._directory, str(step))
+        is_ours = os.path.isdir(join(target, DIRECTORY))
+        return not is_ours and os.path.isfile(join(target, METADATA_FILE))
+
+
+def _metadata_in_memory(state: SavedState) -> Metadata:
+    return metadata_of_items(item for holding, _source in state.shards.values() for item in holding.items)
+
+
+def file_bytes(item: LocalItem) -> int:
+    if item.tensor is None:
+        return len(item.content)
+    return torch_file_bytes(len(archive_pickle(item.tensor.dtype, tuple(item.tensor.shape))), [item.num_bytes])
+
+
+def _with_blocking(result: SaveResult, blocking: float) -> SaveResult:
+    """The planning counts too."""
+    return SaveResult(
+        reason=result.reason,
+        step=result.step,
+        blocking=blocking,
+        num_bytes=result.num_bytes,
+        message=result.message,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    """Names of the original, for scripts that import them from here."""
+    from dlrover.trainer.torch.flash_checkpoint import dcp
+
+    old = {
+        "SharedMemoryWriter": dcp.FlashStorageWriter,
+        "SharedMemoryReader": dcp.FlashStorageReader,
+        "FileReader": dcp.DirectoryReader,
+    }
+    if name in old:
+        return old[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["ConfigError", "FsdpCheckpointEngine"]

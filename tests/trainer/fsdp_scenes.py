@@ -1,0 +1,204 @@
+"""What ranks do in the tests of cut states: small models, deterministic training, saving and loading."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+
+from dlrover.trainer.torch.flash_checkpoint.fsdp import FsdpCheckpointer, FsdpShardCheckpointer, StorageType
+from tests.trainer.fsdp_lab import Rank
+
+
+class Net(torch.nn.Module):
+    """Sizes that neither 2, 3 nor 4 ranks divide evenly, a buffer, and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(5, 7)
+        self.second = torch.nn.Linear(7, 9)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.second(torch.tanh(self.first(data)))
+
+
+def fsdp2(seed: int = 1, mesh: DeviceMesh | None = None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Net()
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model.first, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        data = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        model(data).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
+    """All of it, on every rank, as bytes that can be compared."""
+    states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    buffer = io.BytesIO()
+    torch.save(_plain(states), buffer)
+    return buffer.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in sorted(value.items())}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value
+
+
+EXTRA = {"step": 3, "note": "all of it", "more": {"a": [1, 2], "t": torch.arange(3)}}
+
+
+def save_round_trip(rank: Rank) -> dict[str, Any]:
+    """Memory, then storage; what comes back is what was saved, and changes no more with the training."""
+    model, optimizer = fsdp2()
+    train(model, optimizer, range(3))
+    checkpointer = FsdpShardCheckpointer(rank.folder / "run")
+    assert checkpointer.load_checkpoint(*fsdp2(5)) == {}, "there is nothing yet"
+    saved = checkpointer.save_checkpoint(3, model, optimizer, EXTRA, storage_type=StorageType.MEMORY)
+    expected = whole(model, optimizer)
+    train(model, optimizer, range(3, 5))
+    other, other_optimizer = fsdp2(9)
+    extra = checkpointer.load_checkpoint(other, other_optimizer)
+    found = {
+        "saved": bool(saved),
+        "step": checkpointer.restored_step,
+        "memory": whole(other, other_optimizer) == expected,
+    }
+    found["extra"] = extra.pop("more")["t"].tolist(), extra
+    train(other, other_optimizer, range(3, 5))
+    found["goes on the same"] = whole(other, other_optimizer) == whole(model, optimizer)
+    again, again_optimizer = fsdp2(11)
+    checkpointer.load_checkpoint(again, again_optimizer)
+    found["not aliased"] = whole(again, again_optimizer) == expected
+    assert checkpointer.save_checkpoint(5, model, optimizer, {"step": 5}, on_busy="block")
+    assert checkpointer.wait_latest_checkpoint(30)
+    found["whole"] = whole(model, optimizer)
+    checkpointer.close()
+    return found
+
+
+def load_plainly(rank: Rank) -> bytes:
+    """With torch alone, as somebody would who has never heard of us."""
+    model, optimizer = fsdp2(21)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optim": optimizer_state, "step": 0}
+    dcp.load(state, checkpoint_id=str(rank.folder / "run" / "5"))
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    assert state["step"] == 5
+    return whole(model, optimizer)
+
+
+def load_newest(rank: Rank) -> tuple[bytes, int | None, dict[str, Any]]:
+    model, optimizer = fsdp2(31)
+    checkpointer = FsdpShardCheckpointer(rank.folder / "run")
+    extra = checkpointer.load_checkpoint(model, optimizer)
+    step = checkpointer.restored_step
+    checkpointer.close()
+    return whole(model, optimizer), step, extra
+
+
+def load_and_go_on(rank: Rank) -> tuple[bytes, int | None]:
+    """Restore, train two steps, save them to memory and the last to storage."""
+    model, optimizer = fsdp2(41)
+    checkpointer = FsdpShardCheckpointer(rank.folder / "run")
+    first = checkpointer.load_checkpoint(model, optimizer).get("step", 0)
+    for step in range(first, first + 2):
+        train(model, optimizer, range(step, step + 1))
+        kind = StorageType.DISK if step == first + 1 else StorageType.MEMORY
+        extra = {"step": step + 1}
+        assert checkpointer.save_checkpoint(step + 1, model, optimizer, extra, storage_type=kind, on_busy="block")
+    assert checkpointer.wait_latest_checkpoint(30)
+    checkpointer.close()
+    return whole(model, optimizer), first
+
+
+def pieces_of(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """This rank's piece of it, without asking the others."""
+    parts = torch.chunk(whole, mesh.size())
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    own = parts[coordinate[0]].clone() if coordinate[0] < len(parts) else whole[:0].clone()
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=whole.size(), stride=whole.stride())
+
+
+NUMBERS = torch.arange(35.0).reshape(7, 5)
+
+
+def save_numbers(rank: Rank) -> bool:
+    """The older call: the script has made the state itself."""
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    state = {"model": {"numbers": pieces_of(NUMBERS, mesh), "same": torch.arange(4), "wide": NUMBERS.t()}, "step": 1}
+    checkpointer = FsdpCheckpointer(rank.folder / "run")
+    is_saved = bool(checkpointer.save_checkpoint(1, state, str(rank.folder / "run" / "one"), StorageType.DISK))
+    is_saved &= checkpointer.wait_latest_checkpoint(30)
+    state["model"]["numbers"].to_local().add_(1)
+    is_saved &= bool(checkpointer.save_checkpoint(2, state, storage_type=StorageType.MEMORY))
+    checkpointer.close()
+    return is_saved
+
+
+def load_numbers_in_another_order(rank: Rank) -> tuple[list[float], list[float], list[float], bool]:
+    """The ranks have changed places: rank 0 now has the last piece. What it got, and what it should have."""
+    mesh = DeviceMesh("cpu", list(range(rank.world_size))[::-1])
+    state = {
+        "model": {
+            "numbers": pieces_of(torch.zeros(7, 5), mesh),
+            "same": torch.zeros(4, dtype=torch.int64),
+            "wide": torch.zeros(5, 7),
+        },
+        "step": 0,
+    }
+    checkpointer = FsdpCheckpointer(rank.folder / "run")
+    reader = checkpointer.get_storage_reader()
+    assert reader is not None
+    dcp.load(state, storage_reader=reader)
+    own = pieces_of(NUMBERS, mesh).to_local()
+    is_rest_fine = torch.equal(state["model"]["wide"], NUMBERS.t()) and state["model"]["same"].tolist() == [0, 1, 2, 3]
+    found = state["model"]["numbers"].to_local().flatten().tolist()
+    checkpointer.close()
+    return found, own.flatten().tolist(), (own + 1).flatten().tolist(), is_rest_fine
+
+
+def load_newest_numbers(rank: Rank) -> tuple[int | None, bool]:
+    """The step, and whether this rank has its own numbers of that step."""
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    zeros = torch.zeros_like
+    state = {
+        "model": {
+            "numbers": pieces_of(zeros(NUMBERS), mesh),
+            "same": zeros(torch.arange(4)),
+            "wide": zeros(NUMBERS.t()),
+        }
+    }
+    checkpointer = FsdpCheckpointer(rank.folder / "run")
+    found = checkpointer.engine.load_state(state)
+    step = checkpointer.restored_step
+    assert found is not None
+    assert step is not None
+    assert found["step"] == 1
+    own = pieces_of(NUMBERS, mesh).to_local() + step - 1
+    checkpointer.close()
+    return step, torch.equal(state["model"]["numbers"].to_local(), own)

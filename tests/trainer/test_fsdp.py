@@ -1,0 +1,94 @@
+"""States that are cut over ranks: saved and loaded by real processes, in the files of torch's distributed checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
+
+from tests.trainer import fsdp_scenes as scenes  # noqa: E402
+from tests.trainer.fsdp_lab import Node, Ranks  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    made = Ranks(4)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def node(ranks: Ranks, tmp_path: Path) -> Iterator[Node]:
+    made = Node(ranks, tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_state_comes_back_from_memory_and_its_files_are_those_of_torch(node: Node, tmp_path: Path) -> None:
+    found = node.play(scenes.save_round_trip)
+    for each in found:
+        assert [each[what] for what in ("saved", "memory", "goes on the same", "not aliased")] == [True] * 4
+        assert each["step"] == 3
+        assert each["extra"] == ([0, 1, 2], {"step": 3, "note": "all of it"})
+    directory = tmp_path / "run" / "5"
+    assert {name for name in os.listdir(directory) if name != ".dlrover"} == {
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+    }
+    assert (tmp_path / "run" / "dlrover_latest.txt").read_text() == "5"
+    for loaded in node.play(scenes.load_plainly, 3):
+        assert loaded == found[0]["whole"], "torch alone reads other values"
+    dcp_to_torch_save(directory, tmp_path / "one.pt")
+    one = torch.load(tmp_path / "one.pt", weights_only=False)
+    assert one["step"] == 5
+    assert one["model"]["first.weight"].shape == (7, 5)
+
+
+def test_worlds_of_other_sizes_restore_the_same_bits(node: Node) -> None:
+    """4 ranks, then 3, then 4 again: from memory, and the same from storage."""
+    saved = node.play(scenes.load_and_go_on, 4)
+    assert {first for _, first in saved} == {0}
+    in_memory = node.play(scenes.load_newest, 3)
+    with node.without_memory():
+        stored = node.play(scenes.load_newest, 3)
+    assert {step for _, step, _ in (*in_memory, *stored)} == {2}
+    states = {state for state, *_ in (*saved, *in_memory, *stored)}
+    assert len(states) == 1, "memory and storage, 3 and 4 ranks, do not agree"
+
+    smaller = node.play(scenes.load_and_go_on, 3)
+    assert {first for _, first in smaller} == {2}
+    left = sorted(path.name[:10] for path in node.home.iterdir())
+    assert left == ["rank-00000", "rank-00001", "rank-00002"], "the fourth rank's memory is of no use to anybody"
+    larger = node.play(scenes.load_newest, 4)
+    with node.without_memory():
+        stored = node.play(scenes.load_newest, 4)
+    assert {step for _, step, _ in (*larger, *stored)} == {4}
+    assert len({state for state, *_ in (*larger, *stored, *smaller)}) == 1
+
+
+def test_ranks_that_change_places_get_their_own_pieces(node: Node) -> None:
+    assert all(node.play(scenes.save_numbers))
+    for found, _old, new, is_rest_fine in node.play(scenes.load_numbers_in_another_order):
+        assert found == new, "from memory"
+        assert is_rest_fine
+    with node.without_memory():
+        for found, old, _new, is_rest_fine in node.play(scenes.load_numbers_in_another_order):
+            assert found == old, "from storage"
+            assert is_rest_fine
+    assert (node.folder / "run" / "one" / ".metadata").exists()
+
+
+def test_pieces_in_another_nodes_memory_are_not_mistaken_for_ours(node: Node) -> None:
+    """Step 2 is in memory only. In the old order every node has what it needs; in another order step 1 in storage is all there is."""
+    assert all(node.play_apart(scenes.save_numbers, ["a", "b"]))
+    newest = node.play_apart(scenes.load_newest_numbers, ["a", "b"])
+    assert newest == [(2, True), (2, True)]
+    swapped = node.play_apart(scenes.load_newest_numbers, ["b", "a"])
+    assert swapped == [(1, True), (1, True)]
