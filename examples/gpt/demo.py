@@ -5,8 +5,9 @@ recover.
     python examples/gpt/demo.py                          a live display in a terminal, plain lines elsewhere (CI)
     python examples/gpt/demo.py --launcher torchrun      the same with torchrun, to compare
 
-Ends with a report of what the kill cost. Exit code 0 only if the job recovered and ended well; nothing is left behind,
-also after Ctrl-C.
+Under dlrover-run every step is saved into memory, so the kill costs no step; under torchrun every fifth is written with torch.save. Ends with a
+report of what the kill cost, what the checkpoints cost, and what torch.save would have. Exit code 0 only if the job recovered and ended
+well; nothing is left behind, also after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,6 +40,8 @@ from rich.text import Text
 TRAINER = Path(__file__).resolve().with_name("train.py")
 NUM_WORKERS = 2
 VICTIM = 1
+NUM_COMPARISONS = 7
+"""Times that torch.save is measured after the last step."""
 LOOK_EVERY = 0.05
 """Seconds between two looks at the metrics file, which also paces the display; the report uses the times in the
 file."""
@@ -53,6 +57,8 @@ class Step:
     seconds: float
     loss: float
     pid: int
+    saving: float = 0.0
+    """For which training stood still after it, for the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,16 @@ class Report:
     num_redone_steps: int
     recovery: float | None
     """From the kill to the end of the first step that was new; None: there was none."""
+    saving: float = 0.0
+    """Time for which training stood still for checkpoints."""
+    median_saving: float = 0.0
+    torch_save: float | None = None
+    """Median time of torch.save for the same state, measured after the last step; None: it was not."""
+
+    @property
+    def saved(self) -> float | None:
+        """What torch.save would have taken more for as many checkpoints."""
+        return None if self.torch_save is None else self.torch_save * self.num_steps - self.saving
 
     @property
     def goodput(self) -> float:
@@ -80,7 +96,14 @@ class Report:
         return self.useful / (self.start_up + self.wall) if self.wall > 0 else 0.0
 
 
-def make_report(steps: Sequence[Step], *, began_at: float, killed_at: float | None, num_restarts: int) -> Report:
+def make_report(
+    steps: Sequence[Step],
+    *,
+    began_at: float,
+    killed_at: float | None,
+    num_restarts: int,
+    torch_saves: Sequence[float] = (),
+) -> Report:
     """`steps` in the order in which they were recorded."""
     kept = {step.number: step for step in steps}  # a later execution of the same step replaces the earlier one
     redone = [step for step in steps if kept[step.number] is not step]
@@ -94,6 +117,9 @@ def make_report(steps: Sequence[Step], *, began_at: float, killed_at: float | No
         redone=sum(step.seconds for step in redone),
         num_redone_steps=len(redone),
         recovery=None if killed_at is None else recovery_seconds(steps, killed_at),
+        saving=sum(step.saving for step in steps),
+        median_saving=statistics.median(step.saving for step in steps) if steps else 0.0,
+        torch_save=statistics.median(torch_saves) if torch_saves else None,
     )
 
 
@@ -118,6 +144,7 @@ class Metrics:
         self.pids: dict[int, int] = {}
         """The newest process of each rank."""
         self.num_restarts = 0
+        self.torch_saves: list[float] = []
 
     def refresh(self) -> None:
         if not self._path.exists():
@@ -131,8 +158,11 @@ class Metrics:
             if fields["event"] == "start":
                 self.pids[fields["rank"]] = fields["pid"]
                 self.num_restarts = max(self.num_restarts, fields["restart"])
+            elif fields["event"] == "torch.save":
+                self.torch_saves = fields["seconds"]
             else:
-                step = Step(fields["step"], fields["at"], fields["seconds"], fields["loss"], fields["pid"])
+                at = fields["at"] - fields["saving"]  # written after the checkpoint
+                step = Step(fields["step"], at, fields["seconds"], fields["loss"], fields["pid"], fields["saving"])
                 self.steps.append(step)
 
     def num_alive(self) -> int:
@@ -200,22 +230,28 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="dlrover-demo-"))
     log = folder / "output.log"
     command = [str(launcher), "--standalone", f"--nproc-per-node={NUM_WORKERS}", "--max-restarts=3", str(TRAINER)]
+    is_flash = options.launcher == "dlrover-run"
     command += [f"--steps={options.steps}", f"--dir={folder}", f"--metrics={folder / 'metrics.jsonl'}"]
+    command += [f"--compare={NUM_COMPARISONS}"] if is_flash else ["--checkpoint=torch", "--checkpoint-every=5"]
     console.print(f"$ {options.launcher} {' '.join(command[1:4])} examples/gpt/train.py --steps={options.steps}")
     signal.signal(signal.SIGTERM, _leave)
     try:
         began_at = time.monotonic()
         with running(command, log) as process:
             metrics = Metrics(folder / "metrics.jsonl")
-            # Three steps past a checkpoint, so that the report also shows work that has to be redone.
+            # Three steps past a checkpoint in storage, so that work would have to be redone if only that counted.
             demo = Demo(process, metrics, options.steps, options.steps // 2 + 3, began_at, began_at + options.timeout)
             with display(console, is_plain=options.plain) as show:
                 exit_code = demo.watch(show)
         report = make_report(
-            metrics.steps, began_at=began_at, killed_at=demo.killed_at, num_restarts=metrics.num_restarts
+            metrics.steps,
+            began_at=began_at,
+            killed_at=demo.killed_at,
+            num_restarts=metrics.num_restarts,
+            torch_saves=metrics.torch_saves,
         )
         console.print(render_report(report, exit_code))
-        problem = find_problem(report, exit_code, options.steps)
+        problem = find_problem(report, exit_code, options.steps, may_lose_steps=not is_flash)
         if problem:
             lines = log.read_text(errors="replace").splitlines()[-30:]
             console.print(f"The demonstration failed: {problem}. The last lines of the job's output:", style="bold red")
@@ -326,8 +362,15 @@ def render_report(report: Report, exit_code: int | None) -> Table:
     table.add_row("steps", f"{report.num_steps}")
     table.add_row("restarts", f"{report.num_restarts}")
     lost = "-" if report.recovery is None else f"{report.recovery:.2f} s from the kill to the next new step"
-    table.add_row("lost", lost)
-    table.add_row("of it redone work", f"{report.redone:.2f} s ({report.num_redone_steps} steps)")
+    table.add_row("recovery", lost)
+    table.add_row("steps lost", f"{report.num_redone_steps} ({report.redone:.2f} s of work done again)")
+    table.add_row("checkpoints", f"{report.saving:.2f} s in all, {report.median_saving * 1000:.1f} ms each (median)")
+    if report.torch_save is not None and report.saved is not None:
+        more = "more" if report.saved >= 0 else "less"
+        table.add_row(
+            "torch.save", f"{report.torch_save * 1000:.1f} ms for the same state, measured after the last step:"
+        )
+        table.add_row("", f"{abs(report.saved):.2f} s {more} for {report.num_steps} checkpoints")
     table.add_row("goodput", f"{report.goodput:.1%} of {report.wall:.1f} s from the first step to the last")
     with_start_up = f"{report.goodput_with_start_up:.1%} with the {report.start_up:.1f} s to the first step"
     table.add_row("", with_start_up)
@@ -335,7 +378,7 @@ def render_report(report: Report, exit_code: int | None) -> Table:
     return table
 
 
-def find_problem(report: Report, exit_code: int | None, num_steps: int) -> str | None:
+def find_problem(report: Report, exit_code: int | None, num_steps: int, *, may_lose_steps: bool = False) -> str | None:
     """Why this was not a successful recovery; None if it was."""
     if exit_code is None:
         return f"the job was not done in time, {report.num_steps} of {num_steps} steps"
@@ -347,6 +390,8 @@ def find_problem(report: Report, exit_code: int | None, num_steps: int) -> str |
         return "the workers were never restarted"
     if report.num_steps != num_steps:
         return f"{report.num_steps} of {num_steps} steps were trained"
+    if report.num_redone_steps and not may_lose_steps:
+        return f"{report.num_redone_steps} steps had to be done again, although each had been saved into memory"
     return None
 
 

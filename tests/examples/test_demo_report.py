@@ -1,7 +1,10 @@
 """The demonstration's report: what counts as useful, as redone and as lost."""
 
+import io
+
 import pytest
-from demo import Report, Step, find_problem, make_report, recovery_seconds
+from demo import Report, Step, find_problem, make_report, recovery_seconds, render_report
+from rich.console import Console
 
 
 def steps(*rows: tuple[int, float, int]) -> list[Step]:
@@ -39,6 +42,29 @@ def test_nothing_recorded_gives_a_report_of_nothing() -> None:
     assert (report.num_steps, report.wall, report.goodput, report.goodput_with_start_up) == (0, 0.0, 0.0, 0.0)
 
 
+def test_what_checkpoints_cost_is_compared_with_what_torch_save_would_have_cost() -> None:
+    recorded = [Step(number, float(number), 0.1, 3.0, 7, saving=0.002 * number) for number in (1, 2, 3)]
+    report = make_report(recorded, began_at=0.0, killed_at=None, num_restarts=0, torch_saves=[0.5, 0.01, 0.02])
+    assert report.saving == pytest.approx(0.012)
+    assert report.median_saving == pytest.approx(0.004)
+    assert report.torch_save == 0.02
+    assert report.saved == pytest.approx(3 * 0.02 - 0.012)
+    assert make_report(recorded, began_at=0.0, killed_at=None, num_restarts=0).saved is None
+    assert "0.05 s more for 3 checkpoints" in shown(report)
+    slow = make_report(recorded, began_at=0.0, killed_at=None, num_restarts=0, torch_saves=[0.001])
+    assert "0.01 s less for 3 checkpoints" in shown(slow), "also when it is not to our credit"
+
+
+def shown(report: Report) -> str:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(render_report(report, 0))
+    return console.export_text()
+
+
+def test_a_launcher_without_our_memory_may_lose_steps() -> None:
+    assert find_problem(good_report(num_redone_steps=2), 0, 3, may_lose_steps=True) is None
+
+
 def good_report(**changes: object) -> Report:
     values: dict[str, object] = {
         "num_steps": 3,
@@ -46,8 +72,8 @@ def good_report(**changes: object) -> Report:
         "start_up": 1.0,
         "wall": 1.0,
         "useful": 0.3,
-        "redone": 0.1,
-        "num_redone_steps": 1,
+        "redone": 0.0,
+        "num_redone_steps": 0,
         "recovery": 0.75,
     }
     return Report(**(values | changes))  # type: ignore[arg-type]
@@ -65,6 +91,7 @@ def test_a_recovered_job_has_no_problem() -> None:
         (good_report(recovery=None), 0, "no new step"),
         (good_report(num_restarts=0), 0, "never restarted"),
         (good_report(num_steps=2), 0, "2 of 3 steps"),
+        (good_report(num_redone_steps=2, redone=0.2), 0, "2 steps had to be done again"),
     ],
 )
 def test_what_went_wrong_is_named(report: Report, exit_code: int | None, words: str) -> None:
