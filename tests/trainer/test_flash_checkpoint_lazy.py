@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from dlrover.snapshot.segment import Segment, segment_paths
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, own_ranks
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
+from dlrover.trainer.torch.flash_checkpoint.frozen import freeze
 from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY_FROM_BYTES, reason_against
 from tests.trainer.test_flash_checkpoint import assert_same
 
@@ -75,7 +78,6 @@ class Training:
         return {"model": dict(self.model.state_dict()), "optimizer": self.optimizer.state_dict(), "step": step}
 
     def copy_of_state(self, step: int) -> dict[str, object]:
-        import copy
 
         return copy.deepcopy(self.state(step))
 
@@ -320,3 +322,42 @@ def test_a_script_that_just_ends_has_its_last_lazy_save_in_storage(tmp_path):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "out" / "dlrover_latest.txt").read_text() == "1"
+
+
+def test_what_a_lazy_save_pickles_later_is_the_state_of_its_call(begin):
+    training = begin()
+    training.train()
+    assert training.save(1)  # the first one learns how much room it takes
+    assert training.checkpointer.wait_for_staging()
+    training.train()
+    state = training.state(2)
+    state["notes"] = notes = {"lr": [0.5], "names": ("a", "b")}
+    state["again"] = notes
+    expected = training.copy_of_state(2) | {"notes": {"lr": [0.5], "names": ("a", "b")}}
+    expected["again"] = expected["notes"]
+    training.gate.clear()
+    result = training.checkpointer.save_checkpoint(2, state, storage_type=StorageType.MEMORY)
+    notes["lr"][0] = 7.0  # the caller's containers are the caller's again
+    state["model"].clear()
+    training.gate.set()
+    assert training.checkpointer.wait_for_staging(), result.message
+    restored = training.checkpointer.load_checkpoint()
+    assert_same(restored, expected)
+    assert restored["again"] is restored["notes"]
+
+
+def test_only_a_state_of_plain_things_can_be_held_still():
+    weight = torch.ones(3)
+    parts = {"part": OrderedDict(model=weight, tied=[weight, (1, "x", None)], lr=0.5)}
+    frozen = freeze(parts)
+    assert frozen is not None
+    assert_same(frozen.parts, parts)
+    assert frozen.parts["part"] is not parts["part"]
+    assert frozen.looks_like(freeze(parts).forgotten())
+    renamed = {"part": OrderedDict(model=weight, bound=[weight, (1, "x", None)], lr=0.5)}
+    moved = {"part": OrderedDict(model=weight.clone(), tied=[weight, (1, "x", None)], lr=0.5)}
+    turned = {"part": OrderedDict(model=weight, tied=[(1, "x", None), weight], lr=0.5)}
+    for other in (renamed, moved, turned):
+        assert not frozen.looks_like(freeze(other))
+    assert freeze({"part": {"object": object()}}) is None
+    assert freeze({"part": {"sparse": torch.eye(3).to_sparse()}}) is None

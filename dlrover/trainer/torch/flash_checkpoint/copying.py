@@ -11,8 +11,9 @@ caller has already, when their shapes fit, and fresh ones otherwise.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +21,7 @@ from dlrover.snapshot.contents import Contents, FileEntry, decode_contents, enco
 from dlrover.snapshot.copying import Copier, Span, address_of
 from dlrover.snapshot.layout import Layout, Plan, plan_state
 from dlrover.snapshot.segment import PinnedSlot, SegmentWriter, SlotInWriting, SlotName
+from dlrover.trainer.torch.flash_checkpoint.frozen import Frozen, freeze
 from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY_FROM_BYTES, Block, Changed, Guard
 from dlrover.trainer.torch.flash_checkpoint.live import fresh_storage, live_storages
 from dlrover.trainer.torch.flash_checkpoint.parts import restore_part, skeleton_of
@@ -38,6 +40,8 @@ class StateWriter:
         self._meta_bytes = 0
         self._unnamed_bytes = 0
         self._turn = 0
+        self._last: tuple[Frozen, Plan] | None = None
+        """How the last lazy state looked and was laid out, without anything that keeps its memory."""
 
     def reserve(self, parts: Mapping[str, object]) -> memoryview:
         """Room for a state like this; the returned memory is worth pre-faulting."""
@@ -75,17 +79,16 @@ class StateWriter:
         The same, but for the end: `PendingSave.finish` makes it count. Storages in `lazy_storages` (by identity) may still be on their way until
         then and must not change; all others may.
         """
-        adapter = TorchTensors()
         with torch.no_grad():
-            plan = plan_state(parts, adapter)
+            state = self._look_at(parts, is_freezing=bool(lazy_storages))
             for _ in range(3):  # a first guess of the room may be too small; then it is known
+                plan = state.plan
                 slot = self.segments.begin(plan.layout.data_length + self._unnamed_bytes, self._guess_meta(plan))
                 if slot is None:
                     return None
+                header = _Header(step, round_, paths or {}, extra or {})
                 try:
-                    pending = self._fill(
-                        slot, parts, plan, adapter, step, round_, paths or {}, extra or {}, lazy_storages
-                    )
+                    pending = self._fill(slot, state, header, lazy_storages)
                 except BaseException:
                     slot.abandon()
                     raise
@@ -94,51 +97,101 @@ class StateWriter:
                 slot.abandon()
         raise AssertionError("the state changed its size while it was saved; another thread works on it")
 
+    def _look_at(self, parts: Mapping[str, object], *, is_freezing: bool) -> _State:
+        frozen = freeze(parts) if is_freezing else None
+        if frozen is not None and self._last is not None and frozen.looks_like(self._last[0]):
+            return _State(frozen.parts, self._last[1], frozen.storages, is_frozen=True)
+        adapter = TorchTensors()
+        plan = plan_state(parts, adapter)
+        if frozen is None:
+            return _State(parts, plan, adapter.storages, is_frozen=False)
+        self._last = (frozen.forgotten(), plan)
+        return _State(frozen.parts, plan, adapter.storages, is_frozen=True)
+
     def _fill(
-        self,
-        slot: SlotInWriting,
-        parts: Mapping[str, object],
-        plan: Plan,
-        adapter: TorchTensors,
-        step: int,
-        round_: int,
-        paths: Mapping[str, str],
-        extra: Mapping[str, bytes],
-        lazy_storages: Collection[int],
+        self, slot: SlotInWriting, state: _State, header: _Header, lazy_storages: Collection[int]
     ) -> PendingSave | None:
         """None: the slot is too small for what only the pickles know."""
         lazy: list[tuple[int, torch.UntypedStorage]] = []
         eager: list[tuple[int, torch.UntypedStorage]] = []
-        for identity, number in plan.numbers.items():
-            storage = adapter.storages[identity]  # type: ignore[index]
+        for identity, number in state.plan.numbers.items():
+            storage = state.storages[identity]  # type: ignore[index]
             is_lazy = identity in lazy_storages and storage.device.type == "cpu" and storage.nbytes() >= LAZY_FROM_BYTES
             (lazy if is_lazy else eager).append((number, storage))
-        with _Transfer(self.copier, slot.data, plan.layout, eager):
-            skeletons = {name: skeleton_of(part) for name, part in parts.items()}
-            layout, files, unnamed = _with_unnamed(plan, skeletons, paths)
-        self._unnamed_bytes = max(self._unnamed_bytes, layout.data_length - plan.layout.data_length)
-        contents = Contents(layout, files, {name: part.content for name, part in skeletons.items()}, dict(extra))
-        sections, layout_hash = encode_contents(contents)
-        meta_bytes = sum(map(len, sections.values())) + 64 * len(sections) + 1024
-        self._meta_bytes = max(self._meta_bytes, meta_bytes)
-        if layout.data_length > slot.capacity_bytes or meta_bytes > slot.meta_capacity_bytes:
-            return None
-        with _Transfer(self.copier, slot.data, layout, unnamed):
-            pass
+        is_described_later = bool(lazy) and state.is_frozen and self._meta_bytes > 0
+        with _Transfer(self.copier, slot.data, state.plan.layout, eager):
+            description = None if is_described_later else _describe(state, header)
+        if description is not None:
+            self._learn(description, state.plan)
+            if not description.fits(slot):
+                return None
+            with _Transfer(self.copier, slot.data, description.layout, description.unnamed):
+                pass
         self._turn += 1
+        layout = state.plan.layout
         guard = Guard(_blocks(slot.data, layout, lazy), self._turn)
-        # Whoever brings the save to its end is a thread too; the others are for the training.
-        transfer = _Transfer(self.copier, slot.data, layout, lazy, num_helpers=self.copier.num_threads // 2 - 1)
+        # Whoever brings the save to its end copies too; the other half of the threads is for the training.
+        transfer = _Transfer(self.copier, slot.data, layout, lazy, num_helpers=self.copier.num_threads // 2)
 
-        def publish() -> SlotName:
-            return slot.complete(
-                step=step, round_=round_, data_length=layout.data_length, layout_hash=layout_hash, sections=sections
-            )
+        def describe() -> _Description:
+            return description if description is not None else self._describe_later(state, header)
 
-        return PendingSave(slot, transfer, guard, layout, publish)
+        return PendingSave(slot, transfer, guard, layout, header, describe)
+
+    def _describe_later(self, state: _State, header: _Header) -> _Description:
+        description = _describe(state, header)
+        if description.unnamed:
+            raise Changed("A tensor got other memory while its state was saved.")
+        self._learn(description, state.plan)
+        return description
+
+    def _learn(self, description: _Description, plan: Plan) -> None:
+        self._unnamed_bytes = max(self._unnamed_bytes, description.layout.data_length - plan.layout.data_length)
+        self._meta_bytes = max(self._meta_bytes, description.meta_bytes)
 
     def _guess_meta(self, plan: Plan) -> int:
         return max(self._meta_bytes, META_GUESS_BASE + META_GUESS_PER_TENSOR * len(plan.layout.tensors))
+
+
+class _State(NamedTuple):
+    parts: Mapping[str, object]
+    plan: Plan
+    storages: Mapping[int, torch.UntypedStorage]
+    """By identity; alive until everything is copied."""
+    is_frozen: bool
+    """Nobody else can change its containers."""
+
+
+class _Header(NamedTuple):
+    step: int
+    round: int
+    paths: Mapping[str, str]
+    extra: Mapping[str, bytes]
+
+
+class _Description(NamedTuple):
+    """Everything about a state but its bytes."""
+
+    layout: Layout
+    sections: dict[str, bytes]
+    layout_hash: bytes
+    unnamed: list[tuple[int, torch.UntypedStorage]]
+    """Storages that only the pickles refer to."""
+
+    @property
+    def meta_bytes(self) -> int:
+        return sum(map(len, self.sections.values())) + 64 * len(self.sections) + 1024
+
+    def fits(self, slot: SlotInWriting) -> bool:
+        return self.layout.data_length <= slot.capacity_bytes and self.meta_bytes <= slot.meta_capacity_bytes
+
+
+def _describe(state: _State, header: _Header) -> _Description:
+    skeletons = {name: skeleton_of(part) for name, part in state.parts.items()}
+    layout, files, unnamed = _with_unnamed(state.plan, skeletons, header.paths)
+    pickles = {name: part.content for name, part in skeletons.items()}
+    sections, layout_hash = encode_contents(Contents(layout, files, pickles, dict(header.extra)))
+    return _Description(layout, sections, layout_hash, unnamed)
 
 
 class PendingSave:
@@ -150,10 +203,22 @@ class PendingSave:
         transfer: _Transfer,
         guard: Guard,
         layout: Layout,
-        publish: Callable[[], SlotName],
+        header: _Header,
+        describe: Callable[[], _Description],
     ) -> None:
-        self._slot, self._transfer, self._guard, self._layout, self._publish = slot, transfer, guard, layout, publish
+        self._slot, self._transfer, self._guard, self._layout, self._header = slot, transfer, guard, layout, header
+        self._describe = describe
+        self._description: _Description | None = None
+        self._describing = threading.Lock()
+        """One thread pickles, whoever comes second waits for it instead of doing the same."""
         self.is_lazy = transfer.num_bytes > 0
+
+    def prepare(self) -> _Description:
+        """Do what is left to do beside the copy."""
+        with self._describing:
+            if self._description is None:
+                self._description = self._describe()
+            return self._description
 
     def help(self) -> None:
         """Copy what is not copied yet. Any number of threads may do so at a time."""
@@ -166,7 +231,14 @@ class PendingSave:
             number = self._guard.check()
             if number is not None:
                 raise Changed(f"{self._name_of(number)} was written to while it was copied.")
-            return self._publish()
+            description = self.prepare()
+            return self._slot.complete(
+                step=self._header.step,
+                round_=self._header.round,
+                data_length=description.layout.data_length,
+                layout_hash=description.layout_hash,
+                sections=description.sections,
+            )
         except BaseException:
             self._slot.abandon()
             raise

@@ -27,7 +27,7 @@ from dlrover.protocol.errors import DLRoverError
 LAZY_FROM_BYTES = 64 * 1024
 """Smaller blocks are copied at once: altogether they are little, and each of them would cost a look."""
 SAMPLE_BYTES = 64
-MAX_SAMPLES = 1024
+MAX_SAMPLES = 512
 MAX_SAMPLES_PER_BLOCK = 8
 _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, fall evenly: each save looks at other places than the ones before."""
