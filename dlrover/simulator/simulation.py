@@ -327,6 +327,8 @@ class Simulation:
                 raise Violation("I5", f"command {answered} of node {node} was answered, and {sender.highest} is known")
 
     def heard_answer(self, agent: VirtualAgent, sequence: int) -> None:
+        if agent.connection is None or agent.connection.master.journal is not self.journal:
+            return  # it was on its way when the journal was lost, and nobody knows of it any more
         life = (agent.id, agent.incarnation)
         self.ledger.answered[life] = max(sequence, self.ledger.answered.get(life, 0))
 
