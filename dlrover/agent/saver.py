@@ -35,6 +35,7 @@ from dlrover.protocol.checkpoint_messages import (
     CommitCheckpoint,
     OpenSnapshots,
     SaveDuties,
+    SaveRequested,
     ShardWritten,
     SnapshotSaved,
     SnapshotTaken,
@@ -116,6 +117,8 @@ class Saver:
         """By directory and attempt: what was written here and is not settled, and when that began."""
         self._world: WorldSpec | None = None
         self._breaks = BreakPoints()
+        self._request: SaveRequested | None = None
+        """Somebody wants a storage save, and none was committed since we heard of it."""
         self._newest: dict[str, int] = {}
         """By segment: newest step that this round's workers saved."""
         self._stop = threading.Event()
@@ -155,6 +158,8 @@ class Saver:
         self._listen()
         if self._path is not None and message.home == str(self._path):
             self._own_home(int(self._path.name.rsplit("-", 1)[1]))
+        if self._request is not None:
+            self.tell_trainers(self._request)  # whom it was told to is gone
 
     def on_saved(self, message: SnapshotSaved) -> SnapshotTaken | None:
         if self._path is None or Path(message.path).parent != self._path:
@@ -410,12 +415,15 @@ class Saver:
             self._run(self._obey(duty), f"commit {duty.step}")
         self._breaks.hear(duties.persists)
         if duties.request is not None:
+            self._request = duties.request
             self.tell_trainers(duties.request)
 
     def _on_settled(self, settled: CheckpointSettled) -> None:
         request, begun_at = self._requests.pop((settled.directory, settled.attempt), (None, 0.0))
         seconds = 0.0 if request is None else time.monotonic() - begun_at
         self.tell_trainers(replace(settled, seconds=seconds))
+        if settled.is_committed and self._request is not None and settled.number > self._request.number:
+            self._request = None
 
     async def _obey(self, duty: CommitCheckpoint) -> None:
         """Commit what all shards were reported of."""

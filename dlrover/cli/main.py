@@ -206,6 +206,23 @@ def restart(
 
 
 @app.command()
+def save(
+    job: Job = "",
+    addr: Address = "",
+    token_file: TokenFile = "",
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    reason: Annotated[str, typer.Option(help="For the journal, the status and the trainers.")] = "dlrover save",
+) -> None:
+    """Have the next save of a job written to storage, whatever it would have been."""
+    from dlrover.protocol.checkpoint_messages import RequestSave
+
+    _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), RequestSave(reason=reason))
+    typer.echo("The trainers are asked; `dlrover status` shows when a checkpoint is committed.")
+
+
+@app.command()
 def clean() -> None:
     """Remove what killed jobs of yours left on this host: directories, snapshots, network namespaces, processes if any survived."""
     from dlrover.cli.environment import read_environment

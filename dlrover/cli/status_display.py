@@ -39,8 +39,42 @@ def show(status: JobStatus, console: Console) -> None:
     for failure in status.distinct_failures:
         where = f"first on node rank {failure.node_rank} ({failure.host})"
         say(f"failed {failure.count} times, {where}: {failure.kind}: {failure.message}")
+    for line in checkpoint_lines(status):
+        say(line)
     if status.end is not None:
         say(f"end: {status.end.reason}: {status.end.message}")
+
+
+def checkpoint_lines(status: JobStatus) -> list[str]:
+    """What is known of saving; nothing for a job that does not save."""
+    known = status.checkpoints
+    lines = []
+    if known.snapshot_step is not None:
+        lines.append(f"snapshot in memory: step {known.snapshot_step}")
+    lines += [
+        f"checkpoint: step {each.step} in {each.directory}{_ago(status.now, each.at)}" for each in known.committed
+    ]
+    if known.num_under_way:
+        lines.append(f"checkpoints being written: {known.num_under_way}")
+    if (trouble := known.trouble) is not None:
+        where = f" on {trouble.host}" if trouble.host else ""
+        often = f", {trouble.count} times in a row" if trouble.count > 1 else ""
+        age = _ago(status.now, trouble.at)
+        lines.append(
+            f"checkpoint FAILED: step {trouble.step} in {trouble.directory}{where}{age}{often}: {trouble.reason}"
+        )
+    return lines
+
+
+def _ago(now: int, then: int) -> str:
+    if not now:
+        return ""
+    seconds = max(0, now - then) // 1_000_000
+    if seconds < 120:
+        return f", {seconds} s ago"
+    if seconds < 7200:
+        return f", {seconds // 60} min ago"
+    return f", {seconds // 3600} h {seconds // 60 % 60} min ago"
 
 
 def _agents(nodes: tuple[NodeStatus, ...]) -> Table:

@@ -32,6 +32,8 @@ class Seen(Struct):
     lateness_then: int
     """The master's own lateness up to that moment: what came later is granted on top."""
     step: int | None = None
+    snapshot_step: int | None = None
+    """What it has in memory now; unlike the step it may go back."""
 
 
 class Observations:
@@ -78,6 +80,7 @@ class Observations:
             self._quiet_until = min(self._quiet_until, self._silent_at(heartbeat.node, seen))
         if heartbeat.step is not None and (seen.step is None or heartbeat.step > seen.step):
             seen.step = heartbeat.step
+        seen.snapshot_step = heartbeat.snapshot_step
 
     def forget(self, node: NodeId) -> None:
         """Its stream broke or it left: the job has its own deadline for that."""
@@ -117,6 +120,10 @@ class Observations:
     def steps(self) -> dict[NodeId, int]:
         """The newest step each node told of."""
         return {node: seen.step for node, seen in sorted(self._seen.items()) if seen.step is not None}
+
+    def snapshot_steps(self) -> dict[NodeId, int]:
+        """The newest step that each node has in memory."""
+        return {node: seen.snapshot_step for node, seen in self._seen.items() if seen.snapshot_step is not None}
 
     def _silent_at(self, node: NodeId, seen: Seen) -> Micros:
         begins_at = max(seen.last_seen_at, self._started_at)

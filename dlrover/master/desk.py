@@ -437,7 +437,9 @@ class Desk:
         """The job knows the steps of reports only; heartbeats know newer ones."""
         steps = self._observations.steps()
         nodes = (replace(node, step=steps.get(node.node, node.step)) for node in status.nodes)
-        return replace(status, nodes=tuple(nodes))
+        in_memory = self._observations.snapshot_steps().values()
+        checkpoints = replace(status.checkpoints, snapshot_step=min(in_memory, default=None))
+        return replace(status, nodes=tuple(nodes), checkpoints=checkpoints, now=self._clock.now())
 
     def _log(self, outcome: Outcome) -> None:
         for verdict in outcome.verdicts:

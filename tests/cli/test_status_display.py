@@ -7,8 +7,19 @@ import io
 from rich.console import Console
 
 from dlrover.cli.status_display import show
+from dlrover.protocol.checkpoint_messages import CheckpointStatus, CheckpointTrouble, CommittedCheckpoint
 from dlrover.protocol.fleet_messages import FleetNodeStatus, NodeExit, NodePhase, NodeType
-from dlrover.protocol.messages import Incarnation, JobStatus, NodeId, NodeRank, NodeStatus, PlatformId, Round, Stage
+from dlrover.protocol.messages import (
+    Incarnation,
+    JobStatus,
+    Micros,
+    NodeId,
+    NodeRank,
+    NodeStatus,
+    PlatformId,
+    Round,
+    Stage,
+)
 
 FLEET = (
     FleetNodeStatus(
@@ -69,3 +80,24 @@ def test_the_nodes_of_the_platform_are_shown_with_what_became_of_them() -> None:
 
 def test_why_the_job_waits_for_its_platform_is_said() -> None:
     assert "waits for the platform: 1 worker is missing" in shown(fleet=FLEET, shortage="1 worker is missing")
+
+
+def test_a_job_that_does_not_save_says_nothing_of_checkpoints() -> None:
+    assert "checkpoint" not in shown()
+
+
+def test_checkpoints_are_shown_with_their_age_and_the_last_trouble() -> None:
+    checkpoints = CheckpointStatus(
+        snapshot_step=120,
+        committed=(CommittedCheckpoint(directory="/shared/run", step=100, at=Micros(40_000_000)),),
+        num_under_way=1,
+        trouble=CheckpointTrouble(
+            reason="[Errno 28] No space left", step=110, directory="/shared/run", host="here", at=Micros(0), count=3
+        ),
+    )
+    text = shown(checkpoints=checkpoints, now=Micros(100_000_000))
+    assert "snapshot in memory: step 120" in text
+    assert "checkpoint: step 100 in /shared/run, 60 s ago" in text
+    assert "checkpoints being written: 1" in text
+    assert "step 110 in /shared/run on here, 100 s ago, 3 times in a row: [Errno 28] No space left" in text
+    assert "2 h 1 min ago" in shown(checkpoints=checkpoints, now=Micros((7260 + 40) * 1_000_000))

@@ -115,6 +115,10 @@ class Agreement:
         [token] = self.tell_all([secrets.randbits(48)])
         self.token = f"{token:012x}"
         """Equal on all ranks, and never the same again."""
+        self.heard_request = 0
+        """Number of the newest wish for a storage save that this rank has heard of."""
+        self.agreed_request = 0
+        """The newest that any saving rank had heard of at the newest decision: equal on all of them."""
 
     @property
     def group(self) -> Any:
@@ -124,9 +128,11 @@ class Agreement:
     def decide(self, *, is_ready: bool, is_giving_up: bool = False) -> tuple[bool, bool]:
         """Of the saving ranks: whether all are ready, and whether any gives up."""
         if self._savers is None:
+            self.agreed_request = self.heard_request
             return is_ready, is_giving_up
-        votes = torch.tensor([int(not is_ready), int(is_giving_up)], dtype=torch.int64)
+        votes = torch.tensor([int(not is_ready), int(is_giving_up), self.heard_request], dtype=torch.int64)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._savers)
+        self.agreed_request = int(votes[2].item())
         return votes[0].item() == 0, votes[1].item() == 1
 
     def have_all(self, is_fine: bool) -> bool:

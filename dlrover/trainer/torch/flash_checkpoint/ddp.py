@@ -118,6 +118,13 @@ class DdpCheckpointer(Checkpointer):
         """Until the newest DISK save of this rank is committed. Ranks that do not save return at once."""
         return self._engine.wait_for_storage(timeout)
 
+    def is_save_requested(self) -> bool:
+        """
+        Whether somebody wants a checkpoint soon (`dlrover save`, a node that is to go). The next `save_checkpoint` will be one to storage
+        by itself; a script that saves rarely may ask here and save now. The same on all saving ranks.
+        """
+        return self._engine.is_save_requested
+
     def close(self) -> None:
         """End the threads. Under `dlrover-run` what was saved stays; elsewhere this waits until it is written."""
         self._engine.close()

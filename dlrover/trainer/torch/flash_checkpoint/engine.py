@@ -108,6 +108,8 @@ class CheckpointEngine:
         the one that ends a lazy save publishes it.
         """
         self._num_saves = 0
+        self._honoured_request = 0
+        """Number of the newest wish for a storage save that was fulfilled."""
         self._storage_request: SaveRequest | None = None
         """The newest that this rank asked to be written."""
         self.restored_step: int | None = None
@@ -177,6 +179,9 @@ class CheckpointEngine:
             return SaveResult(reason=SaveReason.NOT_A_SAVING_RANK, step=step)
         self.wait_for_staging()  # a save that still copies comes first; the wait is counted there
         begun_at = time.perf_counter()
+        self.outlet.poll()
+        is_storage = is_storage or self.is_save_requested
+        request_number = self._agreement.agreed_request
         self._num_saves += 1
         request = SaveRequest(
             directory=self.checkpoint_dir,
@@ -199,7 +204,6 @@ class CheckpointEngine:
             save_timeout=self._save_timeout,
         )
         request.as_attempt()  # a name that the agent could not use is an error here, where somebody can correct it
-        self.outlet.poll()
         try:
             with self._writing:
                 self._judge()
@@ -217,11 +221,26 @@ class CheckpointEngine:
             return SaveResult(reason=SaveReason.SKIPPED_BUSY, step=step, blocking=time.perf_counter() - begun_at)
         assert self._segments is not None, "a save has been made with it"
         result = SaveResult(reason=SaveReason.SAVED, step=step, num_bytes=self._segments.num_bytes)
+        if is_storage:
+            self._honoured_request = request_number
         self._watch.after_save()
         if pending.is_lazy:
             self._stage(pending, request, result)
         result.blocking = time.perf_counter() - begun_at
         return result
+
+    @property
+    def is_save_requested(self) -> bool:
+        """
+        Whether somebody wants a storage save that was not made yet. As the saving ranks knew at their newest save, and the same on all of
+        them: one that comes later is known from the next save on.
+        """
+        request = getattr(self.outlet, "save_request", None)
+        if request is not None:
+            self._agreement.heard_request = request.number
+        if not self._agreement.is_joint:
+            self._agreement.agreed_request = self._agreement.heard_request
+        return self._agreement.agreed_request > self._honoured_request
 
     def poll(self) -> bool:
         """Whether the newest save is in memory, without waiting. Also lets go of what the agent has taken."""

@@ -101,10 +101,7 @@ class AgentOutlet:
         )
 
     def poll(self) -> None:
-        if not self._held:
-            return
-        self._send(None)
-        self._receive()
+        self.listen()
         for key, (pinned, since) in list(self._held.items()):
             if time.monotonic() - since > HOLD:
                 log.warning("the agent has not taken the snapshot of step %d: it may be lost", pinned.record.step)
