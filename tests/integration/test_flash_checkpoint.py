@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from dlrover.snapshot.segment import Segment
@@ -48,6 +50,22 @@ def test_no_step_is_lost_at_a_kill_and_the_weights_are_bit_for_bit_the_same(jobs
     assert job.process.returncode == 0, job.err
     assert lives(tmp_path) == lives(tmp_path, 1) == [0, 4, 5, 12]
     expected = undisturbed(jobs, tmp_path, 20, "--nproc-per-node=2")
+    for rank in (0, 1):
+        assert_same_weights(weights(tmp_path, rank), expected)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_twenty_random_crashes_leave_the_weights_as_they_were(jobs, tmp_path):
+    """Of either rank's process, at random steps; the model ends bit for bit as without them."""
+    steps = random.Random(5).sample(range(1, 119), 20)
+    kills = [word for step in steps for word in ("--kill-at", str(step))]
+    job = jobs.run(
+        "--nproc-per-node=2", "--max-restarts=30", SCRIPT, tmp_path, "120", "--disk-every", "10", *kills, timeout=400
+    )
+    assert job.process.returncode == 0, job.err
+    assert lives(tmp_path) == lives(tmp_path, 1) == [0, *(step + 1 for step in sorted(steps))], "no step is lost"
+    expected = undisturbed(jobs, tmp_path, 120, "--nproc-per-node=2")
     for rank in (0, 1):
         assert_same_weights(weights(tmp_path, rank), expected)
 

@@ -3,7 +3,8 @@ Trains a tiny model deterministically and saves every step into memory; some ste
 
     flash.py FOLDER NUM_STEPS [--disk-every N] [--kill-at STEP]... [--hold-at STEP] [--pace SECONDS]
 
-Each life writes which step it restored. `--kill-at` kills local rank 0 by SIGKILL after that step was saved, once.
+Each life writes which step it restored. `--kill-at` kills a worker by SIGKILL after that step was
+saved, once: the ranks take turns.
 """
 
 import argparse
@@ -64,7 +65,7 @@ for step in range(first, args.num_steps):
     assert bool(result) == (args.sharded or int(os.environ["LOCAL_RANK"]) == 0), result
     dist.barrier()
     mark = args.folder / f"killed-{step}"
-    if step in args.kill_at and rank == 0 and not mark.exists():
+    if step in args.kill_at and rank == step % dist.get_world_size() and not mark.exists():
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     if step == args.hold_at:
