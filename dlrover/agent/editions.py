@@ -15,6 +15,9 @@ from msgspec import Struct
 
 from dlrover.protocol.peer_messages import HeldList, HeldParity
 
+Rows = tuple[tuple[str, HeldParity], ...]
+"""Of one stripe: address and parity, by row."""
+
 
 class Edition(Struct, frozen=True, kw_only=True):
     attempt: str
@@ -30,26 +33,29 @@ class Edition(Struct, frozen=True, kw_only=True):
         return set(self.holders) | {shard for shard in range(self.num_shards) if self.is_computable(shard)}
 
     def is_computable(self, shard: int) -> bool:
-        """Every stripe of the shard lacks no more columns than it has rows of parity."""
-        stripes = self.stripes_of(shard)
-        if not stripes:
-            return False
-        num_data = next(iter(stripes.values()))[0][1].num_data
-        if len(stripes) < num_data:
-            return False
-        for rows in stripes.values():
-            missing = [column for column, _ in rows[0][1].columns if column not in self.holders]
-            if len(missing) > len({held.row for _, held in rows}):
-                return False
-        return True
+        return bool(self.stripes_of(shard))
 
-    def stripes_of(self, shard: int) -> dict[int, list[tuple[str, HeldParity]]]:
-        """The parities that contain the shard, by stripe."""
-        found: dict[int, list[tuple[str, HeldParity]]] = {}
+    def stripes_of(self, shard: int) -> list[Rows]:
+        """Parities from which the shard can be computed: for each stripe that it is in. Empty: there are not enough."""
+        by_round: dict[int, dict[int, dict[int, tuple[str, HeldParity]]]] = {}
         for address, held in self.parity:
             if any(shard == column for column, _ in held.columns):
-                found.setdefault(held.stripe, []).append((address, held))
-        return found
+                by_round.setdefault(held.made_in, {}).setdefault(held.stripe, {})[held.row] = (address, held)
+        for made_in in sorted(by_round, reverse=True):
+            stripes = [tuple(rows[row] for row in sorted(rows)) for rows in by_round[made_in].values()]
+            if self._is_enough(stripes):
+                return stripes
+        return []
+
+    def missing(self, rows: Rows) -> list[int]:
+        """Columns of a stripe that nobody has."""
+        columns = rows[0][1].columns
+        return [number for number, (shard, _) in enumerate(columns) if shard not in self.holders]
+
+    def _is_enough(self, stripes: list[Rows]) -> bool:
+        """All pieces of the shard are there, and no stripe lacks more columns than it has parities."""
+        num_data = stripes[0][0][1].num_data
+        return len(stripes) == num_data and all(len(self.missing(rows)) <= len(rows) for rows in stripes)
 
 
 def editions(told: Mapping[str, HeldList]) -> list[Edition]:

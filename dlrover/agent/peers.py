@@ -46,7 +46,7 @@ log = logging.getLogger("dlrover.agent")
 STALL = 5.0
 """Seconds without a byte after which a peer is given up."""
 MAX_MESSAGE_BYTES = 1024 * 1024
-MAX_CONNECTIONS = 32
+MAX_CONNECTIONS = 64
 NICENESS = 5
 _BLOCK_BYTES = 1024 * 1024
 """Moved between two looks at the clock and the rate limit."""

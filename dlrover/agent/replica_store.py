@@ -13,19 +13,25 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from dlrover.agent.arithmetic import fastest_add
 from dlrover.agent.holdings import Holdings
+from dlrover.agent.parity_store import MOST_PULLED_BYTES, ParityStore, send_piece
 from dlrover.agent.peers import Connection
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.identity import Round
 from dlrover.protocol.peer_messages import (
     Accepted,
+    AwaitParity,
     HeldList,
     ListHeld,
+    PieceHeader,
+    PullPiece,
     PullSlot,
     Refused,
     SlotHeader,
 )
 from dlrover.snapshot.checksum import Corrupt
+from dlrover.snapshot.image import Image
 from dlrover.snapshot.index import make_private
 from dlrover.snapshot.mirror import ArrivingSlot, copy_path, copy_paths, read_transfer, remove_copies
 from dlrover.snapshot.persist import SaveRequest, release
@@ -33,6 +39,8 @@ from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName
 from dlrover.snapshot.segment_format import Geometry, Owner, SegmentInvalid, SlotRecord, encode_record, encode_sums
 
 log = logging.getLogger("dlrover.agent")
+
+Request = ListHeld | SlotHeader | PullSlot | PieceHeader | AwaitParity | PullPiece
 
 NUM_COPIES = 2
 """Slots of a mirror: while one is filled the other stays whole."""
@@ -44,6 +52,7 @@ class ReplicaStore:
     def __init__(self, job: str, on_taken: Callable[[], None] | None = None) -> None:
         """`on_taken` hears of each copy, in some thread."""
         self._job = job
+        self.parity = ParityStore(fastest_add, on_taken)
         self._on_taken = on_taken or (lambda: None)
         self.round = Round(0)
         self._holdings: Holdings | None = None
@@ -54,6 +63,7 @@ class ReplicaStore:
     def enter(self, round_: Round, home: Path) -> None:
         if self._holdings is None or self._holdings.home != home:
             self._holdings = Holdings(home)
+            self.parity.enter(home)
         self.round = round_
 
     @property
@@ -62,9 +72,16 @@ class ReplicaStore:
 
     def serve(self, connection: Connection) -> None:
         """Requests of one peer, one after the other, until it goes."""
+        images = _Images(self)
+        try:
+            self._serve(connection, images)
+        finally:
+            images.close()
+
+    def _serve(self, connection: Connection, images: _Images) -> None:
         while True:
-            request = connection.receive(ListHeld, SlotHeader, PullSlot)
-            assert isinstance(request, ListHeld | SlotHeader | PullSlot), "nothing else comes through"
+            request = connection.receive(ListHeld, SlotHeader, PullSlot, PieceHeader, AwaitParity, PullPiece)
+            assert isinstance(request, Request), "nothing else comes through"
             try:
                 self._check(request.round)
                 match request:
@@ -74,24 +91,34 @@ class ReplicaStore:
                         self._take(connection, request)
                     case PullSlot():
                         self._give(connection, request)
+                    case PieceHeader():
+                        self.parity.take(connection, request)
+                    case AwaitParity():
+                        self.parity.wait_for(request)
+                        connection.send(Accepted())
+                    case PullPiece(shard=-1):
+                        self.parity.give(connection, request)
+                    case PullPiece():
+                        images.give(connection, request)
             except (Rejected, Corrupt, DLRoverError, OSError) as error:
                 if isinstance(error, Unavailable) and error.retry_after is None:
                     raise
                 code = error.code if isinstance(error, Rejected) else type(error).__name__.lower()
                 log.info("a peer's request was refused: %s", error)
                 connection.send(Refused(code=code, message=str(error)))
-                if isinstance(request, SlotHeader):
+                if isinstance(request, SlotHeader | PieceHeader):
                     return  # its bytes may be on their way: they are not messages
 
     def list(self) -> HeldList:
         if self._holdings is None:
             return HeldList()
-        return HeldList(items=tuple(holding.told() for holding in self._holdings.all()))
+        return HeldList(items=tuple(holding.told() for holding in self._holdings.all()), parity=self.parity.list())
 
     def tidy(self) -> None:
         """Nobody refreshed these in this round, and everybody has saved since it began: their keeper is another node now."""
         if self._holdings is None:
             return
+        self.parity.tidy(self.round)
         for path in copy_paths(self._holdings.home):
             try:
                 with Segment(path) as segment:
@@ -162,6 +189,42 @@ class ReplicaStore:
 
     def _owner(self, shard: int) -> Owner:
         return Owner(job=self._job, launch="copy", node_rank=-1, global_rank=shard, local_rank=-1, pid=os.getpid())
+
+
+class _Images:
+    """What one peer reads pieces of: one image at a time, pinned until it wants another."""
+
+    def __init__(self, store: ReplicaStore) -> None:
+        self._store = store
+        self._key = (-1, "")
+        self._pinned: PinnedSlot | None = None
+        self._image: Image | None = None
+
+    def give(self, connection: Connection, request: PullPiece) -> None:
+        if (request.shard, request.attempt) != self._key:
+            self._open(request)
+        assert self._image is not None, "opened above"
+        begin, end = request.start, request.start + request.length
+        if not 0 <= begin <= end <= self._image.num_bytes or request.length > MOST_PULLED_BYTES:
+            raise Rejected(f"The image has {self._image.num_bytes} bytes.", code="malformed")
+        send_piece(connection, b"".join(self._image.read(begin, end)))
+
+    def close(self) -> None:
+        if self._image is not None:
+            self._image.close()
+        if self._pinned is not None:
+            release(self._pinned)
+        self._image, self._pinned, self._key = None, None, (-1, "")
+
+    def _open(self, request: PullPiece) -> None:
+        self.close()
+        holdings = self._store.holdings
+        found = None if holdings is None else holdings.pin(request.shard, request.attempt)
+        if found is None:
+            raise Rejected(f"Shard {request.shard} of that save is not here any more.", code="not-here")
+        self._pinned, about = found
+        self._image = Image(self._pinned, about)
+        self._key = (request.shard, request.attempt)
 
 
 def geometry_of(header: SlotHeader) -> Geometry:

@@ -15,6 +15,7 @@ Nothing here can fail a job.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import random
@@ -26,8 +27,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from dlrover.agent.arithmetic import fastest_add
 from dlrover.agent.config import AgentConfig
 from dlrover.agent.editions import Edition, complete, editions, shards_of_node
+from dlrover.agent.parity_work import Group, await_group, compute_image, give_pieces
 from dlrover.agent.peers import NICENESS, STALL, Connection, PeerServer, RateLimit, Secret, connect
 from dlrover.agent.relay import Call
 from dlrover.agent.replica_store import ReplicaStore, geometry_of, header_of, meta_of
@@ -38,11 +41,12 @@ from dlrover.protocol.errors import ConfigError, DLRoverError, Rejected, Unavail
 from dlrover.protocol.messages import NodeId, NodeRank, Round, WorldSpec
 from dlrover.protocol.peer_messages import Accepted, AskPeers, HeldList, ListHeld, Peer, Peers, PullSlot, SlotHeader
 from dlrover.snapshot.contents import decode_contents
+from dlrover.snapshot.image import read_head
 from dlrover.snapshot.index import make_private
-from dlrover.snapshot.mirror import ArrivingSlot, next_generation, own_path, read_transfer
+from dlrover.snapshot.mirror import ArrivingSlot, Fill, next_generation, own_path, read_transfer
 from dlrover.snapshot.persist import SaveRequest, pin_newest, read_request, release
 from dlrover.snapshot.segment import PinnedSlot, SlotName
-from dlrover.snapshot.segment_format import Owner
+from dlrover.snapshot.segment_format import Geometry, Owner, SlotRecord, Sums
 
 log = logging.getLogger("dlrover.agent")
 
@@ -68,6 +72,9 @@ class ReplicaConfig(Struct, frozen=True, kw_only=True):
     fetch_limit: float = 120.0
     """Seconds for fetching what the workers of a round need before they start without it."""
     push_limit: float = 600.0
+    """Seconds for one copy."""
+    parity_limit: float = 120.0
+    """Seconds for the whole group to protect a save by parity."""
     stall: float = STALL
     """Seconds without a byte after which a peer is given up."""
 
@@ -102,6 +109,7 @@ class Replicas:
         self.address = self._server.address
         self._rate = RateLimit(config.bytes_per_second)
         self._pusher = _pool("dlrover-copies", 1)
+        self._waiter = _pool("dlrover-parity", 64)
         self._fetcher = _pool("dlrover-fetch", 4)
         self._ask: Call | None = None
         self._node = NodeId(-1)
@@ -111,12 +119,17 @@ class Replicas:
         """Of this round, by number of copies."""
         self._offered: dict[str, SlotName] = {}
         """By segment: only the newest slot is worth it."""
-        self._pushing: asyncio.Task[None] | None = None
+        self._pushing: dict[str, asyncio.Task[None]] = {}
+        """By segment."""
         self._is_free = threading.Event()
         """Cleared while something is fetched: that goes first."""
         self._is_free.set()
         self._num_pushed = 0
         """In this round."""
+        self._protected: dict[int, PinnedSlot] = {}
+        """By shard: the newest slot of ours that the whole group has protected by parity."""
+        self._edition = ""
+        """What the workers of this round were given to go on from."""
         self._told: set[str] = set()
 
     # Towards the agent.
@@ -133,24 +146,25 @@ class Replicas:
     def offer(self, name: SlotName) -> None:
         """A slot of this node is complete and summed."""
         self._offered[name.path] = name
-        is_idle = self._pushing is None or self._pushing.done()
-        if is_idle and self._world is not None and self._world.group_world_size > 1:
-            self._pushing = asyncio.create_task(self._push_offered(), name="copies")
+        is_alone = self._world is None or self._world.group_world_size == 1
+        if name.path not in self._pushing and not is_alone:
+            task = self._pushing[name.path] = asyncio.create_task(self._push_offered(name.path), name="copies")
+            task.add_done_callback(lambda _: self._pushing.pop(name.path, None))
 
     def close(self) -> None:
         self._server.close()
         self._is_free.set()
-        if self._pushing is not None:
-            self._pushing.cancel()
-        for pool in (self._pusher, self._fetcher):
+        for task in list(self._pushing.values()):
+            task.cancel()
+        for shard in list(self._protected):
+            self._let_go(shard)
+        for pool in (self._pusher, self._waiter, self._fetcher):
             pool.shutdown(wait=False, cancel_futures=True)
 
     # Keeping copies elsewhere.
 
-    async def _push_offered(self) -> None:
-        while self._offered:
-            path = next(iter(self._offered))
-            name = self._offered.pop(path)
+    async def _push_offered(self, path: str) -> None:
+        while (name := self._offered.pop(path, None)) is not None:
             try:
                 await self._push(name)
             except (OSError, DLRoverError) as error:
@@ -167,23 +181,89 @@ class Replicas:
             if request is None or request.num_shards == 1:
                 return  # every node has the same: nothing to copy
             copies = max(self._config.copies, request.replica_count)
-            if not copies:
-                return
-            world = self._world
-            peers = await self._peers_for(copies)
-            assert world is not None
-            if not peers.keepers:
-                self._tell("nobody", "there is no other node that could keep copies of this node's snapshots")
-            for keeper in peers.keepers:
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._pusher, self._push_to, keeper, pinned, request, world.round)
+            is_copied = copies > 0 and await self._copy(pinned, request, copies)
+            is_protected = self._config.num_data > 0 and await self._protect(pinned, request)
         finally:
-            release(pinned)
-        if peers.keepers:
+            if pinned not in self._protected.values():
+                release(pinned)
+        if is_copied or is_protected:
             self._told.clear()
             self._num_pushed += 1
             if self._num_pushed == _SAVES_UNTIL_TIDY:
                 self._store.tidy()
+
+    async def _copy(self, pinned: PinnedSlot, request: SaveRequest, copies: int) -> bool:
+        world = self._world
+        assert world is not None, "nothing is pushed before the first round"
+        peers = await self._peers_for(copies)
+        if not peers.keepers:
+            self._tell("nobody", "there is no other node that could keep copies of this node's snapshots")
+        for keeper in peers.keepers:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._pusher, self._push_to, keeper, pinned, request, world.round)
+        return bool(peers.keepers)
+
+    async def _protect(self, pinned: PinnedSlot, request: SaveRequest) -> bool:
+        """
+        Parity needs the slots of those that are not lost. So the last save that the whole group has protected stays pinned until the
+        next one has got so far; if that fails it is let go, because saving goes on.
+        """
+        world = self._world
+        assert world is not None, "nothing is pushed before the first round"
+        former = self._protected.get(request.shard)
+        try:
+            peers = await self._peers_for(self._config.copies)
+            position = next((index for index, peer in enumerate(peers.group) if peer.node == self._node), -1)
+            shards = shards_of_node(request.num_shards, world.group_rank, world.group_world_size)
+            if position < 0 or request.shard not in shards:
+                wanted = f"{self._config.num_data}+{self._config.num_parity}"
+                self._tell("group", f"there are not enough nodes for parity {wanted}, or shards are spread unevenly")
+                self._let_go(request.shard)
+                return False
+            group = Group(peers.group, position, self._config.num_parity)
+            lane = shards.index(request.shard)
+            begun_at = time.monotonic()
+            deadline = begun_at + self._config.parity_limit
+            give = functools.partial(
+                give_pieces,
+                *(pinned, request, lane, group, world.round),
+                connect=self._connect,
+                deadline=deadline,
+                limit=self._rate,
+                pause=self._wait_until_free,
+            )
+            wait_for_others = functools.partial(
+                await_group,
+                *(request, pinned.record.round, lane, group, world.round),
+                connect=self._connect,
+                store=self._store.parity,
+                deadline=deadline,
+                patience=self._config.stall / 2,
+            )
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._pusher, give)
+            # In another thread: the other members may first do other shards of theirs.
+            await loop.run_in_executor(self._waiter, wait_for_others)
+        except Rejected as error:
+            if error.code == "superseded":
+                return False
+            self._let_go(request.shard)
+            raise
+        except BaseException:
+            self._let_go(request.shard)
+            raise
+        self._protected[request.shard] = pinned
+        if former is not None:
+            release(former)
+        log.info(
+            "step %d shard %d has its parity after %.2f s", request.step, request.shard, time.monotonic() - begun_at
+        )
+        return True
+
+    def _let_go(self, shard: int) -> None:
+        former = self._protected.pop(shard, None)
+        if former is not None:
+            release(former)
 
     def _push_to(self, keeper: Peer, pinned: PinnedSlot, request: SaveRequest, round_: Round) -> None:
         begun_at = time.monotonic()
@@ -228,9 +308,12 @@ class Replicas:
     async def _enter(self, world: WorldSpec, node: NodeId, node_rank: NodeRank, ask: Call) -> None:
         home = self._home_for(node_rank)
         self._ask, self._node, self._world = ask, node, world
-        self._peers, self._num_pushed = {}, 0
+        self._peers, self._num_pushed, self._edition = {}, 0, ""
         self._store.enter(world.round, home)
         former, self._members = self._members, (node,)
+        if world.group_world_size == 1:
+            for shard in list(self._protected):
+                self._let_go(shard)
         if world.group_world_size == 1 or world.round == 1:
             return
         begun_at = time.monotonic()
@@ -255,8 +338,8 @@ class Replicas:
         """The plan of this round is another one: who keeps our newest may not have it yet."""
         assert self._store.holdings is not None, "entered above"
         for holding in self._store.holdings.all():
-            if not holding.is_copy:
-                self.offer(holding.name)  # oldest first: the newest of a file stays
+            if not holding.is_copy and holding.request.attempt == self._edition:
+                self.offer(holding.name)
 
     async def _peers_for(self, copies: int) -> Peers:
         assert self._ask is not None, "asked before the first round"
@@ -299,10 +382,12 @@ class Replicas:
                 item.shard for item in told[self.address].items if item.attempt == edition.attempt and not item.is_copy
             }
             missing = [shard for shard in needed[edition.num_shards] if shard not in own]
+            self._edition = edition.attempt
             if not missing:
                 return 0
             if self._fetch_edition(edition, missing, world, home, deadline):
                 return len(missing)
+            self._edition = ""
             log.warning(
                 "step %d cannot be put together from the memory of the nodes; trying an older one", edition.step
             )
@@ -345,7 +430,29 @@ class Replicas:
             except (OSError, DLRoverError) as error:
                 log.warning("shard %d of step %d from %s: %s", shard, edition.step, address, error)
                 trouble = error
-        raise trouble
+        if not edition.is_computable(shard):
+            raise trouble
+        self._compute(edition, shard, world, home, deadline)
+
+    def _compute(self, edition: Edition, shard: int, world: WorldSpec, home: Path, deadline: float) -> None:
+        """From parity and what the others of the group still have."""
+        begun_at = time.monotonic()
+        make_private(home.parent)
+        make_private(home)
+        mapping = compute_image(
+            edition, shard, world.round, home, connect=self._connect, add=fastest_add(), deadline=deadline
+        )
+        with mapping, memoryview(mapping) as image:
+            start, geometry, record, sums = read_head(image, shard, edition.attempt)
+
+            def fill(view: memoryview) -> None:
+                nonlocal start
+                view[:] = image[start : start + view.nbytes]
+                start += view.nbytes
+
+            self._put(home, shard, geometry, record, sums, fill)
+        took = time.monotonic() - begun_at
+        log.info("shard %d of step %d was computed from parity in %.2f s", shard, edition.step, took)
 
     def _receive(self, connection: Connection, edition: Edition, shard: int, world: WorldSpec, home: Path) -> None:
         begun_at = time.monotonic()
@@ -357,6 +464,13 @@ class Replicas:
         record, sums = read_transfer(header.record, header.sums, geometry)
         make_private(home.parent)
         make_private(home)
+        fill = functools.partial(self._fill, connection, world.round)
+        self._put(home, shard, geometry, record, sums, fill)
+        took = max(time.monotonic() - begun_at, 1e-9)
+        log.info("shard %d of step %d is here: %.0f MB/s", shard, edition.step, record.data_length / 1e6 / took)
+
+    def _put(self, home: Path, shard: int, geometry: Geometry, record: SlotRecord, sums: Sums, fill: Fill) -> None:
+        """Where the trainer of that shard will look for it; nothing of it stays when it does not come whole."""
         path = own_path(home, shard)
         owner = Owner(
             job=self._config.job,
@@ -369,15 +483,13 @@ class Replicas:
         sequence = int(path.name.rsplit(".", 2)[1])
         try:
             with ArrivingSlot(path, owner, sequence, geometry, 0) as arriving:
-                arriving.fill(record, sums, lambda view: self._fill(connection, view, world.round))
+                arriving.fill(record, sums, fill)
                 arriving.complete(record, sums, next_generation(home, shard))
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        took = max(time.monotonic() - begun_at, 1e-9)
-        log.info("shard %d of step %d is here: %.0f MB/s", shard, edition.step, record.data_length / 1e6 / took)
 
-    def _fill(self, connection: Connection, view: memoryview, round_: Round) -> None:
+    def _fill(self, connection: Connection, round_: Round, view: memoryview) -> None:
         if self._store.round != round_:
             raise Unavailable(f"round {round_} is over")
         connection.receive_into(view)

@@ -97,12 +97,15 @@ class HeldParity(Struct, frozen=True, kw_only=True):
     step: int
     round: int
     num_shards: int
+    made_in: int
+    """Round in which the parity was made: another round has other groups."""
     lane: int
+    """Which of the node's shards, in their order, is meant: each is protected with those of the same lane of other nodes."""
     stripe: int
     row: int
     num_data: int
     columns: tuple[tuple[int, int], ...]
-    """Per column of the stripe: the shard, and the length of its image (see `snapshot.parity`)."""
+    """Per column of the stripe: the shard, and the length of its image (see `snapshot.image`)."""
 
 
 class ListHeld(Struct, tag=True, frozen=True, kw_only=True):
@@ -158,6 +161,7 @@ class PieceHeader(Struct, tag=True, frozen=True, kw_only=True):
     image_bytes: int
     length: int
     crc: int
+    algorithm: int
 
 
 class AwaitParity(Struct, tag=True, frozen=True, kw_only=True):
@@ -168,7 +172,11 @@ class AwaitParity(Struct, tag=True, frozen=True, kw_only=True):
     lane: int
     stripe: int
     row: int
+    saved_in: int
+    step: int
+    """Tell whether the holder has gone on to a newer save."""
     patience: float
+    """Seconds."""
 
 
 class PullPiece(Struct, tag=True, frozen=True, kw_only=True):
@@ -177,6 +185,7 @@ class PullPiece(Struct, tag=True, frozen=True, kw_only=True):
     round: Round
     attempt: str
     shard: int = -1
+    made_in: int = 0
     lane: int = -1
     stripe: int = -1
     row: int = -1
@@ -189,6 +198,7 @@ class Piece(Struct, tag=True, frozen=True, kw_only=True):
 
     length: int
     crc: int
+    algorithm: int
 
 
 class Accepted(Struct, tag=True, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -77,6 +78,8 @@ class Lab:
         self.trainers: list[Trainer] = []
         self.order: list[int] = []
         self.round = Round(1)
+        self.taken = asyncio.Event()
+        """Somebody has taken a copy or a piece."""
         self.strangers: list[Peer] = []
         """Who else is named as a neighbour."""
 
@@ -89,6 +92,7 @@ class Lab:
             tls=None,
             host="127.0.0.1",
             home_for=lambda rank, node=node: self.homes[node],
+            on_home=self.taken.set,
         )
         self.nodes[node] = replicas
         self.order.append(node)
@@ -116,8 +120,7 @@ class Lab:
     async def push(self, node: int, name: SlotName) -> None:
         replicas = self.nodes[node]
         replicas.offer(name)
-        assert replicas._pushing is not None
-        await replicas._pushing
+        await replicas._pushing[name.path]
 
     def lose(self, node: int) -> None:
         self.nodes.pop(node).close()

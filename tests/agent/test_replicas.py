@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 
@@ -310,3 +311,129 @@ def test_the_rate_limit_spreads_bytes_over_time():
     limit = RateLimit(1000.0)
     assert 0.4 < limit.pause(500) <= 0.5
     assert 0.9 < limit.pause(500) <= 1.0
+
+
+async def group_of(lab: Lab, size: int, parity: tuple[int, int], lanes: int = 1):
+    for node in range(size):
+        lab.start(node, copies=0, num_data=parity[0], num_parity=parity[1])
+    trainers = [[lab.trainer(node, node * lanes + lane) for lane in range(lanes)] for node in range(size)]
+    for node in range(size):
+        await lab.enter(node)
+    return trainers
+
+
+async def save_everywhere(lab: Lab, trainers, step: int, **more) -> None:
+    num_shards = sum(map(len, trainers))
+    jobs = [
+        (node, trainer.save(step, num_shards=num_shards, size=1000 + 300 * trainer.shard, **more))
+        for node, own in enumerate(trainers)
+        for trainer in own
+    ]
+    await asyncio.gather(*(lab.push(node, name) for node, name in jobs))
+
+
+@pytest.mark.parametrize(
+    ("size", "parity", "lost", "lanes"),
+    [
+        (3, (2, 1), [1], 1),
+        (3, (2, 1), [0], 2),
+        (4, (2, 1), [2], 1),  # a larger group than asked for
+        (4, (2, 2), [1, 3], 1),
+        (5, (3, 2), [0, 4], 1),
+        (5, (4, 1), [4], 1),
+    ],
+)
+async def test_lost_nodes_are_computed_from_parity(lab, size, parity, lost, lanes):
+    trainers = await group_of(lab, size, parity, lanes)
+    for step in (1, 2, 3):
+        await save_everywhere(lab, trainers, step)
+    for node in lost:
+        lab.lose(node)
+    for number, node in enumerate(lost):
+        lab.start(100 + number, copies=0, num_data=parity[0], num_parity=parity[1])
+        lab.order.remove(100 + number)
+        lab.order.insert(node, 100 + number)
+    lab.round = Round(2)
+    for node in list(lab.order):
+        await lab.enter(node)
+    for number, node in enumerate(lost):
+        for shard in range(node * lanes, (node + 1) * lanes):
+            states = states_in(lab.homes[100 + number], shard)
+            assert list(states) == [3]
+            assert is_right(states[3], 3, shard)
+            assert len(states[3]["tensor"]) == 1000 + 300 * shard
+
+
+async def test_more_losses_than_parities_are_not_made_good(lab):
+    trainers = await group_of(lab, 4, (3, 1))
+    await save_everywhere(lab, trainers, 1)
+    for node in (0, 1):
+        lab.lose(node)
+        lab.start(node + 10, copies=0, num_data=3, num_parity=1)
+    lab.round = Round(2)
+    await lab.enter(10)
+    assert not segment_paths(lab.homes[10])
+
+
+async def test_a_loss_while_parity_is_made_is_made_good_from_the_save_before(lab):
+    """One member never gives its pieces of the second save: it is lost just then."""
+    trainers = await group_of(lab, 3, (2, 1))
+    await save_everywhere(lab, trainers, 1)
+    names = [own[0].save(2, num_shards=3) for own in trainers]
+    lab.taken.clear()
+    for node in (0, 1):
+        lab.nodes[node].offer(names[node])
+    await asyncio.wait_for(lab.taken.wait(), 5)
+    lab.lose(2)
+    lab.start(9, copies=0, num_data=2, num_parity=1)
+    lab.round = Round(2)
+    for node in (0, 1, 9):
+        await lab.enter(node)
+    assert list(states_in(lab.homes[9], 2)) == [1]
+    assert is_right(states_in(lab.homes[9], 2)[1], 1, 2)
+
+
+async def test_parity_costs_its_share_of_memory_twice(lab):
+    """Of the newest whole one and the one that grows, whatever the number of saves."""
+    trainers = await group_of(lab, 3, (2, 1))
+    for step in range(1, 6):
+        await save_everywhere(lab, trainers, step)
+        for home in lab.homes.values():
+            assert len(list(home.glob("parity-*"))) == min(step, 2)
+
+
+async def test_a_member_that_skipped_a_save_does_not_stop_the_others(lab):
+    """Two of them gave their pieces of the first save, the third only has the second: all go on to that one."""
+    trainers = await group_of(lab, 3, (2, 1))
+    first = [own[0].save(1, num_shards=3) for own in trainers]
+    second = [own[0].save(2, num_shards=3) for own in trainers]
+    lab.taken.clear()
+    for node in (0, 1):
+        lab.nodes[node].offer(first[node])
+    await asyncio.wait_for(lab.taken.wait(), 5)
+    lab.nodes[2].offer(second[2])
+    for node in (0, 1):
+        lab.nodes[node].offer(second[node])
+    await asyncio.wait_for(
+        asyncio.gather(*(task for each in lab.nodes.values() for task in each._pushing.values())), 10
+    )
+    for replicas in lab.nodes.values():
+        newest = {held.stripe: held.step for held in replicas._store.parity.list()}
+        assert list(newest.values()) == [2]
+
+
+async def test_parity_is_made_again_in_a_new_round_and_protects_from_the_next_loss(lab):
+    trainers = await group_of(lab, 3, (2, 1))
+    await save_everywhere(lab, trainers, 1)
+    lab.lose(1)
+    for number, lost in ((2, 0), (3, 10)):
+        new = 10 * (number - 1)
+        lab.start(new, copies=0, num_data=2, num_parity=1)
+        lab.round = Round(number)
+        await asyncio.gather(*(lab.enter(node) for node in lab.order))
+        pushes = [task for each in lab.nodes.values() for task in each._pushing.values()]
+        await asyncio.wait_for(asyncio.gather(*pushes), 10)
+        shard = lab.order.index(new)
+        assert is_right(states_in(lab.homes[new], shard)[1], 1, shard)
+        if number == 2:
+            lab.lose(lost)

@@ -85,6 +85,16 @@ class Nodes:
 
         wait_until(is_so, explain=self.said)
 
+    def wait_for_parity(self, size: int) -> None:
+        """All nodes have said that their group has protected the step."""
+
+        def is_so() -> bool:
+            return (
+                sum(f"step {HELD_AT} shard" in job.err and "has its parity" in job.err for job in self.launched) >= size
+            )
+
+        wait_until(is_so, explain=self.said)
+
 
 @pytest.mark.timeout(150)
 def test_a_replacement_goes_on_from_the_copy_on_another_node(jobs, tmp_path):
@@ -116,3 +126,19 @@ def test_a_standby_gets_the_state_that_every_node_has(jobs, tmp_path):
     assert nodes.lives(0) == nodes.lives(1) == [0, HELD_AT + 1], nodes.said()
     assert not (tmp_path / "checkpoints").exists()
     assert "snapshots came from other nodes" in standby.err, standby.err
+
+
+@pytest.mark.timeout(150)
+def test_a_replacement_goes_on_from_parity(jobs, tmp_path):
+    """Nobody has a whole copy of the lost shard: it is computed from what the two others hold."""
+    nodes = Nodes(jobs, tmp_path, "--nnodes=3", "--snapshot-parity=2+1", "--node-grace=1")
+    launched = [nodes.start(rank, "--sharded") for rank in range(3)]
+    nodes.wait_until_held(3)
+    nodes.wait_for_parity(3)
+    nodes.lose(launched.pop(2), 2)
+    (tmp_path / "go").touch()
+    launched.append(nodes.start(2, "--sharded"))
+    assert [job.wait() for job in launched] == [0, 0, 0], nodes.said()
+    assert nodes.lives(0) == nodes.lives(1) == nodes.lives(2) == [0, HELD_AT + 1], nodes.said()
+    assert not (tmp_path / "checkpoints").exists()
+    assert "was computed from parity" in launched[-1].err, launched[-1].err

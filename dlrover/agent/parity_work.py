@@ -1,0 +1,262 @@
+"""
+What a member of a parity group does: gives the pieces of its image to those that hold the parities, and computes the image of a lost member.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec import Struct
+
+from dlrover.agent.editions import Edition, Rows
+from dlrover.agent.parity_store import ParityStore
+from dlrover.agent.peers import Connection, RateLimit
+from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
+from dlrover.protocol.identity import Round
+from dlrover.protocol.peer_messages import Accepted, AwaitParity, Peer, Piece, PieceHeader, PullPiece
+from dlrover.snapshot.checksum import Algorithm, Corrupt, best_algorithm, checksum_function
+from dlrover.snapshot.image import Image
+from dlrover.snapshot.parity import Add, holders_of, piece_range, rebuild, stripes_of
+from dlrover.snapshot.persist import SaveRequest
+from dlrover.snapshot.room import find_room
+from dlrover.snapshot.segment import PinnedSlot
+
+log = logging.getLogger("dlrover.agent")
+
+PULL_BYTES = 4 * 1024 * 1024
+
+Connect = Callable[[str, float], Connection]
+
+
+class Group(Struct, frozen=True):
+    members: tuple[Peer, ...]
+    position: int
+    """Our own."""
+    num_parity: int
+
+    @property
+    def num_data(self) -> int:
+        return len(self.members) - self.num_parity
+
+
+def give_pieces(
+    pinned: PinnedSlot,
+    request: SaveRequest,
+    lane: int,
+    group: Group,
+    round_: Round,
+    *,
+    connect: Connect,
+    deadline: float,
+    limit: RateLimit | None = None,
+    pause: Callable[[], None] | None = None,
+) -> None:
+    """Raises Unavailable and Rejected; the code `superseded` when the others have gone on to a newer save."""
+    image = Image(pinned, request)
+    try:
+        for each in stripes_of(group.position, len(group.members), group.num_parity):
+            begin, end = piece_range(image.num_bytes, group.num_data, each.piece)
+            parts = list(image.read(begin, end))
+            piece = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+            algorithm = best_algorithm()
+            crc = checksum_function(algorithm)(piece)
+            for row, holder in enumerate(each.holders):
+                header = PieceHeader(
+                    round=round_,
+                    attempt=request.attempt,
+                    step=request.step,
+                    saved_in=pinned.record.round,
+                    num_shards=request.num_shards,
+                    lane=lane,
+                    stripe=each.stripe,
+                    row=row,
+                    column=each.piece,
+                    num_data=group.num_data,
+                    shard=request.shard,
+                    image_bytes=image.num_bytes,
+                    length=piece.nbytes,
+                    crc=crc,
+                    algorithm=algorithm,
+                )
+                with connect(group.members[holder].address, deadline) as connection:
+                    _send_piece(connection, header, piece, limit, pause)
+    finally:
+        image.close()
+
+
+def await_group(
+    request: SaveRequest,
+    saved_in: int,
+    lane: int,
+    group: Group,
+    round_: Round,
+    *,
+    connect: Connect,
+    store: ParityStore,
+    deadline: float,
+    patience: float,
+) -> None:
+    """Until the whole group has given its pieces: from then on a loss can be made good. Raises as `give_pieces` does."""
+    for stripe in range(len(group.members)):
+        for row, holder in enumerate(holders_of(stripe, len(group.members), group.num_parity)):
+            question = AwaitParity(
+                round=round_,
+                attempt=request.attempt,
+                lane=lane,
+                stripe=stripe,
+                row=row,
+                saved_in=saved_in,
+                step=request.step,
+                patience=patience,
+            )
+            own = store if holder == group.position else None
+            _await_parity(question, group.members[holder].address, own, connect, deadline)
+
+
+def compute_image(
+    edition: Edition, shard: int, round_: Round, home: Path, *, connect: Connect, add: Add, deadline: float
+) -> mmap.mmap:
+    """The image of a lost shard, in memory of its own that goes with the mapping. Raises Unavailable, Rejected, Corrupt."""
+    stripes = edition.stripes_of(shard)
+    if not stripes:
+        raise Unavailable(f"the parities of shard {shard} of step {edition.step} are not enough to compute it")
+    image_bytes = next(size for number, size in stripes[0][0][1].columns if number == shard)
+    find_room(image_bytes, home)
+    path = home / f".image-{shard:05d}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        path.unlink()
+        os.posix_fallocate(descriptor, 0, image_bytes)
+        image = mmap.mmap(descriptor, image_bytes)
+    finally:
+        os.close(descriptor)
+    with contextlib.ExitStack() as stack:
+        sources = _Sources(edition, round_, connect, deadline, stack)
+        for rows in stripes:
+            _compute_piece(image, edition, shard, rows, sources, add)
+    return image
+
+
+class _Sources:
+    """Connections to whoever gives something, opened once each."""
+
+    def __init__(
+        self, edition: Edition, round_: Round, connect: Connect, deadline: float, stack: contextlib.ExitStack
+    ) -> None:
+        self._edition, self._round, self._connect, self._deadline = edition, round_, connect, deadline
+        self._stack = stack
+        self._open: dict[str, Connection] = {}
+
+    def column(self, shard: int, start: int, end: int) -> bytearray:
+        """A range of the image of a shard that somebody has."""
+        if start >= end:
+            return bytearray()
+        trouble: DLRoverError = Unavailable(f"nobody has shard {shard}")
+        for address in self._edition.holders[shard]:
+            try:
+                return self._pull(
+                    address,
+                    PullPiece(
+                        round=self._round, attempt=self._edition.attempt, shard=shard, start=start, length=end - start
+                    ),
+                )
+            except DLRoverError as error:
+                trouble = error
+        raise trouble
+
+    def parity(self, rows: Rows, row: int, start: int, length: int) -> bytearray:
+        address, held = rows[row]
+        return self._pull(
+            address,
+            PullPiece(
+                round=self._round,
+                attempt=held.attempt,
+                made_in=held.made_in,
+                lane=held.lane,
+                stripe=held.stripe,
+                row=held.row,
+                start=start,
+                length=length,
+            ),
+        )
+
+    def _pull(self, address: str, request: PullPiece) -> bytearray:
+        connection = self._open.get(address)
+        if connection is None:
+            connection = self._open[address] = self._stack.enter_context(self._connect(address, self._deadline))
+        try:
+            connection.send(request)
+            piece = connection.receive(Piece)
+            if piece.length > request.length:
+                raise Rejected("more came than was asked for", code="malformed")
+            data = bytearray(piece.length)
+            connection.receive_into(memoryview(data))
+        except Unavailable:
+            del self._open[address]
+            raise
+        if checksum_function(Algorithm(piece.algorithm))(memoryview(data)) != piece.crc:
+            raise Corrupt("A piece arrived with another checksum than it was sent with.")
+        return data
+
+
+def _compute_piece(image: mmap.mmap, edition: Edition, shard: int, rows: Rows, sources: _Sources, add: Add) -> None:
+    columns, num_data = rows[0][1].columns, rows[0][1].num_data
+    wanted = next(number for number, (each, _) in enumerate(columns) if each == shard)
+    missing = edition.missing(rows)
+    begin, end = piece_range(columns[wanted][1], num_data, wanted)
+    for start in range(0, end - begin, PULL_BYTES):
+        length = min(PULL_BYTES, end - begin - start)
+        known = {}
+        for number, (other, size) in enumerate(columns):
+            if number not in missing:
+                first, last = piece_range(size, num_data, number)
+                known[number] = sources.column(other, min(first + start, last), min(first + start + length, last))
+        parities = {rows[index][1].row: sources.parity(rows, index, start, length) for index in range(len(missing))}
+        block = rebuild(length, known, parities, missing, wanted, add=add)
+        image[begin + start : begin + start + length] = bytes(block)
+
+
+def _send_piece(
+    connection: Connection,
+    header: PieceHeader,
+    piece: memoryview,
+    limit: RateLimit | None,
+    pause: Callable[[], None] | None,
+) -> None:
+    try:
+        connection.send(header)
+        connection.receive(Accepted)
+    except Rejected as error:
+        if error.code == "have-it":
+            return
+        if error.code == "stale-generation":
+            raise Rejected(str(error), code="superseded") from error
+        raise
+    connection.send_bytes(piece, limit=limit, is_paused=pause)
+    connection.receive(Accepted)
+
+
+def _await_parity(
+    question: AwaitParity, address: str, own: ParityStore | None, connect: Connect, deadline: float
+) -> None:
+    """In short questions, so that a peer that hangs is noticed."""
+    while True:
+        try:
+            if own is not None:
+                own.wait_for(question)
+            else:
+                with connect(address, deadline) as connection:
+                    connection.send(question)
+                    connection.receive(Accepted)
+            return
+        except Rejected as error:
+            if error.code != "not-yet":
+                raise
+            if time.monotonic() >= deadline:
+                raise Unavailable("the other members of the group did not protect this save in time") from error
