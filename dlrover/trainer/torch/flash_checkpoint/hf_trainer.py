@@ -1,0 +1,403 @@
+"""
+`FlashCkptTrainer`: the Trainer of transformers, with Flash Checkpoint in the place of its checkpoint writing.
+
+    from dlrover.trainer.torch.flash_checkpoint.hf_trainer import FlashCkptTrainer
+
+    trainer = FlashCkptTrainer(model=model, args=args, train_dataset=dataset)
+    trainer.train(resume_from_checkpoint=True)      # newest of memory and storage; from the start when there is none
+
+The Trainer collects a checkpoint as it always does, by its own code, but into memory: nothing appears in the output directory before the agent
+has written everything, and then the whole directory `checkpoint-{step}` at once. A restore from memory is the way back: the files
+are laid out in shared memory, and the Trainer reads them as it reads any checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from dlrover.protocol.errors import DLRoverError
+from dlrover.snapshot.commit import committed_checkpoints, delete_checkpoint, latest_step, locate
+from dlrover.snapshot.storage import LocalStorage
+from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
+from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
+from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
+from dlrover.trainer.torch.flash_checkpoint.collecting import FileCollector
+from dlrover.trainer.torch.flash_checkpoint.deepspeed_engine import FileCheckpointEngine
+from dlrover.trainer.torch.flash_checkpoint.node_snapshots import NodeSnapshots, Snapshot, write_out
+from dlrover.trainer.torch.flash_checkpoint.safetensors_part import SafetensorsPart
+
+try:
+    from transformers import Trainer
+    from transformers.trainer_utils import get_last_checkpoint as newest_directory
+except ImportError as error:
+    raise ImportError(
+        "FlashCkptTrainer needs transformers and accelerate. Install them with: pip install 'dlrover[frameworks]'"
+    ) from error
+
+log = logging.getLogger("dlrover.trainer.flash_checkpoint")
+
+PREFIX = "checkpoint"
+TRAINER_STATE = "trainer_state.json"
+SAFE_SERIALIZATION = "safe_serialization"
+"""A key among the collected objects that asks for weights as safetensors."""
+_SAFE_NAMES = (
+    (re.compile(r"^adapter_model\.bin$"), "adapter_model.safetensors"),
+    (re.compile(r"^pytorch_model\.bin$"), "model.safetensors"),
+    (re.compile(r"^pytorch_model-(\d{5}-of-\d{5})\.bin$"), r"model-\1.safetensors"),
+)
+
+
+class HfFlashCheckpointer:
+    """
+    Saves what `ckpt_agent` has collected below `checkpoint_dir`, as one checkpoint. All ranks make it, and save, together.
+
+    Whoever writes a training loop of their own gives `ckpt_agent.save` to their libraries in the place of `torch.save`.
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str | os.PathLike[str],
+        storage: Any = None,
+        comm_backend: str = "",
+        save_timeout: float = 600,
+    ) -> None:
+        """`comm_backend` is accepted and not needed: ranks agree over gloo."""
+        options = {} if storage is None else {"storage": storage}
+        self.async_save_engine = FileCheckpointEngine(os.fspath(checkpoint_dir), save_timeout=save_timeout, **options)
+        self.checkpoint_dir = self.async_save_engine.checkpoint_dir
+        self.ckpt_agent = FileCollector(self.checkpoint_dir)
+        self._ranks = own_ranks()
+        self._names_group: Any = None
+        if self.num_nodes > 1:
+            self._names_group = dist.new_group(backend="gloo")
+
+    @property
+    def num_nodes(self) -> int:
+        is_grouped = dist.is_available() and dist.is_initialized()
+        return max(1, self._ranks.world_size // max(1, self._ranks.local_world_size)) if is_grouped else 1
+
+    def save_checkpoint_to_memory(self, step: int, blocking: bool = False) -> bool:
+        return bool(self.save(step, StorageType.MEMORY, blocking=blocking))
+
+    def save_checkpoint_to_storage(self, step: int, blocking: bool = False) -> bool:
+        """Whether it is in memory; the agent writes it from there. `blocking` waits for a free slot instead of skipping the save."""
+        return bool(self.save(step, StorageType.DISK, blocking=blocking))
+
+    def save(self, step: int, storage_type: StorageType, *, blocking: bool = False) -> SaveResult:
+        """The same, with the reason when it is not."""
+        target, files = self._collected(step)
+        self.ckpt_agent.clear()
+        return self.async_save_engine.save_files(
+            step,
+            files,
+            target=target,
+            is_storage=storage_type is StorageType.DISK,
+            memory_only=self._written_by_others(files),
+            on_busy="block" if blocking else "skip",
+        )
+
+    def wait_latest_checkpoint(self, timeout: float = 1800) -> bool:
+        return self.async_save_engine.wait_latest_checkpoint(timeout)
+
+    def lay_out_newest(self) -> str | None:
+        """
+        The newest checkpoint of this node's memory as a directory that this rank and its neighbours can read. None: storage has a newer
+        one, or not all ranks have one. All ranks call this.
+        """
+        engine = self.async_save_engine
+        snapshots = engine.snapshots()
+        own = snapshots.of_shard(engine.shard)
+        stored = engine.stored_step()
+        for step in engine.common_steps(own):
+            if stored is not None and stored > step:
+                return None
+            directory = self._layout_directory(own[step])
+            if engine.have_all(_lay_out(snapshots, own[step], directory)):
+                engine.restored_step = step
+                log.info("restored step %d from memory", step)
+                return str(directory)
+            log.warning("the snapshot of step %d cannot be used on all ranks; trying an older one", step)
+        return None
+
+    def remove_layouts(self) -> None:
+        """Everybody on this node has read what it wanted."""
+        for path in self.async_save_engine.outlet.home.glob("layout-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[str]:
+        """A directory in memory for files that a library writes."""
+        path = self.async_save_engine.outlet.home / f"collected-{self._ranks.global_rank}"
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(mode=0o700, parents=True)
+        try:
+            yield str(path)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        self.async_save_engine.close()
+
+    def _layout_directory(self, own: Snapshot) -> Path:
+        return self.async_save_engine.outlet.home / f"layout-{own.request.attempt}" / own.request.target
+
+    def _collected(self, step: int) -> tuple[str, dict[str, Any]]:
+        """The name of the checkpoint, and its files by their path in it."""
+        state = dict(self.ckpt_agent.state_dict)
+        is_safe = bool(state.pop(SAFE_SERIALIZATION, False))
+        targets = {name.split("/", 1)[0] for name in state}
+        if len(targets) > 1 or any("/" not in name for name in state):
+            raise ValueError(
+                f"A checkpoint is one directory below {self.checkpoint_dir}; saved were {', '.join(sorted(state)[:4])}. Save each "
+                "checkpoint's files to a directory of its own, and one checkpoint at a time."
+            )
+        files = {}
+        for name, value in state.items():
+            inside = name.split("/", 1)[1]
+            if is_safe and (safe_name := _safe_name(inside)) is not None:
+                files[safe_name] = SafetensorsPart(value, {"format": "pt"})
+            else:
+                files[inside] = value
+        return (targets.pop() if targets else f"{PREFIX}-{step}"), files
+
+    def _written_by_others(self, files: dict[str, Any]) -> list[str]:
+        """Files that a rank of a lower number has as well: kept on this node for its restore, written by that one."""
+        if self._names_group is None:
+            return []
+        gathered: list[Any] = [None] * self._ranks.world_size
+        dist.all_gather_object(gathered, sorted(files), group=self._names_group)
+        earlier = {name for names in gathered[: self._ranks.global_rank] for name in names}
+        return [name for name in files if name in earlier]
+
+
+class HfDdpCheckpointer(HfFlashCheckpointer):
+    """For models that every rank holds whole."""
+
+
+class HfDeepSpeedCheckpointer(HfFlashCheckpointer):
+    """For models that a DeepSpeed engine holds. DeepSpeed writes through `torch.save`, so it is collected as everything else is."""
+
+    def __init__(
+        self,
+        engine: Any,
+        checkpoint_dir: str | os.PathLike[str],
+        storage: Any = None,
+        comm_backend: str = "",
+        save_timeout: float = 600,
+    ) -> None:
+        super().__init__(checkpoint_dir, storage, comm_backend, save_timeout)
+        self.engine = engine
+
+
+class FlashCkptTrainer(Trainer):  # type: ignore[misc]
+    """
+    As `transformers.Trainer`. With `memory_steps=N` every N-th step is kept in memory, whatever `save_steps` says: after a crash the training goes
+    on from there.
+    """
+
+    def __init__(self, *args: Any, memory_steps: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.memory_steps = memory_steps
+        self._scratch: str | None = None
+        self._is_laid_out = False
+        self._is_native = self._why_native() != ""
+        self.flash_checkpointer: HfFlashCheckpointer
+        if self.is_deepspeed_enabled:
+            self.flash_checkpointer = HfDeepSpeedCheckpointer(None, self.args.output_dir)
+        else:
+            self.flash_checkpointer = HfDdpCheckpointer(self.args.output_dir)
+        if self._is_native:
+            log.warning("checkpoints are written by transformers itself: %s", self._why_native())
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """
+        With True from the newest checkpoint in memory or storage, and from the start when there is none; with a path from
+        there.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self._newest()
+            if resume_from_checkpoint is None:
+                log.info("there is no checkpoint yet in %s: training begins", self.args.output_dir)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._remove_layout()
+
+    def get_last_checkpoint(self) -> str | bool:
+        """The newest committed checkpoint in the output directory, or False."""
+        directory = self.flash_checkpointer.checkpoint_dir
+        try:
+            found = locate(LocalStorage(), directory)
+        except DLRoverError as error:
+            log.warning("%s", error)
+            found = None
+        if found is not None:
+            return found.path
+        newest = newest_directory(directory) if os.path.isdir(directory) else None
+        return newest or False
+
+    def wait_latest_checkpoint(self, timeout: float = 1800) -> bool:
+        """Until the newest checkpoint is committed."""
+        return self.flash_checkpointer.wait_latest_checkpoint(timeout)
+
+    # What transformers calls.
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._scratch or str(super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self._is_native or trial is not None or self.hp_search_backend is not None:
+            super()._save_checkpoint(model, trial)
+            return
+        is_last = self.state.global_step >= self.state.max_steps
+        result = self._snapshot(model, StorageType.DISK, blocking=is_last)
+        if not result:
+            log.warning(
+                "checkpoint-%d was not saved: %s %s", self.state.global_step, result.reason.value, result.message
+            )
+        self._rotate()
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        self._remove_layout()  # a whole step is done, on all ranks: everything has been read
+        has_saved = self.control.should_save
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kwargs)
+        is_due = self.memory_steps > 0 and self.state.global_step % self.memory_steps == 0
+        if is_due and not has_saved and not self._is_native:
+            self._snapshot(model, StorageType.MEMORY, blocking=False)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """The best model may still be on its way to storage, and what is deleted is decided by what is there."""
+        if not self._is_native:
+            self.flash_checkpointer.wait_latest_checkpoint(self.flash_checkpointer.async_save_engine._save_timeout)
+            self.accelerator.wait_for_everyone()
+            self._rotate()
+            self.accelerator.wait_for_everyone()
+        return super()._finalize_training(*args, **kwargs)
+
+    # Ours.
+
+    def _why_native(self) -> str:
+        """Empty: nothing speaks against collecting."""
+        if self.args.push_to_hub and str(getattr(self.args.hub_strategy, "value", self.args.hub_strategy)) != "end":
+            return "they are pushed to the hub at every save (hub_strategy), so they have to be there at once"
+        return ""
+
+    def _snapshot(self, model: Any, storage_type: StorageType, *, blocking: bool) -> SaveResult:
+        """Let transformers write its checkpoint, and keep everything of it."""
+        checkpointer = self.flash_checkpointer
+        step = self.state.global_step
+        with checkpointer.scratch() as scratch, self._keeping_on_each_node():
+            agent = checkpointer.ckpt_agent
+            agent.clear()
+            with agent.collecting(scratch):
+                self._scratch = scratch
+                try:
+                    super()._save_checkpoint(model, None)
+                finally:
+                    self._scratch = None
+                self._name_best_model(scratch, storage_type)
+                agent.add_files()
+            return checkpointer.save(step, storage_type, blocking=blocking)
+
+    @contextlib.contextmanager
+    def _keeping_on_each_node(self) -> Iterator[None]:
+        """The first rank of every node keeps the model, so that a node can go on from its own memory."""
+        before = self.args.save_on_each_node
+        self.args.save_on_each_node = before or (self.flash_checkpointer.num_nodes > 1 and self.args.process_index != 0)
+        try:
+            yield
+        finally:
+            self.args.save_on_each_node = before
+
+    def _name_best_model(self, scratch: str, storage_type: StorageType) -> None:
+        """transformers has looked for the best checkpoint in the scratch directory; it is, or will be, in the real one."""
+        best = getattr(self.state, "best_global_step", None)
+        if best:
+            path = os.path.join(self.flash_checkpointer.checkpoint_dir, f"{PREFIX}-{best}")
+            is_coming = best == self.state.global_step and storage_type is StorageType.DISK
+            if is_coming or os.path.isdir(path):
+                self.state.best_model_checkpoint = path
+            elif (self.state.best_model_checkpoint or "").startswith(scratch):
+                self.state.best_model_checkpoint = None
+        written = os.path.join(scratch, f"{PREFIX}-{self.state.global_step}", TRAINER_STATE)
+        if best and os.path.isfile(written):
+            self.state.save_to_json(written)
+
+    def _rotate(self) -> None:
+        """Delete what `save_total_limit` gives up. Only committed checkpoints count, so there is always one to go back to."""
+        limit = self.args.save_total_limit
+        if not limit or limit < 0 or not self.args.should_save:
+            return
+        storage = LocalStorage()
+        directory = self.flash_checkpointer.checkpoint_dir
+        try:
+            newest = latest_step(storage, directory)
+            checkpoints = [each for each in committed_checkpoints(storage, directory) if newest is not None]
+            best = self.state.best_model_checkpoint
+            kept = {each.path for each in checkpoints if each.manifest.step == newest}
+            kept |= {each.path for each in checkpoints if best and os.path.abspath(best) == each.path}
+            others = [each for each in checkpoints if each.path not in kept]
+            num_surplus = len(checkpoints) - max(limit, len(kept))
+            for checkpoint in others[: max(0, num_surplus)]:
+                delete_checkpoint(storage, checkpoint.path)
+        except (OSError, DLRoverError) as error:
+            log.warning("old checkpoints in %s could not be deleted: %s", directory, error)
+
+    def _newest(self) -> str | None:
+        laid_out = None
+        if not (self.is_fsdp_enabled and self.flash_checkpointer.num_nodes > 1):
+            laid_out = self.flash_checkpointer.lay_out_newest()
+        if laid_out is not None:
+            self._is_laid_out = True
+            return laid_out
+        stored = self.get_last_checkpoint()
+        return stored if isinstance(stored, str) else None
+
+    def _remove_layout(self) -> None:
+        if self._is_laid_out:
+            self._is_laid_out = False
+            if self.args.local_process_index == 0:
+                self.flash_checkpointer.remove_layouts()
+
+
+def _lay_out(snapshots: NodeSnapshots, own: Snapshot, directory: Path) -> bool:
+    """Our files, where our neighbours put theirs. False, with a warning, when something is missing or damaged."""
+    try:
+        if snapshots.holder_of(TRAINER_STATE, own) is None:
+            log.warning("no snapshot of step %d on this node has the model", own.name.step)
+            return False
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_out(own, directory)
+    except (OSError, DLRoverError) as error:
+        log.warning("%s", error)
+        return False
+    return True
+
+
+def _safe_name(name: str) -> str | None:
+    folder, _, file = name.rpartition("/")
+    for pattern, replacement in _SAFE_NAMES:
+        if pattern.match(file):
+            safe = pattern.sub(replacement, file)
+            return f"{folder}/{safe}" if folder else safe
+    return None
+
+
+__all__ = [
+    "FlashCkptTrainer",
+    "HfDdpCheckpointer",
+    "HfDeepSpeedCheckpointer",
+    "HfFlashCheckpointer",
+    "SaveReason",
+    "SaveResult",
+    "StorageType",
+]
