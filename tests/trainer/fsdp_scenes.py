@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import io
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
-from dlrover.trainer.torch.flash_checkpoint.fsdp import FsdpCheckpointer, FsdpShardCheckpointer, StorageType
+from dlrover.trainer.torch.flash_checkpoint.dcp import FlashStorageReader, FlashStorageWriter
+from dlrover.trainer.torch.flash_checkpoint.fsdp import (
+    FsdpCheckpointer,
+    FsdpFullCheckpointer,
+    FsdpShardCheckpointer,
+    StorageType,
+)
 from tests.trainer.fsdp_lab import Rank
 
 
@@ -202,3 +209,182 @@ def load_newest_numbers(rank: Rank) -> tuple[int | None, bool]:
     own = pieces_of(NUMBERS, mesh).to_local() + step - 1
     checkpointer.close()
     return step, torch.equal(state["model"]["numbers"].to_local(), own)
+
+
+_FULL = StateDictOptions(full_state_dict=True)
+
+
+def fsdp1(seed: int = 1) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def hybrid(seed: int = 1) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Two replicas of two pieces."""
+    return fsdp2(seed, init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "pieces")))
+
+
+def save_hybrid_and_load_as(rank: Rank) -> bool:
+    model, optimizer = hybrid()
+    train(model, optimizer, range(2))
+    checkpointer = FsdpShardCheckpointer(rank.folder / "run")
+    assert checkpointer.save_checkpoint(2, model, optimizer, {"step": 2}, on_busy="block")
+    assert checkpointer.wait_latest_checkpoint(30)
+    expected = whole(model, optimizer)
+    found = []
+    for make in (hybrid, fsdp2):
+        for path in ("", str(rank.folder / "run" / "2")):
+            other = make(7)
+            assert checkpointer.load_checkpoint(*other, resume_path=path) == {"step": 2}
+            found.append(whole(*other) == expected)
+    checkpointer.close()
+    return all(found)
+
+
+def round_trip_of_fsdp1(rank: Rank) -> list[bool]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about its own parts
+        model, optimizer = fsdp1()
+        train(model, optimizer, range(2))
+        checkpointer = FsdpShardCheckpointer(rank.folder / "run")
+        assert checkpointer.save_checkpoint(2, model, optimizer, {"step": 2})
+        expected = whole(model, optimizer)
+        assert checkpointer.wait_latest_checkpoint(30)
+        found = []
+        for path in ("", str(rank.folder / "run" / "2")):
+            other = fsdp1(7)
+            checkpointer.load_checkpoint(*other, resume_path=path)
+            found.append(whole(*other) == expected)
+        newer = fsdp2(7)
+        checkpointer.load_checkpoint(*newer)
+        one, two = (get_model_state_dict(each, options=_FULL) for each in (model, newer[0]))
+        found.append(all(torch.equal(one[name], two[name]) for name in two))
+        checkpointer.close()
+    return found
+
+
+def use_torch_functions(rank: Rank) -> list[bool]:
+    """A script that calls `dcp.save`, `dcp.async_save` and `dcp.load` itself, with our reader and writer."""
+    directory = rank.folder / "run"
+    checkpointer = FsdpShardCheckpointer(directory)
+    model, optimizer = fsdp2()
+    train(model, optimizer, range(2))
+    writer = FlashStorageWriter(checkpointer)
+    dcp.save(_state(model, optimizer, 2), checkpoint_id=str(directory / "step-2"), storage_writer=writer)
+    expected = {2: whole(model, optimizer)}
+    train(model, optimizer, range(2, 3))
+    writer.step = 3
+    group = dist.new_group(backend="gloo")
+    state = _state(model, optimizer, 3)
+    later = dcp.async_save(state, checkpoint_id="", storage_writer=writer, process_group=group)
+    train(model, optimizer, range(2, 3))  # goes on, with collectives of its own
+    later.result()
+    assert checkpointer.wait_latest_checkpoint(30)
+    found = []
+    for _ in range(2):
+        reader = FlashStorageReader(checkpointer)
+        found.append(reader.step == 3)
+        other = fsdp2(8)
+        dcp.load(_state(*other, 0), storage_reader=reader)
+    found.append(whole(*other) == _trained(3))
+    older = fsdp2(8)
+    dcp.load(_state(*older, 0), storage_reader=FlashStorageReader(checkpointer, str(directory / "step-2")))
+    found.append(whole(*older) == expected[2])
+    plain = fsdp2(8)
+    dcp.load(_state(*plain, 0), checkpoint_id=str(directory / "3"))
+    found.append(whole(*plain) == _trained(3))
+    checkpointer.close()
+    return found
+
+
+def _trained(num_steps: int) -> bytes:
+    model, optimizer = fsdp2()
+    train(model, optimizer, range(num_steps))
+    return whole(model, optimizer)
+
+
+def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optim": optimizer_state, "step": step}
+
+
+def read_what_others_wrote(rank: Rank) -> list[bool]:
+    """Plain `dcp.save`, found by path and by the tracker; the older step in storage after damage to the newer."""
+    directory = rank.folder / "run"
+    model, optimizer = fsdp2()
+    train(model, optimizer, range(4))
+    dcp.save(_state(model, optimizer, 4), checkpoint_id=str(directory / "4"))
+    checkpointer = FsdpShardCheckpointer(directory)
+    found = []
+    other = fsdp2(8)
+    extra = checkpointer.load_checkpoint(*other, resume_path=str(directory / "4"))
+    found.append(extra == {"step": 4} and whole(*other) == whole(model, optimizer))
+    if rank.rank == 0:
+        (directory / "dlrover_latest.txt").write_text("4")
+    dist.barrier()
+    other = fsdp2(8)
+    found.append(checkpointer.load_checkpoint(*other) == {"step": 4} and checkpointer.restored_step == 4)
+    found.append(whole(*other) == whole(model, optimizer))
+    checkpointer.close()
+    return found
+
+
+def save_steps(rank: Rank) -> bytes:
+    """Two steps in storage and in memory; returns the state of the older."""
+    model, optimizer = fsdp2()
+    checkpointer = FsdpShardCheckpointer(rank.folder / "run")
+    states = []
+    for step in (1, 2):
+        train(model, optimizer, range(step - 1, step))
+        assert checkpointer.save_checkpoint(step, model, optimizer, {"step": step}, on_busy="block")
+        states.append(whole(model, optimizer))
+    assert checkpointer.wait_latest_checkpoint(30)
+    checkpointer.close()
+    return states[0]
+
+
+def change_the_structure(rank: Rank) -> list[bool]:
+    """More keys, another shape, bytes that grow: every save is planned for what it is."""
+    checkpointer = FsdpShardCheckpointer(rank.folder / "run")
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    found = []
+    for step, (num_rows, text) in enumerate([(7, "a"), (7, "b" * 200), (9, "c" * 5000), (3, "d"), (3, "e" * 40)]):
+        numbers = torch.arange(float(num_rows * 2)).reshape(num_rows, 2) + step
+        state: dict[str, Any] = {"numbers": pieces_of(numbers, mesh), "text": text, "empty": torch.empty(0, 3)}
+        if step % 2:
+            state[f"only {step}"] = [step, {"x": torch.tensor(step)}]
+        kind = StorageType.DISK if step in (2, 4) else StorageType.MEMORY
+        assert checkpointer.save_checkpoint(step, state, "", kind, on_busy="block")
+        for path in ["", *([str(rank.folder / "run" / str(step))] if kind is StorageType.DISK else [])]:
+            if path:
+                assert checkpointer.wait_latest_checkpoint(30)
+            wanted = {"numbers": pieces_of(torch.zeros(num_rows, 2), mesh)}
+            loaded = checkpointer.engine.load_state(wanted, path)
+            assert loaded is not None
+            same = torch.equal(wanted["numbers"].to_local(), state["numbers"].to_local())
+            found.append(same and loaded["text"] == text and loaded["empty"].shape == (0, 3))
+            if step % 2:
+                [number, inner] = loaded[f"only {step}"]
+                found.append(number == step and inner["x"].item() == step)
+    checkpointer.close()
+    return found
+
+
+def round_trip_in_one_file(rank: Rank) -> list[bool]:
+    checkpointer = FsdpFullCheckpointer(rank.folder / "run")
+    model, optimizer = fsdp2()
+    train(model, optimizer, range(2))
+    assert checkpointer.load_checkpoint(*fsdp2(5)) == {}
+    saved = checkpointer.save_checkpoint(2, model, optimizer, {"step": 2})
+    assert bool(saved) == (rank.rank == 0)
+    assert checkpointer.wait_latest_checkpoint(30)
+    dist.barrier()
+    expected = whole(model, optimizer)
+    found = []
+    for path in ("", str(rank.folder / "run" / "2" / "rank_0.pt")):
+        other = fsdp2(8)
+        found.append(checkpointer.load_checkpoint(*other, resume_path=path) == {"step": 2})
+        found.append(whole(*other) == expected)
+    checkpointer.close()
+    return found

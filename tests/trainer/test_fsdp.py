@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 
+from dlrover.snapshot.segment import Segment  # noqa: E402
 from tests.trainer import fsdp_scenes as scenes  # noqa: E402
 from tests.trainer.fsdp_lab import Node, Ranks  # noqa: E402
 
@@ -92,3 +93,68 @@ def test_pieces_in_another_nodes_memory_are_not_mistaken_for_ours(node: Node) ->
     assert newest == [(2, True), (2, True)]
     swapped = node.play_apart(scenes.load_newest_numbers, ["b", "a"])
     assert swapped == [(1, True), (1, True)]
+
+
+def test_replicated_pieces_are_written_once_and_kept_for_every_cut(node: Node) -> None:
+    assert all(node.play(scenes.save_hybrid_and_load_as, 4))
+    sizes = [(node.folder / "run" / "2" / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
+    assert max(sizes) < 0.5 * sum(sizes), "one rank writes nearly all of what four hold"
+
+
+def test_fsdp_of_the_first_generation(node: Node) -> None:
+    for found in node.play(scenes.round_trip_of_fsdp1):
+        assert all(found), found
+
+
+def test_scripts_that_call_torch_themselves(node: Node) -> None:
+    for found in node.play(scenes.use_torch_functions):
+        assert all(found), found
+
+
+def test_checkpoints_that_others_wrote(node: Node) -> None:
+    for found in node.play(scenes.read_what_others_wrote):
+        assert all(found), found
+
+
+def test_damage_leads_to_the_next_older_step(node: Node) -> None:
+    [older, *_] = node.play(scenes.save_steps)
+    with node.without_memory():
+        file = node.folder / "run" / "2" / "__1_0.distcp"
+        content = bytearray(file.read_bytes())
+        content[content.index(b"archive/data/0") + 80] ^= 1
+        file.write_bytes(content)
+        for state, step, extra in node.play(scenes.load_newest):
+            assert (step, extra) == (1, {"step": 1})
+            assert state == older
+    for path in node.home.iterdir():
+        _flip_newest(path)
+    for state, step, _extra in node.play(scenes.load_newest):
+        assert step == 1
+        assert state == older
+
+
+def test_states_may_change_their_structure(node: Node) -> None:
+    for found in node.play(scenes.change_the_structure):
+        assert all(found), found
+
+
+def test_the_whole_state_in_one_file(node: Node) -> None:
+    for found in node.play(scenes.round_trip_in_one_file):
+        assert all(found), found
+    state = torch.load(node.folder / "run" / "2" / "rank_0.pt", weights_only=False)
+    assert state["model"]["second.weight"].shape == (9, 7)
+    assert set(state) == {"model", "optimizer", "step"}
+
+
+def _flip_newest(path: Path) -> None:
+    """One bit of the newest slot's data, after its sums were made."""
+    with Segment(path) as segment:
+        newest = segment.complete_slots()[-1]
+        with segment.pin(newest.slot, newest.generation) as pinned:
+            pinned.store_sums()
+            place = segment.geometry.data_at(newest.slot) + pinned.record.data_length // 2
+    with path.open("r+b") as file:
+        file.seek(place)
+        [byte] = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))

@@ -26,8 +26,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.retention import Retention
 from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
@@ -47,23 +45,28 @@ class FsdpShardCheckpointer:
         self,
         checkpoint_dir: str | os.PathLike[str],
         comm_backend: str = "",
-        deletion_strategy: Retention | None = None,
+        deletion_strategy: Any = None,
         save_timeout: float = 600,
         *,
         storage: Any = None,
+        replica_count: int = 0,
         num_slots: int = 2,
+        lazy: bool | str = False,
     ) -> None:
         """
         All ranks make it together, after the process group.
 
-        `comm_backend` is accepted and not needed: ranks agree over gloo. `num_slots` is how many states are kept in memory.
+        `comm_backend` is accepted and not needed: ranks agree over gloo. `replica_count` is how many copies other nodes keep in their
+        memory, `num_slots` how many states are kept here, and `lazy` how saves are made that do not say.
         """
-        _refuse_storage(storage)
         self.engine = FsdpCheckpointEngine(
             os.fspath(checkpoint_dir),
             deletion_strategy=deletion_strategy,
             save_timeout=save_timeout,
+            storage=storage,
+            replica_count=replica_count,
             num_slots=num_slots,
+            lazy=lazy,
         )
 
     def save_checkpoint(
@@ -77,6 +80,7 @@ class FsdpShardCheckpointer:
         *,
         state_dict: Mapping[str, Any] | None = None,
         on_busy: str = "skip",
+        lazy: bool | str | None = None,
     ) -> SaveResult:
         """
         Copy the state into memory; it may change again as soon as this returns. With DISK the agent writes the directory `path`
@@ -91,13 +95,13 @@ class FsdpShardCheckpointer:
                 path = optimizer
             if isinstance(extra_sd, StorageType):
                 storage_type = extra_sd
-            return self.engine.save_state(step, state_dict, path, storage_type, on_busy=on_busy)
+            return self.engine.save_state(step, state_dict, path, storage_type, on_busy=on_busy, lazy=lazy)
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"save_checkpoint takes a model or a state dict, not {type(model).__name__}.")
         if isinstance(optimizer, str) or isinstance(extra_sd, StorageType):
             raise TypeError("With a model, path and storage_type are given by name: save_checkpoint(..., path=...).")
         state = {**self._state_of(model, optimizer), **_checked_extra(extra_sd, (MODEL, OPTIMIZER))}
-        return self.engine.save_state(step, state, path, storage_type, on_busy=on_busy)
+        return self.engine.save_state(step, state, path, storage_type, on_busy=on_busy, lazy=lazy)
 
     def load_checkpoint(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, resume_path: str = ""
@@ -160,10 +164,11 @@ class FsdpFullCheckpointer:
         self,
         checkpoint_dir: str | os.PathLike[str],
         comm_backend: str = "",
-        deletion_strategy: Retention | None = None,
+        deletion_strategy: Any = None,
         save_timeout: float = 600,
         *,
         storage: Any = None,
+        replica_count: int = 0,
         num_slots: int = 2,
     ) -> None:
         self._inner = DdpCheckpointer(
@@ -172,6 +177,7 @@ class FsdpFullCheckpointer:
             deletion_strategy=deletion_strategy,
             save_timeout=save_timeout,
             storage=storage,
+            replica_count=replica_count,
             num_slots=num_slots,
         )
 
@@ -228,13 +234,6 @@ def _checked_extra(extra_sd: Any, taken: tuple[str, str]) -> dict[str, Any]:
     if clash := sorted(set(extra) & set(taken)):
         raise ValueError(f"extra_sd may not have the keys {clash}: they are the model's and the optimizer's.")
     return extra
-
-
-def _refuse_storage(storage: Any) -> None:
-    if storage is not None:
-        raise ConfigError(
-            "storage= is not supported here: give checkpoint_dir as a path or as a URL that fsspec reads."
-        )
 
 
 __all__ = [

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from dlrover.protocol.errors import ConfigError, DLRoverError
 from dlrover.snapshot.commit import committed_checkpoints, read_global_manifest
 from dlrover.snapshot.manifest import DIRECTORY
-from dlrover.snapshot.storage import join, storage_for
+from dlrover.snapshot.storage import join
 from dlrover.snapshot.torch_file import torch_file_bytes
+from dlrover.snapshot.user_storage import storage_of
 from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult, StorageType
 from dlrover.trainer.torch.flash_checkpoint.dcp_items import (
@@ -110,6 +111,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
         storage_type: StorageType = StorageType.DISK,
         *,
         on_busy: str = "skip",
+        lazy: bool | str | None = None,
     ) -> SaveResult:
         """Copy a state of (D)Tensors and other values into memory; `path` is the directory of the checkpoint."""
         if not isinstance(storage_type, StorageType):
@@ -123,14 +125,17 @@ class FsdpCheckpointEngine(CheckpointEngine):
         plan = self._plan_for(items, planner.mappings)
         kept = [item for item, is_kept in zip(items, plan.own.keep, strict=True) if is_kept]
         places = [at for at, is_kept in zip(plan.own.places, plan.own.keep, strict=True) if is_kept]
+        part = DcpPart(kept, places)
+        planned_after = time.perf_counter() - begun_at
         result = self.save_pieces(
-            step, DcpPart(kept, places), plan.metadata, path=path, storage_type=storage_type, on_busy=on_busy
+            step, part, plan.metadata, path=path, storage_type=storage_type, on_busy=on_busy, lazy=lazy
         )
+        result.blocking += planned_after
         if result:
             self._num_states_saved += 1
             if self._num_states_saved == _SAVES_UNTIL_SETTLED and self.agreement.ranks.local_rank == 0:
                 self._clear_abandoned(plan.own.ranks_here)
-        return _with_blocking(result, time.perf_counter() - begun_at)
+        return result
 
     def save_pieces(
         self,
@@ -141,6 +146,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
         path: str = "",
         storage_type: StorageType = StorageType.DISK,
         on_busy: str = "skip",
+        lazy: bool | str | None = None,
     ) -> SaveResult:
         """Pieces that have their places already."""
         self._release_readers()
@@ -158,6 +164,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
             on_busy=on_busy,
             target=target,
             links=links,
+            lazy=lazy,
         )
 
     def _plan_for(self, items: Sequence[LocalItem], mappings: Mapping[str, Any]) -> SharedPlan:
@@ -232,7 +239,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
             reader.close()
 
     def _open_path(self, path: str) -> tuple[Metadata, FilePieces]:
-        storage = storage_for(path)
+        storage = storage_of(path, self._storage)
         full = path if "://" in path else os.path.abspath(path)
         try:
             return read_directory(storage, full, is_checked=read_global_manifest(storage, full) is not None)
@@ -263,7 +270,9 @@ class _StateRestorer(Restorer):
     def __init__(
         self, engine: FsdpCheckpointEngine, take: Callable[[dict[str, Any], PieceReader], dict[str, Any]]
     ) -> None:
-        super().__init__(engine.checkpoint_dir, engine.outlet.home, engine.agreement, engine._copier)
+        super().__init__(
+            engine.checkpoint_dir, engine.outlet.home, engine.agreement, engine._copier, storage=engine._storage
+        )
         self._engine, self._take = engine, take
         self._memory = LocalMemory(engine.outlet.home)
         self._wanted: dict[str, Any] | None = None
@@ -280,6 +289,7 @@ class _StateRestorer(Restorer):
 
     def _offers(self) -> dict[int, Any]:
         """Steps of which this rank can have all that it needs from memory."""
+        self._agreement.have_all(True)  # a neighbour may still be at the end of its last save
         states = find_states([self._memory], self._directory)
         return {step: state for step, state in states.items() if self._is_enough(state)}
 
@@ -324,7 +334,7 @@ class _StateRestorer(Restorer):
                 self._engine._release_readers()
 
     def _read_step(self, step: int) -> tuple[Metadata, FilePieces]:
-        storage = storage_for(self._directory)
+        storage = storage_of(self._directory, self._storage)
         for each in committed_checkpoints(storage, self._directory):
             if each.manifest.step == step:
                 return read_directory(storage, each.path, is_checked=True)
@@ -332,9 +342,9 @@ class _StateRestorer(Restorer):
 
     def _is_foreign(self, step: int) -> bool:
         """Written by software that knows no manifests: plain DCP, or the original DLRover."""
-        target = join(self._directory, str(step))
-        is_ours = os.path.isdir(join(target, DIRECTORY))
-        return not is_ours and os.path.isfile(join(target, METADATA_FILE))
+        storage = storage_of(self._directory, self._storage)
+        names = {entry.name for entry in storage.list(join(self._directory, str(step)))}
+        return METADATA_FILE in names and DIRECTORY not in names
 
 
 def _metadata_in_memory(state: SavedState) -> Metadata:
@@ -345,17 +355,6 @@ def file_bytes(item: LocalItem) -> int:
     if item.tensor is None:
         return len(item.content)
     return torch_file_bytes(len(archive_pickle(item.tensor.dtype, tuple(item.tensor.shape))), [item.num_bytes])
-
-
-def _with_blocking(result: SaveResult, blocking: float) -> SaveResult:
-    """The planning counts too."""
-    return SaveResult(
-        reason=result.reason,
-        step=result.step,
-        blocking=blocking,
-        num_bytes=result.num_bytes,
-        message=result.message,
-    )
 
 
 def __getattr__(name: str) -> Any:
