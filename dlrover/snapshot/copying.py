@@ -98,6 +98,11 @@ class CopyInProgress:
     def is_done(self) -> bool:
         return self._work.is_done()
 
+    def add_helpers(self, num_helpers: int) -> None:
+        """So many threads more."""
+        if not self.is_done():
+            self._copier._start(self._work, num_helpers)
+
     def finish(self) -> None:
         """Help with what is left, then wait for the rest. Several threads may do so at a time."""
         self._work.run(self._copier._copy_one)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dlrover.snapshot.contents import Contents, FileEntry, decode_contents, encode_contents
-from dlrover.snapshot.copying import Copier, Span, address_of
+from dlrover.snapshot.copying import PIECE_BYTES, Copier, Span, address_of
 from dlrover.snapshot.layout import Layout, Plan, plan_state
 from dlrover.snapshot.segment import PinnedSlot, SegmentWriter, SlotInWriting, SlotName
 from dlrover.trainer.torch.flash_checkpoint.frozen import Frozen, freeze
@@ -40,7 +40,7 @@ class StateWriter:
         self._meta_bytes = 0
         self._unnamed_bytes = 0
         self._turn = 0
-        self._last: tuple[Frozen, Plan] | None = None
+        self._last: tuple[Frozen, Plan, list[_Source]] | None = None
         """How the last lazy state looked and was laid out, without anything that keeps its memory."""
 
     def reserve(self, parts: Mapping[str, object]) -> memoryview:
@@ -100,38 +100,40 @@ class StateWriter:
     def _look_at(self, parts: Mapping[str, object], *, is_freezing: bool) -> _State:
         frozen = freeze(parts) if is_freezing else None
         if frozen is not None and self._last is not None and frozen.looks_like(self._last[0]):
-            return _State(frozen.parts, self._last[1], frozen.storages, is_frozen=True)
+            _, plan, sources = self._last
+            return _State(frozen.parts, plan, frozen.storages, sources, is_frozen=True)
         adapter = TorchTensors()
         plan = plan_state(parts, adapter)
+        sources = [_source(number, adapter.storages[identity]) for identity, number in plan.numbers.items()]  # type: ignore[index]
         if frozen is None:
-            return _State(parts, plan, adapter.storages, is_frozen=False)
-        self._last = (frozen.forgotten(), plan)
-        return _State(frozen.parts, plan, adapter.storages, is_frozen=True)
+            return _State(parts, plan, adapter.storages, sources, is_frozen=False)
+        self._last = (frozen.forgotten(), plan, sources)
+        return _State(frozen.parts, plan, adapter.storages, sources, is_frozen=True)
 
     def _fill(
         self, slot: SlotInWriting, state: _State, header: _Header, lazy_storages: Collection[int]
     ) -> PendingSave | None:
         """None: the slot is too small for what only the pickles know."""
-        lazy: list[tuple[int, torch.UntypedStorage]] = []
-        eager: list[tuple[int, torch.UntypedStorage]] = []
-        for identity, number in state.plan.numbers.items():
-            storage = state.storages[identity]  # type: ignore[index]
-            is_lazy = identity in lazy_storages and storage.device.type == "cpu" and storage.nbytes() >= LAZY_FROM_BYTES
-            (lazy if is_lazy else eager).append((number, storage))
+        lazy: list[_Source] = []
+        eager: list[_Source] = []
+        for source in state.sources:
+            is_lazy = source.num_bytes >= LAZY_FROM_BYTES and source.identity in lazy_storages and source.is_on_cpu
+            (lazy if is_lazy else eager).append(source)
+        layout = state.plan.layout
         is_described_later = bool(lazy) and state.is_frozen and self._meta_bytes > 0
-        with _Transfer(self.copier, slot.data, state.plan.layout, eager):
+        with _Transfer(self.copier, slot.data, layout, eager, state.storages):
             description = None if is_described_later else _describe(state, header)
         if description is not None:
             self._learn(description, state.plan)
             if not description.fits(slot):
                 return None
-            with _Transfer(self.copier, slot.data, description.layout, description.unnamed):
+            unnamed = [_source(number, storage) for number, storage in description.unnamed]
+            alive = {storage._cdata: storage for _, storage in description.unnamed}
+            with _Transfer(self.copier, slot.data, description.layout, unnamed, alive):
                 pass
         self._turn += 1
-        layout = state.plan.layout
         guard = Guard(_blocks(slot.data, layout, lazy), self._turn)
-        # Whoever brings the save to its end copies too; the other half of the threads is for the training.
-        transfer = _Transfer(self.copier, slot.data, layout, lazy, num_helpers=self.copier.num_threads // 2)
+        transfer = _Transfer(self.copier, slot.data, layout, lazy, state.storages, num_helpers=0)
 
         def describe() -> _Description:
             return description if description is not None else self._describe_later(state, header)
@@ -153,11 +155,27 @@ class StateWriter:
         return max(self._meta_bytes, META_GUESS_BASE + META_GUESS_PER_TENSOR * len(plan.layout.tensors))
 
 
+class _Source(NamedTuple):
+    """A storage of the state: its number in the layout, and where its bytes are. Asked of torch once, since each question takes its time."""
+
+    identity: int
+    number: int
+    address: int
+    num_bytes: int
+    is_on_cpu: bool
+
+
+def _source(number: int, storage: torch.UntypedStorage) -> _Source:
+    is_on_cpu = storage.device.type == "cpu"
+    return _Source(storage._cdata, number, storage.data_ptr(), storage.nbytes(), is_on_cpu)
+
+
 class _State(NamedTuple):
     parts: Mapping[str, object]
     plan: Plan
     storages: Mapping[int, torch.UntypedStorage]
     """By identity; alive until everything is copied."""
+    sources: list[_Source]
     is_frozen: bool
     """Nobody else can change its containers."""
 
@@ -220,6 +238,11 @@ class PendingSave:
                 self._description = self._describe()
             return self._description
 
+    def begin(self) -> None:
+        """What a thread does first: pickle, while another begins to copy. Half of the processors is for the training."""
+        self._transfer.add_helpers(max(1, self._transfer.copier.num_threads // 2))
+        self.prepare()
+
     def help(self) -> None:
         """Copy what is not copied yet. Any number of threads may do so at a time."""
         self._transfer.finish()
@@ -269,7 +292,9 @@ def load_state(
             if number not in storages:
                 storages[number] = fresh_storage(contents.layout.storages[number].num_bytes)
         data = pinned.data
-        with _Transfer(copier, data, contents.layout, [(n, storages[n]) for n in numbers], out_of_slot=True):
+        targets = [_source(number, storages[number]) for number in numbers]
+        alive = {storage._cdata: storage for storage in storages.values()}
+        with _Transfer(copier, data, contents.layout, targets, alive, out_of_slot=True):
             parts = {
                 entry.name: restore_part(entry.kind, contents.pickles[entry.name], _chooser(entry, storages))
                 for entry in wanted
@@ -302,12 +327,12 @@ def _with_unnamed(
     return layout, tuple(files), unnamed
 
 
-def _blocks(data: memoryview, layout: Layout, storages: Sequence[tuple[int, torch.UntypedStorage]]) -> list[Block]:
+def _blocks(data: memoryview, layout: Layout, sources: Sequence[_Source]) -> list[Block]:
     start = address_of(data) if data.nbytes else 0
+    places = layout.storages
     return [
-        Block(storage.data_ptr(), start + entry.offset, entry.num_bytes, number)
-        for number, storage in storages
-        for entry in (layout.storages[number],)
+        Block(source.address, start + places[source.number].offset, source.num_bytes, source.number)
+        for source in sources
     ]
 
 
@@ -319,24 +344,31 @@ class _Transfer(contextlib.AbstractContextManager["_Transfer"]):
         copier: Copier,
         data: memoryview,
         layout: Layout,
-        storages: Sequence[tuple[int, torch.UntypedStorage]],
+        sources: Sequence[_Source],
+        storages: Mapping[int, torch.UntypedStorage],
         *,
         out_of_slot: bool = False,
         num_helpers: int | None = None,
     ) -> None:
         start = address_of(data) if data.nbytes else 0
+        places = layout.storages
         spans = []
         on_devices = []
-        for number, storage in storages:
-            entry = layout.storages[number]
-            if not entry.num_bytes:
+        self.num_bytes = 0
+        for identity, number, address, num_bytes, is_on_cpu in sources:
+            self.num_bytes += num_bytes
+            if not num_bytes:
                 continue
-            if storage.device.type == "cpu":
-                ours, theirs = start + entry.offset, storage.data_ptr()
-                target, source = (theirs, ours) if out_of_slot else (ours, theirs)
-                spans.append(Span(target, source, entry.num_bytes))
+            offset = places[number].offset
+            if not is_on_cpu:
+                on_devices.append((data[offset : offset + num_bytes], storages[identity]))
+            elif out_of_slot:
+                spans.append(Span(address, start + offset, num_bytes))
             else:
-                on_devices.append((data[entry.offset : entry.offset + entry.num_bytes], storage))
+                spans.append(Span(start + offset, address, num_bytes))
+        if self.num_bytes < PIECE_BYTES:
+            num_helpers = 0  # to wake another thread would take longer
+        self.copier = copier
         self._copy = copier.start(spans, num_helpers)
         self._alive = (storages, data)  # until the copy has ended
         devices = {storage.device for _, storage in on_devices}
@@ -348,7 +380,9 @@ class _Transfer(contextlib.AbstractContextManager["_Transfer"]):
             else:
                 ours_view.copy_(theirs_view, non_blocking=True)
         self._devices = devices
-        self.num_bytes = sum(layout.storages[number].num_bytes for number, _ in storages)
+
+    def add_helpers(self, num_helpers: int) -> None:
+        self._copy.add_helpers(num_helpers)
 
     def __exit__(self, *_: object) -> None:
         self.finish()

@@ -242,6 +242,11 @@ class CheckpointEngine:
             self._agreement.agreed_request = self._agreement.heard_request
         return self._agreement.agreed_request > self._honoured_request
 
+    def agree(self, values: Sequence[int]) -> list[int]:
+        """What global rank 0 says, at most 16 numbers that are not negative. All ranks call this at the same step."""
+        self._agree_late()
+        return self._agreement.tell_all(values)
+
     def poll(self) -> bool:
         """Whether the newest save is in memory, without waiting. Also lets go of what the agent has taken."""
         with self._writing:
@@ -517,9 +522,9 @@ class CheckpointEngine:
 
 
 def _bring_to_end(pending: PendingSave, staging: Staging) -> None:
-    """What the thread of a lazy save does: pickle while others copy, then copy, then publish."""
+    """What the thread of a lazy save does."""
     try:
-        pending.prepare()
+        pending.begin()
     finally:  # its error comes again where it is dealt with
         staging.finish()
 

@@ -62,11 +62,11 @@ class _Copying:
 
     def copy(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _ATOMS:
-            self._structure.append(None)
-            return value
         if kind in _TENSORS:
             self._note(value)
+            return value
+        if kind in _ATOMS:
+            self._structure.append(None)
             return value
         known = self._known.get(id(value))
         if known is not None:
@@ -78,8 +78,12 @@ class _Copying:
             self._structure.append(tuple(value))
             if kind is OrderedDict:
                 made.__dict__.update(value.__dict__)  # a module's state has its versions there
-            for key, child in value.items():
-                made[key] = self.copy(child)
+            for key, child in value.items():  # most of a state are tensors and numbers in dicts: without a call for each number
+                if type(child) in _ATOMS:
+                    self._structure.append(None)
+                    made[key] = child
+                else:
+                    made[key] = self.copy(child)
             return made
         if kind is list:
             made = []

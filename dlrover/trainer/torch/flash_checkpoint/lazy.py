@@ -27,7 +27,7 @@ from dlrover.protocol.errors import DLRoverError
 LAZY_FROM_BYTES = 64 * 1024
 """Smaller blocks are copied at once: altogether they are little, and each of them would cost a look."""
 SAMPLE_BYTES = 64
-MAX_SAMPLES = 512
+MAX_SAMPLES = 256
 MAX_SAMPLES_PER_BLOCK = 8
 _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, fall evenly: each save looks at other places than the ones before."""
@@ -64,21 +64,14 @@ class StepWatch:
         """That have stepped since the last save."""
         return list(self._recent)
 
-    def owned_storages(self) -> dict[int, torch.UntypedStorage]:
+    def owned_storages(self) -> set[int]:
         """By identity: what only a step that we wait for changes."""
-        owned: dict[int, torch.UntypedStorage] = {}
+        owned: set[int] = set()
         others: set[int] = set()
         for optimizer in self._seen:
             is_ours = optimizer in self._recent and not reason_against(optimizer)
-            for tensor in _tensors_of(optimizer):
-                storage = tensor.untyped_storage()
-                if is_ours:
-                    owned[storage._cdata] = storage
-                else:
-                    others.add(storage._cdata)
-        for identity in others:
-            owned.pop(identity, None)
-        return owned
+            (owned if is_ours else others).update(_storages_of(optimizer))
+        return owned - others
 
     def reason_against(self) -> str:
         """Why nothing may be copied lazily now; empty: something may."""
@@ -116,16 +109,17 @@ def reason_against(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from (param for param in group["params"] if _is_plain(param))
+def _storages_of(optimizer: torch.optim.Optimizer) -> list[int]:
+    """By identity: of its parameters and its state."""
+    tensors = [param for group in optimizer.param_groups for param in group["params"]]
     for state in optimizer.state.values():
         if isinstance(state, dict):
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor) and _is_plain(value))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return [
+        tensor.untyped_storage()._cdata
+        for tensor in tensors
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    ]
 
 
 class Block(NamedTuple):
