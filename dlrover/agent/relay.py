@@ -16,6 +16,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from dlrover.protocol.checkpoint_messages import AnyCheckpointCommand, AwaitSaveDuties, CheckpointCommand
+from dlrover.protocol.data_messages import AnyDataCommand, DataCommand
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.kv_messages import AnyKvCommand, KvCommand
 from dlrover.protocol.messages import AgentCommand, Incarnation, NodeId, Query, Reply, WorkerRequest
@@ -43,7 +44,7 @@ class Relay:
         if isinstance(request, AwaitSaveDuties):
             node, incarnation = self._who()
             return await self._call(replace(request, node=node, incarnation=incarnation), timeout=timeout)
-        if not isinstance(request, KvCommand | SyncCommand | CheckpointCommand):
+        if not isinstance(request, KvCommand | SyncCommand | DataCommand | CheckpointCommand):
             return await self._call(request, timeout=timeout)
         end_at = time.monotonic() + timeout
         try:
@@ -61,7 +62,9 @@ class Relay:
         finally:
             self._under_way.release()
 
-    async def _send(self, command: AnyKvCommand | AnySyncCommand | AnyCheckpointCommand, end_at: float) -> Reply:
+    async def _send(
+        self, command: AnyKvCommand | AnySyncCommand | AnyDataCommand | AnyCheckpointCommand, end_at: float
+    ) -> Reply:
         node, incarnation = self._who()
         named = replace(command, node=node, incarnation=incarnation)
         return await self._call(named, timeout=max(end_at - time.monotonic(), 0.0))

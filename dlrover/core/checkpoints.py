@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from dlrover.core import checkpoint_breaks
+from dlrover.core import checkpoint_breaks, data_books
 from dlrover.core.checkpoint_breaks import BreakPoints
 from dlrover.core.nodes import after_outage
 from dlrover.core.turn import NotYet, micros
@@ -249,6 +249,7 @@ def _checkpoint_committed(command: CheckpointCommitted, course: Course) -> Reply
         for old in list(room.committed)[:-MAX_DIRECTORIES]:
             del room.committed[old]
     room.trouble = None
+    data_books.checkpoint_committed(course, command.step, command.round)
     if room.request is not None and number > room.request.number:
         room.request = None
     _settle(course, command.directory, command.attempt, command.step, "")

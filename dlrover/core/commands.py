@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from dlrover.core import (
     checkpoint_breaks,
     checkpoints,
+    data_books,
     fleet_agents,
     fleet_commands,
     fleet_settling,
@@ -33,6 +34,7 @@ from dlrover.core.state import JobState
 from dlrover.core.turn import Origin, micros
 from dlrover.protocol.check_messages import ReportCheck
 from dlrover.protocol.checkpoint_messages import CheckpointCommand
+from dlrover.protocol.data_messages import DataCommand
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import NodeExit, ReportNodeError, ScaleJob
 from dlrover.protocol.kv_messages import KvCommand
@@ -324,6 +326,10 @@ def _deadline_passed(command: DeadlinePassed, course: Course) -> Reply:
             sentence = checkpoints.expire(course, command.id)
             if sentence:
                 course.say(sentence)
+        case DeadlineKind.DATA_LEASE:
+            sentence = data_books.end_overdue_leases(course, command.id)
+            if sentence:
+                course.verdicts.append(sentence)
         case DeadlineKind.BREAK_POINT:
             checkpoint_breaks.expire(course, command.id)
         case DeadlineKind.PEND_TIMEOUT:
@@ -490,6 +496,7 @@ _FROM_A_NODE = (
     ReportNodeError,
     KvCommand,
     SyncCommand,
+    DataCommand,
     ReportCheck,
     CheckpointCommand,
 )
@@ -516,5 +523,6 @@ HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
     **node_check.HANDLERS,
     **sync_points.HANDLERS,
     **checkpoints.HANDLERS,
+    **data_books.HANDLERS,
 }
 """A test holds it against the union of commands."""

@@ -15,7 +15,16 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from dlrover.core import checkpoints, fleet_agents, fleet_settling, fleet_wishes, life_cycle, node_check, sync_points
+from dlrover.core import (
+    checkpoints,
+    data_books,
+    fleet_agents,
+    fleet_settling,
+    fleet_wishes,
+    life_cycle,
+    node_check,
+    sync_points,
+)
 from dlrover.core import restarts as blame
 from dlrover.core.kv_store import NUM_ROUNDS_KEPT
 from dlrover.core.nodes import Node, NodeLife, reattach_window
@@ -182,7 +191,7 @@ class Course:
             for node, claim in claimed
         )
         limits_version = state.limits_version if size >= limits.min_nodes else 0  # it began under lower limits
-        rdzv.adopt(World(first.round, members, first.world_size, limits_version), self.now)
+        rdzv.adopt(World(first.round, members, first.world_size, limits_version), self.now, first.job_age)
         rdzv.verdict = (
             f"Round {rdzv.round} goes on: the journal was lost, all {size} nodes of its world are back, and no worker "
             "restarts."
@@ -213,6 +222,7 @@ class Course:
         was_stopping = node.id in rdzv.expected and rdzv.is_member(node.id)
         state.nodes.renew(node, command)
         sync_points.leave(self, node.id)
+        data_books.workers_ended(self, node.id)
         checkpoints.lose(self, node.id)
         node_check.lose(self, node, "", is_blamed=False)
         state.senders.begin(node.id, node.incarnation)
@@ -326,6 +336,7 @@ class Course:
             return  # it has a place in a newer world, so it knows that its work was not done
         node.finished_round = round_
         sync_points.leave(self, node.id)
+        data_books.workers_ended(self, node.id)
         node_check.lose(self, node, "", is_blamed=False)
         fleet_agents.agent_finished(self, node)
         self.touch(node.id)
@@ -356,6 +367,7 @@ class Course:
         was_claiming = node.id in rdzv.take_up.claims and not node.finished_round
         state.nodes.retire(node, life)
         sync_points.leave(self, node.id)
+        data_books.workers_ended(self, node.id)
         checkpoints.lose(self, node.id)
         node_check.lose(self, node, "it was lost during the check", is_blamed=life is NodeLife.GONE)
         rdzv.forget(node.id, node.rank)
@@ -516,6 +528,7 @@ class Course:
         rdzv.complete(world, self.now)
         state.kv.drop_before(Round(rdzv.round - NUM_ROUNDS_KEPT + 1))
         state.sync.drop_before(rdzv.round)
+        data_books.round_began(self, rdzv.round)
         rdzv.verdict = sentence
         self.say(sentence)
         self._enter_running()
@@ -605,6 +618,7 @@ class Course:
             state.restarts.incident.is_settled = True
         state.kv.drop_before(Round(rdzv.round + 1))
         state.sync.drop_before(Round(rdzv.round + 1))
+        data_books.round_began(self, Round(rdzv.round + 1))
         for node in state.nodes.former.values():
             node.finished_round = Round(0)  # should it come back, its work is to be done again
         for node in state.nodes.live.values():

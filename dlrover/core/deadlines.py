@@ -50,7 +50,14 @@ def next_deadline(state: JobState) -> Micros | None:
 def _running(state: JobState, nodes: list[NodeId]) -> list[Deadline]:
     """In no order; of the nodes without a stream only those that are asked for."""
     fleet = [Deadline(at, kind, id_) for at, kind, id_ in early_stop.deadlines(state)]
-    return [*_of_nodes(state, nodes), *_of_rendezvous(state), *_of_sync_points(state), *_of_checkpoints(state), *fleet]
+    return [
+        *_of_nodes(state, nodes),
+        *_of_rendezvous(state),
+        *_of_sync_points(state),
+        *_of_checkpoints(state),
+        *_of_data(state),
+        *fleet,
+    ]
 
 
 def _of_nodes(state: JobState, nodes: list[NodeId]) -> list[Deadline]:
@@ -98,3 +105,9 @@ def _of_checkpoints(state: JobState) -> list[Deadline]:
     if open_ is not None:
         running.append(Deadline(open_.ends_at, DeadlineKind.BREAK_POINT, open_.number))
     return running
+
+
+def _of_data(state: JobState) -> list[Deadline]:
+    if state.end is not None:
+        return []
+    return [Deadline(at, DeadlineKind.DATA_LEASE, number) for number, at in state.data.lease_looks.items()]

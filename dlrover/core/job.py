@@ -14,7 +14,7 @@ from collections.abc import Container
 import msgspec
 from msgspec.structs import replace
 
-from dlrover.core import checkpoints, fleet_commands, kv_store, sync_points
+from dlrover.core import checkpoints, data_books, fleet_commands, kv_store, sync_points
 from dlrover.core.commands import HANDLERS, check_sender
 from dlrover.core.course import Course, pending, standby, suspects
 from dlrover.core.deadlines import next_deadline, passed_deadlines
@@ -231,7 +231,13 @@ class Job:
         return result if result is not None and result.node == node.id else None
 
 
-_ANSWERS = {**fleet_commands.ANSWERS, **kv_store.ANSWERS, **sync_points.ANSWERS, **checkpoints.ANSWERS}
+_ANSWERS = {
+    **fleet_commands.ANSWERS,
+    **kv_store.ANSWERS,
+    **sync_points.ANSWERS,
+    **checkpoints.ANSWERS,
+    **data_books.ANSWERS,
+}
 
 # msgspec's order="deterministic" takes dicts with str keys only, and ours are keyed by ids. It would also hide the
 # order in which a dict grew, which is state as well: the same commands give the same order, and decoding keeps it.

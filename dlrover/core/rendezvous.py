@@ -26,7 +26,7 @@ from dlrover.core.bystanders import Bystanders
 from dlrover.core.nodes import REATTACH_WINDOW, after_outage
 from dlrover.core.take_up import TakeUp
 from dlrover.core.topology import Placed, arrange
-from dlrover.core.turn import micros
+from dlrover.core.turn import MICROS_PER_SECOND, micros
 from dlrover.protocol.messages import Limits, Micros, NodeId, NodeRank, Round, StopCause, WorldSpec
 
 NUM_USED_OFFERS = 64
@@ -96,6 +96,8 @@ class Rendezvous(Struct):
     """Member to position in `world`."""
     completed_at: Micros = Micros(0)
     """When `world` began."""
+    began_at: Micros | None = None
+    """When the first world of the job began, as far as is known."""
     opening: Opening | None = None
     """Set: the next round is open, members of `world` shall come back. None: `world` is active, or nothing began."""
     waiting: dict[NodeId, Joined] = {}
@@ -199,6 +201,7 @@ class Rendezvous(Struct):
             world_size=self.world.world_size,
             coordinator=self.world.coordinator,
             restart_count=self.world.round - 1,
+            job_age=0.0 if self.began_at is None else (self.completed_at - self.began_at) / MICROS_PER_SECOND,
         )
 
     def is_offer_used(self, node: NodeId, offer: str) -> bool:
@@ -267,6 +270,7 @@ class Rendezvous(Struct):
         self.round = world.round
         self.world = world
         self.completed_at = now
+        self.began_at = now if self.began_at is None else self.began_at
         self.group_ranks = {member.node: group_rank for group_rank, member in enumerate(world.members)}
         for node in self.group_ranks:
             del self.waiting[node]
@@ -278,9 +282,10 @@ class Rendezvous(Struct):
         self.granted = 0
         self.used_offers = [*self.used_offers, world.coordinator][-NUM_USED_OFFERS:]
 
-    def adopt(self, world: World, now: Micros) -> None:
-        """The world that its members claimed is ours from now on; it began before we did."""
+    def adopt(self, world: World, now: Micros, job_age: float = 0.0) -> None:
+        """The world that its members claimed is ours from now on; it began before we did, at that age of the job."""
         assert self.world is None, f"round {self.round} has a world already"
+        self.began_at = Micros(now - micros(job_age))
         self.round = world.round
         self.world = world
         self.completed_at = now

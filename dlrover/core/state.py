@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from dlrover.core.check_state import NodeCheck
 from dlrover.core.checkpoints import Checkpoints
+from dlrover.core.data_books import DataBooks
 from dlrover.core.fleet import Fleet
 from dlrover.core.kv_store import KvStore
 from dlrover.core.nodes import Nodes
@@ -56,6 +57,7 @@ class JobState(Struct, kw_only=True):
     sync: SyncPoints = msgspec.field(default_factory=SyncPoints)
     check: NodeCheck = msgspec.field(default_factory=NodeCheck)
     checkpoints: Checkpoints = msgspec.field(default_factory=Checkpoints)
+    data: DataBooks = msgspec.field(default_factory=DataBooks)
     fleet: Fleet | None = None
     """None: people start the nodes by hand."""
 

@@ -15,6 +15,8 @@ from dlrover.protocol.messages import Micros, NodeId, NodeRank, Round, WorldSpec
 
 _MOST = 65_536
 """Nodes of a world, and workers of a node: beyond is rubbish."""
+_OLDEST = 1e9
+"""Seconds: no job is older."""
 
 
 class Claim(Struct, frozen=True):
@@ -83,6 +85,7 @@ def is_sane(world: WorldSpec, running_round: Round) -> bool:
         and 0 <= world.first_global_rank <= world.world_size - world.local_world_size
         and world.world_size <= _MOST * _MOST
         and world.coordinator != ""
+        and 0 <= world.job_age <= _OLDEST
     )
 
 

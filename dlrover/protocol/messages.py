@@ -33,6 +33,7 @@ from dlrover.protocol.checkpoint_messages import (
     RequestSave,
     SnapshotSaved,
 )
+from dlrover.protocol.data_messages import AnyDataCommand, AnyDataQuery, DataReply
 from dlrover.protocol.fleet_messages import (
     FleetCommand,
     FleetEffect,
@@ -260,6 +261,8 @@ class WorldSpec(Struct, frozen=True, kw_only=True):
     """host:port that becomes MASTER_ADDR and MASTER_PORT of the workers."""
     restart_count: int
     """How often workers were started again so far, for whatever reason: TORCHELASTIC_RESTART_COUNT."""
+    job_age: float = 0.0
+    """Seconds from the first round of the job to this one; with the restarts it says how often training is interrupted."""
 
 
 class StopCause(enum.StrEnum):
@@ -551,6 +554,8 @@ class DeadlineKind(enum.StrEnum):
     """Who has not reported the task of the node check has failed it."""
     SAVE_TIMEOUT = "save-timeout"
     """A storage save waits for shards that do not come, or for its committer."""
+    DATA_LEASE = "data-lease"
+    """Shards of a worker that was not heard of may go to another."""
     BREAK_POINT = "break-point"
     """What is kept of workers that have ended is decided without the nodes that have not told what they hold."""
     TAKE_UP = "take-up"
@@ -597,6 +602,7 @@ Command = (
     | NodesOrdered
     | AnyKvCommand
     | AnySyncCommand
+    | AnyDataCommand
     | ReportCheck
     | AnyCheckpointCommand
     | RequestSave
@@ -621,6 +627,7 @@ AgentCommand = (
     | UnblockRendezvous
     | AnyKvCommand
     | AnySyncCommand
+    | AnyDataCommand
     | ReportCheck
     | AnyCheckpointCommand
     | RequestSave
@@ -657,7 +664,7 @@ class Ping(Struct, tag=True, frozen=True):
     """Is this a master, of which job, and does it serve?"""
 
 
-Query = AskStatus | Ping | AnyKvQuery | AnySyncQuery | FleetQuery | AnyCheckpointQuery | AskPeers
+Query = AskStatus | Ping | AnyKvQuery | AnySyncQuery | AnyDataQuery | FleetQuery | AnyCheckpointQuery | AskPeers
 
 
 class Pong(Struct, tag=True, frozen=True, kw_only=True):
@@ -709,7 +716,7 @@ class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
     """The master's clock when it answered: what the instants in here are to be compared with; 0: not told."""
 
 
-Reply = Done | Attached | Pong | JobStatus | KvReply | SyncReply | FleetReply | CheckpointReply | Peers
+Reply = Done | Attached | Pong | JobStatus | KvReply | SyncReply | DataReply | FleetReply | CheckpointReply | Peers
 
 
 # Observations: volatile, never journalled.
@@ -767,7 +774,7 @@ class ReportStep(Struct, tag=True, frozen=True, kw_only=True):
     step: int
 
 
-WorkerRequest = AnyKvCommand | AnyKvQuery | AnySyncCommand | AnySyncQuery
+WorkerRequest = AnyKvCommand | AnyKvQuery | AnySyncCommand | AnySyncQuery | AnyDataCommand | AnyDataQuery
 """What workers may ask of the master, through their agent."""
 
 
@@ -789,7 +796,7 @@ WorkerMessage = Hello | ReportStep | AskMaster | OpenSnapshots | SnapshotSaved
 
 class MasterAnswer(Struct, tag=True, frozen=True, kw_only=True):
     id: int
-    reply: Done | KvReply | SyncReply
+    reply: Done | KvReply | SyncReply | DataReply
 
 
 class MasterRefusal(Struct, tag=True, frozen=True, kw_only=True):

@@ -1,0 +1,425 @@
+"""
+The datasets of a job: who may take and return shards, and what rounds, restored models and checkpoints mean for them.
+
+A lease names a worker's life: its node, incarnation, round and local rank. What a former life says is refused, and whatever it held goes back to
+the head of the queue when its node is given up or a new round begins.
+
+In a new round nobody gets a shard of a dataset whose records are in a model provisionally, before the ranks have said which
+model they go on with. A job that tells the steps of its model and never says that would wait in vain, so after a
+while the shards are given out all the same; then records may be read twice, and a sentence says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from dlrover.core.data_checkpoint import read_checkpoint, write_checkpoint
+from dlrover.core.datasets import Dataset, Reader
+from dlrover.core.turn import NotYet, micros
+from dlrover.protocol.data_messages import (
+    MAX_DATASETS,
+    MAX_ERROR_BYTES,
+    MAX_NAME_BYTES,
+    MAX_PARTITIONS,
+    MAX_SHARDS_AT_ONCE,
+    NO_STEP,
+    AskDataCheckpoint,
+    AskDataset,
+    DataCheckpoint,
+    DatasetCommand,
+    DatasetSpec,
+    DatasetState,
+    ExchangeShards,
+    ExtendStream,
+    RegisterDataset,
+    RestoreAgreed,
+    RestoreDataset,
+    Shard,
+    ShardsGiven,
+    Storage,
+    Supply,
+    TaskType,
+)
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.identity import NodeId, Round
+from dlrover.protocol.messages import Command, Done, Micros, Query, Reply
+
+if TYPE_CHECKING:
+    from dlrover.core.course import Course
+    from dlrover.core.state import JobState
+
+RESTORE_PATIENCE = 120.0
+"""Seconds of a round for which shards are held back until the ranks say which model they go on with."""
+LOOK_AGAIN = 1.0
+"""Seconds after which a worker that got nothing shall ask again."""
+_LARGEST = 2**53
+
+
+class DataBooks(Struct):
+    datasets: dict[str, Dataset] = {}
+    lease_looks: dict[int, Micros] = {}
+    """When leases that run out by time are looked at next, by number of the dataset."""
+    restored: dict[Round, int] = {}
+    """The step that the ranks of the newest such round restored."""
+    round_began_at: Micros = Micros(0)
+
+    def find(self, name: str) -> Dataset:
+        dataset = self.datasets.get(name)
+        if dataset is None:
+            raise Rejected(
+                f"There is no dataset {name!r}; register it first. Known: {', '.join(sorted(self.datasets)) or 'none'}.",
+                code="unknown-dataset",
+            )
+        return dataset
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything is read that the job is about."""
+        return all(each.is_complete for each in self.datasets.values() if each.spec.is_required)
+
+
+# What happens around.
+
+
+def round_began(course: Course, round_: Round) -> None:
+    """Workers of older rounds are gone, and with them their leases."""
+    books = course.state.data
+    books.round_began_at = course.now
+    for dataset in books.datasets.values():
+        dataset.end_leases([reader for reader in dataset.all_readers() if reader.round < round_])
+
+
+def workers_ended(course: Course, node: NodeId) -> None:
+    """To be called whenever the workers of a node have ended for good."""
+    for dataset in course.state.data.datasets.values():
+        dataset.end_leases(dataset.readers_of(node))
+
+
+def checkpoint_committed(course: Course, step: int, round_: Round) -> None:
+    """
+    A model of this step is in storage: what it contains is never read again. If it was saved before the ranks went back to an older
+    step, only what both histories share counts.
+    """
+    for restored_round, restored_step in course.state.data.restored.items():
+        if round_ < restored_round:
+            step = min(step, restored_step)
+    for dataset in course.state.data.datasets.values():
+        if dataset.spec.task_type is TaskType.TRAINING:
+            dataset.commit(step)
+
+
+def end_overdue_leases(course: Course, number: int) -> str:
+    """Workers that evaluate or predict and were not heard of for too long. The sentence that says so, if any."""
+    books = course.state.data
+    dataset = next((each for each in books.datasets.values() if each.number == number), None)
+    if dataset is None or books.lease_looks.get(number, course.now + 1) > course.now:
+        return ""
+    lease = micros(dataset.spec.lease)
+    overdue = [reader for reader in dataset.all_readers() if course.now - reader.heard_at >= lease]
+    num_ended = dataset.end_leases(overdue)
+    left = [reader.heard_at for reader in dataset.all_readers()]
+    if left:
+        books.lease_looks[number] = Micros(min(left) + lease)
+    else:
+        books.lease_looks.pop(number, None)
+    if not overdue:
+        return ""
+    what = f"{num_ended} shards of {dataset.spec.name!r} go to others"
+    return f"{what}: their workers were not heard of for {dataset.spec.lease:g} s."
+
+
+# Commands.
+
+
+def _register(command: RegisterDataset, course: Course) -> Reply:
+    _check_sender(command, course)
+    _check_spec(command.spec)
+    books = course.state.data
+    known = books.datasets.get(command.spec.name)
+    if known is not None:
+        _check_same(known.spec, command.spec)
+        return state_of(known)
+    if len(books.datasets) >= MAX_DATASETS:
+        raise Rejected(f"A job has at most {MAX_DATASETS} datasets.", code="data-full")
+
+    books.datasets[command.spec.name] = new_dataset(command.spec, len(books.datasets) + 1)
+    return state_of(books.datasets[command.spec.name])
+
+
+def new_dataset(spec: DatasetSpec, number: int = 1) -> Dataset:
+    dataset = Dataset(spec, number)
+    if spec.storage is Storage.STREAM:
+        dataset.offsets = dict(spec.partitions)
+        dataset.num_left = spec.size
+    return dataset
+
+
+def _exchange(command: ExchangeShards, course: Course) -> Reply:
+    _check_sender(command, course)
+    books = course.state.data
+    dataset = books.find(command.dataset)
+    known = dataset.reader(command.node, command.local_rank)
+    is_same_life = known is not None and (known.incarnation, known.round) == (command.incarnation, command.round)
+    new = Reader(command.node, command.local_rank, command.incarnation, command.round, course.now)
+    reader = known if known is not None and is_same_life else new
+    _check_exchange(command, dataset, reader)
+
+    if known is not None and not is_same_life:
+        dataset.end_leases([known])
+    reader.heard_at = course.now
+    for each in command.consumed:
+        dataset.consume(each.shard, each.count, each.step)
+    for error in command.failed:
+        if dataset.fail(error.shard, error.message[:MAX_ERROR_BYTES]):
+            course.say(
+                f"A shard of {command.dataset!r} cannot be read and is set aside after {dataset.spec.max_errors + 1} tries: "
+                f"{error.message[:200]}"
+            )
+    dataset.give_back(command.unused)
+    given = _give(command, dataset, reader, course)
+    if dataset.spec.task_type is not TaskType.TRAINING and dataset.spec.lease > 0 and dataset.num_readers:
+        books.lease_looks.setdefault(dataset.number, Micros(course.now + micros(dataset.spec.lease)))
+    return given
+
+
+def _give(command: ExchangeShards, dataset: Dataset, reader: Reader, course: Course) -> ShardsGiven:
+    shards: list[Shard] = []
+    if command.want and not _is_held_back(command, dataset, course):
+        shards = dataset.take(reader, command.want)
+    if shards or not command.want:
+        return ShardsGiven(supply=Supply.GIVEN, shards=tuple(shards), recalled=tuple(reader.recalled))
+    if dataset.is_complete:
+        return ShardsGiven(supply=Supply.END)
+    if dataset.spec.task_type is not TaskType.NONE and not reader.ids:
+        dataset.recall()
+    return ShardsGiven(supply=Supply.WAIT, recalled=tuple(reader.recalled), retry_after=LOOK_AGAIN)
+
+
+def _is_held_back(command: ExchangeShards, dataset: Dataset, course: Course) -> bool:
+    """Whether it is not clear yet which of the consumed records the model of this round contains."""
+    books = course.state.data
+    if not command.round or dataset.spec.task_type is not TaskType.TRAINING or not dataset.provisional:
+        return False
+    if dataset.restored_round >= command.round or command.round in books.restored:
+        return False
+    if course.now - books.round_began_at < micros(RESTORE_PATIENCE):
+        return True
+    dataset.restored_round = command.round
+    course.say(
+        f"Nobody said which model round {command.round} goes on with: {command.dataset!r} counts everything as seen that was told so far."
+    )
+    return False
+
+
+def _restore_agreed(command: RestoreAgreed, course: Course) -> Reply:
+    state = course.state
+    state.nodes.current(command.node, command.incarnation)
+    if command.round != state.rendezvous.round:
+        raise Rejected(
+            f"A worker of round {command.round} restored a model; the newest round is {state.rendezvous.round}.",
+            code="stale-round",
+        )
+    known = state.data.restored.get(command.round)
+    if known is not None and known != command.step:
+        raise Rejected(
+            f"The ranks of round {command.round} agreed on step {known} before, and now on step {command.step}.",
+            code="restore-differs",
+        )
+    if not -1 <= command.step < _LARGEST:
+        raise Rejected(f"A model of step {command.step} cannot be.", code="malformed")
+    if known is not None:
+        return Done()
+
+    state.data.restored = {command.round: command.step}
+    for name, dataset in state.data.datasets.items():
+        if dataset.spec.task_type is not TaskType.TRAINING:
+            continue
+        strange = dataset.restore(command.step, command.claims.get(name, ()))
+        dataset.restored_round = command.round
+        if strange:
+            course.say(
+                f"The model of step {command.step} says that it has seen {len(strange)} ranges of {name!r} that were never given out: "
+                "it was trained by other books. They may be read again."
+            )
+    return Done()
+
+
+def _restore_dataset(command: RestoreDataset, course: Course) -> Reply:
+    _check_sender(command, course)
+    books = course.state.data
+    known = books.find(command.dataset)
+    restored = read_checkpoint(command.content, known)
+
+    restored.number, restored.last_id = (
+        known.number,
+        known.last_id,
+    )  # numbers are never used again: late words must not fit
+    restored.restored_round = command.round
+    books.datasets[command.dataset] = restored
+    return state_of(restored)
+
+
+def _extend_stream(command: ExtendStream, course: Course) -> Reply:
+    _check_sender(command, course)
+    dataset = course.state.data.find(command.dataset)
+    if not dataset.is_stream:
+        raise Rejected(f"{command.dataset!r} is no stream: it has no partitions.", code="malformed")
+    _check_partitions(command.partitions)
+    _check_partitions(command.ends)
+    unknown = [part for part in command.ends if part not in dataset.offsets and part not in command.partitions]
+    if unknown or len(dataset.offsets) + len(command.partitions) > MAX_PARTITIONS:
+        raise Rejected(
+            f"{command.dataset!r} has no partitions {unknown[:8]}."
+            if unknown
+            else f"A stream has at most {MAX_PARTITIONS} partitions.",
+            code="malformed",
+        )
+    short = [part for part, end in command.ends.items() if end < dataset.offsets.get(part, 0)]
+    if short:
+        raise Rejected(f"Partition {short[0]!r} cannot end before what was given out of it already.", code="malformed")
+
+    for part, offset in command.partitions.items():
+        dataset.offsets.setdefault(part, offset)
+    dataset.ends.update(command.ends)
+    return state_of(dataset)
+
+
+# Questions.
+
+
+def _ask_dataset(query: AskDataset, state: JobState) -> Reply | NotYet:
+    return state_of(state.data.find(query.dataset))
+
+
+def _ask_checkpoint(query: AskDataCheckpoint, state: JobState) -> Reply | NotYet:
+    return DataCheckpoint(write_checkpoint(state.data.find(query.dataset), query.step))
+
+
+def state_of(dataset: Dataset) -> DatasetState:
+    returned = sum(each.size for each in dataset.returned)
+    return DatasetState(
+        spec=dataset.spec,
+        epoch=dataset.epoch,
+        num_shards=dataset.num_shards,
+        num_todo=dataset.num_fresh + returned,
+        num_doing=sum(held.range.size for held in dataset.held.values()),
+        num_consumed=dataset.num_consumed,
+        num_committed=dataset.num_committed,
+        num_set_aside=sum(each.range.size for each in dataset.set_aside),
+        is_complete=dataset.is_complete,
+        set_aside=tuple(
+            f"records {each.range.start} to {each.range.end} of epoch {each.range.epoch}: {each.message}"
+            for each in dataset.set_aside[:16]
+        ),
+    )
+
+
+# Checks: nothing has changed when one of them fails.
+
+
+def _check_sender(command: DatasetCommand, course: Course) -> None:
+    state = course.state
+    state.nodes.current(command.node, command.incarnation)
+    if command.round not in (0, state.rendezvous.round):
+        raise Rejected(
+            f"A worker of round {command.round} asks for data; the newest round is {state.rendezvous.round}.",
+            code="stale-round",
+        )
+    node = state.nodes.live[command.node]
+    if not 0 <= command.local_rank < max(1, node.local_world_size):
+        raise Rejected(f"{node.label} has no local rank {command.local_rank}.", code="malformed")
+
+
+def _check_exchange(command: ExchangeShards, dataset: Dataset, reader: Reader) -> None:
+    left: dict[int, int] = {}
+    for each in command.consumed:
+        left.setdefault(each.shard, _held_by(dataset, reader, each.shard))
+        left[each.shard] -= each.count
+        if each.count < 1 or left[each.shard] < 0:
+            raise Rejected(
+                f"Shard {each.shard} of {command.dataset!r} has not so many records left: {each.count} more were reported.",
+                code="malformed",
+            )
+        if not NO_STEP <= each.step < _LARGEST:
+            raise Rejected(f"Records cannot be in a model of step {each.step}.", code="malformed")
+    ended = [id_ for id_, count in left.items() if not count]
+    for id_ in [*(error.shard for error in command.failed), *command.unused]:
+        _held_by(dataset, reader, id_)
+        ended.append(id_)
+    if len(dict.fromkeys(ended)) != len(ended):
+        raise Rejected(f"A shard of {command.dataset!r} is reported in two ways at once.", code="malformed")
+    if not 0 <= command.want <= MAX_SHARDS_AT_ONCE:
+        raise Rejected(f"Up to {MAX_SHARDS_AT_ONCE} shards can be taken at once, not {command.want}.", code="malformed")
+
+
+def _held_by(dataset: Dataset, reader: Reader, id_: int) -> int:
+    """Records left of a shard that the reader holds."""
+    if id_ not in reader.ids:
+        holder = dataset.held.get(id_)
+        whose = "nobody" if holder is None else f"local rank {holder.local_rank} of node {holder.node}"
+        raise Rejected(
+            f"Shard {id_} of {dataset.spec.name!r} is held by {whose}, not by the sender; it may have been given to another.",
+            code="stale-lease",
+        )
+    return dataset.held[id_].range.size
+
+
+def _check_spec(spec: DatasetSpec) -> None:
+    if not spec.name or len(spec.name.encode()) > MAX_NAME_BYTES:
+        raise Rejected(f"A dataset needs a name of 1 to {MAX_NAME_BYTES} bytes.", code="malformed")
+    what = f"dataset {spec.name!r}"
+    is_stream = spec.storage is Storage.STREAM
+    if not is_stream and not 1 <= spec.size < _LARGEST:
+        raise Rejected(f"{what} has {spec.size} records. Give a size of at least 1.", code="malformed")
+    if is_stream and (spec.size < -1 or spec.size == 0 or not spec.partitions):
+        raise Rejected(f"{what} is a stream: give its partitions, and a size above 0 or -1.", code="malformed")
+    if not 1 <= spec.shard_size < _LARGEST or not 1 <= spec.batch_size < _LARGEST:
+        raise Rejected(
+            f"{what} has shards of {spec.shard_size} and batches of {spec.batch_size} records. Both must be at least 1.",
+            code="malformed",
+        )
+    if not is_stream and spec.batch_size > spec.size:
+        raise Rejected(f"{what} has {spec.size} records, fewer than one batch of {spec.batch_size}.", code="malformed")
+    if is_stream and spec.shuffle:
+        raise Rejected(f"{what} is a stream, which cannot be shuffled.", code="malformed")
+    if abs(spec.num_epochs) >= _LARGEST or abs(spec.seed) >= 2**63 or spec.max_errors < 0 or not 0 <= spec.lease < 1e9:
+        raise Rejected(f"{what} has a number that makes no sense in: {spec}.", code="malformed")
+    if len(spec.partitions) > MAX_PARTITIONS:
+        raise Rejected(f"A stream has at most {MAX_PARTITIONS} partitions.", code="malformed")
+    _check_partitions(spec.partitions)
+
+
+def _check_partitions(partitions: dict[str, int]) -> None:
+    for part, offset in partitions.items():
+        if not part or len(part.encode()) > MAX_NAME_BYTES or not 0 <= offset < _LARGEST:
+            raise Rejected(f"Partition {part[:64]!r} with offset {offset} cannot be.", code="malformed")
+
+
+def _check_same(known: DatasetSpec, told: DatasetSpec) -> None:
+    differences = [
+        f"{name} {getattr(known, name)!r} and {getattr(told, name)!r}"
+        for name in known.__struct_fields__
+        if getattr(known, name) != getattr(told, name)
+    ]
+    if differences:
+        raise Rejected(
+            f"Dataset {known.name!r} was registered before with other parameters: {'; '.join(differences)}. Use the same, or "
+            "another name.",
+            code="dataset-differs",
+        )
+
+
+HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
+    RegisterDataset: _register,
+    ExchangeShards: _exchange,
+    RestoreAgreed: _restore_agreed,
+    RestoreDataset: _restore_dataset,
+    ExtendStream: _extend_stream,
+}
+ANSWERS: dict[type[Query], Callable[[Any, JobState], Reply | NotYet]] = {
+    AskDataset: _ask_dataset,
+    AskDataCheckpoint: _ask_checkpoint,
+}

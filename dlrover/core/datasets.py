@@ -1,0 +1,420 @@
+"""
+The books of one dataset: what nobody has taken yet, who holds what, and what is in the model since which step.
+
+A record of an epoch is always in exactly one of these places:
+
+    fresh        behind the cursor of the epoch; nothing is stored for it
+    returned     taken once and given back; handed out before anything fresh
+    held         leased to one worker of one round
+    provisional  consumed, in the model from a step on that no checkpoint in storage has reached yet
+    committed    consumed for good; only counted
+    set aside    failed too often by its data
+
+Nothing here grows with the size of the dataset: the order of shards and records is computed (`permutation`), and only what
+is under way is listed. A restored model of step S sends everything provisional after S back to the head of the queue, and every
+lease with it; so what a model has seen and what is still to be read always add up to the epoch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+
+from msgspec import Struct
+
+from dlrover.core.permutation import Permutation
+from dlrover.protocol.data_messages import NO_STEP, Claim, DatasetSpec, Shard, Storage
+from dlrover.protocol.identity import Incarnation, NodeId, Round
+from dlrover.protocol.messages import Micros
+
+MOST_RECALLED = 16
+"""Shards that are asked back at once of one worker."""
+
+
+class Reader(Struct):
+    """One life of a worker, and the shards it holds."""
+
+    node: NodeId
+    local_rank: int
+    incarnation: Incarnation
+    round: Round
+    heard_at: Micros
+    ids: dict[int, None] = {}
+    recalled: dict[int, None] = {}
+    """Of them: asked back, because others have nothing to do."""
+
+
+class Range(Struct, frozen=True, array_like=True):
+    """Places of one epoch that belong to one shard, or to what is left of it."""
+
+    epoch: int
+    start: int
+    end: int
+    partition: str = ""
+    listing: int = 0
+    """Number of the list in which the records are named one by one; 0: the places say it."""
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+    @property
+    def key(self) -> tuple[int, str, int]:
+        return self.epoch, self.partition, self.listing
+
+
+class Held(Struct):
+    range: Range
+    """What is left of the shard."""
+    node: NodeId
+    local_rank: int
+    is_begun: bool = False
+
+
+class SetAside(Struct, frozen=True, array_like=True):
+    range: Range
+    message: str
+
+
+class Dataset(Struct):
+    spec: DatasetSpec
+    number: int = 1
+    """In the job: names its deadlines."""
+    epoch: int = 0
+    cursor: int = 0
+    """Shards of the epoch that were taken from its order."""
+    offsets: dict[str, int] = {}
+    """Of a stream: the next fresh offset of each partition."""
+    ends: dict[str, int] = {}
+    """Of a stream: where partitions end, as far as that is known."""
+    num_left: int = -1
+    """Of a stream with a size: records that are still fresh; -1: no limit."""
+    turn: int = 0
+    """Of a stream: the partition to look at first."""
+    returned: list[Range] = []
+    """The last one is handed out first."""
+    held: dict[int, Held] = {}
+    readers: dict[NodeId, dict[int, Reader]] = {}
+    """Workers that hold something, by node and local rank."""
+    num_readers: int = 0
+    last_id: int = 0
+    provisional: dict[int, list[Range]] = {}
+    num_consumed: int = 0
+    num_committed: int = 0
+    errors: dict[str, int] = {}
+    set_aside: list[SetAside] = []
+    listings: dict[int, tuple[int, ...]] = {}
+    restored_round: Round = Round(0)
+    """The newest round whose workers said which model they go on with."""
+
+    # What there is.
+
+    @property
+    def is_stream(self) -> bool:
+        return self.spec.storage is Storage.STREAM
+
+    @property
+    def num_shards(self) -> int:
+        """Of one epoch."""
+        return 0 if self.is_stream else -(-self.spec.size // self.spec.shard_size)
+
+    @property
+    def is_last_epoch(self) -> bool:
+        return 0 < self.spec.num_epochs <= self.epoch + 1
+
+    @property
+    def has_fresh(self) -> bool:
+        if self.is_stream:
+            return any(True for _ in self._open_partitions())
+        return bool(self.num_shards) and (self.cursor < self.num_shards or not self.is_last_epoch)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether nothing fresh will ever come. A stream may grow until all its partitions have an end."""
+        if not self.is_stream:
+            return not self.has_fresh
+        return self.num_left == 0 or (
+            bool(self.offsets) and all(part in self.ends for part in self.offsets) and not self.has_fresh
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        return self.is_exhausted and not self.returned and not self.held
+
+    @property
+    def num_fresh(self) -> int:
+        """Records of this epoch that nobody has taken."""
+        if self.is_stream:
+            known = sum(max(0, self.ends[part] - at) for part, at in self.offsets.items() if part in self.ends)
+            return known if self.num_left < 0 else self.num_left
+        if self.cursor >= self.num_shards:
+            return 0
+        left = (self.num_shards - self.cursor) * self.spec.shard_size
+        last = self.num_shards - 1
+        short = self.num_shards * self.spec.shard_size - self.spec.size
+        return left - short if self._place_of(last) >= self.cursor else left
+
+    def fresh_ranges(self) -> list[Range]:
+        """What is left of the epoch, in its order: only for datasets of which somebody wants a list."""
+        order = self._order()
+        indices = [order.at(place) if self._shuffles_shards else place for place in range(self.cursor, self.num_shards)]
+        return [self._shard_range(index) for index in indices]
+
+    # Handing out.
+
+    def reader(self, node: NodeId, local_rank: int) -> Reader | None:
+        return self.readers.get(node, {}).get(local_rank)
+
+    def take(self, reader: Reader, want: int) -> list[Shard]:
+        """
+        Up to `want` shards, returned ones first. Towards the end of an epoch everybody gets fewer at once, so that nobody is
+        left with a heap while the others have nothing.
+        """
+        given = []
+        for _ in range(min(want, self._fair_share(reader))):
+            found = self._next(reader)
+            if found is None:
+                break
+            self.last_id += 1
+            self.held[self.last_id] = Held(found, reader.node, reader.local_rank)
+            reader.ids[self.last_id] = None
+            given.append(self.shard(self.last_id))
+            if len(reader.ids) == 1:
+                self.readers.setdefault(reader.node, {})[reader.local_rank] = reader
+                self.num_readers += 1
+        return given
+
+    def shard(self, id_: int) -> Shard:
+        found = self.held[id_].range
+        listed = self.listings[found.listing][found.start : found.end] if found.listing else ()
+        return Shard(id_, found.epoch, found.start, found.end, found.partition, listed)
+
+    def recall(self) -> bool:
+        """Somebody has nothing to do: ask the holder of most shards for half of what it has not begun. False: nobody has any."""
+        if self.is_stream:
+            return False  # the rest of a partition is read by the one who reads its beginning
+        readers = [reader for each in self.readers.values() for reader in each.values()]
+        if any(reader.recalled for reader in readers):
+            return True
+        unbegun = [[id_ for id_ in reader.ids if not self.held[id_].is_begun] for reader in readers]
+        most = max(unbegun, key=len, default=[])
+        for id_ in most[len(most) // 2 :][-MOST_RECALLED:]:  # those it would come to last
+            held = self.held[id_]
+            self.readers[held.node][held.local_rank].recalled[id_] = None
+        return bool(most)
+
+    # Taking back.
+
+    def consume(self, id_: int, count: int, step: int) -> None:
+        """The caller has checked who holds it and how much is left."""
+        held = self.held[id_]
+        whole = held.range
+        taken = Range(whole.epoch, whole.start, whole.start + count, whole.partition, whole.listing)
+        held.range = Range(whole.epoch, whole.start + count, whole.end, whole.partition, whole.listing)
+        held.is_begun = True
+        self.readers[held.node][held.local_rank].recalled.pop(id_, None)
+        if not held.range.size:
+            self._let_go(id_)
+        self.num_consumed += taken.size
+        if step == NO_STEP:
+            self.num_committed += taken.size
+        else:
+            _append(self.provisional.setdefault(step, []), taken)
+
+    def fail(self, id_: int, message: str) -> bool:
+        """Its data cannot be read. True: once too often, it is set aside."""
+        failed = self._let_go(id_)
+        key = f"{failed.epoch}/{failed.partition}/{failed.listing}/{failed.start}"
+        self.errors[key] = self.errors.get(key, 0) + 1
+        if self.errors[key] > self.spec.max_errors:
+            del self.errors[key]
+            self.set_aside.append(SetAside(failed, message))
+            return True
+        self._return([failed])
+        return False
+
+    def give_back(self, ids: Iterable[int]) -> None:
+        self._return([self._let_go(id_) for id_ in ids])
+
+    def end_leases(self, readers: Iterable[Reader]) -> int:
+        """Of workers that are gone. How many shards came back."""
+        ids = [id_ for reader in readers for id_ in reader.ids]
+        self.give_back(ids)
+        return len(ids)
+
+    def readers_of(self, node: NodeId) -> list[Reader]:
+        return list(self.readers.get(node, {}).values())
+
+    def all_readers(self) -> list[Reader]:
+        return [reader for node in list(self.readers) for reader in self.readers_of(node)]
+
+    # Models that come back, and models that are safe.
+
+    def restore(self, step: int, claims: Iterable[Claim] = ()) -> list[Claim]:
+        """
+        Go on with the model of this step. Gives the claims that cannot be: their ranges were never taken, so these are not the
+        books that the model was trained by.
+        """
+        undone = [each for later in sorted(self.provisional) if later > step for each in self.provisional[later]]
+        self.provisional = {at: ranges for at, ranges in self.provisional.items() if at <= step}
+        self.num_consumed -= sum(each.size for each in undone)
+        self._return([*undone, *(self._let_go(id_) for id_ in list(self.held))])
+        return [claim for claim in claims if claim.step <= step and not self._claim(claim)]
+
+    def commit(self, step: int) -> None:
+        """A checkpoint of that step is in storage: no model will be older than it from here on."""
+        for at in [at for at in self.provisional if at <= step]:
+            self.num_committed += sum(each.size for each in self.provisional.pop(at))
+
+    # Inside.
+
+    def _let_go(self, id_: int) -> Range:
+        held = self.held.pop(id_)
+        reader = self.readers[held.node][held.local_rank]
+        del reader.ids[id_]
+        reader.recalled.pop(id_, None)
+        if not reader.ids:
+            del self.readers[held.node][held.local_rank]
+            self.num_readers -= 1
+            if not self.readers[held.node]:
+                del self.readers[held.node]
+        return held.range
+
+    def _fair_share(self, reader: Reader) -> int:
+        if self.is_stream:
+            return len(self.offsets) or 1
+        others = self.num_readers - bool(reader.ids)
+        left = self.num_shards - self.cursor + len(self.returned)
+        return max(1, -(-left // (2 * (others + 1))))
+
+    def _next(self, reader: Reader) -> Range | None:
+        if self.is_stream:
+            return self._next_of_stream(reader)
+        if self.returned:
+            return self.returned.pop()
+        if not self.has_fresh:
+            return None
+        if self.cursor >= self.num_shards:
+            self.epoch, self.cursor = self.epoch + 1, 0
+        index = self._order().at(self.cursor) if self._shuffles_shards else self.cursor
+        self.cursor += 1
+        return self._shard_range(index)
+
+    def _shard_range(self, index: int) -> Range:
+        start = index * self.spec.shard_size
+        return Range(self.epoch, start, min(start + self.spec.shard_size, self.spec.size))
+
+    def _next_of_stream(self, reader: Reader) -> Range | None:
+        """A partition is read by one worker at a time: its records keep their order."""
+        taken = {held.range.partition: None for id_, held in self.held.items() if id_ not in reader.ids}
+        for place in range(len(self.returned) - 1, -1, -1):
+            if self.returned[place].partition not in taken:
+                return self.returned.pop(place)
+        waiting = {each.partition: None for each in self.returned}
+        for part in self._open_partitions():
+            if part not in waiting and part not in taken:
+                return self._cut(part)
+        return None
+
+    def _cut(self, part: str) -> Range:
+        start = self.offsets[part]
+        size = self.spec.shard_size if self.num_left < 0 else min(self.spec.shard_size, self.num_left)
+        end = min(start + size, self.ends.get(part, start + size))
+        self.offsets[part] = end
+        if self.num_left > 0:
+            self.num_left -= end - start
+        self.turn = (list(self.offsets).index(part) + 1) % len(self.offsets)
+        return Range(0, start, end, part)
+
+    def _open_partitions(self) -> Iterator[str]:
+        """Those with something fresh, in turn."""
+        if self.num_left == 0:
+            return
+        parts = list(self.offsets)
+        for part in parts[self.turn :] + parts[: self.turn]:
+            if part not in self.ends or self.offsets[part] < self.ends[part]:
+                yield part
+
+    @property
+    def _shuffles_shards(self) -> bool:
+        return self.spec.shuffle and self.spec.storage is Storage.TABLE
+
+    def _order(self) -> Permutation:
+        return _order_of(self.num_shards, self.spec.seed, self.epoch)
+
+    def _place_of(self, index: int) -> int:
+        return self._order().place_of(index) if self._shuffles_shards else index
+
+    def _return(self, ranges: Iterable[Range]) -> None:
+        """To the head of the queue, the earliest first; neighbours become one again, up to a whole shard."""
+        kept: list[Range] = []
+        for each in sorted(ranges, key=lambda each: (each.epoch, each.partition, each.listing, each.start)):
+            if each.size and not (kept and self._joins(kept[-1], each)):
+                kept.append(each)
+            elif each.size:
+                kept[-1] = _joined(kept[-1], each)
+        self.returned.extend(reversed(kept))
+
+    def _joins(self, one: Range, two: Range) -> bool:
+        is_same_shard = (
+            self.is_stream or one.listing or one.start // self.spec.shard_size == two.start // self.spec.shard_size
+        )
+        return one.key == two.key and one.end == two.start and bool(is_same_shard)
+
+    def _claim(self, claim: Claim) -> bool:
+        """Whether all of it is accounted for, after taking back what was returned meanwhile."""
+        wanted = Range(claim.epoch, claim.start, claim.end, claim.partition)
+        missing = [wanted]
+        for ranges in self.provisional.values():
+            missing = [rest for each in missing for rest in _minus(each, ranges)]
+        taken = [part for each in missing for part in _overlaps(each, self.returned)]
+        if sum(each.size for each in missing) != sum(each.size for each in taken):
+            return False
+        self.returned = [rest for each in self.returned for rest in reversed(_minus(each, taken))]
+        for part in taken:
+            self.num_consumed += part.size
+            _append(self.provisional.setdefault(claim.step, []), part)
+        return True
+
+
+@functools.lru_cache(maxsize=64)
+def _order_of(size: int, seed: int, epoch: int) -> Permutation:
+    return Permutation(size, seed, epoch)
+
+
+def _joined(one: Range, two: Range) -> Range:
+    return Range(one.epoch, one.start, two.end, one.partition, one.listing)
+
+
+def _append(ranges: list[Range], new: Range) -> None:
+    """Batches of one shard that follow each other become one entry."""
+    if ranges and ranges[-1].key == new.key and ranges[-1].end == new.start:
+        ranges[-1] = _joined(ranges[-1], new)
+    else:
+        ranges.append(new)
+
+
+def _minus(whole: Range, parts: Iterable[Range]) -> list[Range]:
+    """What is left of a range without the others."""
+    left = [whole]
+    for part in parts:
+        if part.key == whole.key:
+            left = [
+                rest
+                for each in left
+                for rest in (
+                    Range(each.epoch, each.start, min(each.end, part.start), each.partition, each.listing),
+                    Range(each.epoch, max(each.start, part.end), each.end, each.partition, each.listing),
+                )
+                if rest.size > 0
+            ]
+    return left
+
+
+def _overlaps(whole: Range, parts: Iterable[Range]) -> list[Range]:
+    found = []
+    for part in parts:
+        start, end = max(whole.start, part.start), min(whole.end, part.end)
+        if part.key == whole.key and start < end:
+            found.append(Range(whole.epoch, start, end, whole.partition, whole.listing))
+    return found

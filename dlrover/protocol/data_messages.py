@@ -1,0 +1,219 @@
+"""
+Messages of dynamic data sharding.
+
+A dataset is cut into shards, ranges of places, and the records themselves never travel. Workers take shards, a batch of them at a time, and say
+what they have consumed of them together with the step of the model that contains it. One message carries all of that, so a worker that reads fast
+costs the master one command for many shards.
+
+What a range means depends on the dataset: numbers of records for a table and for an unshuffled text; places in the shuffled order of the
+epoch for a shuffled text (`dlrover.core.permutation`); offsets in a partition for a stream.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from msgspec import Struct
+
+from dlrover.protocol.identity import Incarnation, NodeId, Round
+
+MAX_DATASETS = 256
+MAX_NAME_BYTES = 256
+MAX_SHARDS_AT_ONCE = 1024
+MAX_PARTITIONS = 4096
+MAX_ERROR_BYTES = 1024
+NO_STEP = -1
+"""Consumed for good, whatever model contains it: of scripts that do not tell their steps."""
+
+
+class TaskType(enum.IntEnum):
+    """What is done with the records; the numbers are those of the original's protocol."""
+
+    NONE = 0
+    TRAINING = 1
+    EVALUATION = 2
+    PREDICTION = 3
+    WAIT = 4
+    TRAIN_END_CALLBACK = 5
+
+
+class Storage(enum.StrEnum):
+    TABLE = "table"
+    """Shards are shuffled, the records inside stay in order."""
+    TEXT = "text"
+    """Records are shuffled over the whole dataset."""
+    STREAM = "stream"
+    """Partitions with growing offsets; in order inside a partition."""
+
+
+class DatasetSpec(Struct, frozen=True, kw_only=True):
+    """What a dataset is. The first worker's word counts; the others must say the same."""
+
+    name: str
+    size: int
+    """Records of one epoch; of a stream in all, -1 for endless."""
+    shard_size: int
+    num_epochs: int = 1
+    """0 or less: endless."""
+    batch_size: int = 1
+    shuffle: bool = False
+    seed: int = 0
+    storage: Storage = Storage.TABLE
+    task_type: TaskType = TaskType.TRAINING
+    partitions: dict[str, int] = {}
+    """Of a stream: the first offset of each."""
+    is_required: bool = True
+    """Whether the job is complete only when it is consumed."""
+    lease: float = 1800.0
+    """
+    Seconds after which a shard for evaluation or prediction is taken from a worker that was not heard of; 0: never. A shard for
+    training stays with its worker as long as that lives: the model may contain it.
+    """
+    max_errors: int = 3
+    """How often a shard may fail by its data before it is set aside."""
+
+
+class Shard(Struct, frozen=True, array_like=True):
+    """A range of places, and under which number it was given."""
+
+    id: int
+    epoch: int
+    start: int
+    end: int
+    partition: str = ""
+    indices: tuple[int, ...] = ()
+    """The records themselves, where a checkpoint of the original listed them one by one."""
+
+
+class DataCommand(Struct, frozen=True, kw_only=True):
+    node: NodeId = NodeId(-1)
+    """Put in by the agent, as is the incarnation."""
+    incarnation: Incarnation = Incarnation(0)
+    round: Round = Round(0)
+    local_rank: int = 0
+
+
+class DatasetCommand(DataCommand, frozen=True, kw_only=True):
+    dataset: str
+
+
+class RegisterDataset(DatasetCommand, tag=True, frozen=True, kw_only=True):
+    """Answered by `DatasetState`. Telling the same again is harmless, another cut is refused."""
+
+    spec: DatasetSpec
+
+
+class Consumption(Struct, frozen=True, array_like=True):
+    """So many records, from where the shard's consumption stood, are in the model from this step on."""
+
+    shard: int
+    count: int
+    step: int = NO_STEP
+
+
+class ShardError(Struct, frozen=True, array_like=True):
+    shard: int
+    message: str
+
+
+class ExchangeShards(DatasetCommand, tag=True, frozen=True, kw_only=True):
+    """All at once, or nothing: what was consumed, what failed, what comes back unused, and how many more are wanted."""
+
+    consumed: tuple[Consumption, ...] = ()
+    failed: tuple[ShardError, ...] = ()
+    unused: tuple[int, ...] = ()
+    """Shards that go back with what is left of them: nobody here will read it."""
+    want: int = 0
+
+
+class Claim(Struct, frozen=True, array_like=True):
+    """A restored model says: this is in me, since that step. Whoever else was to read it must not."""
+
+    epoch: int
+    start: int
+    end: int
+    step: int
+    partition: str = ""
+
+
+class RestoreAgreed(DataCommand, tag=True, frozen=True, kw_only=True):
+    """
+    The ranks of a round agree on the model they go on with. What any dataset gave to later steps is to be read again, and nothing else.
+
+    One rank says it for all, before anybody takes a shard in the round.
+    """
+
+    step: int
+    claims: dict[str, tuple[Claim, ...]] = {}
+    """By dataset: what the model contains, and a message about it may have been lost. The restored state carries it."""
+
+
+class RestoreDataset(DatasetCommand, tag=True, frozen=True, kw_only=True):
+    """Go back to a dataset checkpoint, whatever was read since. Answered by `DatasetState`."""
+
+    content: str
+
+
+class ExtendStream(DatasetCommand, tag=True, frozen=True, kw_only=True):
+    """Partitions of a stream that came, and where those end that are over."""
+
+    partitions: dict[str, int] = {}
+    ends: dict[str, int] = {}
+
+
+class AskDataset(Struct, tag=True, frozen=True, kw_only=True):
+    """Answered by `DatasetState`."""
+
+    dataset: str
+
+
+class AskDataCheckpoint(Struct, tag=True, frozen=True, kw_only=True):
+    """Answered by `DataCheckpoint`: the text to keep beside the model of that step."""
+
+    dataset: str
+    step: int = NO_STEP
+    """-1: as things stand, what is being read counted as unread."""
+
+
+class Supply(enum.StrEnum):
+    GIVEN = "given"
+    WAIT = "wait"
+    """Nothing now; others still read, and what they leave may come back."""
+    END = "end"
+
+
+class ShardsGiven(Struct, tag=True, frozen=True, kw_only=True):
+    supply: Supply
+    shards: tuple[Shard, ...] = ()
+    recalled: tuple[int, ...] = ()
+    """Others have nothing to do: give these back unless you have begun them."""
+    retry_after: float = 0.0
+
+
+class DatasetState(Struct, tag=True, frozen=True, kw_only=True):
+    spec: DatasetSpec
+    epoch: int
+    """0-based; of the shards that are given out now."""
+    num_shards: int
+    """Of one epoch."""
+    num_todo: int
+    """Records of the running epoch that nobody has taken, returned ones included."""
+    num_doing: int
+    """Records that somebody holds."""
+    num_consumed: int
+    """Records in all epochs that a model contains, provisionally or for good."""
+    num_committed: int
+    """Of them: in a checkpoint in storage, or told without a step."""
+    num_set_aside: int = 0
+    is_complete: bool = False
+    set_aside: tuple[str, ...] = ()
+    """A sentence for each shard that failed too often."""
+
+
+class DataCheckpoint(Struct, tag=True, frozen=True):
+    content: str
+
+
+AnyDataCommand = RegisterDataset | ExchangeShards | RestoreAgreed | RestoreDataset | ExtendStream
+AnyDataQuery = AskDataset | AskDataCheckpoint
+DataReply = ShardsGiven | DatasetState | DataCheckpoint

@@ -1,0 +1,429 @@
+"""Datasets in a job: lives of workers, rounds, restored models, checkpoints, and bad input."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from msgspec.structs import replace
+
+from dlrover.core.data_books import RESTORE_PATIENCE
+from dlrover.core.sequence import replay
+from dlrover.protocol.checkpoint_messages import CheckpointCommitted
+from dlrover.protocol.data_messages import (
+    MAX_SHARDS_AT_ONCE,
+    AskDataCheckpoint,
+    AskDataset,
+    Claim,
+    Consumption,
+    DataCheckpoint,
+    DatasetSpec,
+    DatasetState,
+    ExchangeShards,
+    ExtendStream,
+    RegisterDataset,
+    RestoreAgreed,
+    RestoreDataset,
+    Shard,
+    ShardError,
+    ShardsGiven,
+    Storage,
+    Supply,
+    TaskType,
+)
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages import Round
+from tests.core.scene import Scene, terms
+
+SPEC = DatasetSpec(name="d", size=100, shard_size=10)
+
+
+class Reading(Scene):
+    """A scene whose workers read. The worker `a1` is local rank 1 of node `a`."""
+
+    def begin(self, *nodes: str, procs: int = 2, spec: DatasetSpec = SPEC) -> Reading:
+        for node in nodes:
+            self.attach(node, procs=procs)
+            self.join(node, procs=procs)
+        self.register(nodes[0], spec)
+        return self
+
+    def register(self, worker: str, spec: DatasetSpec = SPEC) -> DatasetState:
+        reply = self.send(worker[0], RegisterDataset(dataset=spec.name, spec=spec, **self.who(worker))).reply
+        assert isinstance(reply, DatasetState)
+        return reply
+
+    def who(self, worker: str) -> dict[str, object]:
+        agent = self.agents[worker[0]]
+        return {
+            "node": agent.node,
+            "incarnation": agent.incarnation,
+            "round": self.round,
+            "local_rank": int(worker[1:] or 0),
+        }
+
+    @property
+    def round(self) -> Round:
+        return self.job.state.rendezvous.round
+
+    def exchange(self, worker: str, dataset: str = "d", **fields: object) -> ShardsGiven:
+        command = ExchangeShards(**({"dataset": dataset, **self.who(worker)} | fields))  # type: ignore[arg-type]
+        reply = self.send(worker[0], command).reply
+        assert isinstance(reply, ShardsGiven)
+        return reply
+
+    def take(self, worker: str, want: int = 1) -> list[Shard]:
+        return list(self.exchange(worker, want=want).shards)
+
+    def consume(self, worker: str, shard: Shard, step: int = -1, count: int = 0) -> None:
+        self.exchange(worker, consumed=(Consumption(shard.id, count or shard.end - shard.start, step),))
+
+    def restored(self, worker: str, step: int, **fields: object) -> None:
+        self.send(worker[0], RestoreAgreed(step=step, **({**self.who(worker)} | fields)))  # type: ignore[arg-type]
+
+    def state(self, dataset: str = "d") -> DatasetState:
+        reply = self.job.ask(AskDataset(dataset=dataset))
+        assert isinstance(reply, DatasetState)
+        return reply
+
+    def new_round(self, *nodes: str) -> None:
+        self.fail(nodes[0])
+        for node in nodes:
+            self.join(node)
+
+    def checkpoint(self, step: int = -1) -> str:
+        reply = self.job.ask(AskDataCheckpoint(dataset="d", step=step))
+        assert isinstance(reply, DataCheckpoint)
+        return reply.content
+
+    def go_back(self, worker: str, content: str) -> DatasetState:
+        reply = self.send(worker[0], RestoreDataset(dataset="d", content=content, **self.who(worker))).reply  # type: ignore[arg-type]
+        assert isinstance(reply, DatasetState)
+        return reply
+
+
+def places(shards: list[Shard]) -> list[tuple[int, int]]:
+    return [(shard.start, shard.end) for shard in shards]
+
+
+@pytest.fixture
+def scene() -> Reading:
+    return Reading(terms(2)).begin("a", "b")
+
+
+def refused(scene: Reading, code: str, **fields: object) -> str:
+    with pytest.raises(Rejected) as caught:
+        scene.exchange("a", **fields)
+    assert caught.value.code == code
+    return str(caught.value)
+
+
+def test_the_survivor_waits_and_gets_the_rest(scene: Reading) -> None:
+    mine = []
+    while shards := scene.take("a"):
+        mine += shards
+        for shard in shards:
+            scene.consume("a", shard)
+        if len(mine) == 8:
+            break
+    others = scene.take("b", 2) + scene.take("b", 2)
+    assert len(others) == 2
+    assert scene.exchange("a", want=1).supply is Supply.WAIT
+    scene.at(50).silent("b")
+    again = scene.take("a") + scene.take("a")
+    assert places(again) == places(others)
+    for shard in again:
+        scene.consume("a", shard)
+    assert scene.exchange("a", want=1).supply is Supply.END
+    assert scene.state().is_complete
+
+
+def test_two_workers_of_one_node_read_apart(scene: Reading) -> None:
+    [first], [second] = scene.take("a0"), scene.take("a1")
+    assert first.start != second.start
+    with pytest.raises(Rejected) as caught:
+        scene.consume("a1", first)
+    assert caught.value.code == "stale-lease"
+    assert "local rank 0 of node" in str(caught.value)
+
+
+def test_a_new_round_ends_all_leases(scene: Reading) -> None:
+    [shard] = scene.take("a")
+    scene.new_round("a", "b")
+    assert scene.state().num_doing == 0
+    refused(scene, "stale-lease", consumed=(Consumption(shard.id, 1),))
+    assert places(scene.take("b")) == places([shard])
+
+
+def test_a_worker_of_an_older_round_is_not_heard(scene: Reading) -> None:
+    old = scene.round
+    scene.new_round("a", "b")
+    refused(scene, "stale-round", want=1, round=old)
+
+
+def test_what_a_restarted_agent_held_goes_back(scene: Reading) -> None:
+    taken = scene.take("a", 3)
+    scene.restart_agent("a")
+    assert scene.state().num_doing == 0
+    assert scene.state().num_todo == 100
+    assert taken
+
+
+def test_the_model_decides_what_is_read_again(scene: Reading) -> None:
+    one, two = scene.take("a", 2)
+    scene.consume("a", one, step=1)
+    scene.consume("a", two, step=2)
+    scene.new_round("a", "b")
+    assert scene.exchange("b", want=1).supply is Supply.WAIT, "nobody has said yet which model goes on"
+    scene.restored("a", 1)
+    assert places(scene.take("b")) == places([two])
+    assert scene.state().num_consumed == 10
+
+
+def test_a_model_from_scratch_reads_everything(scene: Reading) -> None:
+    for step, shard in enumerate(scene.take("a", 3), 1):
+        scene.consume("a", shard, step=step)
+    scene.new_round("a", "b")
+    scene.restored("b", -1)
+    assert scene.state().num_todo == 100
+
+
+def test_a_restored_model_knows_of_records_that_nobody_was_told_of(scene: Reading) -> None:
+    [shard] = scene.take("a")
+    scene.new_round("a", "b")
+    scene.restored("a", 7, claims={"d": (Claim(0, shard.start, shard.start + 4, 7),)})
+    assert places(scene.take("b")) == [(shard.start + 4, shard.end)]
+
+
+def test_said_twice_is_said_once_and_two_models_are_refused(scene: Reading) -> None:
+    scene.restored("a", 3)
+    scene.restored("b", 3)
+    with pytest.raises(Rejected) as caught:
+        scene.restored("b", 4)
+    assert caught.value.code == "restore-differs"
+
+
+def commit(scene: Reading, step: int, round_: int) -> None:
+    agent = scene.agents["a"]
+    scene.send(
+        "a",
+        CheckpointCommitted(
+            node=agent.node, incarnation=agent.incarnation, directory="/c", attempt=f"{round_}-{step}", step=step,
+            round=Round(round_), is_by_files=True,
+        ),
+    )  # fmt: skip
+
+
+def test_a_model_in_storage_makes_its_records_final(scene: Reading) -> None:
+    one, two = scene.take("a", 2)
+    scene.consume("a", one, step=1)
+    scene.consume("a", two, step=2)
+    commit(scene, 1, scene.round)
+    assert (scene.state().num_committed, scene.state().num_consumed) == (10, 20)
+
+
+def test_a_checkpoint_of_a_history_that_was_given_up_counts_as_far_as_that_is_shared(scene: Reading) -> None:
+    old = scene.round
+    for step, shard in enumerate(scene.take("a", 3), 1):
+        scene.consume("a", shard, step=step)
+    scene.new_round("a", "b")
+    scene.restored("a", 1)
+    [shard] = scene.take("a")
+    scene.consume("a", shard, step=2)  # another step 2 than the one before
+    commit(scene, 3, old)
+    assert (scene.state().num_committed, scene.state().num_consumed) == (10, 20)
+
+
+def test_nobody_waits_for_ever_for_the_word_about_the_model(scene: Reading) -> None:
+    [shard] = scene.take("a")
+    scene.consume("a", shard, step=1)
+    scene.new_round("a", "b")
+    scene.at(RESTORE_PATIENCE + 1)
+    assert scene.take("b")
+    assert "Nobody said which model" in scene.job.state.verdict
+
+
+def test_scripts_without_steps_never_wait(scene: Reading) -> None:
+    [shard] = scene.take("a")
+    scene.consume("a", shard)
+    scene.new_round("a", "b")
+    assert places(scene.take("b")) == [(10, 20)]
+
+
+def test_an_evaluation_is_taken_from_who_is_not_heard_of(scene: Reading) -> None:
+    spec = replace(SPEC, name="e", task_type=TaskType.EVALUATION, lease=30.0)
+    scene.register("a", spec)
+    [shard] = scene.exchange("a", "e", want=1).shards
+    scene.at(20).exchange("a", "e")
+    scene.tick(45)
+    assert scene.state("e").num_doing == 10
+    scene.tick(60)
+    assert scene.state("e").num_doing == 0
+    assert "were not heard of for 30 s" in scene.outcomes[-1].verdicts[0]
+    assert scene.exchange("b", "e", want=1).shards[0].start == shard.start
+
+
+def test_a_shard_for_training_stays_with_its_worker_as_long_as_that_lives(scene: Reading) -> None:
+    scene.take("a")
+    scene.tick(3000)
+    assert scene.state().num_doing == 10
+
+
+def test_data_that_cannot_be_read_are_named_in_the_end(scene: Reading) -> None:
+    for _ in range(4):
+        [shard] = scene.take("a")
+        scene.exchange("a", failed=(ShardError(shard.id, "broken line 7"),))
+    state = scene.state()
+    assert state.num_set_aside == 10
+    assert "broken line 7" in state.set_aside[0]
+    assert "set aside after 4 tries" in scene.job.state.verdict
+
+
+def test_an_idle_worker_gets_recalled_shards(scene: Reading) -> None:
+    taken = scene.take("a", 5) + scene.take("a", 5) + scene.take("a", 5)
+    while shards := scene.take("b"):
+        scene.consume("b", shards[0])
+    assert scene.exchange("b", want=1).supply is Supply.WAIT
+    recalled = scene.exchange("a").recalled
+    assert recalled
+    assert set(recalled) < {shard.id for shard in taken}
+    scene.exchange("a", unused=recalled)
+    assert scene.take("b")
+
+
+def test_a_stream_grows_and_ends() -> None:
+    spec = DatasetSpec(name="d", size=-1, shard_size=10, storage=Storage.STREAM, partitions={"p": 0})
+    scene = Reading(terms(1)).begin("a", spec=spec)
+    [shard] = scene.take("a")
+    scene.consume("a", shard)
+    scene.send("a", ExtendStream(dataset="d", partitions={"q": 5}, ends={"p": 15, "q": 9}, **scene.who("a")))  # type: ignore[arg-type]
+    seen = []
+    while shards := scene.take("a"):
+        seen += [(each.partition, each.start, each.end) for each in shards]
+        for each in shards:
+            scene.consume("a", each)
+    assert sorted(seen) == [("p", 10, 15), ("q", 5, 9)]
+    assert scene.exchange("a", want=1).supply is Supply.END
+    with pytest.raises(Rejected, match="cannot end before"):
+        scene.send("a", ExtendStream(dataset="d", ends={"p": 3}, **scene.who("a")))  # type: ignore[arg-type]
+
+
+# Checkpoints.
+
+
+def test_a_checkpoint_brings_back_what_its_model_had_not_seen(scene: Reading) -> None:
+    one, two, three = scene.take("a", 3)
+    scene.consume("a", one, step=1)
+    scene.consume("a", two, step=2)
+    content = scene.checkpoint(step=1)
+    scene.consume("a", three, step=3)
+    state = scene.go_back("a", content)
+    assert (state.num_todo, state.num_consumed) == (90, 10)
+    refused(scene, "stale-lease", consumed=(Consumption(three.id, 1),))
+    assert places(scene.take("a", 2)) == places([two, three])
+
+
+def test_the_text_is_what_the_original_reads(scene: Reading) -> None:
+    shards = scene.take("a", 2)
+    content = json.loads(scene.checkpoint())
+    assert content["dataset_name"] == "d"
+    assert content["doing"] == [list(each) for each in places(shards)]
+    assert content["todo"] == [[start, start + 10] for start in range(20, 100, 10)]
+    assert (content["epoch"], content["splitter"]) == (1, None)
+
+
+def test_the_originals_text_is_understood(scene: Reading) -> None:
+    text = json.dumps(
+        {"dataset_name": "d", "todo": [[60, 70]], "doing": [[0, 10], [30, 32]], "epoch": 1, "splitter": None}
+    )
+    state = scene.go_back("a", text)
+    assert (state.num_todo, state.num_consumed) == (22, 78)
+    assert places(scene.take("a", 1) + scene.take("a", 1) + scene.take("a", 1)) == [(0, 10), (30, 32), (60, 70)]
+    assert scene.exchange("b", want=1).supply is Supply.WAIT
+
+
+def test_the_originals_list_of_records_is_kept(scene: Reading) -> None:
+    text = json.dumps({"dataset_name": "d", "todo": [[0, 3, [7, 99, 4]]], "doing": [], "epoch": 1, "splitter": None})
+    scene.go_back("a", text)
+    [shard] = scene.take("a")
+    assert shard.indices == (7, 99, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("not json", "cannot be read"),
+        ("[1]", "cannot be read"),
+        ('{"dataset_name": "d"}', "cannot be read"),
+        ('{"dataset_name": "other", "todo": [], "doing": [], "epoch": 1}', "not of 'd'"),
+        ('{"dataset_name": "d", "todo": [[0, 101]], "doing": [], "epoch": 1}', "names records 0 to 101"),
+        ('{"dataset_name": "d", "todo": [[5, 5]], "doing": [], "epoch": 1}', "names records 5 to 5"),
+        ('{"dataset_name": "d", "todo": [], "doing": [], "epoch": 1, "version": 3}', "Update dlrover"),
+    ],
+)
+def test_a_text_that_cannot_be_is_refused(scene: Reading, text: str, words: str) -> None:
+    with pytest.raises(Rejected, match=words):
+        scene.go_back("a", text)
+
+
+def test_a_checkpoint_of_another_cut_is_refused(scene: Reading) -> None:
+    other = json.loads(scene.checkpoint()) | {"shard_size": 20}
+    with pytest.raises(Rejected) as caught:
+        scene.go_back("a", json.dumps(other))
+    assert caught.value.code == "dataset-differs"
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": ""},
+        {"size": 0},
+        {"size": -1},
+        {"shard_size": 0},
+        {"batch_size": 0},
+        {"batch_size": 101},
+        {"max_errors": -1},
+        {"storage": Storage.STREAM},
+        {"storage": Storage.STREAM, "partitions": {"p": 0}, "shuffle": True},
+        {"storage": Storage.STREAM, "partitions": {"": 0}},
+    ],
+)
+def test_a_dataset_that_cannot_be_is_refused(scene: Reading, wrong: dict[str, object]) -> None:
+    with pytest.raises(Rejected):
+        scene.register("a", replace(SPEC, **({"name": "x"} | wrong)))  # type: ignore[arg-type]
+
+
+def test_a_dataset_registered_otherwise_is_refused_and_the_same_is_not(scene: Reading) -> None:
+    assert scene.register("b") == scene.state()
+    with pytest.raises(Rejected) as caught:
+        scene.register("b", replace(SPEC, size=101))
+    assert caught.value.code == "dataset-differs"
+    assert "size 100 and 101" in str(caught.value)
+
+
+def test_an_exchange_is_applied_whole_or_not_at_all(scene: Reading) -> None:
+    one, two = scene.take("a", 2)
+    refused(scene, "unknown-dataset", dataset="nope", want=1)
+    refused(scene, "malformed", consumed=(Consumption(one.id, 4), Consumption(one.id, 7)))
+    refused(scene, "malformed", consumed=(Consumption(one.id, 0),))
+    refused(scene, "malformed", consumed=(Consumption(one.id, 1, -2),))
+    refused(scene, "malformed", consumed=(Consumption(one.id, 10),), unused=(one.id,))
+    refused(scene, "malformed", unused=(one.id, one.id))
+    refused(scene, "stale-lease", consumed=(Consumption(one.id, 5),), failed=(ShardError(999, "x"),))
+    refused(scene, "malformed", want=MAX_SHARDS_AT_ONCE + 1)
+    refused(scene, "malformed", want=-1)
+    assert scene.state().num_consumed == 0
+    assert scene.state().num_doing == 20
+    assert two
+
+
+def test_a_replay_gives_the_same_books(scene: Reading) -> None:
+    for step, shard in enumerate(scene.take("a", 4), 1):
+        scene.consume("a", shard, step=step)
+    scene.new_round("a", "b")
+    scene.restored("a", 2)
+    scene.take("b", 3)
+    assert replay(None, scene.journal).job.digest() == scene.job.digest()
