@@ -12,7 +12,9 @@ import sys
 import pytest
 import torch
 
+from dlrover.snapshot.commit import committed_checkpoints, find_damage, locate
 from dlrover.snapshot.segment import Segment
+from dlrover.snapshot.storage import LocalStorage
 from tests.integration.jobs import SCRIPTS, kill, wait_until
 
 SCRIPT = SCRIPTS / "flash.py"
@@ -173,6 +175,35 @@ def test_kill_9_at_random_instants_of_saves_never_yields_anything_but_a_whole_st
     state = torch.load(tmp_path / "checkpoints" / str(step) / "rank_0.pt")
     assert state["step"] == step
     assert_same_weights(state["model"], undisturbed(jobs, tmp_path, step + 1))
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_agents_killed_at_random_instants_of_their_writing_leave_only_whole_checkpoints(jobs, tmp_path):
+    """Each step goes to storage, so an agent nearly always writes or commits when it is killed."""
+    job = jobs.start("dlrover-run", "--max-restarts=100", SCRIPT, tmp_path, "100000", "--disk-every", "1")
+    directory = tmp_path / "checkpoints"
+    dice = random.Random(11)
+    for life in range(1, 4):
+        wait_until(
+            lambda life=life: (tmp_path / "lives-0").exists() and len(lives(tmp_path)) >= life, explain=lambda: job.err
+        )
+        enough = lives(tmp_path)[-1] + dice.randrange(5, 40)
+        wait_until(lambda enough=enough: newest_step(jobs) >= enough, explain=lambda: job.err)
+        [agent] = jobs.pids("dlrover.agent")
+        before = newest_step(jobs)
+        kill(agent)
+        wait_until(lambda life=life: len(lives(tmp_path)) > life, explain=lambda: job.err)
+        assert lives(tmp_path)[-1] > before, "what was in memory is lost"
+        for checkpoint in committed_checkpoints(LocalStorage(), str(directory))[-3:]:
+            assert find_damage(LocalStorage(), checkpoint) == []
+    job.signal(15)
+    job.wait()
+    found = locate(LocalStorage(), str(directory))
+    assert found is not None
+    assert find_damage(LocalStorage(), found) == []
+    state = torch.load(f"{found.path}/rank_0.pt")
+    assert_same_weights(state["model"], undisturbed(jobs, tmp_path, found.manifest.step + 1))
 
 
 def test_after_a_kill_of_everything_clean_removes_the_segments(jobs, tmp_path):
