@@ -28,6 +28,10 @@ class WorkerEnvironment(Struct, frozen=True, kw_only=True):
     """Where the segments of this node's workers are; empty: the agent keeps none."""
     snapshot_fallback: str = ""
     """For segments that do not fit into shared memory."""
+    num_restarts: int = 0
+    """How often the workers of the job were started again so far."""
+    job_age: float = 0.0
+    """Seconds from the first start of workers to this one."""
 
 
 def read(environ: Mapping[str, str]) -> WorkerEnvironment | None:
@@ -42,6 +46,8 @@ def read(environ: Mapping[str, str]) -> WorkerEnvironment | None:
         node_rank=int(environ.get("DLROVER_NODE_RANK", "0")),
         snapshot_home=environ.get("DLROVER_SNAPSHOT_HOME", ""),
         snapshot_fallback=environ.get("DLROVER_SNAPSHOT_FALLBACK", ""),
+        num_restarts=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        job_age=float(environ.get("DLROVER_JOB_AGE", "0")),
     )
 
 

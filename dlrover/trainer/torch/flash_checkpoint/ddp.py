@@ -12,9 +12,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
+from dlrover.core.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
+from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer, SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
@@ -36,6 +39,8 @@ class DdpCheckpointer(Checkpointer):
         storage: Any = None,
         num_slots: int = 2,
         lazy: bool | str = False,
+        checkpoint_interval: Interval = AUTO,
+        overhead_budget: float = BUDGET,
     ) -> None:
         """
         With 1 and 1 shards the state is the same on all ranks and local rank 0 of each node saves; for a state that is cut over all ranks
@@ -45,7 +50,8 @@ class DdpCheckpointer(Checkpointer):
         docs/compatibility.md.
 
         `comm_backend` is accepted and not needed: ranks agree over gloo. `num_slots` is how many states are kept in memory; a
-        third one lets memory saves go on while storage is slow. `lazy` is how saves are made that do not say.
+        third one lets memory saves go on while storage is slow. `lazy` is how saves are made that do not say. The last two are for
+        `save_if_due`: how often, or "auto", and which part of the training time saves may take then.
         """
         if replica_count < 0:
             raise ConfigError(f"replica_count is the number of copies in other nodes' memory, not {replica_count}.")
@@ -60,6 +66,7 @@ class DdpCheckpointer(Checkpointer):
             storage=storage,
             lazy=lazy,
         )
+        self._cadence = SaveCadence(self._engine, checkpoint_interval, overhead_budget)
 
     def save_checkpoint(
         self,
@@ -93,6 +100,18 @@ class DdpCheckpointer(Checkpointer):
             links=links,
             lazy=lazy,
         )
+
+    def save_if_due(self, step: int, state_fn: Callable[[], dict[str, Any]]) -> SaveResult | None:
+        """
+        Save this step if it is time, to memory or to storage. All ranks call this at every step; `state_fn` is only called when
+        there is something to save. None: it is not time.
+        """
+        storage_type = self._cadence.due(step)
+        if storage_type is None:
+            return None
+        result = self.save_checkpoint(step, state_fn(), storage_type=storage_type)
+        self._cadence.saved(result, storage_type)
+        return result
 
     def load_checkpoint(self, resume_path: str = "", *, into: dict[str, Any] | None = None) -> dict[str, Any]:
         """
