@@ -87,6 +87,11 @@ class EarlyLook:
         return max(slots, default=None)
 
 
+def close_behind(segment: Segment) -> None:
+    """Give a mapping back without waiting for it: to take down page tables lasts as long as the copy (0.07 s per GiB here)."""
+    threading.Thread(target=segment.close, name="dlrover-unmap", daemon=True).start()
+
+
 def check(pinned: PinnedSlot) -> bool:
     """Raise Corrupt when a byte has changed since the sums were made. False: nobody has made them yet."""
     with ThreadPoolExecutor(min(_NUM_SUMMERS, len(os.sched_getaffinity(0))), "dlrover-verify") as pool:

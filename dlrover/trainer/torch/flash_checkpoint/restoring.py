@@ -31,7 +31,7 @@ from dlrover.snapshot.storage import LocalStorage, Storage, join, read_bytes
 from dlrover.snapshot.user_storage import storage_of
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement
 from dlrover.trainer.torch.flash_checkpoint.copying import load_state
-from dlrover.trainer.torch.flash_checkpoint.early_look import EarlyLook, check
+from dlrover.trainer.torch.flash_checkpoint.early_look import EarlyLook, check, close_behind
 from dlrover.trainer.torch.flash_checkpoint.reading import check_content, read_content, read_file, read_raw
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
@@ -128,7 +128,8 @@ class Restorer:
         """None, with a warning, when it is not there any more or damaged."""
         try:
             checked = None if self._look is None else self._look.take(name)
-            with checked or Segment(name.path, private=True) as segment:
+            segment = checked or Segment(name.path, private=True)
+            try:
                 pinned = segment.pin(name.slot, name.generation)
                 if pinned is None:
                     return None
@@ -136,6 +137,8 @@ class Restorer:
                     if checked is None:
                         check(pinned)
                     parts = load_state(pinned, self._copier, names=names, into=into)
+            finally:
+                close_behind(segment)
         except (OSError, Corrupt, SegmentInvalid) as error:
             log.warning("%s", error)
             return None

@@ -103,6 +103,11 @@ class _StoragePickler(pickle.Pickler):
 class _StorageUnpickler(pickle.Unpickler):
     storage: Callable[[int, int, str], torch.UntypedStorage]
 
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _rebuild_tensor
+        return super().find_class(module, name)
+
     def persistent_load(self, reference: Any) -> torch.storage.TypedStorage:
         kind, storage_type, number, location, num_elements = reference
         assert kind == "storage", f"the pickle refers to a {kind}, which no version of ours writes"
@@ -110,3 +115,16 @@ class _StorageUnpickler(pickle.Unpickler):
         num_bytes = num_elements * torch._utils._element_size(dtype)
         untyped = self.storage(int(number), num_bytes, location)
         return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def _rebuild_tensor(
+    storage: Any, offset: int, size: Any, stride: Any, requires_grad: bool, hooks: Any, metadata: Any = None
+) -> torch.Tensor:
+    """torch's function of the same arguments, but for the search of a fake-tensor mode, for each tensor anew: there is none here."""
+    untyped = storage._untyped_storage
+    tensor = torch.empty((0,), dtype=storage.dtype, device=untyped.device).set_(untyped, offset, size, stride)
+    tensor.requires_grad = requires_grad
+    if metadata:
+        torch._utils.set_tensor_metadata(tensor, metadata)
+    tensor._backward_hooks = hooks
+    return tensor
