@@ -20,6 +20,8 @@ class SaveReason(enum.StrEnum):
     SAVED = "saved"
     SKIPPED_BUSY = "skipped_busy"
     """Every slot that may be overwritten is still being written to storage, here or on another saving rank."""
+    QUEUED = "queued"
+    """The same, and the state waits aside, as `on_busy="latest"` wants it."""
     NOT_A_SAVING_RANK = "not_a_saving_rank"
     """Another rank of this node saves the same state."""
     ERROR = "error"
@@ -45,6 +47,8 @@ class SaveResult(Struct, kw_only=True):
     """Some of it was copied while training went on."""
     is_done: bool = True
     """Nothing of this will change any more."""
+    is_stale: bool = False
+    """The bytes are those of the save before, although an optimizer has stepped: probably not the state that was meant."""
 
     def __bool__(self) -> bool:
         return self.reason is SaveReason.SAVED

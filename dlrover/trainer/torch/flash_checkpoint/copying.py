@@ -26,6 +26,7 @@ from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY_FROM_BYTES, Block, 
 from dlrover.trainer.torch.flash_checkpoint.live import fresh_storage, live_storages
 from dlrover.trainer.torch.flash_checkpoint.parts import restore_part, skeleton_of
 from dlrover.trainer.torch.flash_checkpoint.skeleton import Skeleton
+from dlrover.trainer.torch.flash_checkpoint.staleness import sample_digest
 from dlrover.trainer.torch.flash_checkpoint.tensors import TorchTensors
 
 META_GUESS_PER_TENSOR = 512
@@ -138,7 +139,7 @@ class StateWriter:
         def describe() -> _Description:
             return description if description is not None else self._describe_later(state, header)
 
-        return PendingSave(slot, transfer, guard, layout, header, describe)
+        return PendingSave(slot, transfer, guard, state, header, describe)
 
     def _describe_later(self, state: _State, header: _Header) -> _Description:
         description = _describe(state, header)
@@ -220,11 +221,17 @@ class PendingSave:
         slot: SlotInWriting,
         transfer: _Transfer,
         guard: Guard,
-        layout: Layout,
+        state: _State,
         header: _Header,
         describe: Callable[[], _Description],
     ) -> None:
-        self._slot, self._transfer, self._guard, self._layout, self._header = slot, transfer, guard, layout, header
+        self._slot, self._transfer, self._guard, self._header = slot, transfer, guard, header
+        self.layout = state.plan.layout
+        """Of the named tensors."""
+        self.storages: Collection[int] = state.plan.numbers.keys()  # type: ignore[assignment]
+        """Of the state, by identity."""
+        self.digest = b""
+        """Of some of its bytes; known when it is finished."""
         self._describe = describe
         self._description: _Description | None = None
         self._describing = threading.Lock()
@@ -255,6 +262,7 @@ class PendingSave:
             if number is not None:
                 raise Changed(f"{self._name_of(number)} was written to while it was copied.")
             description = self.prepare()
+            self.digest = sample_digest(self._slot.address, self.layout)
             return self._slot.complete(
                 step=self._header.step,
                 round_=self._header.round,
@@ -267,7 +275,7 @@ class PendingSave:
             raise
 
     def _name_of(self, number: int) -> str:
-        names = [tensor.name for tensor in self._layout.tensors if tensor.storage == number]
+        names = [tensor.name for tensor in self.layout.tensors if tensor.storage == number]
         return names[0] if names else f"Storage {number}"
 
 

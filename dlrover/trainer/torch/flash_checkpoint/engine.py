@@ -32,6 +32,7 @@ from dlrover.snapshot.user_storage import meta_for, storage_of
 from dlrover.trainer import environment
 from dlrover.trainer.torch.flash_checkpoint.agreed_segments import AgreedSegments
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, own_ranks
+from dlrover.trainer.torch.flash_checkpoint.aside import Waiting, copy_aside
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.copying import PendingSave, StateWriter
 from dlrover.trainer.torch.flash_checkpoint.early_look import EarlyLook
@@ -46,10 +47,11 @@ from dlrover.trainer.torch.flash_checkpoint.outlets import AgentOutlet, Outlet, 
 from dlrover.trainer.torch.flash_checkpoint.preparing import Preparation
 from dlrover.trainer.torch.flash_checkpoint.reading import read_file
 from dlrover.trainer.torch.flash_checkpoint.restoring import Restorer
+from dlrover.trainer.torch.flash_checkpoint.staleness import StalenessWatch
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
-ON_BUSY = ("skip", "block")
+ON_BUSY = ("skip", "block", "latest")
 _LOOK_AGAIN_AFTER = 0.02
 _TRACKER_LOOK_AFTER = 0.1
 
@@ -126,6 +128,9 @@ class CheckpointEngine:
         self._unjudged: SlotName | None = None
         """Slot of the last save, if the ranks have still to tell each other whether they all got it done."""
         self._is_judgement_due = False
+        self._staleness = StalenessWatch()
+        self._waiting: Waiting | None = None
+        """The newest state that found every slot busy and waits for one."""
         self._pid = os.getpid()
         atexit.register(self._at_exit)
         self._look = EarlyLook(self.outlet.home, self.shard)
@@ -167,6 +172,9 @@ class CheckpointEngine:
 
         With `lazy` (True or "auto"; None: as the engine was made) parameters and optimizer state are copied while training goes on, where that is
         safe; otherwise everything may change again as soon as this returns.
+
+        If every slot is busy, `on_busy` says what happens: "skip" this save, "block" until one is free, or copy the state aside and let the
+        "latest" such state have the slot that gets free, at the next save or `poll`.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"A step is a number from 0 on, not {step!r}.")
@@ -180,7 +188,8 @@ class CheckpointEngine:
         self.wait_for_staging()  # a save that still copies comes first; the wait is counted there
         begun_at = time.perf_counter()
         self.outlet.poll()
-        is_storage = is_storage or self.is_save_requested
+        is_inherited = self._give_way()
+        is_storage = is_storage or is_inherited or self.is_save_requested
         request_number = self._agreement.agreed_request
         self._num_saves += 1
         request = SaveRequest(
@@ -204,28 +213,11 @@ class CheckpointEngine:
             save_timeout=self._save_timeout,
         )
         request.as_attempt()  # a name that the agent could not use is an error here, where somebody can correct it
-        try:
-            with self._writing:
-                self._judge()
-                storages = self._lazy_storages(wanted_lazy)
-                try:
-                    pending = self._copy(parts, paths, request, on_busy, storages)
-                finally:
-                    is_agreed = self._segments is not None and self._segments.is_agreed
-                    self._is_judgement_due = is_agreed and wanted_lazy is not False
-                if pending is not None and not pending.is_lazy:
-                    self._saved(pending.finish(), request)
-        except (OSError, ConfigError, Unavailable) as error:
-            return self._failed(step, error, time.perf_counter() - begun_at)
-        if pending is None:
-            return SaveResult(reason=SaveReason.SKIPPED_BUSY, step=step, blocking=time.perf_counter() - begun_at)
-        assert self._segments is not None, "a save has been made with it"
-        result = SaveResult(reason=SaveReason.SAVED, step=step, num_bytes=self._segments.num_bytes)
-        if is_storage:
+        result = self._save_now(parts, paths, request, on_busy=on_busy, lazy=wanted_lazy)
+        if result and is_storage:
             self._honoured_request = request_number
-        self._watch.after_save()
-        if pending.is_lazy:
-            self._stage(pending, request, result)
+        if result.reason is SaveReason.SKIPPED_BUSY and on_busy == "latest":
+            self._wait_aside(parts, paths, request, result)
         result.blocking = time.perf_counter() - begun_at
         return result
 
@@ -248,10 +240,15 @@ class CheckpointEngine:
         return self._agreement.tell_all(values)
 
     def poll(self) -> bool:
-        """Whether the newest save is in memory, without waiting. Also lets go of what the agent has taken."""
+        """
+        Whether the newest save is in memory, without waiting. Lets go of what the agent has taken, and gives a slot that is free to a
+        state that waits for one: all saving ranks call this at the same place, if they use `on_busy="latest"`.
+        """
         with self._writing:
             self.outlet.poll()
-        return self._staging is None or self._staging.is_done
+        if self._waiting is not None:
+            self._end_waiting("skip")
+        return self._waiting is None and (self._staging is None or self._staging.is_done)
 
     def wait_for_staging(self) -> bool:
         """Until the newest save is in memory; helps with its copy. False: it was discarded, its result says why."""
@@ -328,6 +325,7 @@ class CheckpointEngine:
         """Give up saving. Without an agent this waits for what is being written, and the memory goes."""
         atexit.unregister(self._at_exit)
         self.wait_for_staging()
+        self._end_waiting("skip" if self._agreement.is_joint else "block")
         self._watch.close()
         if self._stager is not None:
             self._stager.shutdown(wait=True)
@@ -375,6 +373,81 @@ class CheckpointEngine:
             self._segments.agreement = self._agreement
             self._writer = StateWriter(self._segments, self._copier)
         return self._writer
+
+    def _save_now(
+        self,
+        parts: Mapping[str, object],
+        paths: Mapping[str, str],
+        request: SaveRequest,
+        *,
+        on_busy: str,
+        lazy: bool | str,
+    ) -> SaveResult:
+        stepped = self._watch.optimizers()
+        try:
+            with self._writing:
+                self._judge()
+                storages = self._lazy_storages(lazy)
+                try:
+                    pending = self._copy(parts, paths, request, on_busy, storages)
+                finally:
+                    is_agreed = self._segments is not None and self._segments.is_agreed
+                    self._is_judgement_due = is_agreed and lazy is not False
+                if pending is not None and not pending.is_lazy:
+                    self._saved(pending.finish(), request)
+        except (OSError, ConfigError, Unavailable) as error:
+            return self._failed(request.step, error, 0.0)
+        if pending is None:
+            return SaveResult(reason=SaveReason.SKIPPED_BUSY, step=request.step)
+        assert self._segments is not None, "a save has been made with it"
+        result = SaveResult(reason=SaveReason.SAVED, step=request.step, num_bytes=self._segments.num_bytes)
+        self._watch.after_save()
+        if pending.is_lazy:
+            self._stage(pending, request, result)
+        elif self._staleness.is_stale(request.step, pending.digest, pending.layout, pending.storages, stepped):
+            self._tell_stale(result)
+        return result
+
+    def _tell_stale(self, result: SaveResult) -> None:
+        result.is_stale = True
+        if self._staleness.is_to_be_told():
+            log.warning(
+                "step %d holds the same bytes as the save before, although an optimizer has stepped since. Was the state built or "
+                "copied once, before the loop? Build it anew for every save. It was saved as it is.",
+                result.step,
+            )
+
+    def _wait_aside(
+        self, parts: Mapping[str, object], paths: Mapping[str, str], request: SaveRequest, result: SaveResult
+    ) -> None:
+        copied = copy_aside(parts, self._copier)
+        if copied is None:
+            result.message = "This kind of state cannot wait aside."
+            return
+        result.reason, result.is_done = SaveReason.QUEUED, False
+        self._waiting = Waiting(copied, paths, request, result)
+
+    def _give_way(self) -> bool:
+        """A newer state comes: the one that waits is given up. True: it was to be written to storage, which the newer one inherits."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return False
+        waiting.result.reason, waiting.result.is_done = SaveReason.SKIPPED_BUSY, True
+        waiting.result.message = "A newer state took its place."
+        return waiting.request.is_storage
+
+    def _end_waiting(self, on_busy: str) -> None:
+        """Give the state that waits a slot, if there is one now."""
+        waiting = self._waiting
+        if waiting is None:
+            return
+        self.wait_for_staging()
+        done = self._save_now(waiting.parts, waiting.paths, waiting.request, on_busy=on_busy, lazy=False)
+        if done.reason is not SaveReason.SKIPPED_BUSY:
+            self._waiting = None
+            result = waiting.result
+            result.reason, result.num_bytes, result.message = done.reason, done.num_bytes, done.message
+            result.is_done = True
 
     def _copy(
         self,
