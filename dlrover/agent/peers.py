@@ -34,6 +34,7 @@ from dlrover.protocol.addresses import Address, TlsConfig, is_loopback, parse_ad
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.peer_messages import (
     PEER_PROTOCOL,
+    Accepted,
     Challenge,
     PeerMessage,
     Proof,
@@ -45,6 +46,8 @@ log = logging.getLogger("dlrover.agent")
 
 STALL = 5.0
 """Seconds without a byte after which a peer is given up."""
+ROOM_PATIENCE = 60.0
+"""Seconds for a peer to get the memory for a copy."""
 MAX_MESSAGE_BYTES = 1024 * 1024
 MAX_CONNECTIONS = 64
 NICENESS = 5
@@ -128,6 +131,14 @@ class Connection:
         if not isinstance(message, kinds):
             raise Rejected(f"{type(message).__name__} was not to come now", code="malformed")
         return message
+
+    def await_room(self) -> None:
+        """Until the peer says that it has the memory for what comes: zeroing pages takes about a second per GiB."""
+        usual, self._stall = self._stall, max(self._stall, ROOM_PATIENCE)
+        try:
+            self.receive(Accepted)
+        finally:
+            self._stall = usual
 
     def send_bytes(
         self, data: memoryview, *, limit: RateLimit | None = None, is_paused: Callable[[], None] | None = None

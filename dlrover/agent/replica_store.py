@@ -57,7 +57,7 @@ class ReplicaStore:
         self.round = Round(0)
         self._holdings: Holdings | None = None
         self._taking = threading.Lock()
-        """For deciding about a copy and making its file; not for its bytes."""
+        """For deciding about a copy; not for its bytes."""
         self._in_work: set[int] = set()
 
     def enter(self, round_: Round, home: Path) -> None:
@@ -153,20 +153,19 @@ class ReplicaStore:
             if header.shard in self._in_work:
                 raise Rejected(f"A copy of shard {header.shard} is arriving already.", code="busy")
             slot = self._choose_slot(header, record, path)
-            make_private(home.parent)
-            make_private(home)
-            arriving = ArrivingSlot(path, self._owner(header.shard), header.sequence, geometry, slot)
             self._in_work.add(header.shard)
         try:
-            with arriving:
+            make_private(home.parent)
+            make_private(home)
+            with ArrivingSlot(path, self._owner(header.shard), header.sequence, geometry, slot) as arriving:
                 connection.send(Accepted())
                 arriving.fill(record, sums, connection.receive_into)
                 arriving.complete(record, sums)
             remove_copies(home, header.shard, but=path)
-            self._on_taken()
-            connection.send(Accepted())
         finally:
             self._in_work.discard(header.shard)
+        self._on_taken()
+        connection.send(Accepted())
 
     def _choose_slot(self, header: SlotHeader, record: SlotRecord, path: Path) -> int:
         """The one that does not hold the newest copy. Raises Rejected when the copy is not newer than what is here."""
@@ -254,6 +253,7 @@ def header_of(pinned: PinnedSlot, request: SaveRequest, round_: Round) -> SlotHe
 def send_slot(connection: Connection, pinned: PinnedSlot, request: SaveRequest, round_: Round) -> None:
     """Header, metadata, data: the answer to a pull."""
     connection.send(header_of(pinned, request, round_))
+    connection.await_room()
     with meta_of(pinned) as meta:
         connection.send_bytes(meta)
     with pinned.data as data:

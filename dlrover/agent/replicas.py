@@ -17,66 +17,36 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable
 from pathlib import Path
 
-from msgspec import Struct
-
-from dlrover.agent.arithmetic import fastest_add
 from dlrover.agent.config import AgentConfig
-from dlrover.agent.editions import Edition, complete, editions, shards_of_node
-from dlrover.agent.parity_work import Group, await_group, compute_image, give_pieces
-from dlrover.agent.peers import NICENESS, STALL, Connection, PeerServer, RateLimit, Secret, connect
+from dlrover.agent.editions import editions, shards_of_node
+from dlrover.agent.fetching import Errand, nice_pool
+from dlrover.agent.parity_work import Group, await_group, give_pieces
+from dlrover.agent.peers import Connection, PeerServer, RateLimit, Secret, connect
 from dlrover.agent.relay import Call
-from dlrover.agent.replica_store import ReplicaStore, geometry_of, header_of, meta_of
+from dlrover.agent.replica_config import ReplicaConfig
+from dlrover.agent.replica_store import ReplicaStore, header_of, meta_of
 from dlrover.agent.saver import Saver
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.checkpoint_messages import OpenSnapshots
 from dlrover.protocol.errors import ConfigError, DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages import NodeId, NodeRank, Round, WorldSpec
-from dlrover.protocol.peer_messages import Accepted, AskPeers, HeldList, ListHeld, Peer, Peers, PullSlot, SlotHeader
+from dlrover.protocol.peer_messages import Accepted, AskPeers, Peer, Peers
 from dlrover.snapshot.contents import decode_contents
-from dlrover.snapshot.image import read_head
-from dlrover.snapshot.index import make_private
-from dlrover.snapshot.mirror import ArrivingSlot, Fill, next_generation, own_path, read_transfer
 from dlrover.snapshot.persist import SaveRequest, pin_newest, read_request, release
 from dlrover.snapshot.segment import PinnedSlot, SlotName
-from dlrover.snapshot.segment_format import Geometry, Owner, SlotRecord, Sums
 
 log = logging.getLogger("dlrover.agent")
 
 NUM_TRIES = 3
-NUM_LISTENERS = 16
-"""Peers that are asked at a time what they hold."""
 _PAUSE = 0.2
 """Seconds between two tries, roughly."""
 _SAVES_UNTIL_TIDY = 2
-
-
-class ReplicaConfig(Struct, frozen=True, kw_only=True):
-    job: str
-    copies: int = 0
-    """--snapshot-replicas; a trainer may ask for more."""
-    num_data: int = 0
-    num_parity: int = 0
-    """--snapshot-parity k+m."""
-    bytes_per_second: float = 0.0
-    """Limit for what this node sends in the background; 0: none."""
-    ask_limit: float = 5.0
-    """Seconds for the master, and for all peers together, to say what there is."""
-    fetch_limit: float = 120.0
-    """Seconds for fetching what the workers of a round need before they start without it."""
-    push_limit: float = 600.0
-    """Seconds for one copy."""
-    parity_limit: float = 120.0
-    """Seconds for the whole group to protect a save by parity."""
-    stall: float = STALL
-    """Seconds without a byte after which a peer is given up."""
 
 
 class Replicas:
@@ -108,9 +78,8 @@ class Replicas:
         self._server = PeerServer(host, self._secret, tls, self._store.serve, ports=ports, stall=config.stall)
         self.address = self._server.address
         self._rate = RateLimit(config.bytes_per_second)
-        self._pusher = _pool("dlrover-copies", 1)
-        self._waiter = _pool("dlrover-parity", 64)
-        self._fetcher = _pool("dlrover-fetch", 4)
+        self._pusher = nice_pool("dlrover-copies", 1)
+        self._waiter = nice_pool("dlrover-parity", 64)
         self._ask: Call | None = None
         self._node = NodeId(-1)
         self._world: WorldSpec | None = None
@@ -128,8 +97,6 @@ class Replicas:
         """In this round."""
         self._protected: dict[int, PinnedSlot] = {}
         """By shard: the newest slot of ours that the whole group has protected by parity."""
-        self._edition = ""
-        """What the workers of this round were given to go on from."""
         self._told: set[str] = set()
 
     # Towards the agent.
@@ -158,16 +125,21 @@ class Replicas:
             task.cancel()
         for shard in list(self._protected):
             self._let_go(shard)
-        for pool in (self._pusher, self._waiter, self._fetcher):
+        for pool in (self._pusher, self._waiter):
             pool.shutdown(wait=False, cancel_futures=True)
 
     # Keeping copies elsewhere.
 
     async def _push_offered(self, path: str) -> None:
         while (name := self._offered.pop(path, None)) is not None:
+            world = self._world
+            assert world is not None, "nothing is pushed before the first round"
             try:
                 await self._push(name)
             except (OSError, DLRoverError) as error:
+                if world is not self._world:
+                    log.info("step %d was not copied in round %d, which is over: %s", name.step, world.round, error)
+                    continue
                 self._tell(f"{type(error).__name__}", f"step {name.step} has no copy on another node: {error}")
             except Exception:  # the root of a task
                 log.exception("bug: step %d has no copy on another node", name.step)
@@ -292,7 +264,7 @@ class Replicas:
 
     def _send_copy(self, connection: Connection, pinned: PinnedSlot, request: SaveRequest, round_: Round) -> None:
         connection.send(header_of(pinned, request, round_))
-        connection.receive(Accepted)
+        connection.await_room()
         with meta_of(pinned) as meta:
             connection.send_bytes(meta)
         with pinned.data as data:
@@ -308,7 +280,7 @@ class Replicas:
     async def _enter(self, world: WorldSpec, node: NodeId, node_rank: NodeRank, ask: Call) -> None:
         home = self._home_for(node_rank)
         self._ask, self._node, self._world = ask, node, world
-        self._peers, self._num_pushed, self._edition = {}, 0, ""
+        self._peers, self._num_pushed = {}, 0
         self._store.enter(world.round, home)
         former, self._members = self._members, (node,)
         if world.group_world_size == 1:
@@ -322,23 +294,25 @@ class Replicas:
         if self._members == former and self._has_all(world):
             return  # the same nodes as before, each with its own
         self._is_free.clear()
-        pool = _pool("dlrover-enter", 1)  # of its own: a former entry that was given up may still wait for a peer
+        errand = Errand(self._config, world, home, connect=self._connect, store=self._store, own_address=self.address)
+        pool = nice_pool("dlrover-enter", 1)  # of its own: a former errand that was given up may still wait for a peer
         try:
-            loop = asyncio.get_running_loop()
-            count = await loop.run_in_executor(pool, self._fetch, world, peers, home, begun_at)
+            await asyncio.get_running_loop().run_in_executor(pool, errand.run, peers)
         finally:
+            errand.end()
             self._is_free.set()
             pool.shutdown(wait=False, cancel_futures=True)
-        if count:
+        if errand.num_fetched:
             self._on_home()
-            log.warning("%d snapshots came from other nodes in %.2f s", count, time.monotonic() - begun_at)
-        self._offer_again()
+            took = time.monotonic() - begun_at
+            log.warning("%d snapshots came from other nodes in %.2f s", errand.num_fetched, took)
+        self._offer_again(errand.attempt)
 
-    def _offer_again(self) -> None:
+    def _offer_again(self, attempt: str) -> None:
         """The plan of this round is another one: who keeps our newest may not have it yet."""
         assert self._store.holdings is not None, "entered above"
         for holding in self._store.holdings.all():
-            if not holding.is_copy and holding.request.attempt == self._edition:
+            if not holding.is_copy and holding.request.attempt == attempt:
                 self.offer(holding.name)
 
     async def _peers_for(self, copies: int) -> Peers:
@@ -364,135 +338,6 @@ class Replicas:
             return False
         needed = shards_of_node(own[0].num_shards, world.group_rank, world.group_world_size)
         return bool(needed) and set(needed) <= set(own[0].holders)
-
-    def _fetch(self, world: WorldSpec, peers: Peers, home: Path, begun_at: float) -> int:
-        """In a thread: how many shards came."""
-        told = self._listen(peers, world.round, begun_at + self._config.ask_limit)
-        told[self.address] = self._store.list()
-        found = editions(told)
-        needed = {
-            each.num_shards: shards_of_node(each.num_shards, world.group_rank, world.group_world_size) for each in found
-        }
-        is_everybody_heard = len(told) == world.group_world_size
-        if len(told) < min(world.group_world_size, len(peers.neighbours) + 1):
-            log.warning("%d of %d nodes said what they hold", len(told), world.group_world_size)
-        deadline = begun_at + self._config.fetch_limit
-        for edition in complete(found, is_everybody_heard=is_everybody_heard, needed=needed):
-            own = {
-                item.shard for item in told[self.address].items if item.attempt == edition.attempt and not item.is_copy
-            }
-            missing = [shard for shard in needed[edition.num_shards] if shard not in own]
-            self._edition = edition.attempt
-            if not missing:
-                return 0
-            if self._fetch_edition(edition, missing, world, home, deadline):
-                return len(missing)
-            self._edition = ""
-            log.warning(
-                "step %d cannot be put together from the memory of the nodes; trying an older one", edition.step
-            )
-        return 0
-
-    def _listen(self, peers: Peers, round_: Round, deadline: float) -> dict[str, HeldList]:
-        """Who answers in time. Nobody waits for the others."""
-        told: dict[str, HeldList] = {}
-
-        def ask(peer: Peer) -> None:
-            with self._connect(peer.address, deadline) as connection:
-                connection.send(ListHeld(round=round_))
-                told[peer.address] = connection.receive(HeldList)
-
-        pool = _pool("dlrover-ask", NUM_LISTENERS)
-        asked = [pool.submit(ask, peer) for peer in peers.neighbours]
-        wait(asked, timeout=max(0.0, deadline - time.monotonic()))
-        pool.shutdown(wait=False, cancel_futures=True)
-        _note(asked)
-        return dict(told)
-
-    def _fetch_edition(
-        self, edition: Edition, shards: Iterable[int], world: WorldSpec, home: Path, deadline: float
-    ) -> bool:
-        fetched = [self._fetcher.submit(self._fetch_shard, edition, shard, world, home, deadline) for shard in shards]
-        wait(fetched, timeout=max(0.0, deadline - time.monotonic()))
-        _note(fetched)
-        return all(future.done() and not future.cancelled() and future.exception() is None for future in fetched)
-
-    def _fetch_shard(self, edition: Edition, shard: int, world: WorldSpec, home: Path, deadline: float) -> None:
-        """From the first holder that gives it. Raises what the last one led to."""
-        holders = edition.holders.get(shard, ())
-        turn = world.group_rank % max(1, len(holders))  # many newcomers shall not all ask the same node
-        trouble: Exception = Unavailable(f"nobody has shard {shard} of step {edition.step}")
-        for address in (*holders[turn:], *holders[:turn]):
-            try:
-                with self._connect(address, deadline) as connection:
-                    self._receive(connection, edition, shard, world, home)
-                return
-            except (OSError, DLRoverError) as error:
-                log.warning("shard %d of step %d from %s: %s", shard, edition.step, address, error)
-                trouble = error
-        if not edition.is_computable(shard):
-            raise trouble
-        self._compute(edition, shard, world, home, deadline)
-
-    def _compute(self, edition: Edition, shard: int, world: WorldSpec, home: Path, deadline: float) -> None:
-        """From parity and what the others of the group still have."""
-        begun_at = time.monotonic()
-        make_private(home.parent)
-        make_private(home)
-        mapping = compute_image(
-            edition, shard, world.round, home, connect=self._connect, add=fastest_add(), deadline=deadline
-        )
-        with mapping, memoryview(mapping) as image:
-            start, geometry, record, sums = read_head(image, shard, edition.attempt)
-
-            def fill(view: memoryview) -> None:
-                nonlocal start
-                view[:] = image[start : start + view.nbytes]
-                start += view.nbytes
-
-            self._put(home, shard, geometry, record, sums, fill)
-        took = time.monotonic() - begun_at
-        log.info("shard %d of step %d was computed from parity in %.2f s", shard, edition.step, took)
-
-    def _receive(self, connection: Connection, edition: Edition, shard: int, world: WorldSpec, home: Path) -> None:
-        begun_at = time.monotonic()
-        connection.send(PullSlot(round=world.round, shard=shard, attempt=edition.attempt))
-        header = connection.receive(SlotHeader)
-        if (header.shard, header.attempt) != (shard, edition.attempt):
-            raise Rejected(f"shard {header.shard} came instead of shard {shard}", code="malformed")
-        geometry = geometry_of(header)
-        record, sums = read_transfer(header.record, header.sums, geometry)
-        make_private(home.parent)
-        make_private(home)
-        fill = functools.partial(self._fill, connection, world.round)
-        self._put(home, shard, geometry, record, sums, fill)
-        took = max(time.monotonic() - begun_at, 1e-9)
-        log.info("shard %d of step %d is here: %.0f MB/s", shard, edition.step, record.data_length / 1e6 / took)
-
-    def _put(self, home: Path, shard: int, geometry: Geometry, record: SlotRecord, sums: Sums, fill: Fill) -> None:
-        """Where the trainer of that shard will look for it; nothing of it stays when it does not come whole."""
-        path = own_path(home, shard)
-        owner = Owner(
-            job=self._config.job,
-            launch=home.name,
-            node_rank=int(home.name.rsplit("-", 1)[1]),
-            global_rank=shard,
-            local_rank=-1,
-            pid=os.getpid(),
-        )
-        sequence = int(path.name.rsplit(".", 2)[1])
-        try:
-            with ArrivingSlot(path, owner, sequence, geometry, 0) as arriving:
-                arriving.fill(record, sums, fill)
-                arriving.complete(record, sums, next_generation(home, shard))
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-
-    def _fill(self, connection: Connection, round_: Round, view: memoryview) -> None:
-        if self._store.round != round_:
-            raise Unavailable(f"round {round_} is over")
-        connection.receive_into(view)
 
     def _connect(self, address: str, deadline: float) -> Connection:
         return connect(address, self._secret, self._tls, deadline=deadline, stall=self._config.stall)
@@ -550,20 +395,3 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None
         loop.call_soon_threadsafe(function)
     except RuntimeError:
         return  # the agent has ended
-
-
-def _note(futures: Iterable[Future[None]]) -> None:
-    for future in futures:
-        if future.done() and not future.cancelled() and (error := future.exception()) is not None:
-            if not isinstance(error, OSError | DLRoverError):
-                log.error("bug in the exchange of snapshots", exc_info=error)
-            else:
-                log.info("a peer did not help: %s", error)
-
-
-def _pool(name: str, size: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(size, thread_name_prefix=name, initializer=_be_nice)
-
-
-def _be_nice() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from dlrover.agent.replicas import ReplicaConfig, Replicas
+from dlrover.agent.replica_config import ReplicaConfig
+from dlrover.agent.replicas import Replicas
 from dlrover.protocol.messages import NodeId, NodeRank, Round, WorldSpec
 from dlrover.protocol.peer_messages import AskPeers, Peer, Peers
 from dlrover.snapshot.copying import Copier
