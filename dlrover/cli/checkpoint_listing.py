@@ -83,12 +83,8 @@ class Listing(Struct, frozen=True, kw_only=True):
     checkpoints: tuple[Found, ...]
     trackers: dict[str, str] = {}
     """File name to content."""
-
-    @property
-    def dangling(self) -> list[str]:
-        """Trackers that name what is not there."""
-        named = {tracker for found in self.checkpoints for tracker in found.trackers}
-        return [name for name in self.trackers if name not in named]
+    dangling: tuple[str, ...] = ()
+    """Trackers that name what is not there."""
 
 
 class Place:
@@ -193,7 +189,13 @@ def list_checkpoints(place: Place) -> Listing:
             "torch or safetensors file. Give the directory that a checkpointer was given."
         )
     found.sort(key=lambda each: (each.step is None, each.step or 0, each.name))
-    return Listing(directory=directory, checkpoints=tuple(found), trackers=trackers)
+    named = {name for each in found for name in each.trackers}
+    dangling = tuple(
+        name
+        for name, content in trackers.items()
+        if name not in named and not (content and place.is_directory(join(directory, content)))
+    )
+    return Listing(directory=directory, checkpoints=tuple(found), trackers=trackers, dangling=dangling)
 
 
 def read_manifest(place: Place, path: str) -> GlobalManifest | None:
@@ -240,11 +242,13 @@ def _look_at(place: Place, path: str, name: str) -> Found | None:
         state = State.DAMAGED
     elif DIRECTORY in names:
         state = State.INCOMPLETE
-    elif DCP_METADATA in names or (step is not None and names) or any(_has_state_suffix(each) for each in names):
-        state = State.FOREIGN
     else:
+        state = State.FOREIGN
+    if state is State.FOREIGN and step is None and not any(_holds_state(each) for each in names):
         return None
     files = list(place.files_below(path))
+    if state is State.FOREIGN and not any(_holds_state(below) for below, _ in files):
+        return None  # named after a number, and something else
     times = [place.modified_at(join(path, below)) for below, _ in files]
     num_shards = len(manifest.ranks) if manifest is not None else _foreign_shards([below for below, _ in files])
     return Found(
@@ -288,6 +292,10 @@ def _file(place: Place, path: str) -> Found:
     size = place.size_of(path)
     name = posixpath.basename(path)
     return Found(name=name, path=path, state=State.FILE, size_bytes=size, num_files=1, saved_at=place.modified_at(path))
+
+
+def _holds_state(name: str) -> bool:
+    return _has_state_suffix(name) or name.endswith((DCP_METADATA, ".distcp"))
 
 
 def _has_state_suffix(name: str) -> bool:

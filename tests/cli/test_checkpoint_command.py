@@ -157,6 +157,20 @@ def test_the_console_script_ends_with_2_for_bad_input(tmp_path: Path) -> None:
     assert "does not exist" in done.stderr
 
 
+def test_ls_knows_the_frameworks_directories_and_trackers(tmp_path: Path) -> None:
+    for name in ("iter_0000100/mp_rank_00", "global_step7", "checkpoint-500", "release/mp_rank_00"):
+        (tmp_path / name).mkdir(parents=True)
+        torch.save({"w": torch.ones(1)}, tmp_path / name / "model_optim_rng.pt")
+    (tmp_path / "latest").write_text("global_step7")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
+    listing = json.loads(run("ls", tmp_path, "--json").output)
+    assert [(row["step"], row["trackers"]) for row in listing["checkpoints"]] == [
+        (7, ["latest"]), (100, []), (500, []),
+    ]  # fmt: skip
+    assert listing["dangling"] == []
+    run("verify", tmp_path)
+
+
 # verify
 
 
@@ -365,8 +379,10 @@ def test_gc_keeps_a_whole_checkpoint_that_lies_under_a_passing_name(ours: Path) 
 
 def test_gc_leaves_the_originals_alone_unless_asked(originals: Path) -> None:
     assert "0 would be deleted" in run("gc", originals, "--keep-latest", 1).output
+    (originals / "7").mkdir()
+    (originals / "7" / "notes.txt").write_text("seven things to do")
     run("gc", originals, "--keep-latest", 1, "--foreign", "--yes")
-    assert sorted(each.name for each in originals.iterdir() if each.name.isdigit()) == ["300"]
+    assert sorted(each.name for each in originals.iterdir() if each.name.isdigit()) == ["300", "7"]
 
 
 def test_gc_refuses_rules_that_make_no_sense_and_files(ours: Path) -> None:
