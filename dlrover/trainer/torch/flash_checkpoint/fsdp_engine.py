@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dlrover.protocol.errors import ConfigError, DLRoverError
+from dlrover.protocol.errors import ConfigError, DLRoverError, Unavailable
 from dlrover.snapshot.commit import committed_checkpoints, read_global_manifest
 from dlrover.snapshot.manifest import DIRECTORY
 from dlrover.snapshot.storage import join
@@ -122,7 +122,11 @@ class FsdpCheckpointEngine(CheckpointEngine):
         with torch.no_grad():
             planner.set_up_planner(dict(state_dict), is_coordinator=self.shard == 0)
             items = collect_items(planner, planner.create_local_plan(), planner.mappings, self._serialise)
-        plan = self._plan_for(items, planner.mappings)
+        try:
+            plan = self._plan_for(items, planner.mappings)
+        except RuntimeError as error:  # what torch raises when a rank is gone
+            gone = Unavailable(f"The ranks could not agree on this save: {error}")
+            return self._failed(step, gone, time.perf_counter() - begun_at)
         kept = [item for item, is_kept in zip(items, plan.own.keep, strict=True) if is_kept]
         places = [at for at, is_kept in zip(plan.own.places, plan.own.keep, strict=True) if is_kept]
         part = DcpPart(kept, places)
