@@ -21,6 +21,7 @@ from dlrover.snapshot.contents import Contents, FileEntry, decode_contents, enco
 from dlrover.snapshot.copying import PIECE_BYTES, Copier, Span, address_of
 from dlrover.snapshot.layout import Layout, Plan, plan_state
 from dlrover.snapshot.segment import PinnedSlot, SegmentWriter, SlotInWriting, SlotName
+from dlrover.trainer.torch.flash_checkpoint.device_copies import DeviceCopies, DevicePair
 from dlrover.trainer.torch.flash_checkpoint.frozen import Frozen, freeze
 from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY_FROM_BYTES, Block, Changed, Guard
 from dlrover.trainer.torch.flash_checkpoint.live import fresh_storage, live_storages
@@ -31,6 +32,11 @@ from dlrover.trainer.torch.flash_checkpoint.tensors import TorchTensors
 
 META_GUESS_PER_TENSOR = 512
 META_GUESS_BASE = 64 * 1024
+
+
+def room_for_names(num_tensors: int) -> int:
+    """Bytes of metadata for a state of so many tensors, at a guess; whoever prepares room and whoever saves must guess the same."""
+    return META_GUESS_BASE + META_GUESS_PER_TENSOR * num_tensors
 
 
 class StateWriter:
@@ -153,7 +159,7 @@ class StateWriter:
         self._meta_bytes = max(self._meta_bytes, description.meta_bytes)
 
     def _guess_meta(self, plan: Plan) -> int:
-        return max(self._meta_bytes, META_GUESS_BASE + META_GUESS_PER_TENSOR * len(plan.layout.tensors))
+        return max(self._meta_bytes, room_for_names(len(plan.layout.tensors)))
 
 
 class _Source(NamedTuple):
@@ -369,7 +375,7 @@ class _Transfer(contextlib.AbstractContextManager["_Transfer"]):
                 continue
             offset = places[number].offset
             if not is_on_cpu:
-                on_devices.append((data[offset : offset + num_bytes], storages[identity]))
+                on_devices.append(DevicePair(data[offset : offset + num_bytes], storages[identity]))
             elif out_of_slot:
                 spans.append(Span(address, start + offset, num_bytes))
             else:
@@ -379,15 +385,7 @@ class _Transfer(contextlib.AbstractContextManager["_Transfer"]):
         self.copier = copier
         self._copy = copier.start(spans, num_helpers)
         self._alive = (storages, data)  # until the copy has ended
-        devices = {storage.device for _, storage in on_devices}
-        for block, storage in on_devices:
-            ours_view = torch.frombuffer(block, dtype=torch.uint8)
-            theirs_view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            if out_of_slot:
-                theirs_view.copy_(ours_view, non_blocking=True)
-            else:
-                ours_view.copy_(theirs_view, non_blocking=True)
-        self._devices = devices
+        self._device_copies = DeviceCopies(on_devices, out_of_slot=out_of_slot) if on_devices else None
 
     def add_helpers(self, num_helpers: int) -> None:
         self._copy.add_helpers(num_helpers)
@@ -398,5 +396,5 @@ class _Transfer(contextlib.AbstractContextManager["_Transfer"]):
     def finish(self) -> None:
         """Help with what is left and wait for the rest; may be called by several threads, and again."""
         self._copy.finish()
-        for device in self._devices:
-            torch.accelerator.synchronize(device)  # torch 2.6; there are devices here, so it is new enough to know them
+        if self._device_copies is not None:
+            self._device_copies.finish()

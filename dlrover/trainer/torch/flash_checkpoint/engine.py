@@ -34,7 +34,7 @@ from dlrover.trainer.torch.flash_checkpoint.agreed_segments import AgreedSegment
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, own_ranks
 from dlrover.trainer.torch.flash_checkpoint.aside import Waiting, copy_aside
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
-from dlrover.trainer.torch.flash_checkpoint.copying import PendingSave, StateWriter
+from dlrover.trainer.torch.flash_checkpoint.copying import PendingSave, StateWriter, room_for_names
 from dlrover.trainer.torch.flash_checkpoint.early_look import EarlyLook
 from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY, Changed, Staging, StepWatch
 from dlrover.trainer.torch.flash_checkpoint.old_names import check_all_rank_ready as check_all_rank_ready
@@ -341,19 +341,19 @@ class CheckpointEngine:
 
     # Saving.
 
-    def reserve(self, num_bytes: int) -> memoryview:
-        """Room for a state of that size; called by the thread that prepares memory."""
+    def reserve(self, num_bytes: int, num_tensors: int = 0) -> memoryview:
+        """Room for a state of that size and what is to be said about it; called by the thread that prepares memory."""
         with self._writing:
             self._open()
             assert self._segments is not None, "opened above"
             if self._staging is not None and not self._staging.is_done:
                 return memoryview(b"")  # a copy is under way, so there is room, and it must not be replaced now
-            return self._segments.reserve(num_bytes)
+            return self._segments.reserve(num_bytes, room_for_names(num_tensors))
 
-    def _reserve_in_turn(self, num_bytes: int) -> memoryview:
+    def _reserve_in_turn(self, num_bytes: int, num_tensors: int) -> memoryview:
         """Not before the look at a former life: that is waited for sooner."""
         self._look.wait()
-        return self.reserve(num_bytes)
+        return self.reserve(num_bytes, num_tensors)
 
     def _open(self) -> StateWriter:
         if self._writer is None:

@@ -2,7 +2,7 @@
 Memory that is ready before the first save: pages that were never touched cost several times the copy.
 
 After the first step of an optimizer its parameters and state are known, and with them nearly the size of what will be saved. One thread then
-reserves the slots and touches their pages, while training goes on. Later it does the same for a file that had to grow.
+reserves the slots and touches their pages, and has them pinned where there is a GPU, while training goes on. Later it does the same for a file that had to grow.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.copying import prefault
 from dlrover.snapshot.segment import SlotName
+from dlrover.trainer.torch.flash_checkpoint.device_copies import Pinning
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
@@ -27,22 +28,23 @@ SLACK_BYTES = 1024 * 1024
 
 
 class Preparation:
-    def __init__(self, reserve: Callable[[int], memoryview], *, has_segments: bool) -> None:
-        """`reserve` has room for so many bytes ready and returns it. With `has_segments` there are some of a former life, only to be mapped."""
+    def __init__(self, reserve: Callable[[int, int], memoryview], *, has_segments: bool) -> None:
+        """`reserve` has room for so many bytes in so many tensors ready and returns it. With `has_segments` there are some of a former life, only to be mapped."""
         self._reserve = reserve
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._path = ""
+        self._pinning = Pinning()
         self._is_sized = False
         self._hook: Any = register_optimizer_step_post_hook(self._after_step)
         if has_segments:
-            self._start(0)
+            self._start(0, 0)
 
     def after_save(self, name: SlotName) -> None:
         self._unhook()
         if name.path != self._path:
             self._path = name.path
-            self._start(0)
+            self._start(0, 0)
 
     def wait(self) -> None:
         if self._thread is not None:
@@ -52,6 +54,7 @@ class Preparation:
         self._unhook()
         self._stop.set()
         self.wait()
+        self._pinning.release()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_sized:
@@ -60,21 +63,24 @@ class Preparation:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         state = [value for each in optimizer.state.values() for value in each.values() if torch.is_tensor(value)]
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*params, *state))
-        self._start(int(num_bytes * SLACK) + SLACK_BYTES)
+        self._start(int(num_bytes * SLACK) + SLACK_BYTES, len(params) + len(state))
 
-    def _start(self, num_bytes: int) -> None:
+    def _start(self, num_bytes: int, num_tensors: int) -> None:
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, args=(num_bytes,), name="dlrover-prefault", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(num_bytes, num_tensors), name="dlrover-prefault", daemon=True
+            )
             self._thread.start()
 
-    def _run(self, num_bytes: int) -> None:
+    def _run(self, num_bytes: int, num_tensors: int) -> None:
         try:
-            view = self._reserve(num_bytes)
+            view = self._reserve(num_bytes, num_tensors)
         except (OSError, DLRoverError) as error:
             log.info("memory for snapshots could not be prepared: %s", error)  # the save itself will say it aloud
             return
         with view:
-            prefault(view, self._stop)
+            if prefault(view, self._stop):
+                self._pinning.pin(view)
 
     def _unhook(self) -> None:
         if self._hook is not None:
