@@ -8,7 +8,21 @@ import sys
 
 import pytest
 
-from dlrover.python import ALIASES
+from dlrover.python.aliases import ALIASES, MISSING
+
+FLASH = "dlrover.trainer.torch.flash_checkpoint."
+FLASH_NAMES = {
+    # Names that scripts import from the front ends themselves, which have kept their paths.
+    "checkpointer": "StorageType Checkpointer",
+    "ddp": "DdpCheckpointer StorageType",
+    "megatron": "save_checkpoint load_checkpoint wait_latest_checkpoint MegatronCheckpointer StorageType",
+    "megatron_dist_ckpt": "save_checkpoint load_checkpoint wait_latest_checkpoint MegatronDistCheckpointer KeepStepIntervalStrategy "
+    "KeepLatestStepStrategy get_checkpoint_storage get_dist_optimizer_checkpoint_name StorageType",
+    "engine": "CheckpointEngine check_all_rank_ready verify_all_rank_step_consistent start_saver_process wait_socket_server",
+    "full_ckpt_engine": "FullCheckpointEngine",
+    "megatron_engine": "MegatronCheckpointEngine MegatronDistCheckpointEngine",
+    "replica": "CkptReplicaManger ShardCkptReplicaManager FullCkptReplicaManager",
+}
 
 
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in ALIASES.items() for name in names])
@@ -17,6 +31,27 @@ def test_an_old_path_gives_what_lives_elsewhere_now(module: str, name: str) -> N
     old = getattr(importlib.import_module(module), name)
     assert old is getattr(importlib.import_module(target_module), attribute)
     assert name in dir(importlib.import_module(module))
+
+
+@pytest.mark.parametrize(("module", "names"), FLASH_NAMES.items())
+def test_a_front_end_has_the_names_that_scripts_import(module: str, names: str) -> None:
+    found = importlib.import_module(FLASH + module)
+    assert [name for name in names.split() if not hasattr(found, name)] == []
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in MISSING.items() for name in names])
+def test_a_name_whose_feature_is_not_there_says_what_is_missing(module: str, name: str) -> None:
+    found = importlib.import_module(module)
+    with pytest.raises(ImportError, match=rf"{name} is not available in this version of DLRover: it belongs to "):
+        getattr(found, name)
+    assert name not in dir(found)
+
+
+def test_a_missing_name_stops_a_script_with_a_sentence() -> None:
+    with pytest.raises(ImportError, match="belongs to dynamic data sharding"):
+        from dlrover.python.elastic_agent.sharding.client import ShardingClient  # noqa: F401
+    with pytest.raises(ImportError, match="belongs to dynamic data sharding"):
+        from dlrover.proto.elastic_training_pb2 import TRAINING  # noqa: F401
 
 
 def test_from_import_works_as_in_users_scripts() -> None:

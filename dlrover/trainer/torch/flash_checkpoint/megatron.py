@@ -1,0 +1,282 @@
+"""
+Flash Checkpoint for Megatron-LM's own checkpoint functions: the same calls, imported from here.
+
+    from dlrover.trainer.torch.flash_checkpoint.megatron import load_checkpoint, save_checkpoint, StorageType
+
+    save_checkpoint(iteration, model, optimizer, opt_param_scheduler, storage_type=StorageType.MEMORY)
+
+Megatron's functions do the work. While they run, this thread's `torch.save` collects the files instead of writing them, and
+Megatron's `args.save` points to an empty directory, so neither its tracker nor its directories touch the real one; the agent writes all of
+that at the commit. For a restore from memory `args.load` points to a directory that looks like a checkpoint, and `torch.load` answers from memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+
+from dlrover.protocol.errors import ConfigError
+from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
+from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
+from dlrover.trainer.torch.flash_checkpoint.megatron_engine import (
+    TRACKER,
+    MegatronCheckpointEngine,
+    Memory,
+    iteration_directory,
+)
+
+_LAYOUTS = (
+    ("megatron.training.checkpointing", "megatron.training.global_vars"),
+    ("megatron.checkpointing", "megatron.global_vars"),
+)
+
+
+class MegatronCheckpointer:
+    """One per process: what the first call says about directory and storage counts, later ones are ignored."""
+
+    _instance: ClassVar[MegatronCheckpointer | None] = None
+
+    def __init__(
+        self,
+        checkpoint_dir: str,
+        storage: object = None,
+        comm_backend: str = "",
+        save_timeout: float = 600,
+        replica_count: int = 0,
+        *,
+        deletion_strategy: object = None,
+    ) -> None:
+        self.engine = MegatronCheckpointEngine(
+            checkpoint_dir, storage, comm_backend, save_timeout, replica_count, deletion_strategy=deletion_strategy
+        )
+
+        self._is_checked = False
+
+    def check_first(self, written: list[str]) -> None:
+        """
+        At the first save the ranks tell each other what Megatron wrote past us, so that all of them raise and none waits for the rest.
+        """
+        if self._is_checked:
+            return
+        found = sorted({name for names in self.engine.gather(written) for name in names})
+        if found:
+            raise ConfigError(
+                f"Megatron wrote {', '.join(found[:3])} by itself and not with torch.save, so it would be lost. Save this kind of checkpoint "
+                "with Megatron's own function."
+            )
+        self._is_checked = True
+
+    @classmethod
+    def singleton_instance(cls, checkpoint_dir: str, *args: Any, **options: Any) -> MegatronCheckpointer:
+        if MegatronCheckpointer._instance is None:
+            MegatronCheckpointer._instance = cls(checkpoint_dir, *args, **options)
+        return MegatronCheckpointer._instance
+
+    def wait_latest_checkpoint(self, timeout: float = 1800) -> bool:
+        return self.engine.wait_latest_checkpoint(timeout)
+
+    def close(self) -> None:
+        self.engine.close()
+        if MegatronCheckpointer._instance is self:
+            MegatronCheckpointer._instance = None
+
+
+def save_checkpoint(
+    iteration: int,
+    model: Any,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_floating_point_operations_so_far: float = 0,
+    storage_type: StorageType = StorageType.DISK,
+    storage: object = None,
+    comm_backend: str = "",
+    save_timeout: float = 600,
+    replica_count: int = 0,
+    *,
+    deletion_strategy: object = None,
+    on_busy: str = "skip",
+) -> SaveResult:
+    """Megatron's `save_checkpoint` into memory; with DISK the agent writes `args.save` afterwards. All ranks call it."""
+    if not isinstance(storage_type, StorageType):
+        raise ValueError(f"storage_type is StorageType.MEMORY or StorageType.DISK, not {storage_type!r}.")
+    megatron = find_megatron()
+    args = megatron.get_args()
+    check_format(args)
+    checkpointer = MegatronCheckpointer.singleton_instance(
+        args.save, storage, comm_backend, save_timeout, replica_count, deletion_strategy=deletion_strategy
+    )
+    options = {"num_floating_point_operations_so_far": num_floating_point_operations_so_far}
+    with collected_saves(args, iteration) as (files, written):
+        _call(megatron.save_checkpoint, iteration, model, optimizer, opt_param_scheduler, **options)
+    checkpointer.check_first(written)
+    return checkpointer.engine.save(iteration, files, is_storage=storage_type is StorageType.DISK, on_busy=on_busy)
+
+
+def load_checkpoint(
+    model: Any,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    load_arg: str = "load",
+    strict: bool = True,
+    storage: object = None,
+    comm_backend: str = "",
+    save_timeout: float = 600,
+    replica_count: int = 0,
+) -> Any:
+    """
+    What Megatron's `load_checkpoint` returns. All ranks call it.
+
+    Memory is looked at where `args.load` is the directory of the saves or not set, and no iteration was asked for; all ranks then take the same
+    iteration from it. Otherwise, and where the storage is newer, Megatron reads its files as always.
+    """
+    megatron = find_megatron()
+    args = megatron.get_args()
+    memory = None
+    if args.save and is_resuming(args, load_arg):
+        checkpointer = MegatronCheckpointer.singleton_instance(
+            args.save, storage, comm_backend, save_timeout, replica_count
+        )
+        memory = checkpointer.engine.restore_memory()
+    load = megatron.load_checkpoint
+    if memory is None:
+        return _call(load, model, optimizer, opt_param_scheduler, load_arg=load_arg, strict=strict)
+    memory.fetch(own_model_file(megatron, memory.step))
+    with memory_as_directory(args, load_arg, memory):
+        return _call(load, model, optimizer, opt_param_scheduler, load_arg=load_arg, strict=strict)
+
+
+def wait_latest_checkpoint(timeout: float = 1800) -> bool:
+    """Until the newest DISK save of this rank is committed."""
+    found = MegatronCheckpointer._instance
+    return True if found is None else found.wait_latest_checkpoint(timeout)
+
+
+class Megatron:
+    """The functions of the Megatron that is installed."""
+
+    def __init__(self, checkpointing: Any, global_vars: Any) -> None:
+        self.save_checkpoint: Callable[..., Any] = checkpointing.save_checkpoint
+        self.load_checkpoint: Callable[..., Any] = checkpointing.load_checkpoint
+        self.get_checkpoint_name: Callable[..., str] = checkpointing.get_checkpoint_name
+        self.checkpointing = checkpointing
+        self._global_vars = global_vars
+
+    def get_args(self) -> Any:
+        return self._global_vars.get_args()
+
+
+def find_megatron() -> Megatron:
+    """Today's layout first, then that of before 2024. Raises ImportError."""
+    for checkpointing, global_vars in _LAYOUTS:
+        try:
+            return Megatron(importlib.import_module(checkpointing), importlib.import_module(global_vars))
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("megatron"):
+                raise
+    raise ImportError(
+        "Megatron-LM cannot be imported (megatron.training.checkpointing). It is not on PyPI: put a clone of its repository into PYTHONPATH. "
+        "The package megatron-core alone has no training functions."
+    )
+
+
+def check_format(args: Any) -> None:
+    """Files that Megatron writes by itself, without torch.save, cannot be collected."""
+    ckpt_format = getattr(args, "ckpt_format", "torch")
+    if getattr(args, "use_dist_ckpt", False) or ckpt_format != "torch":
+        raise ConfigError(
+            f"Megatron is set to write checkpoints in the format {ckpt_format}; these functions collect the format torch. Start with --ckpt-format torch, "
+            "or save with save_sharded_checkpoint of dlrover.trainer.torch.flash_checkpoint.megatron_dist_ckpt."
+        )
+
+
+def is_resuming(args: Any, load_arg: str) -> bool:
+    """Whether this load continues the training of `args.save`, rather than starting from what somebody else has left."""
+    load = getattr(args, load_arg, None)
+    is_own = load is None or os.path.abspath(load) == os.path.abspath(args.save)
+    return load_arg == "load" and is_own and not getattr(args, "ckpt_step", None)
+
+
+def own_model_file(megatron: Megatron, iteration: int) -> str:
+    """Path in the iteration's directory of the model file that this rank loads, by Megatron's own rules."""
+    root = "/root-of-checkpoints"
+    return os.path.relpath(megatron.get_checkpoint_name(root, iteration), f"{root}/{iteration_directory(iteration)}")
+
+
+@contextlib.contextmanager
+def collected_saves(args: Any, iteration: int) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """
+    What this thread gives to `torch.save` for the iteration, by its path in the iteration's directory; and what was written there without
+    it, known at the end.
+
+    Other threads and other targets (open files, other directories) reach the real function, which is back in its place afterwards in any case.
+    """
+    files: dict[str, Any] = {}
+    written: list[str] = []
+    real, directory, thread = torch.save, args.save, threading.get_ident()
+    with tempfile.TemporaryDirectory(prefix="dlrover-megatron-") as root:
+        inside = os.path.join(root, iteration_directory(iteration)) + os.sep
+
+        def save(obj: Any, f: Any, *rest: Any, **options: Any) -> Any:
+            is_path = isinstance(f, (str, os.PathLike))
+            if threading.get_ident() != thread or not is_path or not os.fspath(f).startswith(root + os.sep):
+                return real(obj, f, *rest, **options)
+            if not os.fspath(f).startswith(inside):
+                raise ValueError(f"Megatron wants to save {f}, which is no file of iteration {iteration}.")
+            files[os.fspath(f).removeprefix(inside)] = obj
+            return None
+
+        torch.save, args.save = save, root
+        try:
+            yield files, written
+        finally:
+            torch.save, args.save = real, directory
+        written += _files_in(inside)
+
+
+@contextlib.contextmanager
+def memory_as_directory(args: Any, load_arg: str, memory: Memory) -> Iterator[None]:
+    """While this lasts, `args.load` names a directory that looks like the checkpoint, and this thread's `torch.load` reads from memory."""
+    real, directory, thread = torch.load, getattr(args, load_arg, None), threading.get_ident()
+    with tempfile.TemporaryDirectory(prefix="dlrover-megatron-") as root:
+        inside = os.path.join(root, iteration_directory(memory.step)) + os.sep
+        for name in memory.names:  # empty: Megatron looks which files there are before it reads one
+            os.makedirs(os.path.dirname(inside + name), exist_ok=True)
+            with open(inside + name, "wb"):
+                pass
+        with open(os.path.join(root, TRACKER), "w") as file:
+            file.write(str(memory.step))
+
+        def load(f: Any, *rest: Any, **options: Any) -> Any:
+            is_path = isinstance(f, (str, os.PathLike))
+            if threading.get_ident() != thread or not is_path or not os.fspath(f).startswith(inside):
+                return real(f, *rest, **options)
+            return memory.read(os.fspath(f).removeprefix(inside))
+
+        torch.load = load
+        setattr(args, load_arg, root)
+        try:
+            yield
+        finally:
+            torch.load = real
+            setattr(args, load_arg, directory)
+
+
+def _files_in(directory: str) -> list[str]:
+    return [
+        os.path.join(above, name).removeprefix(directory) for above, _, names in os.walk(directory) for name in names
+    ]
+
+
+def _call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """With those options that this version of Megatron knows."""
+    known = inspect.signature(function).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
+    return function(*args, **{name: value for name, value in options.items() if takes_any or name in known})
