@@ -191,8 +191,8 @@ def _give(command: ExchangeShards, dataset: Dataset, reader: Reader, course: Cou
         shards = dataset.take(reader, command.want)
     if shards or not command.want:
         return ShardsGiven(supply=Supply.GIVEN, shards=tuple(shards), recalled=tuple(reader.recalled))
-    if dataset.is_complete:
-        return ShardsGiven(supply=Supply.END)
+    if dataset.is_exhausted and not dataset.returned and len(dataset.held) == len(reader.ids):
+        return ShardsGiven(supply=Supply.END)  # what is left is the asker's own: it would wait for itself
     if dataset.spec.task_type is not TaskType.NONE and not reader.ids:
         dataset.recall()
     return ShardsGiven(supply=Supply.WAIT, recalled=tuple(reader.recalled), retry_after=LOOK_AGAIN)

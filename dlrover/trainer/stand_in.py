@@ -1,7 +1,7 @@
 """
 A world of one: answers a worker's requests where there is no agent.
 
-Outside `dlrover-run` a script that uses the key-value store or sync points still runs, alone: the very rooms of the
+Outside `dlrover-run` a script that uses the key-value store, sync points or shards of data still runs, alone: the very rooms of the
 job's core live in the process, and nobody else is ever there. Threads share it; a fork gets a copy; other processes see
 nothing of it, so it cannot connect ranks.
 """
@@ -11,13 +11,29 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from typing import Any
+
+from msgspec.structs import replace
 
 from dlrover.core import sync_points
+from dlrover.core.job import Job
 from dlrover.core.kv_store import KvStore
 from dlrover.core.turn import NotYet
+from dlrover.protocol.data_messages import AskDataCheckpoint, AskDataset, DataCommand
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.kv_messages import KvCommand, KvQuery
-from dlrover.protocol.messages import Done, Micros, NodeId, Reply, WorkerRequest
+from dlrover.protocol.messages import (
+    Attach,
+    Attached,
+    Done,
+    JobTerms,
+    MasterStarted,
+    Micros,
+    NodeId,
+    Reply,
+    Round,
+    WorkerRequest,
+)
 from dlrover.protocol.sync_messages import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncState
 from dlrover.trainer import environment
 from dlrover.trainer.agent_link import AgentLink, Link
@@ -31,12 +47,16 @@ class StandIn:
     def __init__(self) -> None:
         self._kv = KvStore()
         self._sync = sync_points.SyncPoints()
+        self._data: _LonelyJob | None = None
         self._changed = threading.Condition()
-        """Guards both rooms."""
+        """Guards all rooms."""
 
     def ask(self, request: WorkerRequest, *, timeout: float) -> Reply:
         end_at = time.monotonic() + min(timeout, getattr(request, "wait", 0.0))
         with self._changed:
+            if isinstance(request, DataCommand | AskDataset | AskDataCheckpoint):
+                self._data = _LonelyJob() if self._data is None else self._data
+                return self._data.ask(request)
             if isinstance(request, KvCommand | JoinSync | NotifyBarrier):
                 reply = self._apply(request)
                 self._changed.notify_all()
@@ -73,6 +93,29 @@ class StandIn:
                 return self._kv.answer(query)
             case _:
                 raise AssertionError(f"{type(query).__name__} is no question")
+
+
+class _LonelyJob:
+    """Books of datasets need somebody who holds shards: a job with one node that is always there."""
+
+    def __init__(self) -> None:
+        self._job = Job()
+        self._apply(MasterStarted(1, "alone"))
+        attached = self._apply(Attach(launch="alone", host="localhost", terms=JobTerms(), local_world_size=1))
+        assert isinstance(attached, Attached), attached
+        self._me = attached
+
+    def ask(self, request: DataCommand | AskDataset | AskDataCheckpoint) -> Reply:
+        if isinstance(request, DataCommand):
+            me = self._me
+            named = replace(request, node=me.node, incarnation=me.incarnation, round=Round(0), local_rank=0)
+            return self._apply(named)
+        answer = self._job.ask(request)
+        assert not isinstance(answer, NotYet), "the books know everything"
+        return answer
+
+    def _apply(self, command: Any) -> Reply:
+        return self._job.apply(command, Micros(max(self._job.now, time.monotonic_ns() // 1000))).reply
 
 
 @functools.cache

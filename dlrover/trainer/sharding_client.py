@@ -1,0 +1,346 @@
+"""
+`ShardingClient` and `IndexShardingClient`: dynamic data sharding as scripts of the original DLRover use it.
+
+    client = ShardingClient("clicks", batch_size=64, num_epochs=2, dataset_size=1_000_000, shuffle=True)
+    while (shard := client.fetch_shard()) is not None:
+        for batch in read(shard.start, shard.end):
+            train(batch)
+            client.report_batch_done(len(batch))
+
+A script that names the step of its model with each report (`report_batch_done(n, step=step)`) and restores its model by Flash Checkpoint reads every
+record of an epoch exactly once, whatever crashes in between. Without steps a report is final: then a record is read at
+least once by some model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import queue
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from dlrover.core.permutation import Permutation
+from dlrover.protocol.data_messages import NO_STEP, DatasetSpec, Storage, TaskType
+from dlrover.protocol.data_messages import Shard as Lease
+from dlrover.protocol.errors import ConfigError, Rejected
+from dlrover.trainer.agent_link import Link
+from dlrover.trainer.shard_feed import ShardFeed
+
+log = logging.getLogger("dlrover.trainer.data")
+
+_STORAGES = {
+    "": Storage.TABLE,
+    "table": Storage.TABLE,
+    "text": Storage.TEXT,
+    "stream": Storage.STREAM,
+    "streaming": Storage.STREAM,
+    "sls": Storage.STREAM,
+    "kafka": Storage.STREAM,
+}
+
+
+class Shard(Struct, frozen=True):
+    """Records that are this worker's to read."""
+
+    name: str
+    """Of the dataset; of a stream: the partition."""
+    start: int
+    end: int
+    indices: tuple[int, ...] = ()
+    """The records one by one, where they are shuffled; empty: those from `start` to before `end`."""
+
+    @property
+    def record_indices(self) -> Sequence[int]:
+        return self.indices or range(self.start, self.end)
+
+
+class Task(Struct, frozen=True):
+    task_id: int
+    task_type: TaskType
+    shard: Shard
+    epoch: int = 0
+
+
+class ShardingClient:
+    """One per dataset and process. Registers the dataset at once; the first registration of a name counts, another cut is refused."""
+
+    def __init__(
+        self,
+        dataset_name: str,
+        batch_size: int,
+        num_epochs: int,
+        dataset_size: int,
+        shuffle: bool = False,
+        task_type: int = TaskType.TRAINING,
+        num_minibatches_per_shard: int = 10,
+        storage_type: str = "",
+        *,
+        seed: int = 0,
+        partitions: dict[str, int] | None = None,
+        ahead: int = 0,
+        link: Link | None = None,
+    ) -> None:
+        if storage_type not in _STORAGES:
+            raise ConfigError(
+                f"storage_type {storage_type!r} is not known; it is one of {', '.join(repr(name) for name in _STORAGES)}."
+            )
+        self._batch_size = batch_size
+        self._spec = DatasetSpec(
+            name=dataset_name,
+            size=dataset_size,
+            shard_size=batch_size * (num_minibatches_per_shard or 100),
+            num_epochs=num_epochs,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            storage=_STORAGES[storage_type],
+            task_type=TaskType(task_type),
+            partitions=partitions or {},
+        )
+        self._feed = ShardFeed(self._spec, link=link, ahead=ahead)
+        self._lock = threading.Lock()
+        self._pending: dict[int, tuple[Lease, Task]] = {}
+        """In the order of fetching."""
+        self._left: dict[int, int] = {}
+        """Records of pending tasks that are not reported."""
+        self._num_batches = 0
+        self._num_fetched = 0
+        self._max_shards = 0
+
+    @property
+    def dataset_name(self) -> str:
+        return self._spec.name
+
+    def fetch_shard(self) -> Shard | None:
+        """The next shard, waiting for it if need be; None at the end of the data."""
+        task = self.get_task()
+        return None if task is None else task.shard
+
+    def get_task(self) -> Task | None:
+        return self._take()
+
+    def _take(self, timeout: float | None = None) -> Task | None:
+        with self._lock:
+            if self._max_shards and self._num_fetched >= self._max_shards:
+                return None
+        lease = self._feed.take(timeout)
+        if lease is None:
+            return None
+        task = Task(lease.id, self._spec.task_type, self._shard_of(lease), lease.epoch)
+        with self._lock:
+            self._num_fetched += 1
+            self._pending[lease.id] = (lease, task)
+            self._left[lease.id] = lease.end - lease.start
+        return task
+
+    def report_batch_done(
+        self, batch_size: int | None = None, err_msg: str = "", task_ids: Sequence[int] = (), *, step: int = NO_STEP
+    ) -> bool:
+        """
+        So many more records (by default a batch) are done, of the shards in the order in which they were fetched, or of those
+        given. Whether a shard was completed by it.
+
+        `step`: of the model that contains them. With `err_msg` the shards are given back as unreadable.
+        """
+        with self._lock:
+            ids = [id_ for id_ in task_ids if id_ in self._pending] if task_ids else list(self._pending)
+            if not ids:
+                return False
+            self._num_batches += 1
+            if err_msg:
+                self._fail(ids[:1] if not task_ids else ids, err_msg)
+                return True
+            return self._consume(ids, self._batch_size if batch_size is None else batch_size, step)
+
+    def report_all_task_error(self, err_msg: str) -> None:
+        """All shards that this worker holds go back: their data cannot be read."""
+        with self._lock:
+            self._fail(list(reversed(self._pending)), err_msg)
+
+    def get_current_task(self) -> Task | None:
+        with self._lock:
+            return next((task for _, task in self._pending.values()), None)
+
+    def get_minibatch_count_per_epoch(self) -> int:
+        return self._spec.size // self._batch_size
+
+    def get_total_sample_num(self) -> int:
+        return self._spec.size * self._spec.num_epochs
+
+    def get_current_epoch(self) -> int:
+        """0-based; of the shards that are given out now."""
+        return self._feed.state().epoch
+
+    def get_shard_checkpoint(self, step: int = NO_STEP) -> str:
+        """What a model of this step has still to read, as text; by default of the newest, what is being read counted as unread."""
+        self._feed.flush()
+        return self._feed.checkpoint(step)
+
+    def restore_shard_from_checkpoint(self, checkpoint: str) -> bool:
+        """Go back to it. What was fetched before belongs to the past. False, with a warning, if the text cannot be used."""
+        with self._lock:
+            self._pending.clear()
+            self._left.clear()
+        try:
+            self._feed.restore(checkpoint)
+        except Rejected as error:
+            log.warning("%s", error)
+            return False
+        return True
+
+    def set_max_shard_count(self) -> None:
+        """Let every worker of a synchronous job take the same number of shards: the total divided by WORLD_SIZE."""
+        world_size = int(os.environ.get("WORLD_SIZE", "0"))
+        if world_size > 0:
+            self._max_shards = self._feed.state().num_shards * max(1, self._spec.num_epochs) // world_size
+
+    def reset_dataset(self) -> None:
+        """Begin anew, from the first record of the first epoch."""
+        text = json.dumps({"dataset_name": self._spec.name, "todo": [], "doing": [], "epoch": 0, "splitter": None})
+        with self._lock:
+            self._pending.clear()
+            self._left.clear()
+            self._num_fetched = 0
+        self._feed.restore(text)
+
+    def close(self) -> None:
+        """Give back what was not read. At the end of the process the node's end does the same, later."""
+        self._feed.close()
+
+    def __enter__(self) -> ShardingClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _consume(self, ids: Sequence[int], count: int, step: int) -> bool:
+        is_any_complete = False
+        for id_ in ids:
+            part = min(count, self._left[id_])
+            if not part:
+                break
+            lease, _task = self._pending[id_]
+            self._feed.consumed(lease, part, step)
+            count -= part
+            self._left[id_] -= part
+            if not self._left[id_]:
+                del self._left[id_], self._pending[id_]
+                is_any_complete = True
+        return is_any_complete
+
+    def _fail(self, ids: Sequence[int], message: str) -> None:
+        for id_ in ids:
+            lease, _task = self._pending.pop(id_)
+            del self._left[id_]
+            self._feed.failed(lease, message)
+
+    def _shard_of(self, lease: Lease) -> Shard:
+        indices = lease.indices
+        if not indices and self._spec.shuffle and self._spec.storage is Storage.TEXT:
+            order = Permutation(self._spec.size, self._spec.seed, lease.epoch)
+            indices = tuple(order.at(place) for place in range(lease.start, lease.end))
+        return Shard(lease.partition or self._spec.name, lease.start, lease.end, indices)
+
+
+class IndexShardingClient(ShardingClient):
+    """
+    Hands out single records to several processes: those of a DataLoader, forked or spawned after this was made.
+
+    A thread of the process that made it fills a queue; `report_batch_done` is called there, too.
+    """
+
+    def __init__(self, *args: Any, num_workers: int = 1, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._num_workers = max(1, num_workers)
+        self._context = multiprocessing.get_context()
+        self._owner_pid = os.getpid()
+        self._start_filling()
+
+    def fetch_sample_index(self) -> int:
+        """The number of the next record. Raises StopIteration at the end of the data, in every process that asks."""
+        index = self._indices.get()
+        if isinstance(index, str):
+            self._indices.put(index)  # for the others
+            raise DataEnd(index) if index else StopIteration
+        return int(index)
+
+    def clear_shard_queue(self) -> None:
+        """Forget what is queued here; it stays ours until it is reported."""
+        while True:
+            try:
+                self._indices.get_nowait()
+            except queue.Empty:
+                return
+
+    def restore_shard_from_checkpoint(self, checkpoint: str) -> bool:
+        self._stop_filling()
+        is_restored = super().restore_shard_from_checkpoint(checkpoint)
+        self._start_filling()
+        return is_restored
+
+    def reset_dataset(self) -> None:
+        self._stop_filling()
+        super().reset_dataset()
+        self._start_filling()
+
+    def close(self) -> None:
+        if os.getpid() == self._owner_pid:
+            self._stop_filling()
+            super().close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a spawned process: the queue, and nothing that belongs to this one."""
+        return {"_indices": self._indices, "_owner_pid": self._owner_pid, "_num_workers": self._num_workers}
+
+    def _start_filling(self) -> None:
+        # Bounded: shards that lie here cannot be given to others.
+        self._indices: Any = self._context.Queue(maxsize=max(2 * self._spec.shard_size, 2 * self._batch_size))
+        self._stopping = threading.Event()
+        self._filler = threading.Thread(target=self._fill, name="dlrover-indices", daemon=True)
+        self._filler.start()
+
+    def _stop_filling(self) -> None:
+        self._stopping.set()
+        while self._filler.is_alive():
+            self.clear_shard_queue()
+            self._filler.join(timeout=0.05)
+        self._indices.cancel_join_thread()
+        self._indices.close()
+
+    def _fill(self) -> None:
+        end = ""
+        try:
+            while not self._stopping.is_set() and (task := self._next_task()) is not None:
+                for index in task.shard.record_indices:
+                    if not self._put(index):
+                        return
+        except Exception as error:  # readers in other processes must hear of it
+            end = f"{type(error).__name__}: {error}"
+        self._put(end)
+
+    def _next_task(self) -> Task | None:
+        while True:
+            try:
+                return self._take(0.5)
+            except TimeoutError:
+                if self._stopping.is_set():
+                    return None
+
+    def _put(self, value: int | str) -> bool:
+        while not self._stopping.is_set():
+            try:
+                self._indices.put(value, timeout=0.5)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+
+class DataEnd(RuntimeError):
+    """The records stopped for another reason than their end; the message says which."""

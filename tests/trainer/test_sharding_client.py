@@ -1,0 +1,267 @@
+"""The clients of dynamic data sharding, alone in their process: everything is read, once, and bad input is named."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dlrover.protocol.data_messages import ExchangeShards, TaskType
+from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
+from dlrover.protocol.messages import Reply, WorkerRequest
+from dlrover.trainer.shard_feed import DataUnavailable
+from dlrover.trainer.sharding_client import IndexShardingClient, Shard, ShardingClient
+from dlrover.trainer.stand_in import StandIn
+
+
+class WatchedLink:
+    """A stand-in that remembers what it was asked, and can be away."""
+
+    def __init__(self) -> None:
+        self.inner = StandIn()
+        self.asked: list[WorkerRequest] = []
+        self.is_away = False
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    def ask(self, request: WorkerRequest, *, timeout: float) -> Reply:
+        self.asked.append(request)
+        assert self.may_answer.wait(30)
+        if self.is_away:
+            raise Unavailable("nobody there")
+        return self.inner.ask(request, timeout=timeout)
+
+    @property
+    def exchanges(self) -> list[ExchangeShards]:
+        return [each for each in self.asked if isinstance(each, ExchangeShards)]
+
+
+@pytest.fixture
+def link() -> WatchedLink:
+    return WatchedLink()
+
+
+def client(link: WatchedLink, size: int = 100, batch: int = 4, epochs: int = 1, **options: Any) -> ShardingClient:
+    return ShardingClient("d", batch, epochs, size, link=link, **({"num_minibatches_per_shard": 2} | options))
+
+
+def records(shards: list[Shard]) -> Counter[int]:
+    return Counter(index for shard in shards for index in shard.record_indices)
+
+
+def read(client: ShardingClient) -> Iterator[Shard]:
+    while (shard := client.fetch_shard()) is not None:
+        yield shard
+        left = shard.end - shard.start
+        while left > 0:
+            client.report_batch_done(min(4, left))
+            left -= 4
+
+
+@pytest.mark.parametrize("storage", ["", "table", "text"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_epoch_is_read_once(link: WatchedLink, storage: str, shuffle: bool) -> None:
+    with client(link, epochs=2, shuffle=shuffle, storage_type=storage) as reader:
+        shards = list(read(reader))
+    assert records(shards) == Counter(dict.fromkeys(range(100), 2))
+    assert all(len(shard.record_indices) == shard.end - shard.start for shard in shards)
+    is_shuffled = [index for shard in shards[:13] for index in shard.record_indices] != list(range(100))
+    assert is_shuffled == shuffle
+
+
+def test_the_example_of_the_documents(link: WatchedLink) -> None:
+    with client(link, size=100, batch=16, epochs=2) as reader:
+        shards = [(shard.start, shard.end) for shard in read(reader)]
+    assert shards == [(0, 32), (32, 64), (64, 96), (96, 100)] * 2
+
+
+def test_a_report_goes_to_shards_in_the_order_of_fetching(link: WatchedLink) -> None:
+    with client(link) as reader:
+        one, two = reader.get_task(), reader.get_task()
+        assert one is not None
+        assert two is not None
+        assert reader.get_current_task() == one
+        assert not reader.report_batch_done(5)
+        assert reader.report_batch_done(5), "the first is complete, two records of the second are done"
+        assert reader.get_current_task() == two
+        assert not reader.report_batch_done(1, task_ids=[one.task_id]), "it is not pending any more"
+        assert reader.report_batch_done(6, task_ids=[two.task_id])
+        assert not reader.report_batch_done(1)
+
+
+def test_a_report_without_a_number_is_a_batch(link: WatchedLink) -> None:
+    with client(link) as reader:
+        reader.get_task()
+        assert [reader.report_batch_done(), reader.report_batch_done()] == [False, True]
+
+
+def test_unreadable_data_come_again_and_are_set_aside(link: WatchedLink) -> None:
+    with client(link, size=16) as reader:
+        starts = []
+        for _ in range(4):
+            task = reader.get_task()
+            assert task is not None
+            starts.append(task.shard.start)
+            reader.report_batch_done(err_msg="broken line")
+            assert reader._feed.flush()
+            reader._feed.unused(list(reader._feed._taken.values()))
+        assert starts.count(0) >= 2
+        reader.report_all_task_error("all broken")
+
+
+def test_the_training_thread_does_not_wait_for_the_master_when_data_are_ahead(link: WatchedLink) -> None:
+    with client(link, ahead=4) as reader:
+        reader.fetch_shard()
+        with reader._feed._news:
+            assert reader._feed._news.wait_for(lambda: len(reader._feed._queue) >= 3, timeout=30)
+        link.may_answer.clear()
+        for _ in range(3):
+            assert reader.fetch_shard() is not None
+        reader.report_batch_done(8)
+        link.may_answer.set()
+
+
+def test_many_shards_go_into_one_message(link: WatchedLink) -> None:
+    with client(link, size=80_000, ahead=64) as reader:
+        shards = list(read(reader))
+    assert records(shards) == Counter(range(80_000))
+    assert len(link.exchanges) < len(shards) / 8
+
+
+def test_a_master_that_is_away_is_no_end_of_data(link: WatchedLink) -> None:
+    reader = client(link)
+    link.is_away = True
+    with pytest.raises(DataUnavailable, match="Nothing was lost"):
+        list(read(reader))
+    reader.close()
+
+
+def test_steps_of_the_model_travel_with_the_records(link: WatchedLink) -> None:
+    with client(link) as reader:
+        reader.get_task()
+        reader.report_batch_done(3, step=7)
+        assert reader._feed.flush()
+        assert reader._feed.state().num_consumed == 3
+        assert reader._feed.state().num_committed == 0
+        assert reader._feed.unanswered() == []
+        link.may_answer.clear()
+        reader.report_batch_done(2, step=8)
+        assert [(claim.start, claim.end, claim.step) for claim in reader._feed.unanswered()] == [(3, 5, 8)]
+        link.may_answer.set()
+        assert reader._feed.flush()
+
+
+def test_a_checkpoint_is_restored(link: WatchedLink) -> None:
+    reader = client(link, size=32)
+    first = [next(read(reader)) for _ in range(1)]
+    reader.report_batch_done(8)
+    text = reader.get_shard_checkpoint()
+    rest = list(read(reader))
+    assert reader.restore_shard_from_checkpoint(text) is True
+    assert records(list(read(reader))) == records(rest)
+    assert records(first + rest) == Counter(range(32))
+    assert reader.restore_shard_from_checkpoint("rubbish") is False
+    reader.close()
+
+
+def test_a_dataset_can_begin_anew(link: WatchedLink) -> None:
+    with client(link, size=32) as reader:
+        assert records(list(read(reader))) == Counter(range(32))
+        reader.reset_dataset()
+        assert records(list(read(reader))) == Counter(range(32))
+
+
+def test_synchronous_workers_take_equal_numbers(link: WatchedLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with client(link, size=80) as reader:
+        reader.set_max_shard_count()
+        assert len(list(read(reader))) == 3
+
+
+def test_a_stream_is_read_by_partition(link: WatchedLink) -> None:
+    with client(link, size=30, storage_type="kafka", partitions={"p0": 0, "p1": 100}) as reader:
+        shards = list(read(reader))
+    assert sum(shard.end - shard.start for shard in shards) == 30
+    assert {shard.name for shard in shards} == {"p0", "p1"}
+
+
+def test_facts_about_the_dataset(link: WatchedLink) -> None:
+    with client(link, size=102, epochs=3, task_type=TaskType.EVALUATION) as reader:
+        assert reader.get_minibatch_count_per_epoch() == 25
+        assert reader.get_total_sample_num() == 306
+        assert reader.get_current_epoch() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"size": 0}, "at least 1"),
+        ({"batch": 0}, "at least 1"),
+        ({"size": 3}, "fewer than one batch"),
+        ({"storage_type": "kafka"}, "give its partitions"),
+    ],
+)
+def test_bad_parameters_are_refused_at_once(link: WatchedLink, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(Rejected, match=words):
+        client(link, **options)
+
+
+def test_an_unknown_storage_is_named(link: WatchedLink) -> None:
+    with pytest.raises(ConfigError, match="'tape' is not known"):
+        client(link, storage_type="tape")
+
+
+def test_another_cut_of_the_same_name_is_refused(link: WatchedLink) -> None:
+    with client(link), pytest.raises(Rejected, match="size 100 and 101"):
+        client(link, size=101)
+
+
+# Records for several processes.
+
+
+def collect(client: IndexShardingClient, found: Any) -> None:
+    seen = []
+    while True:
+        try:
+            seen.append(client.fetch_sample_index())
+        except StopIteration:
+            break
+    found.put(seen)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_share_the_records(link: WatchedLink, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = multiprocessing.get_context(method)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda: context)
+    reader = IndexShardingClient(
+        "i", 4, 1, 100, num_minibatches_per_shard=2, shuffle=True, storage_type="text", link=link
+    )
+    monkeypatch.undo()
+    found = context.Queue()
+    processes = [context.Process(target=collect, args=(reader, found), daemon=True) for _ in range(3)]
+    for process in processes:
+        process.start()
+    seen = [found.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(60)
+    assert Counter(index for each in seen for index in each) == Counter(range(100))
+    reader.close()
+
+
+def test_the_indices_begin_again_after_a_restore(link: WatchedLink) -> None:
+    reader = IndexShardingClient("i", 4, 1, 32, num_minibatches_per_shard=2, link=link)
+    first = [reader.fetch_sample_index() for _ in range(8)]
+    reader.report_batch_done(8)
+    text = reader.get_shard_checkpoint()
+    assert json.loads(text)["num_consumed"] == 8
+    assert reader.restore_shard_from_checkpoint(text) is True
+    rest = [reader.fetch_sample_index() for _ in range(24)]
+    with pytest.raises(StopIteration):
+        reader.fetch_sample_index()
+    assert sorted(first + rest) == list(range(32))
+    reader.close()
