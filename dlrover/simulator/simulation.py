@@ -423,7 +423,8 @@ class Simulation:
         for id_, node in cloud.nodes.items():
             is_there = node.phase in (NodePhase.PENDING, NodePhase.RUNNING) and not node.is_going
             is_well = is_there and (node.node is None or node.node.is_powered)
-            is_wanted = id_ not in cloud.asked_to_remove and fleet.migrations.get(id_) != launch.id
+            is_given_up = id_ in fleet.nodes and not fleet.nodes[id_].is_live  # its removal is being written
+            is_wanted = not is_given_up and id_ not in cloud.asked_to_remove and fleet.migrations.get(id_) != launch.id
             if is_well and is_wanted and node.launch.rank == launch.rank:
                 raise Violation("fleet", f"{launch.name} is launched while {node.launch.name} has its rank")
 
