@@ -11,6 +11,7 @@ A piece is added only when it is here and verified, because a sum cannot be take
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import re
 import threading
@@ -41,7 +42,6 @@ from dlrover.snapshot.room import find_room
 log = logging.getLogger("dlrover.agent")
 
 HEAD_BYTES = 4096
-_BLOCK_BYTES = 1024 * 1024
 MOST_PULLED_BYTES = 32 * 1024 * 1024
 """In one answer."""
 _MOST_LANES = 4096
@@ -198,11 +198,9 @@ class ParityStore:
                 find_room(len(piece) - file.length, file.path.parent)
                 os.posix_fallocate(descriptor, 0, HEAD_BYTES + len(piece))
                 file.length = len(piece)
-            for start in range(0, len(piece), _BLOCK_BYTES):
-                part = memoryview(piece)[start : start + _BLOCK_BYTES]
-                total = bytearray(os.pread(descriptor, len(part), HEAD_BYTES + start))
-                add(total, part, factor)
-                os.pwrite(descriptor, total, HEAD_BYTES + start)
+            if piece:
+                with mmap.mmap(descriptor, HEAD_BYTES + len(piece)) as mapping, memoryview(mapping) as view:
+                    add(view[HEAD_BYTES:], piece, factor)
         finally:
             os.close(descriptor)
         file.arrived[header.column] = (header.shard, header.image_bytes)

@@ -29,6 +29,12 @@ def settings_of(*argv: str, **environ: str) -> Settings:
     return build_settings(parse(argv, environ), read_environment(environ))
 
 
+def test_copies_of_snapshots_are_asked_for_by_number_or_by_parity(script: str) -> None:
+    assert settings_of(script).snapshot_copies == 0
+    assert settings_of("--snapshot-replicas=2", "--snapshot-bandwidth=100", script).snapshot_copies == 2
+    assert settings_of("--snapshot-parity=4+1", script).snapshot_parity == (4, 1)
+
+
 def test_without_options_one_worker_runs_on_one_node_and_restarts_while_it_makes_progress(script: str) -> None:
     settings = settings_of(script, "--lr", "1")
     limits = settings.terms.limits
@@ -247,6 +253,13 @@ BAD = [
     (["--log-dir={script}/below", "{script}"], {}, "cannot be written"),
     (["--numa-affinity", "{script}"], {}, "not yet available"),
     (["--standby=-1", "{script}"], {}, "--standby -1"),
+    (["--snapshot-replicas=-1", "{script}"], {}, "--snapshot-replicas -1"),
+    (["--snapshot-replicas=99", "{script}"], {}, "from 0 to 8"),
+    (["--snapshot-parity=4", "{script}"], {}, "--snapshot-parity 4: give K+M"),
+    (["--snapshot-parity=0+1", "{script}"], {}, "--snapshot-parity 0+1"),
+    (["--snapshot-parity=40+1", "{script}"], {}, "at most 32"),
+    (["--snapshot-parity=2+1", "--snapshot-replicas=1", "{script}"], {}, "give one of the two"),
+    (["--snapshot-bandwidth=-5", "{script}"], {}, "--snapshot-bandwidth"),
     (["--node-silence=8", "{script}"], {}, "less than two heartbeats"),
     (["--heartbeat=0", "{script}"], {}, "--heartbeat 0"),
     (["--node-suspicion=50", "{script}"], {}, "--node-suspicion 50"),
