@@ -67,6 +67,8 @@ class RankManifest(Struct, frozen=True, kw_only=True):
     topology: Topology
     files: tuple[FileRecord, ...]
     tensors: tuple[TensorRecord, ...] = ()
+    saved_at: float = 0.0
+    metric: float | None = None
     replaces: str | None = None
     """Attempt of the checkpoint that was at the target when this rank began to write, empty without one; None: it was not looked at."""
 
@@ -93,6 +95,10 @@ class GlobalManifest(Struct, frozen=True, kw_only=True):
     ranks: tuple[RankSummary, ...]
     data_state: str = ""
     """Where the reading of the data was at this step, in the words of whoever keeps it; a restore goes back to it."""
+    saved_at: float = 0.0
+    """Wall clock of the save; 0: of a version that did not say."""
+    metric: float | None = None
+    """How good the state is, if its trainer said."""
     checksum: str = ""
     """Of everything else here: the ranks' manifests are guarded by this one, and this one only by itself."""
 
@@ -179,6 +185,8 @@ def join_manifests(manifests: list[RankManifest], expected_ranks: set[int], data
         world_size=first.topology.world_size,
         ranks=tuple(summarize(manifest) for _, manifest in sorted(by_rank.items())),
         data_state=data_state,
+        saved_at=first.saved_at,
+        metric=first.metric,
     )
 
 

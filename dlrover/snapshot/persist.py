@@ -38,7 +38,7 @@ from dlrover.snapshot.contents import Contents, decode_contents
 from dlrover.snapshot.direct_io import WriteOptions, WriteStopped
 from dlrover.snapshot.file_kinds import write_kind
 from dlrover.snapshot.manifest import FileRecord, GlobalManifest, RankManifest, TensorRecord, Topology
-from dlrover.snapshot.retention import KeepInterval, KeepLatest, apply_retention
+from dlrover.snapshot.retention import KeepInterval, KeepLatest, MoreRules, apply_retention
 from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName
 from dlrover.snapshot.segment_format import SegmentInvalid, Sums, encode_sums
 from dlrover.snapshot.storage import LocalStorage, Storage, join, parent_of
@@ -77,6 +77,10 @@ class SaveRequest(Struct, frozen=True, kw_only=True):
     """Copies in other nodes' memory that the trainer asks for."""
     keep_latest: int = 0
     keep_interval: int = 0
+    keep: MoreRules | None = None
+    """Rules that look at more than steps."""
+    metric: float | None = None
+    """How good the state is, for the rule that keeps the best."""
     deletion: ClassMeta | None = None
     """A deletion strategy of the user's own."""
     storage: ClassMeta | None = None
@@ -226,6 +230,8 @@ def finish(request: SaveRequest, *, digest: str = "", is_newest: bool = True) ->
         apply_retention(storage, request.directory, KeepLatest(request.keep_latest))
     if request.keep_interval:
         apply_retention(storage, request.directory, KeepInterval(request.keep_interval))
+    if request.keep is not None:
+        apply_retention(storage, request.directory, request.keep)
     if request.deletion is not None:
         apply_retention(storage, request.directory, UserDeletion(request.deletion, request.directory))
     return committed
@@ -293,6 +299,8 @@ def _manifest(
         topology=Topology(request.world_size, request.shard),
         files=tuple(files),
         tensors=tensors,
+        saved_at=pinned.record.saved_at,
+        metric=request.metric,
         replaces="" if before is None else before.attempt,
     )
 

@@ -3,7 +3,7 @@ Which checkpoints may go.
 
 A strategy only chooses; what it chooses is deleted here, after a newer checkpoint was committed, and never the one that the tracker names nor the newest
 complete one. The choice is made from what lies in the storage, not from memory, so a restarted agent goes on where its predecessor stopped.
-Directories without our manifest are not ours and stay.
+Directories without our manifest are not ours and stay, and so does a checkpoint in which somebody has put a file `.dlrover/keep`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from dlrover.snapshot.commit import committed_checkpoints, delete_checkpoint, latest_step
-from dlrover.snapshot.storage import Storage
+from dlrover.snapshot.commit import Committed, committed_checkpoints, delete_checkpoint, latest_step
+from dlrover.snapshot.manifest import DIRECTORY
+from dlrover.snapshot.storage import Storage, join
+
+KEEP = "keep"
+"""Name of the file, beside the manifest, that pins a checkpoint. Its content is for people."""
 
 
 class Retention(Protocol):
@@ -40,7 +44,52 @@ class KeepInterval(Struct, frozen=True):
         return [step for step in steps[:-1] if step % max(1, self.keep_interval)]
 
 
-def apply_retention(storage: Storage, directory: str, strategy: Retention) -> list[int]:
+class KeepBest(Struct, frozen=True, tag=True):
+    """The N with the best metric, as `save_checkpoint(..., metric=)` gave it. Those without one count as worst."""
+
+    max_to_keep: int
+    is_higher_better: bool = True
+
+    def choose(self, checkpoints: Sequence[Committed]) -> list[int]:
+        sign = 1 if self.is_higher_better else -1
+
+        def worth(each: Committed) -> tuple[bool, float, int]:
+            metric = each.manifest.metric
+            return (metric is not None, sign * (metric or 0.0), each.manifest.step)
+
+        ordered = sorted(checkpoints, key=worth, reverse=True)
+        return [each.manifest.step for each in ordered[max(1, self.max_to_keep) :]]
+
+
+class KeepBytes(Struct, frozen=True, tag=True):
+    """The newest whose files are together at most so large; the newest of all in any case."""
+
+    max_bytes: int
+
+    def choose(self, checkpoints: Sequence[Committed]) -> list[int]:
+        room, going = self.max_bytes, []
+        for each in reversed(checkpoints):
+            room -= each.manifest.size_bytes
+            if room < 0:
+                going.append(each.manifest.step)
+        return going
+
+
+class KeepFor(Struct, frozen=True, tag=True):
+    """Those saved within so many seconds before the newest. No clock counts: a job that stood still for a week loses nothing by it."""
+
+    seconds: float
+
+    def choose(self, checkpoints: Sequence[Committed]) -> list[int]:
+        newest = max((each.manifest.saved_at for each in checkpoints), default=0.0)
+        return [each.manifest.step for each in checkpoints if each.manifest.saved_at < newest - self.seconds]
+
+
+MoreRules = KeepBest | KeepBytes | KeepFor
+"""Rules that look at more than steps; a save request carries them as they are."""
+
+
+def apply_retention(storage: Storage, directory: str, strategy: Retention | MoreRules) -> list[int]:
     """Delete what the strategy gives up; return the steps that are gone."""
     checkpoints = {each.manifest.step: each for each in committed_checkpoints(storage, directory)}
     steps = sorted(checkpoints)
@@ -48,8 +97,15 @@ def apply_retention(storage: Storage, directory: str, strategy: Retention) -> li
         return []
     protected = {steps[-1], latest_step(storage, directory)}
     gone = []
-    for step in strategy.expendable(steps):
-        if step in checkpoints and step not in protected:
+    ordered = [checkpoints[step] for step in steps]
+    going = strategy.choose(ordered) if isinstance(strategy, MoreRules) else strategy.expendable(steps)
+    for step in going:
+        if step in checkpoints and step not in protected and not is_kept(storage, checkpoints[step]):
             delete_checkpoint(storage, checkpoints[step].path)
             gone.append(step)
     return gone
+
+
+def is_kept(storage: Storage, checkpoint: Committed) -> bool:
+    """Whether somebody has pinned it by a file."""
+    return any(entry.name == KEEP for entry in storage.list(join(checkpoint.path, DIRECTORY)))

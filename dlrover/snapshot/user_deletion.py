@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.class_meta import ClassMeta, Rebuildable, build, describe
-from dlrover.snapshot.retention import KeepInterval, KeepLatest
+from dlrover.snapshot.retention import KeepInterval, KeepLatest, MoreRules
 
 log = logging.getLogger("dlrover.snapshot")
 
@@ -85,6 +85,7 @@ class DeletionRule(Struct, frozen=True, kw_only=True):
 
     keep_latest: int = 0
     keep_interval: int = 0
+    keep: MoreRules | None = None
     custom: ClassMeta | None = None
 
 
@@ -96,6 +97,8 @@ def rule_for(strategy: object) -> DeletionRule:
         return DeletionRule(keep_latest=max(1, strategy.max_to_keep))
     if isinstance(strategy, KeepInterval):
         return DeletionRule(keep_interval=max(1, strategy.keep_interval))
+    if isinstance(strategy, MoreRules):
+        return DeletionRule(keep=strategy)
     is_built_in = type(strategy).__module__.startswith("dlrover.")
     if is_built_in and isinstance(strategy, KeepLatestStepStrategy):
         return DeletionRule(keep_latest=strategy.max_to_keep)

@@ -14,6 +14,7 @@ from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.snapshot.commit import (
     TRACKER,
     Attempt,
+    Committed,
     Tracker,
     abandon,
     commit,
@@ -27,8 +28,10 @@ from dlrover.snapshot.commit import (
 )
 from dlrover.snapshot.manifest import (
     FileRecord,
+    GlobalManifest,
     ManifestInvalid,
     RankManifest,
+    RankSummary,
     TensorRecord,
     Topology,
     decode_global_manifest,
@@ -37,7 +40,7 @@ from dlrover.snapshot.manifest import (
     encode_manifest,
     join_manifests,
 )
-from dlrover.snapshot.retention import KeepInterval, KeepLatest, apply_retention
+from dlrover.snapshot.retention import KEEP, KeepBest, KeepBytes, KeepFor, KeepInterval, KeepLatest, apply_retention
 from dlrover.snapshot.storage import LocalStorage, Renaming, Storage, join, storage_for
 from tests.snapshot.power_cut import Disk, PowerCut
 
@@ -427,6 +430,42 @@ def test_retention_after_each_commit(
         save(storage, attempt_at(step, f"a{step}", directory))
         apply_retention(storage, directory, strategy)
     assert [checkpoint.manifest.step for checkpoint in committed_checkpoints(storage, directory)] == left
+
+
+def checkpoint(step: int, *, metric: float | None = None, saved_at: float = 0.0, size_bytes: int = 10) -> Committed:
+    files = (FileRecord("f", size_bytes, 0),)
+    manifest = GlobalManifest(
+        step=step,
+        round=1,
+        attempt="a",
+        world_size=1,
+        ranks=(RankSummary(global_rank=0, digest="", files=files),),
+        saved_at=saved_at,
+        metric=metric,
+    )
+    return Committed(f"/ckpt/{step}", manifest)
+
+
+def test_the_best_are_kept_and_what_was_not_measured_is_worst() -> None:
+    measured = [checkpoint(1), checkpoint(2, metric=0.5), checkpoint(3, metric=0.0), checkpoint(4, metric=0.9)]
+    assert sorted(KeepBest(2).choose(measured)) == [1, 3]
+    assert sorted(KeepBest(2, is_higher_better=False).choose(measured)) == [1, 4]
+
+
+def test_a_limit_of_bytes_and_a_limit_of_time() -> None:
+    stored = [checkpoint(step, saved_at=100.0 * step, size_bytes=10 * step) for step in (1, 2, 3)]
+    assert KeepBytes(50).choose(stored) == [1]
+    assert KeepBytes(1).choose(stored) == [3, 2, 1]
+    assert KeepFor(150.0).choose(stored) == [1]
+
+
+def test_a_pinned_checkpoint_stays_whatever_the_rule(place: tuple[Storage, str]) -> None:
+    storage, directory = place
+    for step in (1, 2, 3):
+        save(storage, attempt_at(step, "a", directory))
+    storage.write_atomic(join(directory, f"1/.dlrover/{KEEP}"), b"for the paper")
+    assert apply_retention(storage, directory, KeepBytes(1)) == [2]
+    assert [each.manifest.step for each in committed_checkpoints(storage, directory)] == [1, 3]
 
 
 class Reckless:

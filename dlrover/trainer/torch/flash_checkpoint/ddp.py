@@ -77,6 +77,7 @@ class DdpCheckpointer(Checkpointer):
         *,
         on_busy: str = "skip",
         lazy: bool | str | None = None,
+        metric: float | None = None,
     ) -> SaveResult:
         """
         Copy the state into memory; it may change again as soon as this returns. With DISK the agent writes `path` afterwards, by
@@ -86,6 +87,8 @@ class DdpCheckpointer(Checkpointer):
 
         `lazy=True` lets parameters and optimizer state be copied during the next forward and backward pass; the next step of the optimizer
         waits for the rest. Until then only an optimizer may change them. "auto" is the same, and says nothing where that is not possible.
+
+        `metric` is how good the state is, for a `deletion_strategy` of `KeepBest`.
         """
         if not isinstance(storage_type, StorageType):
             raise ValueError(f"storage_type is StorageType.MEMORY or StorageType.DISK, not {storage_type!r}.")
@@ -99,6 +102,7 @@ class DdpCheckpointer(Checkpointer):
             target=target,
             links=links,
             lazy=lazy,
+            metric=metric,
         )
 
     def save_if_due(self, step: int, state_fn: Callable[[], dict[str, Any]]) -> SaveResult | None:

@@ -164,11 +164,12 @@ class CheckpointEngine:
         links: Mapping[str, str] | None = None,
         trackers: Mapping[str, str] | None = None,
         lazy: bool | str | None = None,
+        metric: float | None = None,
     ) -> SaveResult:
         """
         Copy the named parts into a free slot. `paths` says which file each part becomes, inside of the checkpoint `target` (the
         step by default); `links` where else a file shall be found, by that path; `trackers` which files of the framework shall
-        name the checkpoint once it counts, and with which words.
+        name the checkpoint once it counts, and with which words; `metric` how good the state is, for rules that keep the best.
 
         With `lazy` (True or "auto"; None: as the engine was made) parameters and optimizer state are copied while training goes on, where that is
         safe; otherwise everything may change again as soon as this returns.
@@ -207,6 +208,8 @@ class CheckpointEngine:
             trackers=dict(trackers or {}),
             keep_latest=self._deletion.keep_latest,
             keep_interval=self._deletion.keep_interval,
+            keep=self._deletion.keep,
+            metric=metric,
             deletion=self._deletion.custom,
             storage=self._storage,
             replica_count=self._replica_count,
