@@ -25,6 +25,10 @@ _STORAGES = {
 
 ALIASES: Mapping[str, Mapping[str, str]] = {
     # old module: {old name: "new module:new name"}
+    "dlrover.proto.elastic_training_pb2": {
+        name: f"{_CONSTANTS}:{name}"
+        for name in ("EVALUATION", "NONE", "PREDICTION", "TRAINING", "TRAIN_END_CALLBACK", "TaskType", "WAIT")
+    },
     "dlrover.python.common.constants": {"CheckpointConstant": f"{_CONSTANTS}:CheckpointConstant"},
     "dlrover.python.common.env_utils": {
         name: f"{_CONSTANTS}:{name}"
@@ -59,6 +63,9 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.common.storage": _STORAGES,
     # The original's own guide names this module for the strategies; it never had one.
     "dlrover.python.common.store": _STORAGES,
+    "dlrover.python.elastic_agent.sharding.client": {
+        name: f"dlrover.trainer.sharding_client:{name}" for name in ("IndexShardingClient", "ShardingClient")
+    },
     "dlrover.python.elastic_agent.sychronization.sync_client": {"SyncClient": "dlrover.trainer.sync:SyncClient"},
     "dlrover.python.elastic_agent.torch.ckpt_saver": {
         name: f"{_SAVER}:{name}"
@@ -93,7 +100,6 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.master.main": {"main": "dlrover.cli.master_command:main"},
 }
 
-_SHARDING = "dynamic data sharding"
 _CLIENT = "a client of the master for scripts; workers reach the master through their agent"
 _INSIDE = "a class of the original's inside; this implementation is built differently and has no such part"
 _TENSORFLOW = "training with TensorFlow"
@@ -101,9 +107,6 @@ _EXTENSION = "failover extensions in the agent"
 
 MISSING: Mapping[str, Mapping[str, str]] = {
     # old module: {old name: what it belongs to}
-    "dlrover.proto.elastic_training_pb2": dict.fromkeys(
-        ("EVALUATION", "NONE", "PREDICTION", "TRAINING", "TRAIN_END_CALLBACK", "TaskType", "WAIT"), _SHARDING
-    ),
     "dlrover.python.brain.client": dict.fromkeys(
         ("BrainClient", "GlobalBrainClient", "build_brain_client"), "the optimiser service for several jobs"
     ),
@@ -121,7 +124,6 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.elastic_agent.monitor.training": dict.fromkeys(
         ("TFTrainingReporter", "TrainingProcessReporter", "is_tf_chief"), _TENSORFLOW
     ),
-    "dlrover.python.elastic_agent.sharding.client": dict.fromkeys(("IndexShardingClient", "ShardingClient"), _SHARDING),
     "dlrover.python.elastic_agent.tensorflow.elastic_ps": {"ElasticPsClient": _TENSORFLOW},
     "dlrover.python.elastic_agent.tensorflow.hooks": {"ElasticDataShardReportHook": _TENSORFLOW},
     "dlrover.python.elastic_agent.torch.dynamic_failover": {"DynamicAgentFailoverExtension": _EXTENSION},

@@ -9,7 +9,11 @@ from __future__ import annotations
 import logging
 import os
 
+from dlrover.protocol.data_messages import TaskType as TaskType
+
 default_logger = logging.getLogger("dlrover")
+
+NONE, TRAINING, EVALUATION, PREDICTION, WAIT, TRAIN_END_CALLBACK = TaskType
 
 
 class CheckpointConstant:
