@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 
 import pytest
 
@@ -22,6 +23,10 @@ def assert_goes_on_from_memory(jobs, folder, *mode: str) -> None:
     """The script compares weights and files; see there. Step 4 is in storage, so what is later came from memory."""
     job = jobs.run("--nproc-per-node=2", SCRIPT, folder, *mode, timeout=110)
     assert job.process.returncode == 0, job.err[-5000:]
+    check(folder)
+
+
+def check(folder) -> None:
     assert lives(folder, 0) == lives(folder, 1)
     first, second = lives(folder, 0)
     assert first == 0
@@ -43,3 +48,14 @@ def test_with_deepspeed_too(jobs, tmp_path, stage):
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("needs DeepSpeed: pip install 'dlrover[frameworks]'")
     assert_goes_on_from_memory(jobs, tmp_path, "deepspeed", stage)
+
+
+@pytest.mark.chaos
+def test_on_two_nodes_what_global_rank_0_had_reaches_the_other(jobs, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    nodes = [jobs.start("dlrover-run", *common, f"--node-rank={rank}", SCRIPT, tmp_path) for rank in (0, 1)]
+    assert [node.wait(110) for node in nodes] == [0, 0], nodes[0].err[-3000:] + nodes[1].err[-3000:]
+    check(tmp_path)

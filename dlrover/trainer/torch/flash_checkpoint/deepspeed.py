@@ -25,8 +25,6 @@ from typing import Any
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.commit import committed_checkpoints, latest_step
 from dlrover.snapshot.manifest import DIRECTORY
-from dlrover.snapshot.retention import Retention
-from dlrover.snapshot.storage import storage_for
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.deepspeed_engine import DeepSpeedCheckpointEngine
@@ -134,12 +132,17 @@ class DeepSpeedCheckpointer:
         engine: Any,
         checkpoint_dir: str | os.PathLike[str],
         comm_backend: str = "",
-        deletion_strategy: Retention | None = None,
+        deletion_strategy: object = None,
         save_timeout: float = 600,
         *,
         storage: Any = None,
+        num_slots: int = 2,
+        replica_count: int = 0,
     ) -> None:
-        """`engine` is what `deepspeed.initialize` returned. All ranks make this together."""
+        """
+        `engine` is what `deepspeed.initialize` returned. All ranks make this together. `comm_backend` is accepted and not needed: ranks
+        agree over gloo.
+        """
         if _says(engine, "zero_nvme_offload_optimizer"):
             raise ConfigError(
                 "DeepSpeed's optimizer state is on NVMe here; it is copied as files there, which cannot be kept in memory. Use "
@@ -152,6 +155,8 @@ class DeepSpeedCheckpointer:
             zero_stage=_zero_stage(engine),
             save_timeout=save_timeout,
             deletion_strategy=deletion_strategy,
+            num_slots=num_slots,
+            replica_count=replica_count,
         )
         self._is_model_holder = _is_first_with(_model_file(engine, "", ""))
         self._lock = threading.Lock()
@@ -370,7 +375,7 @@ class DeepSpeedCheckpointer:
         checkpoint that DeepSpeed has written itself since.
         """
         directory = self._engine.checkpoint_dir
-        storage = storage_for(directory)
+        storage = self._engine.open_storage()
         newest = latest_step(storage, directory)
         if newest is None:
             return None

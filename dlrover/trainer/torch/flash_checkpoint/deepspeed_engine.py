@@ -15,8 +15,8 @@ from typing import Any
 
 from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.commit import latest_step
-from dlrover.snapshot.retention import Retention
-from dlrover.snapshot.storage import storage_for
+from dlrover.snapshot.storage import Storage
+from dlrover.snapshot.user_storage import storage_of
 from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
@@ -32,10 +32,11 @@ class FileCheckpointEngine(CheckpointEngine):
         self,
         checkpoint_dir: str,
         *,
-        deletion_strategy: Retention | None = None,
+        deletion_strategy: object = None,
         save_timeout: float = 600.0,
         **options: Any,
     ) -> None:
+        """`options` are the engine's own: `storage`, `num_slots`, `replica_count`."""
         ranks = own_ranks()
         super().__init__(
             checkpoint_dir,
@@ -71,12 +72,15 @@ class FileCheckpointEngine(CheckpointEngine):
         """Which of them every rank names, newest first. All ranks call this."""
         return sorted(self._agreement.common(list(steps)), reverse=True)
 
+    def open_storage(self) -> Storage:
+        return storage_of(self.checkpoint_dir, self._storage)
+
     def stored_step(self) -> int | None:
         """The newest committed step, as global rank 0 sees it. All ranks call this."""
         step = None
         if self._agreement.ranks.global_rank == 0 or not self._agreement.is_joint:
             try:
-                step = latest_step(storage_for(self.checkpoint_dir), self.checkpoint_dir)
+                step = latest_step(self.open_storage(), self.checkpoint_dir)
             except (OSError, DLRoverError) as error:
                 log.warning("the tracker in %s cannot be read: %s", self.checkpoint_dir, error)
         told = self._agreement.tell_all([] if step is None else [step])
@@ -124,13 +128,15 @@ class DeepSpeedCheckpointEngine(FileCheckpointEngine):
         zero_stage: int = 0,
         comm_backend: str = "",
         save_timeout: float = 600,
-        deletion_strategy: Retention | None = None,
+        deletion_strategy: object = None,
+        **options: Any,
     ) -> None:
         """The numbers of shards follow from the ranks, so `global_shard_num` and `zero_stage` are accepted and not needed."""
         super().__init__(
             os.fspath(checkpoint_dir),
             deletion_strategy=deletion_strategy,
             save_timeout=save_timeout,
-            **({} if storage is None else {"storage": storage}),
+            storage=storage,
+            **options,
         )
         self.zero_stage = zero_stage

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.commit import committed_checkpoints, delete_checkpoint, latest_step, locate
 from dlrover.snapshot.storage import LocalStorage
-from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
+from dlrover.trainer.torch.flash_checkpoint.agreement import Ranks, own_ranks
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.collecting import FileCollector
 from dlrover.trainer.torch.flash_checkpoint.deepspeed_engine import FileCheckpointEngine
-from dlrover.trainer.torch.flash_checkpoint.node_snapshots import NodeSnapshots, Snapshot, write_out
+from dlrover.trainer.torch.flash_checkpoint.node_snapshots import Snapshot, broadcast_files, write_out
 from dlrover.trainer.torch.flash_checkpoint.safetensors_part import SafetensorsPart
 
 try:
@@ -69,21 +69,20 @@ class HfFlashCheckpointer:
         storage: Any = None,
         comm_backend: str = "",
         save_timeout: float = 600,
+        **options: Any,
     ) -> None:
-        """`comm_backend` is accepted and not needed: ranks agree over gloo."""
-        options = {} if storage is None else {"storage": storage}
-        self.async_save_engine = FileCheckpointEngine(os.fspath(checkpoint_dir), save_timeout=save_timeout, **options)
+        """
+        `comm_backend` is accepted and not needed: ranks agree over gloo. `options` are the engine's own: `num_slots`,
+        `replica_count`, `deletion_strategy`.
+        """
+        self.async_save_engine = FileCheckpointEngine(
+            os.fspath(checkpoint_dir), save_timeout=save_timeout, storage=storage, **options
+        )
         self.checkpoint_dir = self.async_save_engine.checkpoint_dir
         self.ckpt_agent = FileCollector(self.checkpoint_dir)
         self._ranks = own_ranks()
-        self._names_group: Any = None
-        if self.num_nodes > 1:
-            self._names_group = dist.new_group(backend="gloo")
-
-    @property
-    def num_nodes(self) -> int:
-        is_grouped = dist.is_available() and dist.is_initialized()
-        return max(1, self._ranks.world_size // max(1, self._ranks.local_world_size)) if is_grouped else 1
+        self._firsts: Any = _group_of_first_ranks(self._ranks)
+        """The first rank of each node; None where there is one node."""
 
     def save_checkpoint_to_memory(self, step: int, blocking: bool = False) -> bool:
         return bool(self.save(step, StorageType.MEMORY, blocking=blocking))
@@ -101,7 +100,6 @@ class HfFlashCheckpointer:
             files,
             target=target,
             is_storage=storage_type is StorageType.DISK,
-            memory_only=self._written_by_others(files),
             on_busy="block" if blocking else "skip",
         )
 
@@ -110,18 +108,18 @@ class HfFlashCheckpointer:
 
     def lay_out_newest(self) -> str | None:
         """
-        The newest checkpoint of this node's memory as a directory that this rank and its neighbours can read. None: storage has a newer
-        one, or not all ranks have one. All ranks call this.
+        The newest checkpoint in memory as a directory that this rank and its neighbours can read: what they had saved themselves, and what
+        global rank 0 had, because that writes what all share. None: storage has a newer one, or not all ranks have one. All ranks
+        call this.
         """
         engine = self.async_save_engine
-        snapshots = engine.snapshots()
-        own = snapshots.of_shard(engine.shard)
+        own = engine.snapshots().of_shard(engine.shard)
         stored = engine.stored_step()
         for step in engine.common_steps(own):
             if stored is not None and stored > step:
                 return None
             directory = self._layout_directory(own[step])
-            if engine.have_all(_lay_out(snapshots, own[step], directory)):
+            if engine.have_all(_lay_out(own[step], directory)) and engine.have_all(self._is_shared(directory)):
                 engine.restored_step = step
                 log.info("restored step %d from memory", step)
                 return str(directory)
@@ -147,6 +145,16 @@ class HfFlashCheckpointer:
     def close(self) -> None:
         self.async_save_engine.close()
 
+    def _is_shared(self, directory: Path) -> bool:
+        """Global rank 0's files are on every node. False, with a warning, when it did not work out."""
+        try:
+            if self._firsts is not None and self._ranks.local_rank == 0:
+                broadcast_files(directory, self._firsts)
+            return self._ranks.local_rank != 0 or (directory / TRAINER_STATE).is_file()
+        except (OSError, RuntimeError) as error:
+            log.warning("the snapshot of global rank 0 did not reach this node: %s", error)
+            return False
+
     def _layout_directory(self, own: Snapshot) -> Path:
         return self.async_save_engine.outlet.home / f"layout-{own.request.attempt}" / own.request.target
 
@@ -169,15 +177,6 @@ class HfFlashCheckpointer:
                 files[inside] = value
         return (targets.pop() if targets else f"{PREFIX}-{step}"), files
 
-    def _written_by_others(self, files: dict[str, Any]) -> list[str]:
-        """Files that a rank of a lower number has as well: kept on this node for its restore, written by that one."""
-        if self._names_group is None:
-            return []
-        gathered: list[Any] = [None] * self._ranks.world_size
-        dist.all_gather_object(gathered, sorted(files), group=self._names_group)
-        earlier = {name for names in gathered[: self._ranks.global_rank] for name in names}
-        return [name for name in files if name in earlier]
-
 
 class HfDdpCheckpointer(HfFlashCheckpointer):
     """For models that every rank holds whole."""
@@ -193,8 +192,9 @@ class HfDeepSpeedCheckpointer(HfFlashCheckpointer):
         storage: Any = None,
         comm_backend: str = "",
         save_timeout: float = 600,
+        **options: Any,
     ) -> None:
-        super().__init__(checkpoint_dir, storage, comm_backend, save_timeout)
+        super().__init__(checkpoint_dir, storage, comm_backend, save_timeout, **options)
         self.engine = engine
 
 
@@ -204,17 +204,20 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
     on from there.
     """
 
-    def __init__(self, *args: Any, memory_steps: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, memory_steps: int = 0, num_slots: int = 2, replica_count: int = 0, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        options: dict[str, Any] = {"num_slots": num_slots, "replica_count": replica_count}
         self.memory_steps = memory_steps
         self._scratch: str | None = None
         self._is_laid_out = False
         self._is_native = self._why_native() != ""
         self.flash_checkpointer: HfFlashCheckpointer
         if self.is_deepspeed_enabled:
-            self.flash_checkpointer = HfDeepSpeedCheckpointer(None, self.args.output_dir)
+            self.flash_checkpointer = HfDeepSpeedCheckpointer(None, self.args.output_dir, **options)
         else:
-            self.flash_checkpointer = HfDdpCheckpointer(self.args.output_dir)
+            self.flash_checkpointer = HfDdpCheckpointer(self.args.output_dir, **options)
         if self._is_native:
             log.warning("checkpoints are written by transformers itself: %s", self._why_native())
 
@@ -295,7 +298,7 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
         """Let transformers write its checkpoint, and keep everything of it."""
         checkpointer = self.flash_checkpointer
         step = self.state.global_step
-        with checkpointer.scratch() as scratch, self._keeping_on_each_node():
+        with checkpointer.scratch() as scratch:
             agent = checkpointer.ckpt_agent
             agent.clear()
             with agent.collecting(scratch):
@@ -307,16 +310,6 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
                 self._name_best_model(scratch, storage_type)
                 agent.add_files()
             return checkpointer.save(step, storage_type, blocking=blocking)
-
-    @contextlib.contextmanager
-    def _keeping_on_each_node(self) -> Iterator[None]:
-        """The first rank of every node keeps the model, so that a node can go on from its own memory."""
-        before = self.args.save_on_each_node
-        self.args.save_on_each_node = before or (self.flash_checkpointer.num_nodes > 1 and self.args.process_index != 0)
-        try:
-            yield
-        finally:
-            self.args.save_on_each_node = before
 
     def _name_best_model(self, scratch: str, storage_type: StorageType) -> None:
         """transformers has looked for the best checkpoint in the scratch directory; it is, or will be, in the real one."""
@@ -353,9 +346,7 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
             log.warning("old checkpoints in %s could not be deleted: %s", directory, error)
 
     def _newest(self) -> str | None:
-        laid_out = None
-        if not (self.is_fsdp_enabled and self.flash_checkpointer.num_nodes > 1):
-            laid_out = self.flash_checkpointer.lay_out_newest()
+        laid_out = self.flash_checkpointer.lay_out_newest()
         if laid_out is not None:
             self._is_laid_out = True
             return laid_out
@@ -369,18 +360,25 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
                 self.flash_checkpointer.remove_layouts()
 
 
-def _lay_out(snapshots: NodeSnapshots, own: Snapshot, directory: Path) -> bool:
+def _lay_out(own: Snapshot, directory: Path) -> bool:
     """Our files, where our neighbours put theirs. False, with a warning, when something is missing or damaged."""
     try:
-        if snapshots.holder_of(TRAINER_STATE, own) is None:
-            log.warning("no snapshot of step %d on this node has the model", own.name.step)
-            return False
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_out(own, directory)
     except (OSError, DLRoverError) as error:
         log.warning("%s", error)
         return False
     return True
+
+
+def _group_of_first_ranks(ranks: Ranks) -> Any:
+    """Made by all ranks together, as torch's groups are."""
+    if not (dist.is_available() and dist.is_initialized()) or ranks.world_size <= ranks.local_world_size:
+        return None
+    found: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(found, ranks.global_rank - ranks.local_rank)
+    firsts = sorted(set(found))
+    return dist.new_group(firsts, backend="gloo") if len(firsts) > 1 else None
 
 
 def _safe_name(name: str) -> str | None:

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from msgspec import Struct
 
 from dlrover.protocol.errors import DLRoverError
@@ -29,6 +31,7 @@ from dlrover.trainer.torch.flash_checkpoint.copying import load_state
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
+_PIECE_BYTES = 32 * 1024 * 1024
 _IN_MEMORY = WriteOptions(num_threads=1, direct=False)
 
 
@@ -91,6 +94,32 @@ def write_out(snapshot: Snapshot, directory: str | os.PathLike[str]) -> None:
             path = os.path.join(directory, entry.name)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             write_kind(storage, path, contents, entry, pinned.data, options=_IN_MEMORY)
+
+
+def broadcast_files(directory: Path, group: Any) -> None:
+    """What the group's first rank has below the directory, for all the others; a piece at a time. All of them call this."""
+    is_source = dist.get_rank(group) == 0
+    source = dist.get_global_rank(group, 0)
+    found: list[Any] = []
+    if is_source:
+        found = [
+            (path.relative_to(directory).as_posix(), path.stat().st_size)
+            for path in sorted(directory.rglob("*"))
+            if path.is_file()
+        ]
+    told = [found]
+    dist.broadcast_object_list(told, src=source, group=group)
+    for name, size in told[0]:
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("rb" if is_source else "wb") as file:
+            for start in range(0, size, _PIECE_BYTES):
+                piece = torch.empty(min(_PIECE_BYTES, size - start), dtype=torch.uint8)
+                if is_source:
+                    file.readinto(memoryview(piece.numpy()))
+                dist.broadcast(piece, src=source, group=group)
+                if not is_source:
+                    file.write(memoryview(piece.numpy()))
 
 
 class _pinned:  # noqa: N801  # used as a function
