@@ -86,13 +86,17 @@ def test_ranks_that_change_places_get_their_own_pieces(node: Node) -> None:
     assert (node.folder / "run" / "one" / ".metadata").exists()
 
 
-def test_pieces_in_another_nodes_memory_are_not_mistaken_for_ours(node: Node) -> None:
-    """Step 2 is in memory only. In the old order every node has what it needs; in another order step 1 in storage is all there is."""
-    assert all(node.play_apart(scenes.save_numbers, ["a", "b"]))
-    newest = node.play_apart(scenes.load_newest_numbers, ["a", "b"])
-    assert newest == [(2, True), (2, True)]
-    swapped = node.play_apart(scenes.load_newest_numbers, ["b", "a"])
-    assert swapped == [(1, True), (1, True)]
+def test_pieces_come_from_other_nodes_memory(node: Node) -> None:
+    """Every rank on a node of its own. Step 2 is in memory only: if one shard of it is nowhere, step 1 in storage is the newest."""
+    assert all(node.play_apart(scenes.save_numbers, "abcd"))
+    assert node.play_apart(scenes.load_newest_numbers, "abcd") == [(2, True)] * 4
+    assert node.play_apart(scenes.load_newest_numbers, "bdca") == [(2, True)] * 4, "the nodes have changed places"
+    assert node.play_apart(scenes.load_newest_numbers, "cab") == [(1, True)] * 3, "a node is lost, with its memory"
+    [segment] = (node.home / "d").glob("rank-00003.*")
+    segment.rename(node.home / "b" / segment.name.replace("rank", "copy"))
+    assert node.play_apart(scenes.load_newest_numbers, "cab") == [(2, True)] * 3, "another node has a copy of it"
+    _flip_newest(next((node.home / "b").glob("copy-*")))
+    assert node.play_apart(scenes.load_newest_numbers, "cab") == [(1, True)] * 3, "the copy is damaged"
 
 
 def test_replicated_pieces_are_written_once_and_kept_for_every_cut(node: Node) -> None:

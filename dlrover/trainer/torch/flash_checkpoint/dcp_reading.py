@@ -12,7 +12,7 @@ import itertools
 import mmap
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -199,21 +199,31 @@ def _make_room(state: Any, key: str | int) -> None:
 class MemoryPieces:
     """The pieces of one save in the memory of this node, or of others."""
 
-    def __init__(self, state: SavedState, on_close: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        state: SavedState,
+        on_close: Callable[[], None] | None = None,
+        brought: Mapping[MetadataIndex, tuple[DcpItem, memoryview]] | None = None,
+    ) -> None:
+        """`brought` came from other nodes."""
         self._where: dict[MetadataIndex, tuple[DcpItem, Holding, ShardSource]] = {}
         self._on_close = on_close
         for holding, source in state.shards.values():
             for item in holding.items:
                 self._where.setdefault(index_of(item), (item, holding, source))
-        self._bytes: dict[MetadataIndex, memoryview] = {}
+        self._items = {index: item for index, (item, _holding, _source) in self._where.items()}
+        self._items.update({index: item for index, (item, _bytes) in (brought or {}).items()})
+        self._bytes = {index: content for index, (_item, content) in (brought or {}).items()}
 
     def open(self, wanted: Iterable[MetadataIndex]) -> None:
         by_shard: dict[int, list[MetadataIndex]] = {}
         for index in wanted:
+            if index in self._bytes:
+                continue
             if index not in self._where:
                 raise Incomplete(f"{index.fqn} at {tuple(index.offset or ())} is not in the memory of this node.")
             item, holding, _source = self._where[index]
-            if item.is_in_storage and index not in self._bytes:
+            if item.is_in_storage:
                 by_shard.setdefault(holding.shard, []).append(index)
         for indices in by_shard.values():
             _item, holding, source = self._where[indices[0]]
@@ -221,7 +231,7 @@ class MemoryPieces:
             self._bytes.update(zip(indices, found, strict=True))
 
     def tensor(self, index: MetadataIndex) -> torch.Tensor:
-        item = self._where[index][0]
+        item = self._items[index]
         if not item.is_in_storage:
             archive: torch.Tensor = torch.load(io.BytesIO(item.prepared), map_location="cpu", weights_only=False)
             return archive
@@ -231,7 +241,7 @@ class MemoryPieces:
         return torch.frombuffer(self._bytes[index], dtype=dtype).reshape(item.shape)
 
     def content(self, index: MetadataIndex) -> bytes:
-        return self._where[index][0].prepared
+        return self._items[index].prepared
 
     def close(self) -> None:
         self._bytes = {}

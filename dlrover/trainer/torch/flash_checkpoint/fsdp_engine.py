@@ -58,7 +58,8 @@ from dlrover.trainer.torch.flash_checkpoint.dcp_reading import (
 )
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
 from dlrover.trainer.torch.flash_checkpoint.parts import RawPart
-from dlrover.trainer.torch.flash_checkpoint.reshard import LocalMemory, SavedState, find_states, remove_abandoned
+from dlrover.trainer.torch.flash_checkpoint.reshard import LocalMemory, SavedState, find_saves, remove_abandoned
+from dlrover.trainer.torch.flash_checkpoint.reshard_exchange import bring, newest_attempts, tell_saves
 from dlrover.trainer.torch.flash_checkpoint.restoring import Restorer
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
@@ -279,6 +280,8 @@ class _StateRestorer(Restorer):
         )
         self._engine, self._take = engine, take
         self._memory = LocalMemory(engine.outlet.home)
+        self._homes: list[str] = []
+        """Of all ranks: which node each is on."""
         self._wanted: dict[str, Any] | None = None
 
     def load(self, names: Any, into: Any) -> Any:
@@ -294,20 +297,32 @@ class _StateRestorer(Restorer):
     def _offers(self) -> dict[int, Any]:
         """Steps of which this rank can have all that it needs from memory."""
         self._agreement.have_all(True)  # a neighbour may still be at the end of its last save
-        states = find_states([self._memory], self._directory)
-        return {step: state for step, state in states.items() if self._is_enough(state)}
+        saves = find_saves([self._memory], self._directory)
+        self._homes, everywhere = tell_saves(saves, str(self._home), self._agreement)
+        offers = {}
+        for step, save in newest_attempts(everywhere).items():
+            nothing = SavedState(
+                step=step, round=save.round, attempt=save.attempt, num_shards=save.num_shards, shards={}
+            )
+            state = saves.get(save.attempt, nothing)
+            if self._is_enough(state, is_whole_somewhere=len(save.shards) == save.num_shards):
+                offers[step] = state
+        return offers
 
-    def _is_enough(self, state: SavedState) -> bool:
-        if state.is_whole:
+    def _is_enough(self, state: SavedState, *, is_whole_somewhere: bool) -> bool:
+        if state.is_whole or (is_whole_somewhere and self._wanted is not None):
             return True
         if self._wanted is None:  # not known yet what will be read: our own share, if we are cut as it was
             share = self._agreement.share
             return share.num_shards == state.num_shards and share.shard in state.shards
+        return self._is_all_here(state, self._wanted)
+
+    def _is_all_here(self, state: SavedState, wanted: dict[str, Any]) -> bool:
         try:
             metadata = _metadata_in_memory(state)
-            wanted = dict(self._wanted)
-            add_missing(wanted, metadata)
-            plan_load(wanted, metadata)
+            template = dict(wanted)
+            add_missing(template, metadata)
+            plan_load(template, metadata)
         except DLRoverError as error:
             log.info("step %d is not all in the memory of this node: %s", state.step, error)
             return False
@@ -320,6 +335,11 @@ class _StateRestorer(Restorer):
             found: list[Any] = [None] * self._agreement.ranks.world_size
             dist.all_gather_object(found, metadata, group=group)
             metadata = merged(found)
+        if self._wanted is not None and not self._agreement.have_all(self._is_all_here(name, self._wanted)):
+            brought = bring(name, self._wanted, self._homes, self._agreement)
+            if brought is None:
+                return None
+            return self._try(name.step, lambda: (brought.metadata, MemoryPieces(name, None, brought.pieces)), into)
         on_close = None if into is not None else self._memory.close
         return self._try(name.step, lambda: (metadata, MemoryPieces(name, on_close)), into)
 

@@ -24,6 +24,7 @@ from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.checksum import CHUNK_BYTES, Corrupt, checksum_function
 from dlrover.snapshot.contents import DISTCP, Contents, FileEntry, decode_contents
 from dlrover.snapshot.dcp_file import DcpItem, decode_table
+from dlrover.snapshot.mirror import copy_paths
 from dlrover.snapshot.persist import SaveRequest, of_present_history, read_request
 from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName, remove_segment, segment_paths
 from dlrover.snapshot.segment_format import SegmentInvalid
@@ -74,24 +75,23 @@ class SavedState(Struct, frozen=True, kw_only=True):
         return len(self.shards) == self.num_shards
 
 
-def find_states(sources: Iterable[ShardSource], directory: str) -> dict[int, SavedState]:
-    """By step. Nearer sources come first; of a step that was saved twice, what the later round saved."""
+def find_saves(sources: Iterable[ShardSource], directory: str) -> dict[str, SavedState]:
+    """By attempt. Nearer sources come first."""
     saves: dict[str, dict[int, tuple[Holding, ShardSource]]] = {}
     for source in sources:
         for holding in source.holdings(directory):
             saves.setdefault(holding.attempt, {}).setdefault(holding.shard, (holding, source))
-    states = []
+    states = {}
     for attempt, shards in saves.items():
         first = next(iter(shards.values()))[0]
-        states.append(
-            SavedState(step=first.step, round=first.round, attempt=attempt, num_shards=first.num_shards, shards=shards)
+        states[attempt] = SavedState(
+            step=first.step, round=first.round, attempt=attempt, num_shards=first.num_shards, shards=shards
         )
-    states.sort(key=lambda state: (state.step, len(state.shards) / state.num_shards, state.round, state.attempt))
-    return {state.step: state for state in states}
+    return states
 
 
 class LocalMemory:
-    """The snapshots of all ranks of this node, pinned from `holdings` to `close`."""
+    """The snapshots of all ranks of this node, and copies that it keeps for others, pinned from `holdings` to `close`."""
 
     def __init__(self, home: Path) -> None:
         self._home = home
@@ -100,14 +100,14 @@ class LocalMemory:
         self._segments: list[Segment] = []
 
     def holdings(self, directory: str) -> list[Holding]:
-        by_rank: dict[int, list[tuple[SlotName, Segment]]] = {}
-        for path in segment_paths(self._home):
+        by_rank: dict[tuple[int, str], list[tuple[SlotName, Segment]]] = {}
+        for path in (*segment_paths(self._home), *copy_paths(self._home)):
             try:
                 segment = Segment(path, private=True)
             except (SegmentInvalid, FileNotFoundError):
                 continue
             self._segments.append(segment)
-            own = by_rank.setdefault(segment.owner.global_rank, [])
+            own = by_rank.setdefault((segment.owner.global_rank, path.name.split("-")[0]), [])
             own.extend((name, segment) for name in segment.complete_slots())
         found = []
         for names in by_rank.values():
@@ -140,7 +140,8 @@ class LocalMemory:
             contents = decode_contents(pinned.sections())
             request = read_request(contents)
             entry = next((entry for entry in contents.files if entry.kind == DISTCP), None)
-            if request is not None and entry is not None and request.directory == directory:
+            is_new = request is not None and (request.attempt, request.shard) not in self._open
+            if request is not None and entry is not None and request.directory == directory and is_new:
                 holding = _holding(name, request, decode_table(contents.pickles[entry.name]))
                 self._open[(request.attempt, request.shard)] = (pinned, contents, entry)
                 return holding
