@@ -56,6 +56,18 @@ def test_no_step_is_lost_at_a_kill_and_the_weights_are_bit_for_bit_the_same(jobs
         assert_same_weights(weights(tmp_path, rank), expected)
 
 
+def test_lazy_saves_lose_at_most_the_one_that_was_being_copied_and_ranks_stay_together(jobs, tmp_path):
+    kills = [3, 8, 12]
+    words = [word for step in kills for word in ("--kill-at", str(step))]
+    job = jobs.run("--nproc-per-node=2", SCRIPT, tmp_path, "16", "--sharded", "--lazy", "--disk-every", "5", *words)
+    assert job.process.returncode == 0, job.err
+    assert lives(tmp_path) == lives(tmp_path, 1)
+    for first, step in zip(lives(tmp_path)[1:], kills, strict=True):
+        assert first in (step, step + 1)
+    assert_same_weights(weights(tmp_path), undisturbed(jobs, tmp_path, 16, "--nproc-per-node=2"))
+    assert (tmp_path / "checkpoints" / "dlrover_latest.txt").read_text() == "15"
+
+
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
 def test_twenty_random_crashes_leave_the_weights_as_they_were(jobs, tmp_path):

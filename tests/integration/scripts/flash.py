@@ -27,6 +27,7 @@ parser.add_argument("--hold-at", type=int, default=-1)
 parser.add_argument("--pace", type=float, default=0.0)
 parser.add_argument("--spoil", action="store_true", help="put a file where the checkpoints should go")
 parser.add_argument("--sharded", action="store_true", help="every rank saves something of its own")
+parser.add_argument("--lazy", action="store_true", help="copy while training goes on")
 args = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -35,7 +36,7 @@ torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 shards = {"local_shard_num": dist.get_world_size(), "global_shard_num": dist.get_world_size()} if args.sharded else {}
-checkpointer = DdpCheckpointer(args.folder / "checkpoints", **shards)
+checkpointer = DdpCheckpointer(args.folder / "checkpoints", **shards, lazy=args.lazy)
 
 state = checkpointer.load_checkpoint()
 first = 0
@@ -63,6 +64,7 @@ for step in range(first, args.num_steps):
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "rank": rank}
     result = checkpointer.save_checkpoint(step, state, storage_type=kind, on_busy="block")
     assert bool(result) == (args.sharded or int(os.environ["LOCAL_RANK"]) == 0), result
+    assert not args.lazy or result.is_lazy == bool(result), result
     dist.barrier()
     mark = args.folder / f"killed-{step}"
     if step in args.kill_at and rank == step % dist.get_world_size() and not mark.exists():
