@@ -12,7 +12,7 @@ TRAINER = Path(__file__).resolve().parents[2] / "examples" / "gpt" / "train.py"
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("how", ["flash", "torch"])
+@pytest.mark.parametrize("how", ["flash", pytest.param("torch", marks=pytest.mark.chaos)])
 def test_the_trainer_runs_three_steps_alone_and_resumes(tmp_path: Path, how: str) -> None:
     pytest.importorskip("torch")
     small = ["--width=16", "--layers=1", "--heads=2", "--batch-size=2", "--context=16", "--checkpoint-every=2"]
