@@ -49,6 +49,7 @@ from dlrover.protocol.messages import (
 )
 from dlrover.simulator.events import SECOND, micros, span
 from dlrover.simulator.network import CLOSE, KEEPALIVE, PULSE, Connection, Downward, Link
+from dlrover.simulator.saves import is_of_saves
 from dlrover.simulator.store import is_of_the_store
 
 if TYPE_CHECKING:
@@ -314,9 +315,11 @@ class VirtualAgent:
                 case Answer(id=number, body=body) if number < 0:
                     if (query := self._questions.pop(number, None)) is not None:
                         self.sim.store.read(query, body)
+                        self.sim.saves.read(self, query, body)
                 case Answer(id=number, body=body):
                     if number in self.waiting:
                         self.sim.store.answered(self.waiting[number], body)
+                        self.sim.saves.answered(self.waiting[number], body)
                     self._settled(number)
                 case Refusal(id=number, retry_after=None):
                     if number < 0:
@@ -425,7 +428,7 @@ class VirtualAgent:
         if isinstance(command, JoinRendezvous) and code == "offer-used":
             self.sim.note(f"{self.node.label} offered a used port")
             return
-        if is_of_the_store(command):
+        if is_of_the_store(command) or is_of_saves(command):
             return
         assert isinstance(command, JoinRendezvous | ReportFailure | ReportFinished | ReportCheck), "nothing to mend"
         if command.incarnation != self.incarnation or not self.incarnation:

@@ -17,6 +17,7 @@ from dlrover.core.job import Job
 from dlrover.core.observations import Observations
 from dlrover.core.sequence import Batch, CommitSequence, Released
 from dlrover.core.turn import Origin
+from dlrover.protocol.checkpoint_messages import AwaitSaveDuties
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
 from dlrover.protocol.frames import Answer, Push, Refusal, Request
@@ -240,7 +241,7 @@ class VirtualMaster:
         if line.node is None or line.incarnation is None:
             self._send(line, Refusal(id=request.id, code="not-attached", message=""))
             return
-        if isinstance(body, KvQuery):
+        if isinstance(body, KvQuery | AwaitSaveDuties):
             self._enqueue(Work(body, line, None, request.id))
             return
         assert not isinstance(body, MasterStarted), "agents send no such command"
@@ -319,7 +320,7 @@ class VirtualMaster:
             self._new_stall = 0
         for work in self._in_order(works, now):
             try:
-                if isinstance(work.body, KvQuery):
+                if isinstance(work.body, KvQuery | AwaitSaveDuties):
                     staged[self.sequence.stage_query(work.body)] = work
                 else:
                     staged[self.sim.stage(self, work, now)] = work

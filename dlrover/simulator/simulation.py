@@ -40,6 +40,7 @@ from dlrover.simulator.master import FENCE_PERIOD, HEARTBEAT, CrashPoint, Virtua
 from dlrover.simulator.network import Connection, Network
 from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.platform import Platform, VirtualPlatform
+from dlrover.simulator.saves import SaveTraffic
 from dlrover.simulator.store import StoreTraffic
 from dlrover.simulator.training import Training
 
@@ -82,6 +83,7 @@ class Simulation:
         self.platform: Platform = VirtualPlatform(self) if fleet is None else VirtualCloud(self, fleet)
         self.checks = CheckRuns(self)
         self.store = StoreTraffic(self)
+        self.saves = SaveTraffic(self)
         self.check_began_at = 0
         self.num_journals_lost = 0
         self.bound = bound_of(plan.shape)
@@ -163,6 +165,7 @@ class Simulation:
         assert self.master is not None, "a job is over under a master"
         job = self.master.job
         self.store.check(job)
+        self.saves.check(job)
         # A simulation that was cut off may have ended in the middle of a turn.
         is_replayed = (self.plan.is_thorough or self.plan.seed % REPLAY_EVERY == 0) and not self.plan.is_cut_off
         if is_replayed and self.journal.restore_from_the_beginning().encode() != job.encode():
@@ -201,6 +204,7 @@ class Simulation:
         if self._has_quiet or self.is_over:
             return
         if self.shape.has_store_traffic:
+            self.saves.stir()
             self.store.stir()  # it shall hit while commands are under way, or while they are written
             self.events.after(span(self.chance.disk, 0.0, STIRRED), self._hit, fault)
         else:
@@ -311,6 +315,7 @@ class Simulation:
             raise Violation("I5", f"the journal has {self.journal.last_number} records, the replay gave {job.number}")
         self._check_answered(job)
         self.store.check(job)
+        self.saves.check(job)
         self._num_masters += 1
         self._is_serving = False
         self.note(f"master epoch {epoch} starts")
@@ -448,6 +453,7 @@ class Simulation:
         self.journal = VirtualJournal()
         self.num_journals_lost += 1
         self.store.journal_lost()
+        self.saves.journal_lost()
         self.ledger.lives.clear()
         self.ledger.applied.clear()
         self.ledger.answered.clear()

@@ -15,6 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.core import (
+    checkpoints,
     course,
     fleet_settling,
     kv_store,
@@ -26,6 +27,7 @@ from dlrover.core import (
     sightings,
 )
 from dlrover.core.check_cycle import CheckCycle
+from dlrover.core.checkpoints import SaveAttempt
 from dlrover.core.fleet import Fleet, FleetNode
 from dlrover.core.nodes import Nodes
 from dlrover.core.observations import Observations
@@ -200,6 +202,14 @@ def questions_are_answered_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(master.VirtualMaster, "_accept", accept)
 
 
+def one_shard_makes_a_checkpoint(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SaveAttempt, "is_complete", property(lambda attempt: bool(attempt.writers)))
+
+
+def dead_nodes_shall_commit(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checkpoints, "lose", lambda course, node: None)
+
+
 @pytest.mark.parametrize(
     ("mutation", "invariants"),
     [
@@ -226,11 +236,13 @@ def questions_are_answered_at_once(patch: pytest.MonkeyPatch) -> None:
         (the_healthy_are_blamed, {"check"}),
         (adds_count_twice, {"KV"}),
         (questions_are_answered_at_once, {"KV"}),
+        (one_shard_makes_a_checkpoint, {"I4"}),
+        (dead_nodes_shall_commit, {"I4"}),
     ],
 )
 def test_a_broken_promise_is_noticed(mutation: Mutation, invariants: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     mutation(monkeypatch)
-    rooms = {"KV": "has_store_traffic", "check": "check", "fleet": "fleet"}
+    rooms = {"KV": "has_store_traffic", "I4": "has_store_traffic", "check": "check", "fleet": "fleet"}
     room = next((rooms[name] for name in sorted(invariants) if name in rooms), "")
     failure = first_failure(room)
     assert failure.invariant in invariants, failure.sentence

@@ -1,0 +1,157 @@
+"""
+Storage saves under way while things go wrong, and what has to be true of them (I4).
+
+Just before something goes wrong some members of the running world write shards, so that reports, duties and commits are hit
+by it. The storage is modelled beside the job: it knows which shards were really written. Nobody may be told to commit an attempt of
+which a shard is missing; what the job takes for committed is whole in the storage; and what a node was told is committed is
+not forgotten by a later master of the same journal.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from dlrover.core.job import Job
+from dlrover.protocol.checkpoint_messages import (
+    AwaitSaveDuties,
+    CheckpointCommand,
+    CheckpointCommitted,
+    CheckpointFailed,
+    CommitCheckpoint,
+    SaveDuties,
+    ShardWritten,
+)
+from dlrover.protocol.messages import AgentCommand, Done, Query, Reply, Round
+from dlrover.simulator.events import span
+from dlrover.simulator.invariants import Violation
+
+if TYPE_CHECKING:
+    from dlrover.simulator.agents import VirtualAgent
+    from dlrover.simulator.simulation import Simulation
+
+DIRECTORY = "/shared/run"
+MOST_WRITERS = 3
+WRITING = (0.0, 0.02)
+"""Seconds: short, because what shall be hit is the talk about it."""
+LOOKS = (0.02, 1.0, 30.0)
+"""Seconds after its shard at which a writer looks for its duty. The real one waits at the master; here each wait is an event."""
+COMMITTING = (0.0, 0.05)
+FAILURE_ODDS = 0.1
+
+
+class SaveTraffic:
+    """Owned by the simulation."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._sim = simulation
+        self._chance = random.Random(f"{simulation.plan.seed}/saves")
+        self._num_attempts = 0
+        self._shards: dict[str, int] = {}
+        """How many each attempt has."""
+        self._written: dict[str, dict[int, None]] = {}
+        self._committed: dict[str, None] = {}
+        """Attempts that are checkpoints in the storage."""
+        self._is_any_confirmed = False
+        """Whether the job has confirmed one, under this journal."""
+
+    def stir(self) -> None:
+        """Something is about to go wrong: let a save be under way."""
+        running = [
+            node.agent
+            for node in self._sim.nodes
+            if node.agent is not None and node.agent.group is not None and node.agent.group.is_up
+        ]
+        writers = [agent for agent in running if agent.is_attached and not agent.is_leaving and agent.incarnation]
+        if not writers:
+            return
+        self._num_attempts += 1
+        attempt = f"a{self._num_attempts}"
+        chosen = self._chance.sample(writers, min(MOST_WRITERS, len(writers)))
+        self._shards[attempt] = len(chosen)
+        self._written[attempt] = {}
+        for shard, agent in enumerate(chosen):
+            self._sim.events.after(span(self._chance, *WRITING), self._write, agent, attempt, shard)
+
+    def _write(self, agent: VirtualAgent, attempt: str, shard: int) -> None:
+        if not agent.is_alive or agent.group is None:
+            return
+        self._written[attempt][shard] = None
+        agent.tell_soon(
+            ShardWritten(
+                node=agent.id,
+                incarnation=agent.incarnation,
+                directory=DIRECTORY,
+                target=attempt,
+                step=self._num_attempts,
+                attempt=attempt,
+                shard=shard,
+                num_shards=self._shards[attempt],
+                round=Round(agent.group.world.round),
+                digest="d",
+            )
+        )
+        for seconds in LOOKS:
+            self._sim.events.after(span(self._chance, seconds, 2 * seconds), self._look, agent)
+
+    def _look(self, agent: VirtualAgent) -> None:
+        if agent.is_alive and agent.incarnation:
+            agent.ask(AwaitSaveDuties(node=agent.id, incarnation=agent.incarnation))
+
+    def read(self, agent: VirtualAgent, query: Query, reply: Reply) -> None:
+        match query, reply:
+            case AwaitSaveDuties(), SaveDuties(commits=commits):
+                for duty in commits:
+                    self._sim.events.after(span(self._chance, *COMMITTING), self._commit, agent, duty)
+
+    def _commit(self, agent: VirtualAgent, duty: CommitCheckpoint) -> None:
+        if not agent.is_alive or agent.frozen_since is not None:
+            return
+        if len(self._written[duty.attempt]) != self._shards[duty.attempt]:
+            raise Violation("I4", f"{agent.node.label} was told to commit {duty.attempt} with a shard missing")
+        node, incarnation = agent.id, agent.incarnation
+        if self._chance.random() < FAILURE_ODDS:
+            agent.tell(
+                CheckpointFailed(
+                    node=node,
+                    incarnation=incarnation,
+                    directory=DIRECTORY,
+                    attempt=duty.attempt,
+                    step=duty.step,
+                    reason="no space",
+                )
+            )
+            return
+        self._committed[duty.attempt] = None
+        agent.tell(
+            CheckpointCommitted(
+                node=node, incarnation=incarnation, directory=DIRECTORY, attempt=duty.attempt, step=duty.step
+            )
+        )
+
+    def answered(self, command: AgentCommand, reply: Reply) -> None:
+        if isinstance(command, CheckpointCommitted) and isinstance(reply, Done):
+            self._is_any_confirmed = True
+
+    def check(self, job: Job) -> None:
+        """Of a master that begins, and at the end."""
+        room = job.state.checkpoints
+        confirmed = {each.attempt: None for each in room.settled if each.is_committed}
+        newest = room.committed.get(DIRECTORY)
+        if newest is not None:
+            confirmed[newest.attempt] = None
+        for attempt in confirmed:
+            if attempt not in self._committed or len(self._written[attempt]) != self._shards[attempt]:
+                raise Violation("I4", f"the job takes {attempt} for a checkpoint, and the storage has none")
+        known = {attempt.committer for attempt in room.attempts.values()} - {None}
+        if not known <= set(job.state.nodes.live):
+            raise Violation("I4", "a node that is gone shall commit")
+        if self._is_any_confirmed and newest is None:
+            raise Violation("I4", "a committed checkpoint was forgotten")
+
+    def journal_lost(self) -> None:
+        self._is_any_confirmed = False
+
+
+def is_of_saves(command: AgentCommand) -> bool:
+    return isinstance(command, CheckpointCommand)
