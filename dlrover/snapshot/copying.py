@@ -2,14 +2,15 @@
 Moving many blocks of memory at the speed of memory.
 
 A state is some hundreds of tensors, a few of them huge and most of them tiny. Huge blocks are cut into pieces so that several threads can
-share them; tiny ones are bundled so that a thread fetches work seldom. The threads hold no interpreter lock while they copy,
-so the trainer can prepare the rest of a snapshot meanwhile.
+share them. The threads hold no interpreter lock while they copy, nor do they need it between two blocks, so the trainer can prepare the rest of a
+snapshot meanwhile, or go on training.
 
 Addresses are plain integers: whoever calls keeps the memory behind them alive until the copy has ended.
 """
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import itertools
 import os
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from dlrover.snapshot.streaming import LINE_BYTES, load_streaming_copy
+from dlrover.snapshot.streaming import LINE_BYTES, Stream, load_streaming_copy
 
 PIECE_BYTES = 8 * 1024 * 1024
 """Unit of work of a thread. Measured: 1 to 64 MiB make no difference, below that fetching work begins to count."""
@@ -52,9 +53,9 @@ class Copier:
 
     def copy(self, spans: Iterable[Span]) -> None:
         """Copy everything before returning; the calling thread takes part."""
-        work = _Work(_bundles(spans))
-        self._start(work, work.num_bundles - 1)
-        work.run(self._copy_one)
+        work = self._work_for(spans)
+        self._start(work, work.num_blocks - 1)
+        work.run()
         work.wait()
 
     def start(self, spans: Iterable[Span], num_helpers: int | None = None) -> CopyInProgress:
@@ -62,31 +63,28 @@ class Copier:
         Copy in the background, by as many threads as there are or by `num_helpers`, which may be 0: then nothing happens before
         `CopyInProgress.finish`. The memory must stay as it is until then.
         """
-        work = _Work(_bundles(spans))
-        self._start(work, work.num_bundles if num_helpers is None else num_helpers)
+        work = self._work_for(spans)
+        self._start(work, work.num_blocks if num_helpers is None else num_helpers)
         return CopyInProgress(self, work)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
+
+    def _work_for(self, spans: Iterable[Span]) -> _Work:
+        if self._stream is not None:
+            return _StreamedWork(_blocks(spans), self._stream)
+        return _BundledWork(_bundles(spans), self._copy_one)
 
     def _start(self, work: _Work, num_helpers: int) -> None:
         if os.getpid() != self._pid:  # threads do not survive a fork
             self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="dlrover-copy")
             self._pid = os.getpid()
         for _ in range(min(num_helpers, self.num_threads)):
-            self._pool.submit(work.run, self._copy_one)
+            self._pool.submit(work.run)
 
     def _copy_one(self, target: int, source: int, num_bytes: int) -> None:
-        if self._stream is None or num_bytes < STREAMING_FROM_BYTES:
-            ctypes.memmove(target, source, num_bytes)
-            return
-        head = -target % LINE_BYTES
-        body = (num_bytes - head) // LINE_BYTES * LINE_BYTES
-        if head:
-            ctypes.memmove(target, source, head)
-        self._stream(target + head, source + head, body)
-        if tail := num_bytes - head - body:
-            ctypes.memmove(target + head + body, source + head + body, tail)
+        """Only where the loop cannot run."""
+        ctypes.memmove(target, source, num_bytes)
 
 
 class CopyInProgress:
@@ -105,50 +103,96 @@ class CopyInProgress:
 
     def finish(self) -> None:
         """Help with what is left, then wait for the rest. Several threads may do so at a time."""
-        self._work.run(self._copier._copy_one)
+        self._work.run()
         self._work.wait()
 
 
-class _Work:
-    """Bundles that any number of threads take from, until none is left; it has ended when the last of them has been copied."""
+class _Work(abc.ABC):
+    """Blocks that any number of threads take from, until none is left; it has ended when the last of them has been copied."""
 
-    def __init__(self, bundles: _Bundles) -> None:
-        self._bundles = bundles
-        self._ticket = itertools.count()
-        self._num_left = len(bundles)
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._num_left = num_blocks
         self._lock = threading.Lock()
         """Guards the number: a thread that found nothing more to take must still wait for those that copy."""
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        if not bundles:
+        if not num_blocks:
             self._ended.set()
 
-    @property
-    def num_bundles(self) -> int:
-        return len(self._bundles)
+    @abc.abstractmethod
+    def run(self) -> None:
+        """Copy blocks until none is left to take."""
 
     def is_done(self) -> bool:
         return self._ended.is_set()
-
-    def run(self, copy_one: Callable[[int, int, int], None]) -> None:
-        """`next` of a count is one step of the interpreter, so no two threads get the same bundle."""
-        while (index := next(self._ticket)) < len(self._bundles):
-            try:
-                for span in self._bundles[index]:
-                    copy_one(*span)
-            except BaseException as error:  # told to whoever waits, in whatever thread
-                self._error = error
-            with self._lock:
-                self._num_left -= 1
-                is_last = self._num_left == 0
-            if is_last:
-                self._ended.set()
 
     def wait(self) -> None:
         """Memory is all that it waits for, so it needs no deadline."""
         self._ended.wait()
         if self._error is not None:
             raise self._error
+
+    def _count(self, num_copied: int) -> None:
+        with self._lock:
+            self._num_left -= num_copied
+            is_last = num_copied > 0 and self._num_left == 0
+        if is_last:
+            self._ended.set()
+
+
+class _StreamedWork(_Work):
+    """By the loop, which needs no interpreter between two blocks."""
+
+    def __init__(self, blocks: Sequence[int], stream: Stream) -> None:
+        super().__init__(len(blocks) // 3)
+        self._stream = stream
+        self._table = (ctypes.c_uint64 * len(blocks))(*blocks)
+        self._counter = ctypes.c_uint64(0)
+
+    def run(self) -> None:
+        if not self.is_done():
+            self._count(self._stream(ctypes.addressof(self._table), self.num_blocks, ctypes.addressof(self._counter)))
+
+
+class _BundledWork(_Work):
+    def __init__(self, bundles: _Bundles, copy_one: Callable[[int, int, int], None]) -> None:
+        super().__init__(len(bundles))
+        self._bundles, self._copy_one = bundles, copy_one
+        self._ticket = itertools.count()
+
+    def run(self) -> None:
+        """`next` of a count is one step of the interpreter, so no two threads get the same bundle."""
+        while (index := next(self._ticket)) < len(self._bundles):
+            try:
+                for span in self._bundles[index]:
+                    self._copy_one(*span)
+            except BaseException as error:  # told to whoever waits, in whatever thread
+                self._error = error
+            self._count(1)
+
+
+def _blocks(spans: Iterable[Span]) -> list[int]:
+    """
+    What the loop is given: three numbers for each block. Large spans are cut into pieces, and what does not fit lines at their ends
+    is apart; the small come last, so that nobody ends late.
+    """
+    pieces: list[int] = []
+    crumbs: list[int] = []
+    for target, source, num_bytes in spans:
+        if num_bytes < STREAMING_FROM_BYTES:
+            if num_bytes:
+                crumbs += (target, source, num_bytes)
+            continue
+        head = -target % LINE_BYTES
+        end = head + (num_bytes - head) // LINE_BYTES * LINE_BYTES
+        if head:
+            crumbs += (target, source, head)
+        for start in range(head, end, PIECE_BYTES):
+            pieces += (target + start, source + start, min(PIECE_BYTES, end - start))
+        if end < num_bytes:
+            crumbs += (target + end, source + end, num_bytes - end)
+    return pieces + crumbs
 
 
 _Bundles = Sequence[Sequence[Span]]

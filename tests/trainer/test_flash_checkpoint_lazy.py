@@ -28,7 +28,7 @@ class GatedCopier(Copier):
     """Copies large blocks only while its gate is open."""
 
     def __init__(self) -> None:
-        super().__init__(2)
+        super().__init__(2, streaming=False)  # the loop asks nobody between two blocks
         self.gate = threading.Event()
         self.gate.set()
 
@@ -160,7 +160,7 @@ def test_a_thread_completes_the_save_while_training_goes_on(begin):
     training = begin()
     training.train()
     result = training.save(1)
-    training.engine._stager.submit(lambda: None).result(DEADLINE)
+    training.engine._lazily._stager.submit(lambda: None).result(DEADLINE)
     assert result.is_done
     assert training.checkpointer.poll()
     assert training.steps_in_memory() == [1]
