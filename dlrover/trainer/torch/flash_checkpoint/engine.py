@@ -14,12 +14,11 @@ import os
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from dlrover.protocol.errors import ConfigError, DLRoverError, Unavailable
+from dlrover.protocol.errors import ConfigError, Unavailable
 from dlrover.snapshot.commit import latest_step, read_global_manifest
 from dlrover.snapshot.copying import Copier
 from dlrover.snapshot.manifest import ManifestInvalid
@@ -36,7 +35,7 @@ from dlrover.trainer.torch.flash_checkpoint.aside import Waiting, copy_aside
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.copying import PendingSave, StateWriter, room_for_names
 from dlrover.trainer.torch.flash_checkpoint.early_look import EarlyLook
-from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY, Changed, Staging, StepWatch
+from dlrover.trainer.torch.flash_checkpoint.lazy_saves import LazySaves
 from dlrover.trainer.torch.flash_checkpoint.old_names import check_all_rank_ready as check_all_rank_ready
 from dlrover.trainer.torch.flash_checkpoint.old_names import start_saver_process as start_saver_process
 from dlrover.trainer.torch.flash_checkpoint.old_names import (
@@ -78,7 +77,6 @@ class CheckpointEngine:
         `lazy` is how saves are made that do not say: see `save`. `is_group_private`: ranks agree in a group of their own, so that saves
         may come from another thread than the training's.
         """
-        _check_lazy(lazy)
         if local_shard_num < 1 or global_shard_num < 1:
             raise ConfigError(f"Shard numbers must be at least 1, not {local_shard_num} and {global_shard_num}.")
         if global_shard_num < local_shard_num:
@@ -116,15 +114,7 @@ class CheckpointEngine:
         """The newest that this rank asked to be written."""
         self.restored_step: int | None = None
         self._is_error_told = False
-        self._lazy = lazy
-        self._why_never_lazy = ""
-        """Once a tensor was written to during its copy nothing is copied lazily any more."""
-        self._told_against_lazy = ""
-        self._watch = StepWatch(self._before_step)
-        self._staging: Staging | None = None
-        self._staged: SaveResult | None = None
-        """Result of the newest lazy save."""
-        self._stager: ThreadPoolExecutor | None = None
+        self._lazily = LazySaves(lazy, self._publish)
         self._unjudged: SlotName | None = None
         """Slot of the last save, if the ranks have still to tell each other whether they all got it done."""
         self._is_judgement_due = False
@@ -181,7 +171,7 @@ class CheckpointEngine:
             raise ValueError(f"A step is a number from 0 on, not {step!r}.")
         if on_busy not in ON_BUSY:
             raise ValueError(f"on_busy is one of {', '.join(ON_BUSY)}, not {on_busy!r}.")
-        wanted_lazy = self._lazy if lazy is None else _check_lazy(lazy)
+        wanted_lazy = self._lazily.wish(lazy)
         self._agree_late()
         share = self._agreement.share
         if not share.is_saving:
@@ -251,18 +241,11 @@ class CheckpointEngine:
             self.outlet.poll()
         if self._waiting is not None:
             self._end_waiting("skip")
-        return self._waiting is None and (self._staging is None or self._staging.is_done)
+        return self._waiting is None and not self._lazily.is_under_way
 
     def wait_for_staging(self) -> bool:
         """Until the newest save is in memory; helps with its copy. False: it was discarded, its result says why."""
-        staging, result = self._staging, self._staged
-        if staging is not None:
-            begun_at = time.perf_counter()
-            staging.finish()
-            assert result is not None, "a save under way has a result"
-            result.waited += time.perf_counter() - begun_at
-            self._staging = None
-        return result is None or bool(result)
+        return self._lazily.wait()
 
     def load(self, part: str, *, into: object = None) -> Any:
         """The part of that name in the newest state that every rank can have. None: there is none anywhere."""
@@ -329,9 +312,7 @@ class CheckpointEngine:
         atexit.unregister(self._at_exit)
         self.wait_for_staging()
         self._end_waiting("skip" if self._agreement.is_joint else "block")
-        self._watch.close()
-        if self._stager is not None:
-            self._stager.shutdown(wait=True)
+        self._lazily.close()
         self._look.close()
         if self._preparation is not None:
             self._preparation.close()
@@ -349,7 +330,7 @@ class CheckpointEngine:
         with self._writing:
             self._open()
             assert self._segments is not None, "opened above"
-            if self._staging is not None and not self._staging.is_done:
+            if self._lazily.is_under_way:
                 return memoryview(b"")  # a copy is under way, so there is room, and it must not be replaced now
             return self._segments.reserve(num_bytes, room_for_names(num_tensors))
 
@@ -386,11 +367,11 @@ class CheckpointEngine:
         on_busy: str,
         lazy: bool | str,
     ) -> SaveResult:
-        stepped = self._watch.optimizers()
+        stepped = self._lazily.watch.optimizers()
         try:
             with self._writing:
                 self._judge()
-                storages = self._lazy_storages(lazy)
+                storages = self._lazily.storages(lazy)
                 try:
                     pending = self._copy(parts, paths, request, on_busy, storages)
                 finally:
@@ -404,9 +385,9 @@ class CheckpointEngine:
             return SaveResult(reason=SaveReason.SKIPPED_BUSY, step=request.step)
         assert self._segments is not None, "a save has been made with it"
         result = SaveResult(reason=SaveReason.SAVED, step=request.step, num_bytes=self._segments.num_bytes)
-        self._watch.after_save()
+        self._lazily.watch.after_save()
         if pending.is_lazy:
-            self._stage(pending, request, result)
+            self._lazily.stage(pending, request, result)
         elif self._staleness.is_stale(request.step, pending.digest, pending.layout, pending.storages, stepped):
             self._tell_stale(result)
         return result
@@ -510,55 +491,10 @@ class CheckpointEngine:
         if self._preparation is not None:
             self._preparation.after_save(name)
 
-    # Lazily.
-
-    def _lazy_storages(self, wanted: bool | str) -> Collection[int]:
-        """Storages, by identity, that may be copied while training goes on."""
-        if wanted is False:
-            return ()
-        reason = self._why_never_lazy or self._watch.reason_against()
-        if not reason:
-            return self._watch.owned_storages()
-        if reason != self._told_against_lazy:
-            self._told_against_lazy = reason
-            log.log(logging.WARNING if wanted is True else logging.INFO, "this save is not lazy: %s", reason)
-        return ()
-
-    def _stage(self, pending: PendingSave, request: SaveRequest, result: SaveResult) -> None:
-        """Let a thread bring the save to its end."""
-        result.is_lazy, result.is_done = True, False
-        self._staged = result
-        self._staging = staging = Staging(pending.help, lambda: self._settle(pending, request, result))
-        if self._stager is None:
-            self._stager = ThreadPoolExecutor(1, thread_name_prefix="dlrover-stage")
-        self._stager.submit(_bring_to_end, pending, staging)
-
-    def _settle(self, pending: PendingSave, request: SaveRequest, result: SaveResult) -> None:
-        """Everything is copied. Called once, by the thread or by the training; nothing may come out of it."""
-        try:
-            with self._writing:
-                self._saved(pending.finish(), request)
-        except Changed as error:
-            result.reason, result.message = SaveReason.ERROR, str(error)
-            self._why_never_lazy = f"{error} Something else than an optimizer's step changes it"
-            log.error(
-                "step %d was not saved: %s Saves are not lazy any more. Save after that code has run, or leave lazy off.",
-                request.step,
-                error,
-            )
-        except (OSError, DLRoverError) as error:
-            result.reason, result.message = SaveReason.ERROR, str(error)
-            self._failed(request.step, error, 0.0)
-        except Exception as error:  # the edge of a thread and of a hook: training goes on without this snapshot
-            result.reason, result.message = SaveReason.ERROR, f"{type(error).__name__}: {error}"
-            log.exception("bug: step %d was not saved. Training goes on.", request.step)
-        finally:
-            result.is_done = True
-
-    def _before_step(self) -> None:
-        """The hook: torch calls it before each step of each optimizer, and what is not copied yet has to be before that."""
-        if self._staging is not None and os.getpid() == self._pid:
-            self.wait_for_staging()
+    def _publish(self, pending: PendingSave, request: SaveRequest) -> None:
+        """The end of a lazy save, in the thread of whoever brought it there."""
+        with self._writing:
+            self._saved(pending.finish(), request)
 
     def _judge(self) -> None:
         """
@@ -595,17 +531,3 @@ class CheckpointEngine:
             self._agreement = Agreement(own_ranks(), *self._shard_nums, is_group_private=self._is_group_private)
             if self._segments is not None:
                 self._segments.agreement = self._agreement
-
-
-def _bring_to_end(pending: PendingSave, staging: Staging) -> None:
-    """What the thread of a lazy save does."""
-    try:
-        pending.begin()
-    finally:  # its error comes again where it is dealt with
-        staging.finish()
-
-
-def _check_lazy(lazy: bool | str) -> bool | str:
-    if lazy not in LAZY:
-        raise ValueError(f'lazy is True, False or "auto", not {lazy!r}.')
-    return lazy
