@@ -13,37 +13,42 @@ from dlrover.protocol.errors import ConfigError
 from dlrover.trainer.torch.flash_checkpoint import megatron, megatron_dist_ckpt
 from dlrover.trainer.torch.flash_checkpoint.replica import CkptReplicaManger, FullCkptReplicaManager
 
-RANKS = Path(__file__).parent / "megatron_ranks.py"
+HERE = Path(__file__).parent
 
 
-def test_two_ranks_save_and_load_through_both_front_ends(tmp_path, monkeypatch):
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Two ranks of a script; what each said."""
     memory = tmp_path / "memory"
     memory.mkdir()
     monkeypatch.setenv("DLROVER_SNAPSHOT_DIR", str(memory))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(RANKS), str(tmp_path), str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        said = [rank.communicate(timeout=60)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
-    for each in said:
-        assert [line for line in each.splitlines() if line.endswith(" done")] == [
-            "replicas done",
-            "stages done",
-            "shares done",
-            "failures done",
+
+    def start(script: Path) -> list[list[str]]:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", str(script), str(tmp_path), str(rank)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in (0, 1)
         ]
-    assert not list(memory.rglob("rank-*")), "nothing stays in memory"
+        try:
+            said = [rank.communicate(timeout=75)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.communicate()
+        assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+        assert not list(memory.rglob("rank-*")), "nothing stays in memory"
+        return [[line for line in each.splitlines() if line.endswith(" done")] for each in said]
+
+    return start
+
+
+def test_two_ranks_save_and_load_through_both_front_ends(run):
+    expected = ["replicas done", "stages done", "shares done", "failures done"]
+    assert run(HERE / "megatron_ranks.py") == [expected, expected]
 
 
 def test_without_megatron_the_error_says_where_to_get_it():
