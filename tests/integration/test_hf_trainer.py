@@ -9,9 +9,12 @@ import pytest
 
 from tests.integration.jobs import SCRIPTS
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install 'dlrover[frameworks]'"
-)
+pytestmark = [
+    pytest.mark.timeout(240),  # the imports of the frameworks take most of it, once per life of a worker
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install 'dlrover[frameworks]'"
+    ),
+]
 SCRIPT = SCRIPTS / "hf_steps.py"
 
 
@@ -21,7 +24,7 @@ def lives(folder, rank: int) -> list[int]:
 
 def assert_goes_on_from_memory(jobs, folder, *mode: str) -> None:
     """The script compares weights and files; see there. Step 4 is in storage, so what is later came from memory."""
-    job = jobs.run("--nproc-per-node=2", SCRIPT, folder, *mode, timeout=110)
+    job = jobs.run("--nproc-per-node=2", SCRIPT, folder, *mode, timeout=200)
     assert job.process.returncode == 0, job.err[-5000:]
     check(folder)
 
@@ -57,5 +60,5 @@ def test_on_two_nodes_what_global_rank_0_had_reaches_the_other(jobs, tmp_path):
         port = probe.getsockname()[1]
     common = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
     nodes = [jobs.start("dlrover-run", *common, f"--node-rank={rank}", SCRIPT, tmp_path) for rank in (0, 1)]
-    assert [node.wait(110) for node in nodes] == [0, 0], nodes[0].err[-3000:] + nodes[1].err[-3000:]
+    assert [node.wait(200) for node in nodes] == [0, 0], nodes[0].err[-3000:] + nodes[1].err[-3000:]
     check(tmp_path)

@@ -33,10 +33,12 @@ def make_engine(stage: int):
     torch.manual_seed(7)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     model.register_buffer("count", torch.zeros(1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model[0].bias.requires_grad_(stage != 3)  # a frozen parameter: ZeRO 3 has fragments of it in another place
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": stage == 2},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}},
@@ -48,7 +50,7 @@ def make_engine(stage: int):
 def train_one(engine, step: int) -> None:
     rank = torch.distributed.get_rank()
     batch = torch.randn(2, 8, generator=torch.Generator().manual_seed(100 * step + rank))
-    engine.backward(engine(batch).pow(2).mean())
+    engine.backward(engine(batch.to(engine.module[0].weight.dtype)).float().pow(2).mean())
     engine.step()
     engine.module.count += 1
 
