@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from dlrover.cli.checkpoint_command import app as checkpoint
+from dlrover.cli.data_command import app as data
 from dlrover.cli.simulate_command import simulate
 from dlrover.protocol.descriptors import open_standard_descriptors
 from dlrover.protocol.errors import ConfigError, DLRoverError
@@ -242,6 +243,7 @@ def clean() -> None:
 
 app.command()(simulate)
 app.add_typer(checkpoint)
+app.add_typer(data)
 
 
 @app.command()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
 from urllib.parse import quote
 
 import msgspec
@@ -106,14 +106,34 @@ def _open(path: Path, mode: str) -> sqlite3.Connection:
     return connection
 
 
-def _print_timeline(connection: sqlite3.Connection, path: Path, *, as_json: bool) -> None:
-    meta = read_meta(connection)
+def walk_journal(path: Path) -> Iterator[tuple[Step | None, Job]]:
+    """The job before the first record of a journal (with None), then after each of them. Raises `JournalError`."""
+    with _reading(path) as connection:
+        _check_version(read_meta(connection), path)
+        stored = read_stored(connection, path, oldest=True)
+        job = load(stored.snapshot)
+        yield None, job
+        try:
+            for step in walk(job, stored.records):
+                yield step, job
+        except JournalCorrupt as error:
+            raise JournalError(
+                f"The journal {path} is not what was decided: after record {job.number}: {error}"
+            ) from error
+
+
+def _check_version(meta: dict[str, Any], path: Path) -> None:
     check_meta(meta, path)
     if meta.get("decision_version") != DECISION_VERSION:
         raise JournalError(
             f"The journal {path} was written by decision version {meta.get('decision_version')}, and this dlrover "
             f"decides by version {DECISION_VERSION}: the same commands may lead elsewhere. Use the dlrover that wrote it."
         )
+
+
+def _print_timeline(connection: sqlite3.Connection, path: Path, *, as_json: bool) -> None:
+    meta = read_meta(connection)
+    _check_version(meta, path)
     stored = read_stored(connection, path, oldest=True)
     snapshots = _snapshots(connection, path)
     printer = _JsonPrinter() if as_json else _TextPrinter()

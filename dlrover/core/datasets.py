@@ -187,7 +187,7 @@ class Dataset(Struct):
     def shard(self, id_: int) -> Shard:
         found = self.held[id_].range
         listed = self.listings[found.listing][found.start : found.end] if found.listing else ()
-        return Shard(id_, found.epoch, found.start, found.end, found.partition, listed)
+        return Shard(id_, found.epoch, found.start, found.end, found.partition, listed, found.listing)
 
     def recall(self) -> bool:
         """Somebody has nothing to do: ask the holder of most shards for half of what it has not begun. False: nobody has any."""

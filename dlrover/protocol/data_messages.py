@@ -82,7 +82,9 @@ class Shard(Struct, frozen=True, array_like=True):
     end: int
     partition: str = ""
     indices: tuple[int, ...] = ()
-    """The records themselves, where a checkpoint of the original listed them one by one."""
+    """The records themselves, where a checkpoint of the original listed them one by one: `start` and `end` count in that list."""
+    listing: int = 0
+    """Number of the list."""
 
 
 class DataCommand(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,184 @@
+"""
+The audit of a job's data: from the commands alone, without believing the books.
+
+It follows which shard was given to whom and what was reported of it, rolls back when ranks went on with an older model, and at the end
+counts every place of every epoch: seen once, seen twice, or missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from dlrover.core.datasets import Dataset, Range
+from dlrover.protocol.data_messages import (
+    NO_STEP,
+    DatasetSpec,
+    ExchangeShards,
+    RegisterDataset,
+    RestoreAgreed,
+    RestoreDataset,
+    Shard,
+    ShardsGiven,
+    TaskType,
+)
+from dlrover.protocol.messages import Command, Reply
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """What became of one dataset."""
+
+    dataset: str
+    num_seen: int
+    """Records in the model, counted once each."""
+    num_owed: int
+    """Records that were to be read by the end of the journal, in the epochs that had begun."""
+    repeated: tuple[str, ...]
+    """Ranges that are in the model twice."""
+    missing: tuple[str, ...]
+    """Ranges of epochs that are over, and in no model."""
+    num_trusted: int = 0
+    """Records that were read before what the journal tells, or before an explicit return to a checkpoint."""
+    num_set_aside: int = 0
+    is_complete: bool = False
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.repeated and not self.missing
+
+
+class Audit:
+    def __init__(self, datasets: dict[str, Dataset]) -> None:
+        """With the books as they stood at the first command."""
+        self._ledgers = {name: _Ledger.of_books(books) for name, books in datasets.items()}
+
+    def follow(self, command: Command, reply: Reply, datasets: dict[str, Dataset]) -> None:
+        """A command that was applied, and the books after it (which are looked at only after an explicit return)."""
+        match command:
+            case RegisterDataset(spec=spec) if spec.name not in self._ledgers:
+                self._ledgers[spec.name] = _Ledger(spec)
+            case ExchangeShards() if isinstance(reply, ShardsGiven):
+                self._ledgers[command.dataset].exchange(command, reply)
+            case RestoreAgreed():
+                for name, ledger in self._ledgers.items():
+                    if ledger.spec.task_type is TaskType.TRAINING:
+                        ledger.restore(command, name)
+            case RestoreDataset():
+                self._ledgers[command.dataset] = _Ledger.of_books(datasets[command.dataset])
+
+    def findings(self, datasets: dict[str, Dataset]) -> list[Finding]:
+        return [self._ledgers[name].finding(datasets[name]) for name in self._ledgers]
+
+
+class _Ledger:
+    """One dataset."""
+
+    def __init__(self, spec: DatasetSpec) -> None:
+        self.spec = spec
+        self._given: dict[int, Shard] = {}
+        self._done: dict[int, int] = {}
+        self._seen: list[tuple[int, Range]] = []
+        """Step, and what the model contains since then."""
+        self._begins_at = 0
+        """Epoch; those before it are trusted."""
+        self._owed: list[Range] | None = None
+        """Of the first epoch; None: all of it."""
+        self._num_trusted = 0
+
+    @classmethod
+    def of_books(cls, books: Dataset) -> _Ledger:
+        ledger = cls(books.spec)
+        ledger._begins_at = books.epoch
+        held = [each.range for each in books.held.values()]
+        ledger._owed = [*books.returned, *held, *([] if books.is_stream else books.fresh_ranges())]
+        ledger._seen = [(step, each) for step, ranges in books.provisional.items() for each in ranges]
+        ledger._owed += [each for _, each in ledger._seen]
+        ledger._num_trusted = books.num_committed
+        ledger._given = {id_: books.shard(id_) for id_ in books.held}
+        return ledger
+
+    def exchange(self, command: ExchangeShards, reply: ShardsGiven) -> None:
+        for each in command.consumed:
+            shard, done = self._given[each.shard], self._done.get(each.shard, 0)
+            start = shard.start + done
+            place = Range(shard.epoch, start, start + each.count, shard.partition, shard.listing)
+            self._seen.append((each.step, place))
+            self._done[each.shard] = done + each.count
+        for shard in reply.shards:
+            self._given[shard.id] = shard
+
+    def restore(self, command: RestoreAgreed, name: str) -> None:
+        self._seen = [(step, each) for step, each in self._seen if step == NO_STEP or step <= command.step]
+        known = [each for _, each in self._seen]
+        for claim in command.claims.get(name, ()):
+            if claim.step <= command.step:
+                place = Range(claim.epoch, claim.start, claim.end, claim.partition)
+                if not any(
+                    each.key == place.key and each.start < place.end and place.start < each.end for each in known
+                ):
+                    self._seen.append((claim.step, place))
+
+    def finding(self, books: Dataset) -> Finding:
+        seen = sorted((each for _, each in self._seen), key=lambda each: (each.key, each.start))
+        repeated = list(_overlapping(seen))
+        owed = self._owed_until(books)
+        open_ = [
+            *books.returned,
+            *(held.range for held in books.held.values()),
+            *(each.range for each in books.set_aside),
+        ]
+        open_ += [] if books.is_stream else books.fresh_ranges()
+        missing = _subtract(owed, [*seen, *open_])
+        return Finding(
+            dataset=self.spec.name,
+            num_seen=sum(each.size for each in seen) - sum(each.size for each in repeated),
+            num_owed=sum(each.size for each in owed),
+            repeated=tuple(map(_said, repeated)),
+            missing=tuple(map(_said, missing)),
+            num_trusted=self._num_trusted,
+            num_set_aside=sum(each.range.size for each in books.set_aside),
+            is_complete=books.is_complete,
+        )
+
+    def _owed_until(self, books: Dataset) -> list[Range]:
+        """Everything that was to be read in the epochs up to the newest one."""
+        if books.is_stream:
+            starts = {part: self.spec.partitions.get(part, 0) for part in books.offsets}
+            return [Range(0, starts[part], end, part) for part, end in books.offsets.items() if end > starts[part]]
+        first = [Range(self._begins_at, 0, self.spec.size)] if self._owed is None else list(self._owed)
+        return first + [Range(epoch, 0, self.spec.size) for epoch in range(self._begins_at + 1, books.epoch + 1)]
+
+
+def _overlapping(ranges: list[Range]) -> Iterator[Range]:
+    """The parts of sorted ranges that others before them cover already."""
+    ends: dict[tuple[int, str, int], int] = {}
+    for each in ranges:
+        end = ends.get(each.key, 0)
+        if each.start < end:
+            yield Range(each.epoch, each.start, min(each.end, end), each.partition, each.listing)
+        ends[each.key] = max(end, each.end)
+
+
+def _subtract(wanted: list[Range], found: list[Range]) -> list[Range]:
+    """What of the first is in none of the second."""
+    by_key: dict[tuple[int, str, int], list[Range]] = {}
+    for each in sorted(found, key=lambda each: each.start):
+        by_key.setdefault(each.key, []).append(each)
+    left = []
+    for each in sorted(wanted, key=lambda each: (each.key, each.start)):
+        at = each.start
+        for other in by_key.get(each.key, ()):
+            if other.end <= at or other.start >= each.end:
+                continue
+            if other.start > at:
+                left.append(Range(each.epoch, at, other.start, each.partition, each.listing))
+            at = max(at, other.end)
+        if at < each.end:
+            left.append(Range(each.epoch, at, each.end, each.partition, each.listing))
+    return left
+
+
+def _said(each: Range) -> str:
+    where = f" of partition {each.partition}" if each.partition else ""
+    return f"{each.start} to {each.end - 1}{where} in epoch {each.epoch}"
