@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dlrover.snapshot.checksum import Corrupt
 from dlrover.snapshot.manifest import ManifestInvalid
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
@@ -151,6 +152,18 @@ def test_a_flipped_bit_anywhere_in_a_file_gives_way_to_the_older_step(directory,
     assert_same(checkpointer.load_checkpoint(into=live_like(state_of(1))), state_of(1))
     checkpointer.close()
     assert "step 2 cannot be read" in caplog.text
+
+
+def test_the_directory_of_a_checkpoint_can_be_named_whatever_its_file_is_called(directory):
+    checkpointer = DdpCheckpointer(directory)
+    checkpointer.save_checkpoint(3, state_of(3), path=f"{directory}/best/deep/model.pt")
+    checkpointer.save_checkpoint(4, state_of(4), storage_type=StorageType.MEMORY)
+    assert checkpointer.wait_latest_checkpoint(30)
+    assert_same(checkpointer.load_checkpoint(f"{directory}/best"), state_of(3))
+    flip(Path(directory) / "best" / "deep" / "model.pt", 2000)
+    with pytest.raises(Corrupt, match="other bytes than were written"):
+        checkpointer.load_checkpoint(f"{directory}/best")
+    checkpointer.close()
 
 
 def test_a_file_of_torch_save_is_read_too(tmp_path):

@@ -45,7 +45,7 @@ from dlrover.trainer.torch.flash_checkpoint.old_names import wait_socket_server 
 from dlrover.trainer.torch.flash_checkpoint.outlets import AgentOutlet, Outlet, ThreadOutlet
 from dlrover.trainer.torch.flash_checkpoint.preparing import Preparation
 from dlrover.trainer.torch.flash_checkpoint.reading import read_file
-from dlrover.trainer.torch.flash_checkpoint.restoring import Restorer
+from dlrover.trainer.torch.flash_checkpoint.restoring import Restorer, own_file_in
 from dlrover.trainer.torch.flash_checkpoint.staleness import StalenessWatch
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
@@ -276,10 +276,10 @@ class CheckpointEngine:
 
     def load_file(self, resume_path: str, *, into: object = None) -> Any:
         """A file, or the directory of one checkpoint. Raises FileNotFoundError."""
-        path = resume_path
-        if os.path.isdir(path):
-            path = os.path.join(path, f"rank_{self.shard}.pt")
-        return read_file(path, into=into)
+        if not os.path.isdir(resume_path):
+            return read_file(resume_path, into=into)
+        path, record = own_file_in(resume_path, self._agreement.share)
+        return read_file(path, record, into=into)
 
     def wait_for_storage(self, timeout: float) -> bool:
         """
@@ -288,6 +288,8 @@ class CheckpointEngine:
         The agent tells. Where nobody does (a shard of another process without an agent), the tracker can only be looked at.
         """
         self.wait_for_staging()
+        if self._waiting is not None and self._waiting.request.is_storage:
+            self._end_waiting("skip" if self._agreement.is_joint else "block")
         wanted = self._storage_request
         if wanted is None or not self.is_saving_rank:
             return True

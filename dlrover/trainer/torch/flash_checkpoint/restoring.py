@@ -20,7 +20,12 @@ from msgspec import Struct
 from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.checksum import Corrupt
 from dlrover.snapshot.class_meta import ClassMeta
-from dlrover.snapshot.commit import Committed, committed_checkpoints, latest_step, read_global_manifest
+from dlrover.snapshot.commit import (
+    Committed,
+    committed_checkpoints,
+    latest_step,
+    read_global_manifest,
+)
 from dlrover.snapshot.contents import TORCH, decode_contents
 from dlrover.snapshot.copying import Copier
 from dlrover.snapshot.manifest import DIRECTORY, GLOBAL_NAME, FileRecord, ManifestInvalid
@@ -29,7 +34,7 @@ from dlrover.snapshot.segment import Segment, SlotName, segment_paths
 from dlrover.snapshot.segment_format import SegmentInvalid
 from dlrover.snapshot.storage import LocalStorage, Storage, join, read_bytes
 from dlrover.snapshot.user_storage import storage_of
-from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement
+from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, Share
 from dlrover.trainer.torch.flash_checkpoint.copying import load_state
 from dlrover.trainer.torch.flash_checkpoint.early_look import EarlyLook, check, close_behind
 from dlrover.trainer.torch.flash_checkpoint.reading import check_content, read_content, read_file, read_raw
@@ -247,6 +252,20 @@ class Restorer:
             return {names[0] if names else DEFAULT_PART: rank.files[0]}
         files = {file.part or file.path: file for file in rank.files}
         return {name: file for name, file in files.items() if names is None or name in names}
+
+
+def own_file_in(checkpoint: str, share: Share) -> tuple[str, FileRecord | None]:
+    """Which file of a checkpoint's directory is this rank's, and what its manifest says of it; None: it has none, as those of others."""
+    manifest = read_global_manifest(LocalStorage(), checkpoint)
+    if manifest is None:
+        return join(checkpoint, f"rank_{share.shard}.pt"), None
+    own = [file for rank in manifest.ranks if rank.global_rank == share.shard for file in rank.files]
+    if len(manifest.ranks) != share.num_shards or len(own) != 1:
+        raise ManifestInvalid(
+            f"{checkpoint} was saved in {len(manifest.ranks)} shards, this job has {share.num_shards}; {len(own)} of its files belong "
+            f"to shard {share.shard}. Name the file to resume from."
+        )
+    return join(checkpoint, own[0].path), own[0]
 
 
 def _complete(parts: dict[str, Any], names: Sequence[str] | None, step: int) -> dict[str, Any] | None:
