@@ -208,7 +208,7 @@ def _told_by_rank_0(engine: _ShardedEngine, make: Any) -> dict[str, bytes]:
 @contextlib.contextmanager
 def _reading(reader: PieceReader) -> Iterator[None]:
     """While this lasts Megatron-Core's load strategy reads with this reader instead of one for files."""
-    theirs = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
+    theirs: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
     real = theirs._get_filesystem_reader
     theirs._get_filesystem_reader = lambda *args, **options: reader
     try:
