@@ -160,7 +160,9 @@ class Replicas:
                 release(pinned)
         if is_copied or is_protected:
             self._told.clear()
-            self._num_pushed += 1
+            if self._world is not None and pinned.record.round == self._world.round:
+                # Not what a former round saved: its lost shards may be needed until this one has saved.
+                self._num_pushed += 1
             if self._num_pushed == _SAVES_UNTIL_TIDY:
                 self._store.tidy()
 

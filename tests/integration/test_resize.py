@@ -7,7 +7,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.integration.jobs import SCRIPTS
+from tests.integration.jobs import SCRIPTS, Launched, wait_until
+from tests.integration.test_node_loss import Nodes
 
 SCRIPT = SCRIPTS / "cut.py"
 
@@ -57,3 +58,49 @@ def test_crashes_at_any_instant_leave_cut_weights_as_they_were(jobs, tmp_path):
 @pytest.mark.timeout(600)
 def test_twenty_crashes_at_any_instant_leave_cut_weights_as_they_were(jobs, tmp_path):
     crash(jobs, tmp_path, 250, 20, 400)
+
+
+class CutNodes(Nodes):
+    """Nodes whose ranks hold different pieces; nothing is written to storage."""
+
+    def start(self, rank: int, *script: str) -> Launched:
+        words = (f"--rdzv-endpoint={self._address}", "--rdzv-id=cut", f"--node-rank={rank}", *self._options)
+        steps = (SCRIPT, self.folder, "16", "--hold-at", "9", "--hold-at", "13", *script)
+        job = self._jobs.start("dlrover-run", *words, *steps, DLROVER_LOG_LEVEL="INFO")
+        self.launched.append(job)
+        if len(self.launched) == 1:
+            wait_until(lambda: self._jobs.pids("dlrover.master"))
+        return job
+
+    def wait_at(self, step: int, size: int) -> None:
+        def is_so() -> bool:
+            return all((self.folder / f"holding-{step}-{rank}").exists() for rank in range(size))
+
+        wait_until(is_so, explain=self.said)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(200)
+def test_a_job_shrinks_and_grows_from_memory_alone(jobs, tmp_path):
+    """Three nodes; one is lost with its memory, and two go on from its copy; then a third joins. No file is ever written."""
+    options = [
+        "--nnodes=2:3",
+        "--snapshot-replicas=1",
+        "--node-grace=1",
+        "--rdzv-conf=pend_timeout=1,lastcall_timeout=3",
+    ]
+    nodes = CutNodes(jobs, tmp_path, *options)
+    launched = [nodes.start(rank) for rank in range(3)]
+    nodes.wait_at(9, 3)
+    nodes.wait_for("copy-*.segment", 3, 9)
+    nodes.lose(launched.pop(), 2)
+    (tmp_path / "go-9").touch()
+    nodes.wait_at(13, 2)
+    nodes.wait_for("copy-*.segment", 2, 13)
+    launched.append(nodes.start(2))
+    wait_until(lambda: len(lives(tmp_path)) == 3, explain=nodes.said)
+    (tmp_path / "go-13").touch()
+    assert [job.wait() for job in launched] == [0, 0, 0], nodes.said()
+    assert lives(tmp_path) == lives(tmp_path, 1) == [0, 10, 14], nodes.said()
+    assert lives(tmp_path, 2) == [0, 14]
+    assert not (tmp_path / "checkpoints").exists()

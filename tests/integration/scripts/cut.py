@@ -1,10 +1,10 @@
 """
 Trains a model that is cut over the ranks (FSDP2), deterministically, and saves every step into memory; some steps to storage.
 
-    cut.py FOLDER NUM_STEPS [--disk-every N] [--kills N]
+    cut.py FOLDER NUM_STEPS [--disk-every N] [--kills N] [--hold-at STEP]...
 
 With `--kills` a rank of every life kills itself by SIGKILL, at an instant that has nothing to do with what it is doing, until that happened
-so many times. Each life writes which step it goes on with.
+so many times. Each life writes which step it goes on with. After a step of `--hold-at` the ranks wait for a file.
 """
 
 import argparse
@@ -26,6 +26,7 @@ parser.add_argument("folder", type=Path)
 parser.add_argument("num_steps", type=int)
 parser.add_argument("--disk-every", type=int, default=0)
 parser.add_argument("--kills", type=int, default=0)
+parser.add_argument("--hold-at", type=int, action="append", default=[])
 args = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -40,7 +41,7 @@ extra = checkpointer.load_checkpoint(model, optimizer)
 first = extra["step"] + 1 if extra else 0
 assert first == 0 or checkpointer.restored_step == extra["step"], extra
 with (args.folder / f"lives-{rank}").open("a") as out:
-    out.write(f"{first} {os.getpid()}\n")
+    out.write(f"{first} {world_size}\n")
 
 num_killed = len(list(args.folder.glob("killed-*")))
 is_victim = num_killed < args.kills and rank == num_killed % world_size
@@ -62,11 +63,15 @@ for step in range(first, args.num_steps):
     kind = StorageType.DISK if args.disk_every and step % args.disk_every == 0 else StorageType.MEMORY
     saved = checkpointer.save_checkpoint(step, model, optimizer, {"step": step}, storage_type=kind, on_busy="block")
     assert saved, saved
+    if step in args.hold_at:
+        (args.folder / f"holding-{step}-{rank}").touch()
+        while not (args.folder / f"go-{step}").exists():
+            threading.Event().wait(0.01)
     if step == args.num_steps - 1 and num_killed < args.kills:
         threading.Event().wait(10)  # the one of this life is still to come
 
 full = {name: value.full_tensor() for name, value in model.state_dict().items()}
 torch.save(full, args.folder / f"weights-{rank}.pt")
-checkpointer.wait_latest_checkpoint(30)
+assert checkpointer.wait_latest_checkpoint(30)
 dist.barrier()
 dist.destroy_process_group()
