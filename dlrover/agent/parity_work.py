@@ -4,7 +4,6 @@ What a member of a parity group does: gives the pieces of its image to those tha
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import os
@@ -59,6 +58,7 @@ def give_pieces(
 ) -> None:
     """Raises Unavailable and Rejected; the code `superseded` when the others have gone on to a newer save."""
     image = Image(pinned, request)
+    lines = Lines(connect, deadline)
     try:
         for each in stripes_of(group.position, len(group.members), group.num_parity):
             begin, end = piece_range(image.num_bytes, group.num_data, each.piece)
@@ -84,9 +84,9 @@ def give_pieces(
                     crc=crc,
                     algorithm=algorithm,
                 )
-                with connect(group.members[holder].address, deadline) as connection:
-                    _send_piece(connection, header, piece, limit, pause)
+                _send_piece(lines.to(group.members[holder].address), header, piece, limit, pause)
     finally:
+        lines.close()
         image.close()
 
 
@@ -103,8 +103,14 @@ def await_group(
     patience: float,
 ) -> None:
     """Until the whole group has given its pieces: from then on a loss can be made good. Raises as `give_pieces` does."""
-    for stripe in range(len(group.members)):
-        for row, holder in enumerate(holders_of(stripe, len(group.members), group.num_parity)):
+    lines = Lines(connect, deadline)
+    places = [
+        (holder, stripe, row)
+        for stripe in range(len(group.members))
+        for row, holder in enumerate(holders_of(stripe, len(group.members), group.num_parity))
+    ]
+    try:
+        for holder, stripe, row in places:
             question = AwaitParity(
                 round=round_,
                 attempt=request.attempt,
@@ -116,7 +122,9 @@ def await_group(
                 patience=patience,
             )
             own = store if holder == group.position else None
-            _await_parity(question, group.members[holder].address, own, connect, deadline)
+            _await_parity(question, group.members[holder].address, own, lines, deadline)
+    finally:
+        lines.close()
 
 
 def compute_image(
@@ -136,22 +144,40 @@ def compute_image(
         image = mmap.mmap(descriptor, image_bytes)
     finally:
         os.close(descriptor)
-    with contextlib.ExitStack() as stack:
-        sources = _Sources(edition, round_, connect, deadline, stack)
+    lines = Lines(connect, deadline)
+    try:
         for rows in stripes:
-            _compute_piece(image, edition, shard, rows, sources, add)
+            _compute_piece(image, edition, shard, rows, _Sources(edition, round_, lines), add)
+    finally:
+        lines.close()
     return image
 
 
-class _Sources:
-    """Connections to whoever gives something, opened once each."""
+class Lines:
+    """Connections of one piece of work, opened once to each peer."""
 
-    def __init__(
-        self, edition: Edition, round_: Round, connect: Connect, deadline: float, stack: contextlib.ExitStack
-    ) -> None:
-        self._edition, self._round, self._connect, self._deadline = edition, round_, connect, deadline
-        self._stack = stack
+    def __init__(self, connect: Connect, deadline: float) -> None:
+        self._connect, self._deadline = connect, deadline
         self._open: dict[str, Connection] = {}
+
+    def to(self, address: str) -> Connection:
+        if address not in self._open:
+            self._open[address] = self._connect(address, self._deadline)
+        return self._open[address]
+
+    def drop(self, address: str) -> None:
+        self._open.pop(address).close()
+
+    def close(self) -> None:
+        for connection in self._open.values():
+            connection.close()
+
+
+class _Sources:
+    """Whoever has a part of what is to be computed."""
+
+    def __init__(self, edition: Edition, round_: Round, lines: Lines) -> None:
+        self._edition, self._round, self._lines = edition, round_, lines
 
     def column(self, shard: int, start: int, end: int) -> bytearray:
         """A range of the image of a shard that somebody has."""
@@ -187,9 +213,7 @@ class _Sources:
         )
 
     def _pull(self, address: str, request: PullPiece) -> bytearray:
-        connection = self._open.get(address)
-        if connection is None:
-            connection = self._open[address] = self._stack.enter_context(self._connect(address, self._deadline))
+        connection = self._lines.to(address)
         try:
             connection.send(request)
             piece = connection.receive(Piece)
@@ -198,7 +222,7 @@ class _Sources:
             data = bytearray(piece.length)
             connection.receive_into(memoryview(data))
         except Unavailable:
-            del self._open[address]
+            self._lines.drop(address)
             raise
         if checksum_function(Algorithm(piece.algorithm))(memoryview(data)) != piece.crc:
             raise Corrupt("A piece arrived with another checksum than it was sent with.")
@@ -231,7 +255,7 @@ def _send_piece(
 ) -> None:
     try:
         connection.send(header)
-        connection.receive(Accepted)
+        connection.await_consent()
     except Rejected as error:
         if error.code == "have-it":
             return
@@ -239,21 +263,19 @@ def _send_piece(
             raise Rejected(str(error), code="superseded") from error
         raise
     connection.send_bytes(piece, limit=limit, is_paused=pause)
-    connection.receive(Accepted)
+    connection.await_consent()
 
 
-def _await_parity(
-    question: AwaitParity, address: str, own: ParityStore | None, connect: Connect, deadline: float
-) -> None:
+def _await_parity(question: AwaitParity, address: str, own: ParityStore | None, lines: Lines, deadline: float) -> None:
     """In short questions, so that a peer that hangs is noticed."""
     while True:
         try:
             if own is not None:
                 own.wait_for(question)
             else:
-                with connect(address, deadline) as connection:
-                    connection.send(question)
-                    connection.receive(Accepted)
+                connection = lines.to(address)
+                connection.send(question)
+                connection.receive(Accepted)
             return
         except Rejected as error:
             if error.code != "not-yet":

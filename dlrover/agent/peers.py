@@ -46,8 +46,8 @@ log = logging.getLogger("dlrover.agent")
 
 STALL = 5.0
 """Seconds without a byte after which a peer is given up."""
-ROOM_PATIENCE = 60.0
-"""Seconds for a peer to get the memory for a copy."""
+WORK_PATIENCE = 60.0
+"""Seconds for a peer to get the memory for a copy, or to add a piece to a parity."""
 MAX_MESSAGE_BYTES = 1024 * 1024
 MAX_CONNECTIONS = 64
 NICENESS = 5
@@ -132,9 +132,12 @@ class Connection:
             raise Rejected(f"{type(message).__name__} was not to come now", code="malformed")
         return message
 
-    def await_room(self) -> None:
-        """Until the peer says that it has the memory for what comes: zeroing pages takes about a second per GiB."""
-        usual, self._stall = self._stall, max(self._stall, ROOM_PATIENCE)
+    def await_consent(self) -> None:
+        """
+        Until the peer has the memory for what comes, or has made of it what it should. Both are work: clearing pages takes about a second per
+        GiB, on a machine that is busy training some more.
+        """
+        usual, self._stall = self._stall, max(self._stall, WORK_PATIENCE)
         try:
             self.receive(Accepted)
         finally:

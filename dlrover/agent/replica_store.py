@@ -106,7 +106,7 @@ class ReplicaStore:
                 code = error.code if isinstance(error, Rejected) else type(error).__name__.lower()
                 log.info("a peer's request was refused: %s", error)
                 connection.send(Refused(code=code, message=str(error)))
-                if isinstance(request, SlotHeader | PieceHeader):
+                if isinstance(request, SlotHeader):
                     return  # its bytes may be on their way: they are not messages
 
     def list(self) -> HeldList:
@@ -253,7 +253,7 @@ def header_of(pinned: PinnedSlot, request: SaveRequest, round_: Round) -> SlotHe
 def send_slot(connection: Connection, pinned: PinnedSlot, request: SaveRequest, round_: Round) -> None:
     """Header, metadata, data: the answer to a pull."""
     connection.send(header_of(pinned, request, round_))
-    connection.await_room()
+    connection.await_consent()
     with meta_of(pinned) as meta:
         connection.send_bytes(meta)
     with pinned.data as data:

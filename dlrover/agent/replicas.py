@@ -36,7 +36,7 @@ from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.checkpoint_messages import OpenSnapshots
 from dlrover.protocol.errors import ConfigError, DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages import NodeId, NodeRank, Round, WorldSpec
-from dlrover.protocol.peer_messages import Accepted, AskPeers, Peer, Peers
+from dlrover.protocol.peer_messages import AskPeers, Peer, Peers
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.persist import SaveRequest, pin_newest, read_request, release
 from dlrover.snapshot.segment import PinnedSlot, SlotName
@@ -266,12 +266,12 @@ class Replicas:
 
     def _send_copy(self, connection: Connection, pinned: PinnedSlot, request: SaveRequest, round_: Round) -> None:
         connection.send(header_of(pinned, request, round_))
-        connection.await_room()
+        connection.await_consent()
         with meta_of(pinned) as meta:
             connection.send_bytes(meta)
         with pinned.data as data:
             connection.send_bytes(data, limit=self._rate, is_paused=self._wait_until_free)
-        connection.receive(Accepted)
+        connection.await_consent()
 
     def _wait_until_free(self) -> None:
         """A restart that waits for bytes goes before copies of what is safe on this node anyway."""
