@@ -36,6 +36,7 @@ class FullCheckpointEngine:
             deletion_strategy=deletion_strategy,
             save_timeout=save_timeout,
             storage=storage,
+            replica_count=replica_count,
         )
         self._shard_nums = (local_shard_num, max(local_shard_num, global_shard_num))
 

@@ -106,6 +106,7 @@ class MegatronCheckpointEngine:
             save_timeout=save_timeout,
             num_slots=num_slots,
             storage=storage,
+            replica_count=replica_count,
         )
         self._rank = ranks.global_rank
         self._group: Any = None

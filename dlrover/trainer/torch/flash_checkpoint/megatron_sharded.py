@@ -56,12 +56,14 @@ class MegatronShardedCheckpointer:
         *,
         deletion_strategy: object = None,
         save_timeout: float = 600,
+        replica_count: int = 0,
         num_slots: int = 2,
     ) -> None:
         self.engine = _ShardedEngine(
             os.fspath(checkpoint_dir),
             deletion_strategy=deletion_strategy,
             save_timeout=save_timeout,
+            replica_count=replica_count,
             num_slots=num_slots,
         )
 
