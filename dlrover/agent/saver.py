@@ -56,10 +56,10 @@ from dlrover.snapshot.persist import (
     pin_newest,
     read_request,
     release,
-    sum_slot,
     wait_until_complete,
 )
 from dlrover.snapshot.segment import PinnedSlot, SlotName
+from dlrover.snapshot.summing import Summer
 
 log = logging.getLogger("dlrover.agent")
 
@@ -127,6 +127,7 @@ class Saver:
         # Apart: while it waits for other nodes the next save may be written. Two, for one may wait while the other is told to commit.
         self._committer = _pool("dlrover-commit", 2)
         self._summer = _pool("dlrover-sums")
+        self._sums = Summer()
         (Path(config.runtime_dir) / SAVING_FILE).unlink(missing_ok=True)  # of an agent that was killed while it saved
 
     def home_for(self, node_rank: int) -> str:
@@ -473,7 +474,7 @@ class Saver:
         while self._to_sum:
             _path, name = self._to_sum.popitem()
             try:
-                is_summed = await loop.run_in_executor(self._summer, sum_slot, name)
+                is_summed = await loop.run_in_executor(self._summer, self._sums.sum, name)
                 if is_summed and self.on_summed is not None:
                     self.on_summed(name)
             except OSError as error:

@@ -137,37 +137,39 @@ def of_present_history(slots: Iterable[SlotName]) -> list[SlotName]:
     return [name for name in ordered if name.step <= ordered[-1].step]
 
 
-def sum_slot(name: SlotName) -> bool:
+def sum_slot(name: SlotName, segment: Segment | None = None) -> bool:
     """
-    Compute and store the checksums of a slot without holding it; False when it was overwritten meanwhile.
+    Compute and store the checksums of a slot without holding it; False when it was overwritten meanwhile. A `segment` that the caller has open
+    already is used and stays open.
 
     Nobody may have to wait for a checksum, so it is counted without a lock. A generation never comes back: if the slot
     still has it afterwards, the bytes were the right ones all the time.
     """
-    try:
-        segment = Segment(name.path)
-    except (SegmentInvalid, FileNotFoundError):
-        return False
-    with segment:
-        first = segment.pin(name.slot, name.generation)
-        if first is None:
-            return False
-        record = first.record
-        has_sums = first.sums() is not None
-        first.close()
-        if has_sums:
-            return True
-        start = segment.geometry.data_at(name.slot)
-        algorithm = best_algorithm()
-        with segment.view[start : start + record.data_length] as data:
-            sums = Sums(algorithm, tuple(chunk_checksums(data, algorithm)))
-        again = segment.pin(name.slot, name.generation)
-        if again is None:
-            return False
+    if segment is None:
         try:
-            _store_sums(segment, name, sums)
-        finally:
-            again.close()
+            with Segment(name.path) as opened:
+                return sum_slot(name, opened)
+        except (SegmentInvalid, FileNotFoundError):
+            return False
+    first = segment.pin(name.slot, name.generation)
+    if first is None:
+        return False
+    record = first.record
+    has_sums = first.sums() is not None
+    first.close()
+    if has_sums:
+        return True
+    start = segment.geometry.data_at(name.slot)
+    algorithm = best_algorithm()
+    with segment.view[start : start + record.data_length] as data:
+        sums = Sums(algorithm, tuple(chunk_checksums(data, algorithm)))
+    again = segment.pin(name.slot, name.generation)
+    if again is None:
+        return False
+    try:
+        _store_sums(segment, name, sums)
+    finally:
+        again.close()
     return True
 
 
