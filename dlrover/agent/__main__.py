@@ -132,6 +132,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             snapshot_step=lambda: saver.newest_step,
             run_check=CheckTask(config, spawner=spawner, tree=tree),
             on_break=saver.break_point,
+            promise=saver.promise,
             warm_up=spawner.warm_up,
             exchange=replicas,
         )

@@ -29,6 +29,7 @@ from dlrover.agent.relay import Call, Relay
 from dlrover.agent.worker_group import Failed, Finished, PortOffer
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.check_messages import ExitClass, ReportCheck
+from dlrover.protocol.checkpoint_messages import HeldSnapshot
 from dlrover.protocol.errors import DLRoverError, JobError, Rejected, Unavailable
 from dlrover.protocol.messages import (
     NODE_CHECK_RENDEZVOUS,
@@ -152,6 +153,7 @@ class Agent:
         snapshot_step: Callable[[], int | None] | None = None,
         run_check: RunTask | None = None,
         on_break: Callable[[], None] | None = None,
+        promise: Callable[[], tuple[HeldSnapshot, ...]] | None = None,
         warm_up: Callable[[float], Awaitable[None]] | None = None,
         exchange: Exchange | None = None,
         connect: Connect = AgentChannel,
@@ -159,7 +161,7 @@ class Agent:
     ) -> None:
         """
         `run_check` is needed where the job's terms ask for a node check. `on_break` is told when workers failed or were stopped for
-        good: what they left in memory may be worth keeping. `exchange` has the snapshots of workers ready before they start. `patience`: by default what the terms say."""
+        good: what they left in memory may be worth keeping; `promise` says what of it will be written after a farewell. `exchange` has the snapshots of workers ready before they start. `patience`: by default what the terms say."""
         detection = config.terms.detection
         self._config = config
         self._patience = patience or Patience(heartbeat=detection.heartbeat, lease=detection.lease)
@@ -167,6 +169,7 @@ class Agent:
         self._step = step
         self._snapshot_step = snapshot_step or (lambda: None)
         self._on_break = on_break or (lambda: None)
+        self._promise = promise or (lambda: ())
         self._exchange = exchange
         self._warm_up = warm_up
         """Waited for before the first join; None when it is over."""
@@ -459,7 +462,7 @@ class Agent:
 
     async def _part(self, reason: LeaveReason, message: str) -> None:
         """Say farewell, then close: a stream that broke while workers stop would be healed and bring us back."""
-        await self._say_farewell(reason, message)
+        await self._say_farewell(reason, message, self._promise())
         await self._channel.close()
 
     async def _without_master(self) -> AgentResult:
@@ -482,13 +485,15 @@ class Agent:
         await self._say_farewell(LeaveReason.FAILED, message)
         return AgentResult(exit_code=exit_code, message=message)
 
-    async def _say_farewell(self, reason: LeaveReason, message: str = "") -> None:
+    async def _say_farewell(self, reason: LeaveReason, message: str = "", held: tuple[HeldSnapshot, ...] = ()) -> None:
         if self._node < 0 or self._channel.outage():
             return
         command: LeaveJob | None = None
         # If its answer was lost, attaching again has brought us back as a new life, which has to leave, too.
         while command is None or command.incarnation != self._incarnation:
-            command = LeaveJob(node=self._node, incarnation=self._incarnation, reason=reason, message=message)
+            command = LeaveJob(
+                node=self._node, incarnation=self._incarnation, reason=reason, message=message, held=held
+            )
             try:
                 await self._channel.call(command, timeout=self._patience.farewell)
             except (Rejected, Unavailable) as error:

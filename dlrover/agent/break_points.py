@@ -44,6 +44,20 @@ def pin_held(
     return sorted(held, key=lambda each: (each[0].record.round, each[1].step))
 
 
+def describe(held: Held) -> tuple[HeldSnapshot, ...]:
+    return tuple(
+        HeldSnapshot(
+            directory=request.directory,
+            attempt=request.attempt,
+            step=request.step,
+            shard=request.shard,
+            num_shards=request.num_shards,
+            round=Round(pinned.record.round),
+        )
+        for pinned, request in held
+    )
+
+
 class BreakPoints:
     def __init__(self) -> None:
         self._asked_round = Round(0)
@@ -78,18 +92,7 @@ class BreakPoints:
 
     async def _ask(self, line: SaveLine, round_: Round, held: Held) -> tuple[PersistSnapshot, ...] | None:
         decision = self._decision = asyncio.get_running_loop().create_future()
-        snapshots = tuple(
-            HeldSnapshot(
-                directory=request.directory,
-                attempt=request.attempt,
-                step=request.step,
-                shard=request.shard,
-                num_shards=request.num_shards,
-                round=Round(pinned.record.round),
-            )
-            for pinned, request in held
-        )
-        if not await line.tell(SnapshotsHeld(round=round_, held=snapshots), timeout=DECISION):
+        if not await line.tell(SnapshotsHeld(round=round_, held=describe(held)), timeout=DECISION):
             return None
         await asyncio.wait([decision], timeout=DECISION)
         return decision.result() if decision.done() else None

@@ -26,13 +26,14 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.agent.break_points import BreakPoints, Held, pin_held
+from dlrover.agent.break_points import BreakPoints, Held, describe, pin_held
 from dlrover.agent.save_line import Relay, SaveLine
 from dlrover.protocol.checkpoint_messages import (
     CheckpointCommitted,
     CheckpointFailed,
     CheckpointSettled,
     CommitCheckpoint,
+    HeldSnapshot,
     OpenSnapshots,
     SaveDuties,
     SaveRequested,
@@ -67,6 +68,8 @@ NICENESS = 5
 """Of the threads that sum and write: the training goes first."""
 SAVING_FILE = "saving"
 """In the runtime directory while an agent that ends still writes: until when (monotonic seconds) it may."""
+DRAIN_MARGIN = 30.0
+"""Seconds on top of the patience of a node that leaves, for its workers to stop before it writes."""
 _TRIES = 4
 """The master waits once for the shards and up to three times for a committer, each for a save's timeout."""
 
@@ -117,6 +120,7 @@ class Saver:
         """By directory and attempt: what was written here and is not settled, and when that began."""
         self._world: WorldSpec | None = None
         self._breaks = BreakPoints()
+        self._promised: Held = []
         self._request: SaveRequested | None = None
         """Somebody wants a storage save, and none was committed since we heard of it."""
         self._newest: dict[str, int] = {}
@@ -203,13 +207,26 @@ class Saver:
                 log.info("break point: step %d is written to storage", newest)
                 self._enqueue(pinned)
 
+    def promise(self) -> tuple[HeldSnapshot, ...]:
+        """This node leaves for good: what it will write of its memory while it goes. It is held from now on."""
+        if not self._config.is_saving_at_break_points or self._world is None or self._world.group_world_size < 2:
+            return ()
+        self._promised += self._pin_held()
+        return describe([(pinned, request) for pinned, request in self._promised if request.is_writer])
+
     def _break_together(self, world: WorldSpec) -> None:
         """Other nodes hold the other shards: ask the master, holding what may be wanted. Without it, write all there is."""
-        names = () if self._home is None else self._home.snapshots()
-        slots = [name for shard in names for name in of_present_history(shard.slots)]
-        held = pin_held(slots, self._read, lambda request: _key(request) in self._known)
+        held = self._pin_held()
+        for pinned, _request in self._promised:
+            release(pinned)  # pinned again just above
+        self._promised = []
         if held:
             self._run(self._write_decided(world.round, held), f"break point of round {world.round}")
+
+    def _pin_held(self) -> Held:
+        names = () if self._home is None else self._home.snapshots()
+        slots = [name for shard in names for name in of_present_history(shard.slots)]
+        return pin_held(slots, self._read, lambda request: _key(request) in self._known)
 
     async def _write_decided(self, round_: Round, held: Held) -> None:
         for pinned, request in await self._breaks.choose(self._line, round_, held):
@@ -433,10 +450,7 @@ class Saver:
         try:
             if request is None:
                 raise SaveGivenUp("the node that was to commit knows nothing of the save any more")
-            known = request
-            await asyncio.get_running_loop().run_in_executor(
-                self._committer, lambda: finish(known, digest=duty.digest, is_newest=duty.is_newest)
-            )
+            await asyncio.get_running_loop().run_in_executor(self._committer, self._commit_as_told, request, duty)
         except (OSError, DLRoverError) as error:
             reason = str(error) or type(error).__name__
             failed = CheckpointFailed(
@@ -452,6 +466,12 @@ class Saver:
             log.exception("bug in the saver: step %d was not committed. Training goes on.", duty.step)
             return
         await self._line.tell(CheckpointCommitted(directory=duty.directory, attempt=duty.attempt, step=duty.step))
+
+    def _commit_as_told(self, request: SaveRequest, duty: CommitCheckpoint) -> None:
+        if duty.is_waiting:
+            patience = min(request.save_timeout, self._config.patience_at_signal + DRAIN_MARGIN)
+            wait_until_complete(request, wait=self._stop.wait, patience=patience)
+        finish(request, digest=duty.digest, is_newest=duty.is_newest)
 
     def _commit(self, request: SaveRequest, is_adopted: bool) -> None:
         """By the files alone."""

@@ -46,6 +46,8 @@ class BreakPoint(Struct, kw_only=True):
     missing: list[NodeId]
     """Members that have not told yet."""
     held: dict[NodeId, tuple[HeldSnapshot, ...]] = {}
+    promised: dict[NodeId, tuple[HeldSnapshot, ...]] = {}
+    """What nodes that have left are writing by themselves."""
 
 
 class Decision(Struct, kw_only=True):
@@ -65,6 +67,8 @@ class BreakPoints(Struct):
     open: BreakPoint | None = None
     decisions: list[Decision] = []
     """Of the newest round that had any."""
+    promises: dict[str, list[int]] = {}
+    """By attempt and directory of those decisions: shards that are written by nodes which have left."""
 
     def duties_of(self, node: NodeId, since: int) -> tuple[PersistSnapshot, ...]:
         return tuple(
@@ -100,19 +104,35 @@ def hear(command: SnapshotsHeld, course: Course) -> Reply:
     if breaks.open is None and any(each.round >= command.round for each in breaks.decisions):
         raise Rejected(f"What is kept of round {command.round} was decided without this node.", code="too-late")
 
-    if breaks.open is None or breaks.open.round < command.round:
-        members = [] if rdzv.world is None else [member.node for member in rdzv.world.members]
+    open_ = _open(course, command.round)
+    open_.held[node.id] = command.held
+    if node.id in open_.missing:
+        open_.missing.remove(node.id)
+    _decide_if_due(course)
+    return Done()
+
+
+def promise(course: Course, node: NodeId, held: tuple[HeldSnapshot, ...]) -> None:
+    """A member of the world leaves and writes what it holds while it goes; the others may complete it. Rubbish is ignored."""
+    rdzv = course.state.rendezvous
+    is_sane = len(held) <= MAX_HELD and all(_is_sane(each) for each in held)
+    if held and is_sane and rdzv.is_member(node) and course.state.end is None:
+        _open(course, rdzv.round).promised[node] = held
+
+
+def _open(course: Course, round_: Round) -> BreakPoint:
+    """The gathering for this round, begun if there is none."""
+    state, breaks = course.state, course.state.checkpoints.breaks
+    if breaks.open is None or breaks.open.round < round_:
+        world = state.rendezvous.world
+        members = [] if world is None else [member.node for member in world.members]
         breaks.open = BreakPoint(
             number=state.checkpoints.next_number(),
-            round=command.round,
+            round=round_,
             ends_at=Micros(course.now + micros(BREAK_GRACE)),
             missing=[member for member in members if member in state.nodes.live],
         )
-    breaks.open.held[node.id] = command.held
-    if node.id in breaks.open.missing:
-        breaks.open.missing.remove(node.id)
-    _decide_if_due(course)
-    return Done()
+    return breaks.open
 
 
 def lose(course: Course, node: NodeId) -> None:
@@ -168,7 +188,12 @@ def _decide_if_due(course: Course) -> None:
     room.breaks.open = None
     nodes = list(open_.held)
     decisions = []
-    for directory, (sample, by_shard) in choose(open_.held).items():
+    room.breaks.promises = {}
+    # Those who have left count only for what nobody else holds.
+    for directory, (sample, by_shard) in choose(open_.held | open_.promised).items():
+        alone = [shard for shard, holders in by_shard.items() if not any(node in open_.held for node in holders)]
+        if len(alone) == len(by_shard):
+            continue  # they can only do it by themselves
         newest = room.committed.get(directory)
         if newest is not None and newest.order[:2] >= (sample.round, sample.step):
             continue  # nothing new
@@ -180,9 +205,18 @@ def _decide_if_due(course: Course) -> None:
                 directory=directory,
                 attempt=sample.attempt,
                 step=sample.step,
-                shards=_share_out(state, by_shard),
+                shards=_share_out(
+                    state,
+                    {
+                        shard: [node for node in holders if node in open_.held]
+                        for shard, holders in by_shard.items()
+                        if shard not in alone
+                    },
+                ),
             )
         )
+        if alone:
+            room.breaks.promises[f"{sample.attempt}@{directory}"] = alone
         # An earlier try of it may have failed. This one is meant.
         room.settled = [each for each in room.settled if (each.directory, each.attempt) != (directory, sample.attempt)]
         course.say(f"Break point: step {sample.step} is written to {directory} from memory.")

@@ -81,6 +81,8 @@ class SaveAttempt(Struct, kw_only=True):
     writers: dict[int, NodeId] = {}
     """By shard: who wrote it last."""
     digests: dict[int, str] = {}
+    promised: list[int] = []
+    """Shards that nodes which have left are writing: nobody will report them, the committer waits for their files."""
     committer: NodeId | None = None
     duty: int = 0
     """Number under which the committer is told."""
@@ -97,7 +99,11 @@ class SaveAttempt(Struct, kw_only=True):
     @property
     def is_complete(self) -> bool:
         """Shards are checked when they are reported, so a full count is the full set."""
-        return len(self.writers) == self.num_shards
+        return bool(self.writers) and len(self.writers) + self.num_awaited == self.num_shards
+
+    @property
+    def num_awaited(self) -> int:
+        return sum(shard not in self.writers for shard in self.promised)
 
 
 class Committed(Struct, frozen=True, kw_only=True):
@@ -334,6 +340,7 @@ def _begin(course: Course, command: ShardWritten, key: str) -> SaveAttempt:
         num_shards=command.num_shards,
         save_timeout=timeout,
         ends_at=Micros(course.now + micros(timeout)),
+        promised=[shard for shard in room.breaks.promises.get(key, ()) if shard < command.num_shards],
     )
     room.attempts[key] = attempt
     return attempt
@@ -450,8 +457,9 @@ def _duty_of(attempt: SaveAttempt) -> CommitCheckpoint:
         step=attempt.step,
         attempt=attempt.attempt,
         num_shards=attempt.num_shards,
-        digest=digest_of_shards(attempt.digests),
+        digest="" if attempt.num_awaited else digest_of_shards(attempt.digests),
         is_newest=attempt.is_newest,
+        is_waiting=attempt.num_awaited > 0,
     )
 
 

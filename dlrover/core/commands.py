@@ -271,6 +271,7 @@ def _leave(command: LeaveJob, course: Course) -> Reply:
     state = course.state
     node = state.nodes.current(command.node, command.incarnation)
 
+    checkpoint_breaks.promise(course, node.id, command.held)
     why = f"{node.label} left ({command.reason.value})" + (f": {command.message}" if command.message else "")
     course.lose(node, NodeLife.LEFT, why, exit_reason=fleet_agents.exit_of_leave(command.reason))
     is_final = command.reason in (LeaveReason.STOPPED_BY_USER, LeaveReason.FAILED, LeaveReason.JOB_ENDED)

@@ -167,7 +167,9 @@ class CommitCheckpoint(Struct, frozen=True, kw_only=True):
     attempt: str
     num_shards: int
     digest: str
-    """`digest_of_shards`: the manifests in the directory must be those that were reported."""
+    """`digest_of_shards`: the manifests in the directory must be those that were reported. Empty: some could not be."""
+    is_waiting: bool = False
+    """Some shards are still being written by nodes that have left and cannot report them: wait for their files."""
     is_newest: bool = True
     """False: a newer state was committed before. It becomes a checkpoint, and the trackers stay."""
 

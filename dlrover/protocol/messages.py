@@ -29,6 +29,7 @@ from dlrover.protocol.checkpoint_messages import (
     AnyCheckpointQuery,
     CheckpointReply,
     CheckpointStatus,
+    HeldSnapshot,
     OpenSnapshots,
     RequestSave,
     SnapshotSaved,
@@ -515,6 +516,8 @@ class LeaveJob(Struct, tag=True, frozen=True, kw_only=True):
     incarnation: Incarnation
     reason: LeaveReason
     message: str = ""
+    held: tuple[HeldSnapshot, ...] = ()
+    """Snapshots in its memory that it will write to storage by itself before it is gone."""
 
 
 class NodeDisconnected(Struct, tag=True, frozen=True, kw_only=True):

@@ -16,8 +16,8 @@ from tests.core.scene import Scene, terms
 class CoreInHand:
     """A master with as many nodes as names, all in one world."""
 
-    def __init__(self, *names: str) -> None:
-        self.scene = Scene(terms(len(names)))
+    def __init__(self, *names: str, min_nodes: int = 0) -> None:
+        self.scene = Scene(terms(min_nodes or len(names), len(names)))
         self.scene.gather(*names)
         self.told: list[AnyCheckpointCommand] = []
         self.is_away = False

@@ -23,7 +23,7 @@ from dlrover.protocol.checkpoint_messages import (
     SnapshotsHeld,
     TrainerNews,
 )
-from dlrover.protocol.messages import LookAgain, NodeRank, Round, WorldSpec
+from dlrover.protocol.messages import LeaveJob, LeaveReason, LookAgain, NodeRank, Round, WorldSpec
 from dlrover.snapshot.copying import Copier
 from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request, persist
 from dlrover.snapshot.segment import SegmentWriter, SlotName
@@ -244,6 +244,26 @@ async def test_a_copy_on_another_node_is_written_in_place_of_a_dead_writers(make
     second.saver.break_point()
     await second.idle()
     assert tracker(second) == "10"
+
+
+async def test_a_node_that_is_taken_away_writes_its_part_while_it_goes(make: Make) -> None:
+    core = CoreInHand("a", "b", min_nodes=1)
+    first, second = make(core, is_saving_at_break_points=True)
+    for node in (first, second):
+        node.save(10, is_storage=False)
+    agent = core.scene.agents["b"]
+    promised = second.saver.promise()
+    assert [each.shard for each in promised] == [1]
+    second.save(11, is_storage=False)  # its workers are still being stopped
+    core.scene.send(
+        "b",
+        LeaveJob(node=agent.node, incarnation=agent.incarnation, reason=LeaveReason.PREEMPTED, held=promised),
+    )
+    first.saver.break_point()
+    second.saver.break_point()  # the master hears nothing of it any more
+    await first.idle()
+    assert tracker(first) == "10"
+    await second.saver.drain(is_hurried=True)
 
 
 async def test_without_a_word_of_the_master_each_writes_what_it_has(

@@ -22,7 +22,7 @@ from dlrover.protocol.checkpoint_messages import (
     digest_of_shards,
 )
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Done, LookAgain, NodeId, Round
+from dlrover.protocol.messages import Done, LeaveJob, LeaveReason, LookAgain, NodeId, Round
 from tests.core.scene import Scene, terms
 
 DIRECTORY = "/shared/run"
@@ -82,6 +82,13 @@ class Saving(Scene):
         command = SnapshotsHeld(node=agent.node, incarnation=agent.incarnation, round=Round(round_), held=snapshots)
         assert self.send(name, command).reply == Done()
 
+    def goes(self, name: str, *snapshots: HeldSnapshot) -> None:
+        agent = self.agents[name]
+        farewell = LeaveJob(
+            node=agent.node, incarnation=agent.incarnation, reason=LeaveReason.PREEMPTED, held=snapshots
+        )
+        assert self.send(name, farewell).reply == Done()
+
     def duties(self, name: str, since: int = 0) -> SaveDuties:
         agent = self.agents[name]
         answer = self.job.ask(AwaitSaveDuties(node=agent.node, incarnation=agent.incarnation, since=since))
@@ -110,8 +117,8 @@ def held(step: int, shard: int, num_shards: int = 2, **details) -> HeldSnapshot:
     return HeldSnapshot(step=step, shard=shard, num_shards=num_shards, **fields)
 
 
-def saving(*names: str, **limits: float) -> Saving:
-    scene = Saving(terms(len(names), **limits))
+def saving(*names: str, min_nodes: int = 0, **limits: float) -> Saving:
+    scene = Saving(terms(min_nodes or len(names), len(names), **limits))
     scene.gather(*names)
     return scene
 
@@ -348,6 +355,26 @@ class TestBreakPoint:
         scene.silent("a")
         (decision,) = scene.duties("b").persists
         assert decision == PersistSnapshot(number=decision.number, round=Round(1))
+
+    def test_what_a_leaving_node_writes_by_itself_is_completed_by_the_others(self) -> None:
+        scene = saving("a", "b", min_nodes=1)
+        scene.goes("b", held(10, 1), held(11, 1))
+        scene.holds("a", held(9, 0), held(10, 0))
+        assert scene.duties("a").persists[0].shards == (0,)
+        scene.wrote("a", 0)
+        (duty,) = scene.duties("a").commits
+        assert (duty.step, duty.is_waiting, duty.digest) == (10, True, "")
+
+    def test_a_leaving_node_alone_is_left_to_itself(self) -> None:
+        scene = saving("a", "b", min_nodes=1)
+        scene.goes("b", held(10, 1, num_shards=2), held(10, 0, num_shards=2))
+        scene.holds("a", held(9, 0))
+        assert scene.duties("a").persists[0].attempt == ""
+
+    def test_nonsense_of_a_leaving_node_keeps_it_from_nothing(self) -> None:
+        scene = saving("a", "b", min_nodes=1)
+        scene.goes("b", held(-5, 9))
+        assert scene.job.state.checkpoints.breaks.open is None
 
     def test_who_does_not_tell_is_not_waited_for_long(self) -> None:
         scene = saving("a", "b")
