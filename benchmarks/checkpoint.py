@@ -329,11 +329,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--markdown", type=Path, metavar="JSON", help="print the tables of that file and do nothing else"
     )
-    parser.add_argument("--quick", action="store_true", help="16 MB, one round, five systems")
+    parser.add_argument("--quick", action="store_true", help="16 MB, one round, five systems, no restores from storage")
     args = parser.parse_args()
     if args.quick:
         args.sizes, args.rounds, args.saves, args.storage_saves = "0.016", 1, 2, 1
-        args.workers, args.systems = "1", ";".join(QUICK)
+        args.workers, args.systems, args.no_restore = "1", ";".join(QUICK), True
     elif args.full:
         args.sizes = "0.25,1,4"
     try:
