@@ -58,6 +58,11 @@ class Copier:
         work.run()
         work.wait()
 
+    def copy_now(self, spans: Iterable[Span]) -> None:
+        """Copy a little, in this thread alone."""
+        for target, source, num_bytes in spans:
+            self._copy_one(target, source, num_bytes)
+
     def start(self, spans: Iterable[Span], num_helpers: int | None = None) -> CopyInProgress:
         """
         Copy in the background, by as many threads as there are or by `num_helpers`, which may be 0: then nothing happens before

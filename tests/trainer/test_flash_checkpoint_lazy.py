@@ -290,6 +290,19 @@ def test_reasons_against_an_optimizer():
     assert "backward" in reason_against(adamw(model.parameters()))
 
 
+def test_memory_that_an_optimizer_shares_with_others_is_copied_at_once(tmp_path):
+    flat = torch.zeros(2 * WIDTH, WIDTH)
+    param = torch.nn.Parameter(flat[:WIDTH])  # the other half is somebody else's
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    checkpointer = DdpCheckpointer(tmp_path / "checkpoints", lazy=True)
+    param.sum().backward()
+    optimizer.step()
+    result = checkpointer.save_checkpoint(1, {"param": param.detach()}, storage_type=StorageType.MEMORY)
+    checkpointer.close()
+    assert result
+    assert not result.is_lazy
+
+
 def test_lazy_is_off_unless_it_is_asked_for(begin):
     training = begin(lazy=False)
     training.train()

@@ -23,7 +23,7 @@ from dlrover.snapshot.layout import Layout, Plan, plan_state
 from dlrover.snapshot.segment import PinnedSlot, SegmentWriter, SlotInWriting, SlotName
 from dlrover.trainer.torch.flash_checkpoint.device_copies import DeviceCopies, DevicePair
 from dlrover.trainer.torch.flash_checkpoint.frozen import Frozen, freeze
-from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY_FROM_BYTES, Block, Changed, Guard
+from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY_FROM_BYTES, Block, Changed, Guard, Memory
 from dlrover.trainer.torch.flash_checkpoint.live import fresh_storage, live_storages
 from dlrover.trainer.torch.flash_checkpoint.parts import restore_part, skeleton_of
 from dlrover.trainer.torch.flash_checkpoint.skeleton import Skeleton
@@ -80,14 +80,14 @@ class StateWriter:
         round_: int = 0,
         paths: Mapping[str, str] | None = None,
         extra: Mapping[str, bytes] | None = None,
-        lazy_storages: Collection[int] = (),
+        lazy_memory: Collection[Memory] = (),
     ) -> PendingSave | None:
         """
-        The same, but for the end: `PendingSave.finish` makes it count. Storages in `lazy_storages` (by identity) may still be on their way until
+        The same, but for the end: `PendingSave.finish` makes it count. Storages that are `lazy_memory` as a whole may still be on their way until
         then and must not change; all others may.
         """
         with torch.no_grad():
-            state = self._look_at(parts, is_freezing=bool(lazy_storages))
+            state = self._look_at(parts, is_freezing=bool(lazy_memory))
             for _ in range(3):  # a first guess of the room may be too small; then it is known
                 plan = state.plan
                 slot = self.segments.begin(plan.layout.data_length + self._unnamed_bytes, self._guess_meta(plan))
@@ -95,7 +95,7 @@ class StateWriter:
                     return None
                 header = _Header(step, round_, paths or {}, extra or {})
                 try:
-                    pending = self._fill(slot, state, header, lazy_storages)
+                    pending = self._fill(slot, state, header, lazy_memory)
                 except BaseException:
                     slot.abandon()
                     raise
@@ -118,13 +118,14 @@ class StateWriter:
         return _State(frozen.parts, plan, adapter.storages, sources, is_frozen=True)
 
     def _fill(
-        self, slot: SlotInWriting, state: _State, header: _Header, lazy_storages: Collection[int]
+        self, slot: SlotInWriting, state: _State, header: _Header, lazy_memory: Collection[Memory]
     ) -> PendingSave | None:
         """None: the slot is too small for what only the pickles know."""
         lazy: list[_Source] = []
         eager: list[_Source] = []
         for source in state.sources:
-            is_lazy = source.num_bytes >= LAZY_FROM_BYTES and source.identity in lazy_storages and source.is_on_cpu
+            memory = (source.address, source.num_bytes)
+            is_lazy = source.num_bytes >= LAZY_FROM_BYTES and source.is_on_cpu and memory in lazy_memory
             (lazy if is_lazy else eager).append(source)
         layout = state.plan.layout
         is_described_later = bool(lazy) and state.is_frozen and self._meta_bytes > 0
@@ -380,9 +381,10 @@ class _Transfer(contextlib.AbstractContextManager["_Transfer"]):
                 spans.append(Span(address, start + offset, num_bytes))
             else:
                 spans.append(Span(start + offset, address, num_bytes))
-        if self.num_bytes < PIECE_BYTES:
-            num_helpers = 0  # to wake another thread would take longer
         self.copier = copier
+        if num_helpers is None and self.num_bytes < PIECE_BYTES:  # to wake another thread would take longer
+            copier.copy_now(spans)
+            spans = []
         self._copy = copier.start(spans, num_helpers)
         self._alive = (storages, data)  # until the copy has ended
         self._device_copies = DeviceCopies(on_devices, out_of_slot=out_of_slot) if on_devices else None

@@ -35,6 +35,7 @@ from dlrover.trainer.torch.flash_checkpoint.aside import Waiting, copy_aside
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.copying import PendingSave, StateWriter, room_for_names
 from dlrover.trainer.torch.flash_checkpoint.early_look import EarlyLook
+from dlrover.trainer.torch.flash_checkpoint.lazy import Memory
 from dlrover.trainer.torch.flash_checkpoint.lazy_saves import LazySaves
 from dlrover.trainer.torch.flash_checkpoint.old_names import check_all_rank_ready as check_all_rank_ready
 from dlrover.trainer.torch.flash_checkpoint.old_names import start_saver_process as start_saver_process
@@ -373,9 +374,9 @@ class CheckpointEngine:
         try:
             with self._writing:
                 self._judge()
-                storages = self._lazily.storages(lazy)
+                lazy_memory = self._lazily.memory(lazy)
                 try:
-                    pending = self._copy(parts, paths, request, on_busy, storages)
+                    pending = self._copy(parts, paths, request, on_busy, lazy_memory)
                 finally:
                     is_agreed = self._segments is not None and self._segments.is_agreed
                     self._is_judgement_due = is_agreed and lazy is not False
@@ -441,7 +442,7 @@ class CheckpointEngine:
         paths: Mapping[str, str],
         request: SaveRequest,
         on_busy: str,
-        lazy_storages: Collection[int],
+        lazy_memory: Collection[Memory],
     ) -> PendingSave | None:
         try:
             writer = self._open()
@@ -458,7 +459,7 @@ class CheckpointEngine:
                 round_=self._round,
                 paths=paths,
                 extra={REQUEST: encode_request(request)},
-                lazy_storages=lazy_storages,
+                lazy_memory=lazy_memory,
             )
             if pending is not None or self._segments.has_given_up:
                 return pending
@@ -524,6 +525,8 @@ class CheckpointEngine:
         if not self._is_error_told:
             self._is_error_told = True
             log.error("step %d was not saved: %s", step, error)
+            if isinstance(self.outlet, AgentOutlet):
+                self.outlet.failed(self.checkpoint_dir, step, str(error))
         return SaveResult(reason=SaveReason.ERROR, step=step, blocking=blocking, message=str(error))
 
     def _agree_late(self) -> None:

@@ -27,12 +27,17 @@ from dlrover.protocol.errors import DLRoverError
 LAZY_FROM_BYTES = 64 * 1024
 """Smaller blocks are copied at once: altogether they are little, and each of them would cost a look."""
 SAMPLE_BYTES = 64
-MAX_SAMPLES = 256
+MAX_SAMPLES = 128
+"""Of all blocks together, but one of each at least."""
 MAX_SAMPLES_PER_BLOCK = 8
 _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, fall evenly: each save looks at other places than the ones before."""
 
 LAZY = (True, False, "auto")
+
+Memory = tuple[int, int]
+"""Address and number of bytes."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Changed(DLRoverError):
@@ -64,25 +69,25 @@ class StepWatch:
         """That have stepped since the last save."""
         return list(self._recent)
 
-    def owned_storages(self) -> set[int]:
-        """By identity: what only a step that we wait for changes."""
-        owned: set[int] = set()
-        others: set[int] = set()
-        for optimizer in self._seen:
-            is_ours = optimizer in self._recent and not reason_against(optimizer)
-            (owned if is_ours else others).update(_storages_of(optimizer))
-        return owned - others
-
-    def reason_against(self) -> str:
-        """Why nothing may be copied lazily now; empty: something may."""
+    def survey(self) -> tuple[str, set[Memory]]:
+        """Why nothing may be copied lazily now, or, if something may, the memory that only a step which we wait for changes."""
         if "deepspeed" in sys.modules:
-            return "DeepSpeed changes parameters outside of torch's optimizers"
+            return "DeepSpeed changes parameters outside of torch's optimizers", set()
         if not self._seen:
-            return "no optimizer of torch has made a step yet"
+            return "no optimizer of torch has made a step yet", set()
         if not self._recent:
-            return "no optimizer has passed by torch's hook since the last save"
-        reasons = [reason_against(optimizer) for optimizer in self._recent]
-        return next((reason for reason in reasons if reason), "") if all(reasons) else ""
+            return "no optimizer has passed by torch's hook since the last save", set()
+        owned: set[Memory] = set()
+        others: set[Memory] = set()
+        reasons = []
+        for optimizer in self._seen:
+            reason = reason_against(optimizer)
+            is_ours = not reason and optimizer in self._recent
+            (owned if is_ours else others).update(_memory_of(optimizer))
+            if reason:
+                reasons.append(reason)
+        owned -= others
+        return ("" if owned else (reasons or ["no optimizer owns anything large"])[0]), owned
 
     def close(self) -> None:
         if self._hook is not None:
@@ -109,16 +114,21 @@ def reason_against(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def _storages_of(optimizer: torch.optim.Optimizer) -> list[int]:
-    """By identity: of its parameters and its state."""
+def _memory_of(optimizer: torch.optim.Optimizer) -> list[Memory]:
+    """
+    Of its parameters and its state: where each begins, and its length.
+
+    A storage whose begin and length are those of such a tensor belongs to the optimizer as a whole. One that it only has a part of does
+    not: other code may change the rest.
+    """
     tensors = [param for group in optimizer.param_groups for param in group["params"]]
     for state in optimizer.state.values():
         if isinstance(state, dict):
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
     return [
-        tensor.untyped_storage()._cdata
+        (tensor.data_ptr(), tensor.nbytes)
         for tensor in tensors
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if type(tensor) in _PLAIN and tensor.layout is torch.strided
     ]
 
 

@@ -16,7 +16,7 @@ from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.persist import SaveRequest
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.copying import PendingSave
-from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY, Changed, Staging, StepWatch
+from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY, Changed, Memory, Staging, StepWatch
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
@@ -44,13 +44,13 @@ class LazySaves:
         """What a save wants that says this."""
         return self._lazy if lazy is None else check_lazy(lazy)
 
-    def storages(self, wish: bool | str) -> Collection[int]:
-        """By identity: what may be copied while training goes on."""
+    def memory(self, wish: bool | str) -> Collection[Memory]:
+        """What may be copied while training goes on."""
         if wish is False:
             return ()
-        reason = self._why_never or self.watch.reason_against()
+        reason, owned = (self._why_never, ()) if self._why_never else self.watch.survey()
         if not reason:
-            return self.watch.owned_storages()
+            return owned
         if reason != self._told_against:
             self._told_against = reason
             log.log(logging.WARNING if wish is True else logging.INFO, "this save is not lazy: %s", reason)
