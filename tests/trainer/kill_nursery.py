@@ -1,11 +1,11 @@
 """
 Forks trainers that do nothing but save, kills each at a random instant of a save, and lets the next one say what it finds.
 
-    python -m tests.trainer.kill_nursery HOME DIRECTORY NUM_KILLS SEED
+    python -m tests.trainer.kill_nursery HOME DIRECTORY NUM_KILLS SEED [lazy]
 
 A process of its own, because it forks: torch is imported once, and it has no threads. Each trainer saves every step into memory and every third
 to storage, by a thread of its own, so that kills hit copies, files, commits and the deletion of old checkpoints alike. A state is a function of its step in
-every number, so a mixture of two steps cannot look like one.
+every number, so a mixture of two steps cannot look like one. With `lazy` the state is that of an optimizer, which steps while it is copied.
 
 Prints NUM_KILLS, how many of them hit a slot in writing, and how many a checkpoint being staged.
 """
@@ -96,10 +96,63 @@ def train(home: Path, directory: Path, announce: int) -> None:
         step += 1
 
 
+class Counting:
+    """A model whose every number says how often its optimizer has stepped: the sum of momenta that grow by one."""
+
+    def __init__(self) -> None:
+        self.weights = [torch.nn.Parameter(torch.zeros(NUM_NUMBERS)) for _ in range(3)]
+        self.optimizer = torch.optim.SGD(self.weights, lr=1.0, momentum=1.0)
+
+    def step(self) -> None:
+        for weight in self.weights:
+            weight.grad = torch.ones_like(weight)
+        self.optimizer.step()
+
+    def state(self, step: int) -> dict[str, Any]:
+        weights = {str(number): weight.detach() for number, weight in enumerate(self.weights)}
+        return {"weights": weights, "optimizer": self.optimizer.state_dict(), "step": step}
+
+    def load(self, state: dict[str, Any]) -> None:
+        for number, weight in enumerate(self.weights):
+            weight.data.copy_(state["weights"][str(number)])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def check_counting(state: dict[str, Any]) -> int:
+    step = int(state["step"])
+    num_steps = step + 1
+    assert all(bool((weight == -num_steps * (num_steps + 1) / 2).all()) for weight in state["weights"].values()), "torn"
+    momenta = [each["momentum_buffer"] for each in state["optimizer"]["state"].values()]
+    assert len(momenta) == 3
+    assert all(bool((momentum == num_steps).all()) for momentum in momenta), f"step {step} is torn"
+    return step
+
+
+def train_lazily(home: Path, directory: Path, announce: int) -> None:
+    engine = CheckpointEngine(
+        str(directory), outlet=StandingOutlet(home), num_slots=3, deletion_strategy=KeepLatest(2), lazy=True
+    )
+    model = Counting()
+    state = engine.load(PART)
+    step = -1
+    if state is not None:
+        step = check_counting(state)
+        model.load(state)
+    os.write(announce, b"restored %d\n" % step)
+    while True:
+        model.step()
+        step += 1
+        os.write(announce, b"begin %d\n" % step)
+        state = model.state(step)
+        result = engine.save(step, {PART: state}, {PART: "rank_0.pt"}, is_storage=step % 3 == 0, on_busy="block")
+        os.write(announce, b"done %d %d\n" % (step, int(result.blocking * 1e6)))
+        assert result, result
+
+
 class Life:
     """One trainer, and what it told."""
 
-    def __init__(self, home: Path, directory: Path) -> None:
+    def __init__(self, home: Path, directory: Path, *, is_lazy: bool) -> None:
         self._heard, announce = os.pipe()
         self._rest = b""
         self.restored = self.begun = self.done = -1
@@ -107,7 +160,7 @@ class Life:
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                train(home, directory, announce)
+                (train_lazily if is_lazy else train)(home, directory, announce)
             except BaseException as error:
                 os.write(announce, f"failed {type(error).__name__}: {error}\n".encode())
             os._exit(1)
@@ -145,14 +198,15 @@ class Life:
         return num_begun
 
 
-def check_storage(directory: Path) -> int:
+def check_storage(directory: Path, *, is_lazy: bool) -> int:
     """What the tracker names is whole, in every byte; -1 without a tracker. Looked at by a stranger."""
     storage = LocalStorage()
     found = locate(storage, str(directory))
     if found is None:
         return -1
     assert find_damage(storage, found) == []
-    assert check(torch.load(f"{found.path}/rank_0.pt")) == found.manifest.step
+    state = torch.load(f"{found.path}/rank_0.pt")
+    assert (check_counting(state) if is_lazy else check(state)) == found.manifest.step
     return found.manifest.step
 
 
@@ -162,23 +216,25 @@ def is_slot_in_writing(home: Path) -> bool:
         return any(segment.view[segment.geometry.record_at(slot)] == SlotState.WRITING for slot in slots)
 
 
-def main(home: Path, directory: Path, num_kills: int, seed: int) -> None:
+def main(home: Path, directory: Path, num_kills: int, seed: int, *, is_lazy: bool) -> None:
     dice = random.Random(seed)
+    Counting()  # the first optimizer of a process imports for seconds; the trainers inherit that
     last: Life | None = None
     known: set[str] = set()
     num_in_slot = num_staged = newest_stored = 0
     for number in range(num_kills):
-        life = Life(home, directory)
+        life = Life(home, directory, is_lazy=is_lazy)
         life.read_until(2 + dice.randrange(4))
         if last is not None:
-            assert life.restored >= last.done, f"kill {number}: saved {last.done}, restored {life.restored}"
-            assert life.restored in (last.done, last.begun), f"kill {number}: {vars(last)}, {vars(life)}"
-        life.kill(dice.random() * 2 * (life.blocking or 0.002))
+            # A lazy save is in memory when the next step of the optimizer begins, so the one before the last certainly is.
+            possible = (last.done - 1, last.done, last.begun) if is_lazy else (last.done, last.begun)
+            assert life.restored in possible, f"kill {number}: {vars(last)}, {vars(life)}"
+        life.kill(dice.random() * (0.04 if is_lazy else 2 * (life.blocking or 0.002)))
         num_in_slot += is_slot_in_writing(home)
         staged = {path.name for path in directory.glob("*.tmp-*")}
         num_staged += not staged <= known
         known |= staged
-        stored = check_storage(directory)
+        stored = check_storage(directory, is_lazy=is_lazy)
         assert stored >= newest_stored or newest_stored == 0, "the tracker went back"
         newest_stored = max(stored, newest_stored)
         last = life
@@ -187,4 +243,4 @@ def main(home: Path, directory: Path, num_kills: int, seed: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), is_lazy="lazy" in sys.argv)
