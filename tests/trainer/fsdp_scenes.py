@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
+from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer
 from dlrover.trainer.torch.flash_checkpoint.dcp import FlashStorageReader, FlashStorageWriter
+from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
 from dlrover.trainer.torch.flash_checkpoint.fsdp import (
     FsdpCheckpointer,
     FsdpFullCheckpointer,
@@ -369,6 +371,41 @@ def change_the_structure(rank: Rank) -> list[bool]:
                 found.append(number == step and inner["x"].item() == step)
     checkpointer.close()
     return found
+
+
+def save_when_due(rank: Rank) -> list[bool]:
+    """With a rhythm, and lazily where that is possible; what comes back is as it was at the call."""
+    model, optimizer = fsdp2()
+    checkpointer = FsdpShardCheckpointer(rank.folder / "run", checkpoint_interval=(2, 4), lazy="auto")
+    found = [isinstance(checkpointer, Checkpointer)]
+    results = []
+    for step in range(6):
+        train(model, optimizer, range(step, step + 1))
+        results.append(checkpointer.save_if_due(step, model, optimizer, {"step": step}))
+        if results[-1]:
+            expected = step, whole(model, optimizer)
+    found += [checkpointer.wait_for_staging(), checkpointer.poll(), not checkpointer.is_save_requested()]
+    found.append(None in results and any(results))
+    other = fsdp2(8)
+    found.append(checkpointer.load_checkpoint(*other) == {"step": expected[0]})
+    found.append(whole(*other) == expected[1])
+    checkpointer.close()
+    return found
+
+
+def resize_a_copied_state(rank: Rank) -> tuple[int, list[float]]:
+    """A state that all ranks have whole, as DDP's: the next step, saved to memory, and to storage now and then."""
+    checkpointer = DdpCheckpointer(rank.folder / "run")
+    state = checkpointer.load_checkpoint() or {"step": 0, "weights": torch.zeros(4)}
+    step = state["step"] + 1
+    weights = state["weights"] * 0.5 + step
+    kind = StorageType.DISK if step == 2 else StorageType.MEMORY
+    saved = checkpointer.save_checkpoint(step, {"step": step, "weights": weights}, storage_type=kind, on_busy="block")
+    assert bool(saved) == (rank.rank == 0)
+    assert checkpointer.wait_latest_checkpoint(30)
+    dist.barrier()
+    checkpointer.close()
+    return step, weights.tolist()
 
 
 def round_trip_in_one_file(rank: Rank) -> list[bool]:

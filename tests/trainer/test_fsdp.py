@@ -142,6 +142,21 @@ def test_states_may_change_their_structure(node: Node) -> None:
         assert all(found), found
 
 
+def test_saves_in_a_rhythm(node: Node) -> None:
+    for found in node.play(scenes.save_when_due):
+        assert all(found), found
+
+
+def test_a_state_that_all_ranks_have_goes_on_in_worlds_of_other_sizes(node: Node) -> None:
+    """As under DDP: 4 ranks, 3 from memory, 3 from storage, 4 again."""
+    expected = [[1.0] * 4, [2.5] * 4, [4.25] * 4, [6.125] * 4]
+    for step, size in ((1, 4), (2, 4), (3, 3)):
+        assert node.play(scenes.resize_a_copied_state, size) == [(step, expected[step - 1])] * size
+    with node.without_memory():
+        assert node.play(scenes.resize_a_copied_state, 3) == [(3, expected[2])] * 3
+    assert node.play(scenes.resize_a_copied_state, 4) == [(4, expected[3])] * 4
+
+
 def test_the_whole_state_in_one_file(node: Node) -> None:
     for found in node.play(scenes.round_trip_in_one_file):
         assert all(found), found

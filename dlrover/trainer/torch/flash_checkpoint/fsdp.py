@@ -26,8 +26,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from dlrover.core.cadence import BUDGET
 from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
-from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
+from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence
+from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer, SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.dcp_reading import PieceReader
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
@@ -52,12 +54,15 @@ class FsdpShardCheckpointer:
         replica_count: int = 0,
         num_slots: int = 2,
         lazy: bool | str = False,
+        checkpoint_interval: Interval = AUTO,
+        overhead_budget: float = BUDGET,
     ) -> None:
         """
         All ranks make it together, after the process group.
 
         `comm_backend` is accepted and not needed: ranks agree over gloo. `replica_count` is how many copies other nodes keep in their
-        memory, `num_slots` how many states are kept here, and `lazy` how saves are made that do not say.
+        memory, `num_slots` how many states are kept here, and `lazy` how saves are made that do not say. The last two are for
+        `save_if_due`: how often, or "auto", and which part of the training time saves may take then.
         """
         self.engine = FsdpCheckpointEngine(
             os.fspath(checkpoint_dir),
@@ -68,6 +73,7 @@ class FsdpShardCheckpointer:
             num_slots=num_slots,
             lazy=lazy,
         )
+        self._cadence = SaveCadence(self.engine, checkpoint_interval, overhead_budget)
 
     def save_checkpoint(
         self,
@@ -103,6 +109,21 @@ class FsdpShardCheckpointer:
         state = {**self._state_of(model, optimizer), **_checked_extra(extra_sd, (MODEL, OPTIMIZER))}
         return self.engine.save_state(step, state, path, storage_type, on_busy=on_busy, lazy=lazy)
 
+    def save_if_due(
+        self,
+        step: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        extra_sd: Mapping[str, Any] | None = None,
+    ) -> SaveResult | None:
+        """Save this step if it is time, to memory or to storage. All ranks call this at every step. None: it is not time."""
+        storage_type = self._cadence.due(step)
+        if storage_type is None:
+            return None
+        result = self.save_checkpoint(step, model, optimizer, extra_sd, storage_type=storage_type)
+        self._cadence.saved(result, storage_type)
+        return result
+
     def load_checkpoint(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, resume_path: str = ""
     ) -> dict[str, Any]:
@@ -133,9 +154,21 @@ class FsdpShardCheckpointer:
         """The step of the last load; None: nothing was loaded, or a path that somebody named."""
         return self.engine.restored_step
 
+    def wait_for_staging(self) -> bool:
+        """Until the newest lazy save is in memory. False: it was discarded; its result says why."""
+        return self.engine.wait_for_staging()
+
+    def poll(self) -> bool:
+        """Whether the newest save is in memory, without waiting."""
+        return self.engine.poll()
+
     def wait_latest_checkpoint(self, timeout: float = 1800) -> bool:
         """Until the newest DISK save of this rank is committed."""
         return self.engine.wait_for_storage(timeout)
+
+    def is_save_requested(self) -> bool:
+        """Whether somebody wants a checkpoint soon; the next save will be one to storage by itself. The same on all ranks."""
+        return self.engine.is_save_requested
 
     def close(self) -> None:
         """End the threads. Under `dlrover-run` what was saved stays; elsewhere this waits until it is written."""
@@ -227,6 +260,10 @@ class FsdpFullCheckpointer:
 
     def close(self) -> None:
         self._inner.close()
+
+
+Checkpointer.register(FsdpShardCheckpointer)  # with calls of their own, but checkpointers to `isinstance`
+Checkpointer.register(FsdpFullCheckpointer)
 
 
 def _checked_extra(extra_sd: Any, taken: tuple[str, str]) -> dict[str, Any]:
