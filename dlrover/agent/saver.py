@@ -38,6 +38,7 @@ from dlrover.protocol.checkpoint_messages import (
     SaveDuties,
     SaveRequested,
     ShardWritten,
+    SnapshotFailed,
     SnapshotSaved,
     SnapshotTaken,
     TrainerNews,
@@ -182,6 +183,23 @@ class Saver:
         self._to_sum[message.path] = name
         self._start_summing()
         return taken
+
+    def on_failed(self, message: SnapshotFailed) -> None:
+        """A worker could not save at all; the master shows it. The worker has said it aloud itself."""
+        if self._line is None:
+            return
+        self._listen()
+        failed = CheckpointFailed(
+            directory=message.directory,
+            attempt=f"memory-{message.step}",
+            step=message.step,
+            reason=message.reason,
+            shard=0,
+        )
+        self._run(self._tell(self._line, failed), f"failure of step {message.step}")
+
+    async def _tell(self, line: SaveLine, failed: CheckpointFailed) -> None:
+        await line.tell(failed)
 
     def break_point(self) -> None:
         """The workers have failed or go: write their newest common snapshot, if the user wants that."""

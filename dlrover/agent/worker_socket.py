@@ -19,7 +19,13 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
-from dlrover.protocol.checkpoint_messages import OpenSnapshots, SnapshotSaved, SnapshotTaken, TrainerNews
+from dlrover.protocol.checkpoint_messages import (
+    OpenSnapshots,
+    SnapshotFailed,
+    SnapshotSaved,
+    SnapshotTaken,
+    TrainerNews,
+)
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.local import pack, peer_credentials, read_frame
 from dlrover.protocol.messages import (
@@ -55,6 +61,8 @@ class Snapshots(Protocol):
     """What the socket needs of the `Saver`."""
 
     def on_open(self, message: OpenSnapshots) -> None: ...
+
+    def on_failed(self, message: SnapshotFailed) -> None: ...
 
     def on_saved(self, message: SnapshotSaved) -> SnapshotTaken | None:
         """An answer, when a slot is held for the worker now."""
@@ -159,7 +167,7 @@ class WorkerSocket:
                     if hello is not None and hello.round == self._round:
                         known = self._steps.get(hello.local_rank)
                         self._steps[hello.local_rank] = step if known is None else max(known, step)
-                case OpenSnapshots() | SnapshotSaved() as news:
+                case OpenSnapshots() | SnapshotSaved() | SnapshotFailed() as news:
                     if hello is not None and hello.round == self._round:
                         self._pass_on(news, writer)
                 case AskMaster() as ask:
@@ -172,12 +180,16 @@ class WorkerSocket:
                     task.add_done_callback(asked.discard)
                     await writer.drain()  # who does not read answers need not ask more
 
-    def _pass_on(self, news: OpenSnapshots | SnapshotSaved, writer: asyncio.StreamWriter) -> None:
+    def _pass_on(
+        self, news: OpenSnapshots | SnapshotSaved | SnapshotFailed, writer: asyncio.StreamWriter
+    ) -> None:
         if self._snapshots is None:
             return
         if isinstance(news, OpenSnapshots):
             self._trainers[writer] = self._round
             self._snapshots.on_open(news)
+        elif isinstance(news, SnapshotFailed):
+            self._snapshots.on_failed(news)
         elif (taken := self._snapshots.on_saved(news)) is not None:
             _send(writer, taken)
 

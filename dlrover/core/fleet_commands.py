@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from dlrover.core import fleet_wishes, life_cycle, parameter_servers, relaunch, sightings
+from dlrover.core import checkpoints, fleet_wishes, life_cycle, parameter_servers, relaunch, sightings
 from dlrover.core.fleet import Fleet, Replicas
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import (
@@ -223,6 +223,7 @@ def _migrate(command: MigrateNode, course: Course) -> Reply:
         raise Rejected(f"The job cannot do without {node.label}, not even for an exchange.", code="bad-migration")
 
     fleet_wishes.migrate(course, node, as_decoded(command.resource))
+    checkpoints.request_save(course, f"{node.label} is to be exchanged")
     course.advance()
     return Done()
 

@@ -44,6 +44,14 @@ class SnapshotSaved(Struct, tag=True, frozen=True, kw_only=True):
     is_storage: bool = False
 
 
+class SnapshotFailed(Struct, tag=True, frozen=True, kw_only=True):
+    """A state could not even be copied into memory. Training goes on, and somebody should know."""
+
+    directory: str
+    step: int
+    reason: str
+
+
 # Agent to trainer.
 
 

@@ -32,6 +32,7 @@ from dlrover.protocol.checkpoint_messages import (
     HeldSnapshot,
     OpenSnapshots,
     RequestSave,
+    SnapshotFailed,
     SnapshotSaved,
 )
 from dlrover.protocol.data_messages import AnyDataCommand, AnyDataQuery, DataReply
@@ -791,7 +792,7 @@ class AskMaster(Struct, tag=True, frozen=True, kw_only=True):
     """Seconds for which the worker waits for the answer."""
 
 
-WorkerMessage = Hello | ReportStep | AskMaster | OpenSnapshots | SnapshotSaved
+WorkerMessage = Hello | ReportStep | AskMaster | OpenSnapshots | SnapshotSaved | SnapshotFailed
 
 
 # Agent to worker, the answers.

@@ -19,6 +19,7 @@ from dlrover.protocol.checkpoint_messages import (
     RequestSave,
     SaveRequested,
     ShardWritten,
+    SnapshotFailed,
     SnapshotSaved,
     SnapshotsHeld,
     TrainerNews,
@@ -282,6 +283,16 @@ async def test_without_a_word_of_the_master_each_writes_what_it_has(
     await first.idle()
     await second.idle()
     assert tracker(first) == "10"
+
+
+async def test_a_state_that_could_not_even_be_copied_is_shown_by_the_master(make: Make) -> None:
+    core = CoreInHand("a", "b")
+    first, _second = make(core)
+    first.saver.on_failed(SnapshotFailed(directory="/shared/run", step=4, reason="no room in /dev/shm"))
+    await first.idle()
+    trouble = core.scene.job.status().checkpoints.trouble
+    assert trouble is not None
+    assert (trouble.step, trouble.reason, trouble.host) == (4, "no room in /dev/shm", "host-a")
 
 
 async def test_a_requested_save_reaches_the_trainers(make: Make) -> None:

@@ -786,6 +786,13 @@ class TestMigration:
         scene.come(2).rejoin_nodes(0, 2)
         assert scene.world("n2").group_rank == 1
 
+    def test_the_state_is_asked_for_before_a_node_is_exchanged(self) -> None:
+        scene = FleetScene.of(2).train(0, 1)
+        scene.do(MigrateNode(node=PlatformId(1), resource=Resource(cpu=8)))
+        request = scene.job.state.checkpoints.request
+        assert request is not None
+        assert "to be exchanged" in request.reason
+
     def test_the_new_worker_may_come_before_the_platform_shows_it(self) -> None:
         scene = FleetScene.of(2).train(0, 1)
         scene.do(MigrateNode(node=PlatformId(1), resource=Resource(cpu=8)))

@@ -26,6 +26,7 @@ from dlrover.protocol.checkpoint_messages import (
     CheckpointSettled,
     OpenSnapshots,
     SaveRequested,
+    SnapshotFailed,
     SnapshotSaved,
     SnapshotTaken,
     TrainerNews,
@@ -128,6 +129,10 @@ class AgentOutlet:
         except (OSError, msgspec.MsgspecError, Rejected):
             self._hang_up()
 
+    def failed(self, directory: str, step: int, reason: str) -> None:
+        """A state was not even copied: tell the agent, so that the master shows it."""
+        self._send(SnapshotFailed(directory=directory, step=step, reason=reason))
+
     def listen(self) -> None:
         """Take in what the agent has told, without waiting."""
         self._send(None)
@@ -150,7 +155,7 @@ class AgentOutlet:
                 if self.save_request is None or news.number > self.save_request.number:
                     self.save_request = news
 
-    def _send(self, message: OpenSnapshots | SnapshotSaved | None) -> None:
+    def _send(self, message: OpenSnapshots | SnapshotSaved | SnapshotFailed | None) -> None:
         """As much as the socket takes now. An agent that is gone takes us with it, and its successor reads the segments."""
         if message is not None:
             self._unsent += pack(msgspec.msgpack.encode(message))
