@@ -94,6 +94,18 @@ class Shares:
         return [*self.mains, *(value for main in self.mains for value in self.optimizer.state[main].values())]
 
 
+class TellingShares(Shares):
+    """As in later versions, which tell a parameter's tensors themselves."""
+
+    def _get_main_param_and_optimizer_states(self, param):
+        main = self.mains[self.model_param_group_index_map[param][1]]
+        return {"param": main, **self.optimizer.state[main]}
+
+    def _set_main_param_and_optimizer_states(self, param, tensors):
+        for name, tensor in self._get_main_param_and_optimizer_states(param).items():
+            tensor.copy_(tensors[name])
+
+
 class Chain:
     def __init__(self, *members: object) -> None:
         self.chained_optimizers = members
@@ -186,7 +198,8 @@ def shares() -> None:
     for name, chained in (("shares", False), ("chain", True)):
         args = new_args(name, use_distributed_optimizer=True)
         model, _ = new_model(1)
-        own = Shares(model[0], seed=1)
+        kind = TellingShares if chained else Shares
+        own = kind(model[0], seed=1)
         optimizer = Chain(object(), own) if chained else own
         args.consumed_train_samples = 640
         assert megatron_dist_ckpt.save_checkpoint(30, model, optimizer, None, 3.0, storage_type=StorageType.MEMORY)
@@ -196,7 +209,7 @@ def shares() -> None:
         for source in ("memory", "storage"):
             args = new_args(name, use_distributed_optimizer=True)
             other, _ = new_model(2)
-            its_own = Shares(other[0], seed=2)
+            its_own = kind(other[0], seed=2)
             its_optimizer = Chain(object(), its_own) if chained else its_own
             assert megatron_dist_ckpt.load_checkpoint(other, its_optimizer, None) == (31, 4.0), source
             assert same(other[0], model[0]), source

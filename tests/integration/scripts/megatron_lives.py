@@ -9,6 +9,7 @@ functions, with the tests' stand-in for them, two data-parallel ranks.
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -22,12 +23,13 @@ STANDIN = Path(__file__).parents[2] / "trainer" / "megatron_standin"
 class Core:
     """Saves and loads with megatron-core's `dist_checkpointing`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_first: bool = True) -> None:
         from megatron.core import parallel_state
 
         from dlrover.trainer.torch.flash_checkpoint.megatron_sharded import MegatronShardedCheckpointer
 
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        if is_first:
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
         self.directory = folder / "checkpoints"
         self.checkpointer = MegatronShardedCheckpointer(self.directory)
         self.wait = self.checkpointer.wait_latest_checkpoint
@@ -104,6 +106,21 @@ class Lm:
         return self.theirs.load_checkpoint([model], torch.optim.SGD(model.parameters()), None)[0]
 
 
+def without_our_files(job: Core, folder: Path) -> None:
+    """A checkpoint as megatron-core would have left it: no manifest and no tracker of ours."""
+    if dist.get_rank() == 0:
+        names = shutil.ignore_patterns(".dlrover", "dlrover_latest.txt", "*.lock")
+        shutil.copytree(job.directory, folder / "checkpoints", ignore=names)
+        assert sorted(path.name for path in (folder / "checkpoints" / "iter_0000007").iterdir()) == [
+            ".metadata",
+            "__0_0.distcp",
+            "__1_0.distcp",
+            "common.pt",
+            "metadata.json",
+        ]
+    dist.barrier()
+
+
 def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return all(torch.equal(left, right) for left, right in zip(one.parameters(), other.parameters(), strict=True))
 
@@ -135,6 +152,12 @@ def main() -> None:
         assert load(fresh) == 7
         assert same(fresh, job.new_model(5))
     dist.barrier()
+    if isinstance(job, Core):
+        job.checkpointer.close()
+        without_our_files(job, folder / "theirs")
+        fresh = job.new_model(1)
+        assert Core(folder / "theirs", is_first=False).load(fresh) == 7
+        assert same(fresh, job.new_model(5))
 
 
 if __name__ == "__main__":

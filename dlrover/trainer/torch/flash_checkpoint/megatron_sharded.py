@@ -26,11 +26,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.commit import latest_step
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.persist import pin_newest, release
 from dlrover.snapshot.segment import Segment, segment_paths
-from dlrover.snapshot.storage import storage_for
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.dcp import FlashStorageWriter
@@ -91,17 +89,16 @@ class MegatronShardedCheckpointer:
 
         From memory where every rank finds its pieces on its own node, as after a restart with the same cut; else from storage.
         """
+        stored = self._newest_stored()
         reader = self.engine.get_storage_reader()
-        if reader is None:
-            return None
-        step = self.engine.restored_step
-        assert step is not None, "a reader comes with a step"
+        step = self.engine.restored_step if reader is not None else None
+        if reader is None or step is None or (stored is not None and stored >= step):
+            return None if stored is None else self._load_stored(stored, sharded_state_dict, options)
         if self._is_stored(step):
             return self._load_stored(step, sharded_state_dict, options)
         try:
             return self._load_from_memory(reader, step, sharded_state_dict, options)
         except CheckpointException as error:  # torch raises it on all ranks at once
-            stored = self._newest_stored()
             if stored is None:
                 raise
             log.warning(
@@ -134,9 +131,18 @@ class MegatronShardedCheckpointer:
         return self.engine.agreement.have_all(os.path.isfile(os.path.join(self._directory_of(step), CONFIG)))
 
     def _newest_stored(self) -> int | None:
-        """By our tracker, as rank 0 sees it."""
-        found = latest_step(storage_for(self.engine.checkpoint_dir), self.engine.checkpoint_dir)
-        [told] = self.engine.agreement.tell_all([0 if found is None else found + 1])
+        """
+        What Megatron's tracker names, as rank 0 sees it, if that is a distributed checkpoint: the commit writes it, and so does Megatron
+        itself. None without one.
+        """
+        found = -1
+        try:
+            said = Path(self.engine.checkpoint_dir, TRACKER).read_text().strip()
+            if said.isdigit() and os.path.isfile(os.path.join(self._directory_of(int(said)), CONFIG)):
+                found = int(said)
+        except FileNotFoundError:
+            found = -1
+        [told] = self.engine.agreement.tell_all([found + 1])
         return told - 1 if told else None
 
     def _directory_of(self, step: int) -> str:
