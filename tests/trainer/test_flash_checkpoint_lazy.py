@@ -188,6 +188,7 @@ def test_a_tensor_that_is_changed_during_its_copy_discards_the_save_and_is_named
     later = training.save(3)
     assert later
     assert not later.is_lazy  # never again
+    assert training.checkpointer.wait_for_staging()
     assert_same(training.checkpointer.load_checkpoint(), training.state(3))
 
 

@@ -388,7 +388,7 @@ class CheckpointEngine:
             return SaveResult(reason=SaveReason.SKIPPED_BUSY, step=request.step)
         assert self._segments is not None, "a save has been made with it"
         result = SaveResult(reason=SaveReason.SAVED, step=request.step, num_bytes=self._segments.num_bytes)
-        self._lazily.watch.after_save()
+        self._lazily.after_save()
         if pending.is_lazy:
             self._lazily.stage(pending, request, result)
         elif self._staleness.is_stale(request.step, pending.digest, pending.layout, pending.storages, stepped):

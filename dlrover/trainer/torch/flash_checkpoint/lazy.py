@@ -12,6 +12,7 @@ optimizers change tensors without counting.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import threading
@@ -187,7 +188,8 @@ class Staging:
         self.is_done = False
 
     def finish(self) -> None:
-        self._help()
+        with contextlib.suppress(Exception):  # it comes again where `settle` deals with it, not in a step of the training
+            self._help()
         with self._lock:
             if not self.is_done:
                 try:

@@ -32,7 +32,7 @@ class LazySaves:
         self._told_against = ""
         self._staging: Staging | None = None
         self._result: SaveResult | None = None
-        """Of the newest lazy save."""
+        """Of the newest save, if that is a lazy one."""
         self._stager: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
 
@@ -55,6 +55,11 @@ class LazySaves:
             self._told_against = reason
             log.log(logging.WARNING if wish is True else logging.INFO, "this save is not lazy: %s", reason)
         return ()
+
+    def after_save(self) -> None:
+        """Another save has been made, lazy or not."""
+        self.watch.after_save()
+        self._result = None
 
     def stage(self, pending: PendingSave, request: SaveRequest, result: SaveResult) -> None:
         """Let a thread bring the save to its end."""
