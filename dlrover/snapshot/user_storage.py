@@ -16,9 +16,12 @@ import logging
 import os
 import posixpath
 import shutil
+import threading
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO, TypeVar
+
+import msgspec
 
 from dlrover.protocol.errors import ConfigError, DLRoverError
 from dlrover.snapshot.class_meta import ClassMeta, Rebuildable, build, describe
@@ -33,6 +36,9 @@ log = logging.getLogger("dlrover.snapshot")
 
 Read = TypeVar("Read")
 AnyPath = str | os.PathLike[str]
+_built: dict[bytes, UserStorage] = {}
+_building = threading.Lock()
+"""Guards the above: the threads that write and that commit ask for the same storage."""
 
 
 class CheckpointStorage(Rebuildable, abc.ABC):
@@ -192,8 +198,18 @@ def meta_for(storage: object) -> tuple[ClassMeta | None, CheckpointDeletionStrat
 
 
 def storage_of(directory: str, meta: ClassMeta | None = None) -> Storage:
-    """The storage of a job's checkpoints: the user's own, or what the directory says."""
-    return storage_for(directory) if meta is None else UserStorage(build(meta))
+    """
+    The storage of a job's checkpoints: the user's own, or what the directory says.
+
+    One object per description and process: it may hold a connection, or remember something between two calls.
+    """
+    if meta is None:
+        return storage_for(directory)
+    key = msgspec.msgpack.encode(meta)
+    with _building:
+        if key not in _built:
+            _built[key] = UserStorage(build(meta))
+        return _built[key]
 
 
 def announce(storage: Storage, step: int, *, is_committed: bool) -> None:

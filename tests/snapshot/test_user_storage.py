@@ -156,6 +156,13 @@ def test_a_storage_travels_as_words(tmp_path):
     assert (type(again), again.label) == (DrawerStorage, "mine")
 
 
+def test_a_storage_is_built_once_and_remembers(tmp_path):
+    meta, _ = meta_for(DrawerStorage(str(tmp_path / "d"), label="mine"))
+    other, _ = meta_for(DrawerStorage(str(tmp_path / "d"), label="yours"))
+    assert storage_of("/x", meta) is storage_of("/y", meta)
+    assert storage_of("/x", meta) is not storage_of("/x", other)
+
+
 def test_the_storages_that_come_with_the_interface_become_our_own(tmp_path):
     strategy = KeepLatestStepStrategy(2, str(tmp_path))
     assert meta_for(None) == (None, None)
