@@ -110,6 +110,8 @@ def verify(place: Place, found: Found, *, is_quick: bool = False, on_bytes: Prog
             damage.append(f"{name} is missing")
         except OSError as error:
             damage.append(f"{name} cannot be read: {error.strerror or error}")
+    if damage and _has_moved(place, found.path, manifest):
+        return Verdict(name=found.name, path=found.path, note="replaced or deleted while it was being read; look again")
     return Verdict(name=found.name, path=found.path, damage=tuple(damage), num_checked=num_checked)
 
 
@@ -119,6 +121,15 @@ def tracker_damage(listing: Listing) -> list[str]:
         f"{join(listing.directory, name)} names {listing.trackers[name]!r}, and no such checkpoint is there"
         for name in listing.dangling
     ]
+
+
+def _has_moved(place: Place, path: str, manifest: GlobalManifest) -> bool:
+    """A job may be saving and deleting meanwhile; that is no damage."""
+    try:
+        now = read_manifest(place, path)
+    except ManifestInvalid:
+        return False
+    return now is None or now.attempt != manifest.attempt
 
 
 def _manifest_damage(place: Place, path: str, manifest: GlobalManifest) -> list[str]:

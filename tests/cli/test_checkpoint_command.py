@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from dlrover.cli.checkpoint_listing import list_checkpoints, open_place
+from dlrover.cli.checkpoint_verify import verify
 from dlrover.cli.main import app
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.commit import committed_checkpoints
@@ -209,6 +211,15 @@ def test_verify_finds_what_is_cut_off_or_missing(ours: Path) -> None:
     file.write_bytes(content)
     (ours / "dlrover_latest.txt").write_text("16")
     assert "no such checkpoint" in run("verify", ours, exit_code=1).output
+
+
+def test_what_a_running_job_deletes_or_replaces_meanwhile_is_not_called_damaged(ours: Path) -> None:
+    place = open_place(str(ours))
+    found = next(each for each in list_checkpoints(place).checkpoints if each.step == 5)
+    deleted = verify(place, found, on_bytes=lambda count: shutil.rmtree(ours / "5", ignore_errors=True))
+    assert deleted.is_good
+    assert deleted.num_checked == 0
+    assert "while it was being read" in deleted.note
 
 
 def test_verify_checks_the_entries_of_plain_torch_files(originals: Path) -> None:
