@@ -151,8 +151,9 @@ def _found_in(module_path: str) -> str:
     """The directory that has to be searched to find a module that is imported already."""
     top = sys.modules.get(module_path.split(".")[0])
     file: str | None = getattr(top, "__file__", None)
-    if not file:
-        return ""
+    if not file:  # a package without __init__ may lie in several places; its first is the likeliest
+        parts = list(getattr(top, "__path__", ()))
+        return os.path.dirname(os.path.abspath(parts[0])) if parts else ""
     directory = os.path.dirname(os.path.abspath(file))
     return os.path.dirname(directory) if os.path.basename(file) == "__init__.py" else directory
 
