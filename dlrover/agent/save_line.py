@@ -26,8 +26,8 @@ from dlrover.protocol.messages import Reply
 
 log = logging.getLogger("dlrover.agent")
 
-WAIT = 20.0
-"""Seconds that the question waits at the master."""
+WAIT = 50.0
+"""Seconds that the question waits at the master. Long, because ten thousand agents may ask."""
 MARGIN = 10.0
 """Seconds on top, for a master that is just being restarted. After both it counts as away."""
 REPORT = 30.0
@@ -63,7 +63,9 @@ class SaveLine:
                     continue
                 assert isinstance(answer, SaveDuties), "the answer to that question"
                 self.is_up = True
-                self._since = answer.number  # less than we knew: of a master that lost its journal
+                if answer.number < self._since:
+                    self._forget()  # a master that lost its journal knows nothing of what was reported
+                self._since = answer.number
                 self._take(answer)
         finally:
             self._lose("this agent ends")
@@ -116,7 +118,11 @@ class SaveLine:
         if self.is_up:
             log.info("no word of the master about checkpoints: %s", why)
         self.is_up = False
+        self._forget()
+        self._on_lost()
+
+    def _forget(self) -> None:
+        """Nobody will say what became of what was reported."""
         for outcome in self._outcomes.values():
             if not outcome.done():
                 outcome.set_result(None)
-        self._on_lost()
