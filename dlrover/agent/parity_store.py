@@ -36,12 +36,13 @@ from dlrover.protocol.peer_messages import (
 )
 from dlrover.snapshot.checksum import Algorithm, best_algorithm, checksum_function
 from dlrover.snapshot.index import make_private
-from dlrover.snapshot.parity import Add, coefficient, piece_range
+from dlrover.snapshot.parity import Add, coefficient, piece_range, table
 from dlrover.snapshot.room import find_room
 
 log = logging.getLogger("dlrover.agent")
 
 HEAD_BYTES = 4096
+_BLOCK_BYTES = 256 * 1024
 MOST_PULLED_BYTES = 32 * 1024 * 1024
 """In one answer."""
 _MOST_LANES = 4096
@@ -191,16 +192,18 @@ class ParityStore:
             return file
 
     def _grow(self, file: ParityFile, header: PieceHeader, piece: bytearray) -> None:
+        """What is added to nothing is written: pages that were never touched need not be cleared first."""
         add, factor = self._add(), coefficient(header.row, header.column)
         descriptor = os.open(file.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        common = min(file.length, len(piece))
         try:
-            if len(piece) > file.length:
-                find_room(len(piece) - file.length, file.path.parent)
-                os.posix_fallocate(descriptor, 0, HEAD_BYTES + len(piece))
+            if common:
+                with mmap.mmap(descriptor, HEAD_BYTES + common) as mapping, memoryview(mapping) as view:
+                    add(view[HEAD_BYTES:], memoryview(piece)[:common], factor)
+            if len(piece) > common:
+                find_room(len(piece) - common, file.path.parent)
+                _append(descriptor, memoryview(piece)[common:], factor, HEAD_BYTES + common)
                 file.length = len(piece)
-            if piece:
-                with mmap.mmap(descriptor, HEAD_BYTES + len(piece)) as mapping, memoryview(mapping) as view:
-                    add(view[HEAD_BYTES:], piece, factor)
         finally:
             os.close(descriptor)
         file.arrived[header.column] = (header.shard, header.image_bytes)
@@ -234,6 +237,15 @@ class ParityStore:
             del self._growing[place]
             self._whole.setdefault(place, []).append(file)
             self._changed.notify_all()
+
+
+def _append(descriptor: int, rest: memoryview, factor: int, offset: int) -> None:
+    for start in range(0, rest.nbytes, _BLOCK_BYTES):
+        block = rest[start : start + _BLOCK_BYTES]
+        content = block if factor == 1 else bytes(block).translate(table(factor))
+        done = 0
+        while done < len(content):
+            done += os.pwrite(descriptor, content[done:], offset + start + done)
 
 
 def send_piece(connection: Connection, data: bytes | bytearray | memoryview) -> None:

@@ -19,7 +19,7 @@ from dlrover.agent.peers import Connection, RateLimit
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.identity import Round
 from dlrover.protocol.peer_messages import Accepted, AwaitParity, Peer, Piece, PieceHeader, PullPiece
-from dlrover.snapshot.checksum import Algorithm, Corrupt, best_algorithm, checksum_function
+from dlrover.snapshot.checksum import Algorithm, Corrupt, best_algorithm, checksum_function, joint_checksum
 from dlrover.snapshot.image import Image
 from dlrover.snapshot.parity import Add, holders_of, piece_range, rebuild, stripes_of
 from dlrover.snapshot.persist import SaveRequest
@@ -63,9 +63,8 @@ def give_pieces(
         for each in stripes_of(group.position, len(group.members), group.num_parity):
             begin, end = piece_range(image.num_bytes, group.num_data, each.piece)
             parts = list(image.read(begin, end))
-            piece = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
             algorithm = best_algorithm()
-            crc = checksum_function(algorithm)(piece)
+            crc = joint_checksum(parts, algorithm)
             for row, holder in enumerate(each.holders):
                 header = PieceHeader(
                     round=round_,
@@ -80,11 +79,11 @@ def give_pieces(
                     num_data=group.num_data,
                     shard=request.shard,
                     image_bytes=image.num_bytes,
-                    length=piece.nbytes,
+                    length=end - begin,
                     crc=crc,
                     algorithm=algorithm,
                 )
-                _send_piece(lines.to(group.members[holder].address), header, piece, limit, pause)
+                _send_piece(lines.to(group.members[holder].address), header, parts, limit, pause)
     finally:
         lines.close()
         image.close()
@@ -249,7 +248,7 @@ def _compute_piece(image: mmap.mmap, edition: Edition, shard: int, rows: Rows, s
 def _send_piece(
     connection: Connection,
     header: PieceHeader,
-    piece: memoryview,
+    parts: list[memoryview],
     limit: RateLimit | None,
     pause: Callable[[], None] | None,
 ) -> None:
@@ -262,7 +261,8 @@ def _send_piece(
         if error.code == "stale-generation":
             raise Rejected(str(error), code="superseded") from error
         raise
-    connection.send_bytes(piece, limit=limit, is_paused=pause)
+    for part in parts:
+        connection.send_bytes(part, limit=limit, is_paused=pause)
     connection.await_consent()
 
 

@@ -53,6 +53,8 @@ MAX_CONNECTIONS = 64
 NICENESS = 5
 _BLOCK_BYTES = 1024 * 1024
 """Moved between two looks at the clock and the rate limit."""
+_PORTS_FOR_WORKERS = 2
+"""Of those that can be reached from outside, so many are never taken: rounds change between them."""
 _HEAD = struct.Struct("<II")
 _NONCE_BYTES = 32
 
@@ -306,7 +308,7 @@ def _listen(host: str, ports: tuple[int, ...]) -> socket.socket:
     bind_to = host if is_loopback(host) else ""
     family = socket.AF_INET6 if ":" in bind_to or not bind_to else socket.AF_INET
     error: OSError | None = None
-    for port in (*reversed(ports[1:]),) if ports else (0,):
+    for port in reversed(ports[_PORTS_FOR_WORKERS:]) if ports else (0,):
         try:
             if bind_to:
                 return socket.create_server((bind_to, port), family=family)
@@ -315,7 +317,7 @@ def _listen(host: str, ports: tuple[int, ...]) -> socket.socket:
             return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
         except OSError as trouble:
             error = trouble
-    raise error or OSError("HOST_PORTS names one port, which the workers need")
+    raise error or OSError(f"HOST_PORTS names {len(ports)} ports, which the workers need")
 
 
 def _server_context(tls: TlsConfig) -> ssl.SSLContext:

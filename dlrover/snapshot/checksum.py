@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from functools import lru_cache
 
@@ -59,6 +59,15 @@ def chunk_checksums(data: memoryview, algorithm: Algorithm, pool: Executor | Non
     data = data.cast("B")
     chunks = [data[start : start + CHUNK_BYTES] for start in range(0, data.nbytes, CHUNK_BYTES)]
     return list(pool.map(function, chunks) if pool is not None else map(function, chunks))
+
+
+def joint_checksum(parts: Iterable[memoryview], algorithm: Algorithm) -> int:
+    """Of several buffers as if they were one."""
+    function: Callable[..., int] = checksum_function(algorithm)
+    total = 0
+    for part in parts:
+        total = function(part, total)  # both count on from a sum that is given
+    return total
 
 
 def find_corrupt_chunks(

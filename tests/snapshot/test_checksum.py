@@ -20,12 +20,19 @@ from dlrover.snapshot.checksum import (
     chunk_checksums,
     combine_crc32,
     find_corrupt_chunks,
+    joint_checksum,
 )
 
 
 @given(some.binary(max_size=300), some.binary(max_size=300))
 def test_the_sum_of_two_blocks_is_the_combination_of_theirs(first: bytes, second: bytes) -> None:
     assert combine_crc32(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+@given(some.lists(some.binary(max_size=100), max_size=4), some.sampled_from([Algorithm.CRC32, best_algorithm()]))
+def test_the_sum_of_several_buffers_is_that_of_all_of_them_in_one(parts: list[bytes], algorithm: Algorithm) -> None:
+    whole = checksum_function(algorithm)(memoryview(b"".join(parts)))
+    assert joint_checksum(map(memoryview, parts), algorithm) == whole
 
 
 def test_a_flip_is_found_in_its_chunk() -> None:
