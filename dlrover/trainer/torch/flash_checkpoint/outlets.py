@@ -34,6 +34,7 @@ from dlrover.protocol.checkpoint_messages import (
 from dlrover.protocol.errors import DLRoverError, Rejected
 from dlrover.protocol.local import FrameBuffer, pack
 from dlrover.protocol.messages import Hello
+from dlrover.snapshot.commit import ANOTHER_JOB
 from dlrover.snapshot.index import Home, make_private, remove_empty_root
 from dlrover.snapshot.persist import SaveRequest, finish, give_up, persist, pin_newest, release, wait_until_complete
 from dlrover.snapshot.segment import PinnedSlot, SlotName
@@ -204,6 +205,7 @@ class ThreadOutlet:
         self.settled: dict[str, CheckpointSettled] = {}
         self._news = threading.Event()
         self._is_reported = False
+        self._is_other_job_reported = False
         self._pid = os.getpid()
         atexit.register(self.close)
 
@@ -246,8 +248,13 @@ class ThreadOutlet:
                 self._settle(request)
             self._is_reported = False
         except (OSError, DLRoverError) as error:
-            level = logging.INFO if self._is_reported else logging.ERROR
+            is_other_job = (
+                isinstance(error, Rejected) and error.code == ANOTHER_JOB
+            )  # goes on, however often we are quicker
+            is_told = self._is_reported or (is_other_job and self._is_other_job_reported)
+            level = logging.INFO if is_told else logging.ERROR
             self._is_reported = True
+            self._is_other_job_reported = self._is_other_job_reported or is_other_job
             log.log(level, "the checkpoint of step %d was not written: %s. Training goes on.", request.step, error)
             self._settle(request, str(error))
         except Exception as error:  # the edge of the thread: nobody asks for what it ends with
