@@ -1,0 +1,189 @@
+"""
+`ElasticDistributedSampler`: goes on in the middle of an epoch, also with another number of replicas.
+
+The order of an epoch depends on seed and epoch alone, not on who reads it. What counts as done is a number of records from the front of that
+order; what is left is dealt out to the replicas of today. So a state saved by 8 ranks continues on 6 without a record lost or seen twice
+(but for the padding that makes all ranks take equally many, as in torch).
+
+With `play` a rank stands in for several replicas, batch by batch in turn: a job for 4 ranks that has 3 now reads for each step of the model exactly the
+records that 4 ranks would read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from dlrover.protocol.errors import ConfigError
+
+VERSION = 2
+
+
+class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc]  # torch is not followed
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        """Without a process group: one replica."""
+        is_grouped = dist.is_available() and dist.is_initialized()
+        if num_replicas is None:
+            num_replicas = dist.get_world_size() if is_grouped else 1
+        if rank is None:
+            rank = dist.get_rank() if is_grouped else 0
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        self._completed = 0
+        """Records of the epoch that are done, in its order; counted up by states."""
+        self._counted_from = 0
+        """The caller's step at which `_completed` was right."""
+        self._former_lengths: list[int] = []
+        """Records per rank of the epochs that this process went through since then: for callers that count on through epochs."""
+        self._num_batches = 0
+        self._num_ranks = num_replicas
+        self._batch_size = 0
+        """Records that one replica gets in turn; 0: every rank is one replica."""
+        self._recount()
+
+    def play(self, num_replicas: int, batch_size: int) -> None:
+        """
+        Deal for so many replicas, which the ranks play in turn, in batches of that size. All batches are whole then: the epoch is padded, or
+        with `drop_last` cut, to whole steps.
+        """
+        if num_replicas < 1 or batch_size < 1:
+            raise ValueError(f"{num_replicas} replicas with batches of {batch_size} records cannot be.")
+        self.num_replicas, self._batch_size = num_replicas, batch_size
+        self._recount()
+
+    @property
+    def roles(self) -> range:
+        """The replicas that this rank plays."""
+        return (
+            range(self.rank, self.num_replicas, self._num_ranks)
+            if self._batch_size
+            else range(self.rank, self.rank + 1)
+        )
+
+    @property
+    def dataset_size(self) -> int:
+        assert isinstance(self.dataset, Sized), "checked by torch"
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[int]:
+        left = self._order()[self._completed :]
+        wanted = self.num_samples * self.num_replicas
+        if self.drop_last:
+            left = left[:wanted]
+        elif left:
+            left += (left * math.ceil((wanted - len(left)) / len(left)))[: wanted - len(left)]
+        shares = [left[role :: self.num_replicas] for role in self.roles]
+        if len(shares) == 1:
+            return iter(shares[0])
+        size = self._batch_size
+        return (
+            record for at in range(0, self.num_samples, size) for share in shares for record in share[at : at + size]
+        )
+
+    def __len__(self) -> int:
+        return self.num_samples * len(self.roles)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call it before each epoch, beginning with `sampler.epoch`: the epoch of a restored state goes on where it was."""
+        if epoch == self.epoch:
+            return
+        if epoch > self.epoch:
+            self._former_lengths.append(self.num_samples)
+        else:
+            self._former_lengths.clear()
+        super().set_epoch(epoch)
+        self._completed = 0
+        self._num_batches = 0
+        self._recount()
+
+    def state_dict(self, iter_step: int | None = None, micro_batch_size: int | None = None) -> dict[str, Any]:
+        """
+        Where the epoch stands after so many steps of so many records on every rank.
+
+        `iter_step` may count from the beginning of the epoch or of the training, and from the restored state on or through it. Without
+        arguments the batches count that `count_batch` was told of.
+        """
+        if iter_step is None:
+            completed = self._completed + self._num_batches
+        else:
+            if micro_batch_size is None or micro_batch_size < 1 or iter_step < 0:
+                raise ValueError("state_dict needs both a step and a batch size of at least 1, or neither.")
+            steps = self._steps_of_epoch(iter_step, micro_batch_size)
+            completed = self._completed + steps * micro_batch_size * self.num_replicas
+        return {
+            "epoch": self.epoch,
+            "completed_num": min(completed, self.dataset_size),
+            "version": VERSION,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "dataset_size": self.dataset_size,
+            "iter_step": iter_step or 0,
+        }
+
+    def count_batch(self, size: int) -> None:
+        """A batch of that size has been used on every rank."""
+        self._num_batches += size * self.num_replicas
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there, with the replicas of today. States of the original are read, too. Raises ConfigError for another dataset."""
+        epoch, completed = int(state["epoch"]), int(state["completed_num"])
+        if state.get("version", 1) >= VERSION:
+            for name, ours in (("dataset_size", self.dataset_size), ("seed", self.seed), ("shuffle", self.shuffle)):
+                if state[name] != ours:
+                    raise ConfigError(
+                        f"The sampler's state was saved with {name} {state[name]!r}, this one has {ours!r}: it would skip other records "
+                        "than those that were used."
+                    )
+        elif completed > self.dataset_size:
+            completed %= self.dataset_size  # steps of the original count through all epochs
+        if completed >= self.dataset_size:
+            epoch, completed = epoch + 1, 0
+        super().set_epoch(epoch)
+        self._completed = max(0, completed)
+        self._counted_from = int(state.get("iter_step", 0))
+        self._former_lengths.clear()
+        self._num_batches = 0
+        self._recount()
+
+    def _steps_of_epoch(self, iter_step: int, batch_size: int) -> int:
+        """How many steps of the running epoch were done since the restored state, however the caller counts."""
+        former = sum(
+            length // batch_size if self.drop_last else math.ceil(length / batch_size)
+            for length in self._former_lengths
+        )
+        through = iter_step - self._counted_from - former
+        if through >= 0 and (former or self._counted_from):
+            longest = math.ceil(self.num_samples / batch_size)
+            if through <= longest:
+                return through  # it counts on from the restored state, through the epochs
+        if not self._former_lengths and self._counted_from and iter_step >= self._counted_from:
+            return iter_step - self._counted_from
+        return iter_step
+
+    def _recount(self) -> None:
+        """How much is left of this epoch for each rank."""
+        left = max(0, self.dataset_size - self._completed)
+        unit = max(1, self._batch_size)
+        step = self.num_replicas * unit
+        self.num_samples = unit * (left // step if self.drop_last else math.ceil(left / step))
+        self.total_size = self.num_samples * self.num_replicas
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.dataset_size))
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + self.epoch)
+        return torch.randperm(self.dataset_size, generator=generator).tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,144 @@
+"""
+`ElasticTrainer`: the same mathematics with fewer workers.
+
+    trainer = ElasticTrainer(model, loader)
+    optimizer, scheduler = trainer.prepare(optimizer, scheduler)
+    for batch in loader:
+        with trainer.step(fix_total_batch_size=True):
+            loss = model(batch)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+The job is meant for a number of workers. When it has fewer, each of them does the work of several: so many micro-batches that together they are the batch of the
+full world, gradients averaged as there, and the optimizer and the scheduler step once for all of them. Where the numbers do not
+divide some ranks do one micro-batch more than others; all synchronise once per step, so nobody waits in vain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrover.protocol.errors import ConfigError
+from dlrover.trainer.progress import report
+from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler
+
+
+class ElasticTrainer:
+    def __init__(self, model: torch.nn.Module, dataloader: Any = None, *, max_workers: int | None = None) -> None:
+        """`max_workers`: of the full world; by default WORKER_NUM nodes of LOCAL_WORLD_SIZE workers, and never fewer than there are."""
+        is_grouped = dist.is_available() and dist.is_initialized()
+        self._world_size = dist.get_world_size() if is_grouped else 1
+        self._rank = dist.get_rank() if is_grouped else 0
+        wanted = _configured_workers() if max_workers is None else max_workers
+        self.max_workers = max(wanted, self._world_size)
+        self._model = model
+        self._dataloader = dataloader
+        self._micro_step = 0
+        """In the accumulation that runs, from 1."""
+        self._is_last = True
+        """Whether the micro-step that runs completes a step."""
+        self._is_accumulating = False
+        """Whether there are gradients of a step that is not done: they must not be cleared."""
+        self._hooks: list[Any] = []
+        self.num_steps = 0
+        """Steps of the optimizer so far."""
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of this rank for one step."""
+        return len(range(self._rank, self.max_workers, self._world_size))
+
+    def prepare(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> Any:
+        """
+        The optimizer (and the scheduler) that step once for each batch of the full world.
+
+        They are the same objects: only their `step` and `zero_grad` wait until it is time.
+        """
+        _gate(optimizer, "step", lambda: self._is_last, then=self._note_step)
+        _gate(optimizer, "zero_grad", lambda: not self._is_accumulating)
+        if lr_scheduler is None:
+            return optimizer
+        _gate(lr_scheduler, "step", lambda: self._is_last)
+        return optimizer, lr_scheduler
+
+    @contextlib.contextmanager
+    def step(self, fix_total_batch_size: bool = False) -> Iterator[None]:
+        """Around each micro-batch. With `fix_total_batch_size` the batch of a step is that of the full world; without, each micro-batch is a step."""
+        num_micro_steps = self.gradient_accumulation_steps if fix_total_batch_size else 1
+        self._scale_gradients(is_wanted=fix_total_batch_size and self.max_workers != self._world_size)
+        self._micro_step += 1
+        self._is_last = self._micro_step >= num_micro_steps
+        no_sync = getattr(self._model, "no_sync", None)
+        with contextlib.nullcontext() if self._is_last or no_sync is None else no_sync():
+            yield
+        if self._is_last:
+            self._micro_step = 0
+            self.num_steps += 1
+            report(self.num_steps)
+
+    def reset(self) -> None:
+        """Count steps from 0 again; an accumulation that was begun is forgotten."""
+        self.num_steps = self._micro_step = 0
+        self._is_last, self._is_accumulating = True, False
+
+    def deal(self, sampler: ElasticDistributedSampler, micro_batch_size: int) -> None:
+        """Let every rank read what it stands in for. To be called before the loader is iterated."""
+        sampler.play(self.max_workers, micro_batch_size)
+
+    def _note_step(self) -> None:
+        self._is_accumulating = False
+
+    def _scale_gradients(self, *, is_wanted: bool) -> None:
+        """
+        DDP divides by the workers there are; a step has the micro-batches of the full world. So what each backward adds is scaled by their
+        quotient, before it is accumulated: clipping and scalers see what they would see in the full world.
+        """
+        if is_wanted == bool(self._hooks):
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if is_wanted:
+            factor = self._world_size / self.max_workers
+            parameters = [each for each in self._model.parameters() if each.requires_grad]
+            if not parameters:
+                raise ConfigError("The model has no parameters to train.")
+
+            def scale(gradient: torch.Tensor) -> torch.Tensor:
+                self._is_accumulating = True
+                return gradient * factor
+
+            self._hooks = [each.register_hook(scale) for each in parameters]
+
+
+def _configured_workers() -> int:
+    """Nodes of the full world times workers of a node; 0: nobody says."""
+    return int(os.environ.get("WORKER_NUM") or 0) * int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def _gate(owner: Any, name: str, is_open: Any, then: Any = None) -> None:
+    """Let a method of one object do something only while the gate is open."""
+    inner = getattr(owner, name)
+
+    def gated(*args: Any, **options: Any) -> Any:
+        if not is_open():
+            return None
+        result = inner(*args, **options)
+        if then is not None:
+            then()
+        return result
+
+    # torch's schedulers look at these to see whether `step` is still the one they wrapped.
+    gated.__func__ = getattr(inner, "__func__", inner)  # type: ignore[attr-defined]
+    gated.__self__ = owner  # type: ignore[attr-defined]
+    if hasattr(inner, "_wrapped_by_lr_sched"):
+        gated._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    setattr(owner, name, gated)

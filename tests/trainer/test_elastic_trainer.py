@@ -1,0 +1,146 @@
+"""The trainer: fewer workers do exactly what the full world would do."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+from dlrover.trainer.torch.elastic import ElasticTrainer  # noqa: E402
+from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler  # noqa: E402
+
+BATCH, SIZE, FULL = 4, 96, 4
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SIZE, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True) + 0.1)
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
+
+
+def train(rank: int, world_size: int, folder: str, clears_first: bool = False) -> None:
+    """One epoch with some ranks of a job for four; rank 0 keeps the weights, each rank what it read per step."""
+    if world_size > 1:
+        os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
+    net = model()
+    wrapped = torch.nn.parallel.DistributedDataParallel(net) if world_size > 1 else net
+    sampler = ElasticDistributedSampler(data(), world_size, rank, seed=9)
+    trainer = ElasticTrainer(wrapped, max_workers=FULL)
+    trainer.deal(sampler, BATCH)
+    plain = torch.optim.AdamW(net.parameters(), lr=0.05)
+    optimizer, scheduler = trainer.prepare(plain, torch.optim.lr_scheduler.ExponentialLR(plain, 0.9))
+    assert optimizer is plain
+    counts: list[int] = []
+    for inputs, wanted in DataLoader(data(), BATCH, sampler=sampler):
+        with trainer.step(fix_total_batch_size=True):
+            if clears_first:
+                optimizer.zero_grad()
+            torch.nn.functional.mse_loss(wrapped(inputs), wanted).backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1e9)
+            optimizer.step()
+            scheduler.step()
+            if not clears_first:
+                optimizer.zero_grad()
+        counts += [0] * (trainer.num_steps + 1 - len(counts))
+        counts[-2 if not trainer._micro_step else -1] += len(inputs)
+    result: dict[str, Any] = {
+        "weights": net.state_dict(), "steps": trainer.num_steps, "counts": counts[: trainer.num_steps],
+        "lr": plain.param_groups[0]["lr"],
+    }  # fmt: skip
+    torch.save(result, f"{folder}/{rank}.pt")
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Any]:
+    """Plain torch with the whole batch at once."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    sampler = ElasticDistributedSampler(data(), 1, 0, seed=9)
+    sampler.play(FULL, BATCH)
+    for inputs, wanted in DataLoader(data(), BATCH * FULL, sampler=sampler):
+        torch.nn.functional.mse_loss(net(inputs), wanted).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return {"weights": net.state_dict(), "lr": optimizer.param_groups[0]["lr"]}
+
+
+def check(folder: Path, world_size: int, reference: dict[str, Any]) -> None:
+    results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+    assert {each["steps"] for each in results} == {SIZE // (BATCH * FULL)}
+    for per_step in zip(*(each["counts"] for each in results), strict=True):
+        assert sum(per_step) == BATCH * FULL, "the batch of every step is that of the full world"
+    assert results[0]["lr"] == pytest.approx(reference["lr"], rel=1e-12)
+    for name, weight in reference["weights"].items():
+        torch.testing.assert_close(results[0]["weights"][name], weight, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("clears_first", [False, True])
+def test_one_worker_of_four(tmp_path: Path, reference: dict[str, Any], clears_first: bool) -> None:
+    train(0, 1, str(tmp_path), clears_first)
+    check(tmp_path, 1, reference)
+
+
+def test_three_workers_of_four(tmp_path: Path, reference: dict[str, Any]) -> None:
+    """They do not divide: one rank does two micro-batches in each step, the others one."""
+    mp.spawn(train, args=(3, str(tmp_path)), nprocs=3)
+    check(tmp_path, 3, reference)
+
+
+def test_without_a_fixed_batch_every_micro_batch_is_a_step() -> None:
+    net = model()
+    trainer = ElasticTrainer(net, max_workers=8)
+    optimizer = trainer.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
+    before = [each.clone() for each in net.parameters()]
+    for _ in range(3):
+        with trainer.step():
+            net(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert trainer.num_steps == 3
+    assert any(not torch.equal(one, two) for one, two in zip(before, net.parameters(), strict=True))
+    trainer.reset()
+    assert trainer.num_steps == 0
+
+
+@pytest.mark.parametrize(("nodes", "local", "wanted"), [("4", "2", 8), ("", "", 1), ("0", "4", 1)])
+def test_the_full_world_is_what_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, nodes: str, local: str, wanted: int
+) -> None:
+    monkeypatch.setenv("WORKER_NUM", nodes)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    assert ElasticTrainer(model()).gradient_accumulation_steps == wanted
+
+
+def test_a_scaler_sees_a_real_optimizer() -> None:
+    net = model()
+    trainer = ElasticTrainer(net, max_workers=2)
+    optimizer = trainer.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
+    assert isinstance(optimizer, torch.optim.SGD)
+    heard = []
+    optimizer.register_step_post_hook(lambda *_: heard.append(True))
+    for _ in range(4):
+        with trainer.step(fix_total_batch_size=True):
+            loss = net(torch.ones(2, 5, dtype=torch.float64)).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(heard) == 2
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.1
