@@ -373,13 +373,12 @@ class SharedMemory:
 
     def close(self) -> None:
         """Views that are still in use keep the memory mapped until they go."""
-        if self._view is not None:
-            self._view.release()
-            self._view = None
-        if self._map is not None:
-            with contextlib.suppress(BufferError):
+        with contextlib.suppress(BufferError):
+            if self._view is not None:
+                self._view.release()
+            if self._map is not None:
                 self._map.close()
-            self._map = None
+        self._view = self._map = None
 
     def unlink(self) -> None:
         self._path.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ import sys
 import threading
 import uuid
 
+import numpy
 import pytest
 
 from dlrover.trainer import shared_objects
@@ -179,6 +180,18 @@ def test_shared_memory_stays_until_it_is_unlinked():
         memory.unlink()
     assert create_shared_memory(name, False) is None
     assert create_shared_memory(name, True, 0) is None
+
+
+def test_a_view_outlives_the_close_of_its_memory():
+    memory = SharedMemory(create=True, size=100)
+    try:
+        array = numpy.frombuffer(memory.buf, dtype=numpy.uint8)
+        memory.buf[5] = 7
+        memory.close()
+        assert array[5] == 7
+    finally:
+        memory.close()
+        memory.unlink()
 
 
 @pytest.mark.parametrize(("create", "size"), [(True, 0), (True, -1), (False, -1)])
