@@ -75,7 +75,12 @@ def file_storages(contents: Contents, name: str, data: memoryview) -> list[memor
 
 def torch_image(pickled: bytes, storages: Sequence[memoryview]) -> tuple[list[Piece], Late, int]:
     """Where everything goes, what is only known after the sums are, and how long the file is."""
-    contents = [pickled, sys.byteorder.encode(), *(storage.cast("B") for storage in storages), _VERSION]
+    contents: list[memoryview | bytes] = [
+        pickled,
+        sys.byteorder.encode(),
+        *(storage.cast("B") for storage in storages),
+        _VERSION,
+    ]
     entries, directory_at = _lay_out(len(pickled), [storage.nbytes for storage in storages])
 
     def late(sums: list[int]) -> list[Piece]:
