@@ -1,0 +1,164 @@
+"""
+`ElasticDataLoader`: a DataLoader whose batch size can change while it runs, and which knows where it stands.
+
+The parallel-config file (JSON) says what somebody wants; `load_config` reads it, and only a newer version counts. A new batch size takes effect with
+the next batch that is put together, with `drop_last` or without; batches that worker processes have ahead keep the old one. The ranks of
+a job agree on the version first, so that all change at the same batch.
+
+With an `ElasticDistributedSampler` the loader counts the batches that were used: `loader.state_dict()` in the middle of an
+epoch is enough to go on there, with any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+
+from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler
+
+log = logging.getLogger("dlrover.trainer.data")
+
+CONFIG_FILE = "/tmp/dlrover/auto_paral_config.json"
+"""Where the agent's tuner writes, unless DLROVER_PARAL_CONFIG_PATH says otherwise."""
+
+
+class ElasticBatchSampler(BatchSampler):  # type: ignore[misc]  # torch is not followed
+    """Looks at its batch size before every batch."""
+
+    batch_size: int
+    drop_last: bool
+    sampler: Iterable[int]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for index in self.sampler:
+            batch.append(index)
+            if len(batch) >= self.batch_size:
+                yield batch
+                batch = []
+        if batch and not self.drop_last:
+            yield batch
+
+
+class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not followed
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        sampler: Sampler[int] | None = None,
+        *,
+        drop_last: bool = False,
+        config_file: str | None = None,
+        **options: Any,
+    ) -> None:
+        """As torch's; `config_file` overrides DLROVER_PARAL_CONFIG_PATH. A file that exists is read at once."""
+        self.config_file = config_file or os.environ.get("DLROVER_PARAL_CONFIG_PATH") or CONFIG_FILE
+        self._version = 0
+        if sampler is None:
+            sampler = RandomSampler(dataset) if shuffle else SequentialSampler(dataset)
+        elif shuffle:
+            raise ValueError("A sampler decides the order itself: leave out shuffle.")
+        batches = ElasticBatchSampler(sampler, batch_size, drop_last)
+        super().__init__(dataset, batch_sampler=batches, **options)
+        self._elastic_sampler = sampler if isinstance(sampler, ElasticDistributedSampler) else None
+        self._batches = batches
+        self.load_config(self.config_file)
+        self._write_back()
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            if self._elastic_sampler is not None:
+                self._elastic_sampler.count_batch(_size_of(batch, self._batches.batch_size))
+            yield batch
+
+    def get_batch_size(self) -> int:
+        return self._batches.batch_size
+
+    def update_batch_size(self, batch_size: int | None = None) -> None:
+        """Directly, or as the file says. All ranks call it at the same step."""
+        if batch_size is None:
+            self.load_config(self.config_file)
+        elif batch_size < 1:
+            raise ValueError(f"A batch has at least 1 record, not {batch_size}.")
+        else:
+            self._batches.batch_size = batch_size
+
+    def load_config(self, config_file: str | None = None) -> None:
+        """Take over what is newer in the file than what was taken before. A file that is not there or broken changes nothing."""
+        section = _read(config_file or self.config_file).get("dataloader") or {}
+        version, batch_size = int(section.get("version") or 0), int(section.get("batch_size") or 0)
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            version, batch_size = _agreed(version, batch_size)
+        if version > self._version:
+            self._version = version
+            if batch_size > 0 and batch_size != self._batches.batch_size:
+                log.info("batches have %d records from now on, version %d", batch_size, version)
+                self._batches.batch_size = batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch stands: everything that was yielded counts as used."""
+        if self._elastic_sampler is None:
+            raise TypeError("Only a loader with an ElasticDistributedSampler knows where it stands.")
+        return {"sampler": self._elastic_sampler.state_dict(), "batch_size": self._batches.batch_size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._elastic_sampler is None:
+            raise TypeError("Only a loader with an ElasticDistributedSampler can go on in the middle of an epoch.")
+        self._elastic_sampler.load_state_dict(state["sampler"])
+        self._batches.batch_size = int(state["batch_size"])
+
+    def _write_back(self) -> None:
+        """Tell the tuner which batch size runs: one rank of the node writes, whole or not at all."""
+        folder = os.path.dirname(self.config_file)
+        if int(os.environ.get("LOCAL_RANK") or 0) or not os.path.isdir(folder):
+            return
+        config = _read(self.config_file)
+        config["dataloader"] = {**(config.get("dataloader") or {}), "batch_size": self._batches.batch_size}
+        config["dataloader"].setdefault("version", self._version)
+        try:
+            with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+                json.dump(config, file)
+            os.replace(file.name, self.config_file)
+        except OSError as error:
+            log.warning("the batch size cannot be told to the tuner: %s", error)
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        with open(path) as file:
+            config = json.load(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot be read and changes nothing: %s", path, error)
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _agreed(version: int, batch_size: int) -> tuple[int, int]:
+    """What rank 0 has read: files of several nodes need not change at the same moment."""
+    told = torch.tensor([version, batch_size], dtype=torch.int64)
+    if dist.get_backend() == "nccl":
+        told = told.cuda()
+    dist.broadcast(told, src=0)
+    return int(told[0]), int(told[1])
+
+
+def _size_of(batch: Any, default: int) -> int:
+    """Records in a batch, as far as it shows."""
+    while isinstance(batch, (list, tuple)) and batch and not isinstance(batch[0], (int, float, str)):
+        batch = batch[0]
+    if isinstance(batch, dict) and batch:
+        batch = next(iter(batch.values()))
+    if isinstance(batch, torch.Tensor):
+        return int(batch.shape[0]) if batch.dim() else default
+    return len(batch) if isinstance(batch, (list, tuple)) else default

@@ -1,0 +1,133 @@
+"""The loader and the dataset: batch sizes that change, states in the middle, records on demand."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import DataLoader  # noqa: E402
+
+from dlrover.trainer.stand_in import StandIn  # noqa: E402
+from dlrover.trainer.torch.elastic.dataloader import ElasticDataLoader  # noqa: E402
+from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler  # noqa: E402
+from dlrover.trainer.torch.elastic_dataset import ElasticDataset  # noqa: E402
+
+NUMBERS = list(range(40))
+
+
+def config(path: Path, **section: Any) -> str:
+    path.write_text(json.dumps({"dataloader": section, "optimizer": {"version": 3}}))
+    return str(path)
+
+
+def loader(path: Path, **options: Any) -> ElasticDataLoader:
+    return ElasticDataLoader(NUMBERS, config_file=str(path), **({"batch_size": 4} | options))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_batch_size_changes_at_a_batch_boundary(tmp_path: Path, drop_last: bool) -> None:
+    data = loader(tmp_path / "c.json", drop_last=drop_last)
+    sizes = []
+    for batch in data:
+        sizes.append(len(batch))
+        if len(sizes) == 2:
+            data.update_batch_size(6)
+    assert sizes == [4, 4, 6, 6, 6, 6, 6] + ([] if drop_last else [2])
+
+
+def test_only_a_newer_version_of_the_file_counts(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    data = loader(path)
+    assert json.loads(path.read_text())["dataloader"] == {"batch_size": 4, "version": 0}
+    config(path, version=1, batch_size=8)
+    data.load_config()
+    assert data.get_batch_size() == 8
+    config(path, version=1, batch_size=16)
+    data.update_batch_size()
+    assert data.get_batch_size() == 8
+    config(path, version=2, batch_size=16)
+    data.update_batch_size()
+    assert data.get_batch_size() == 16
+
+
+def test_a_file_that_is_there_is_read_first_and_keeps_its_other_parts(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    config(path, version=5, batch_size=10, num_workers=2)
+    assert loader(path).get_batch_size() == 10
+    kept = json.loads(path.read_text())
+    assert kept["optimizer"] == {"version": 3}
+    assert kept["dataloader"] == {"version": 5, "batch_size": 10, "num_workers": 2}
+    assert [each.name for each in tmp_path.iterdir()] == ["c.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"dataloader": null}', '{"dataloader": {"version": 2, "batch_size": -3}}'])
+def test_a_broken_file_changes_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.json").write_text(text)
+    assert loader(tmp_path / "c.json").get_batch_size() == 4
+
+
+def test_bad_sizes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        loader(tmp_path / "c.json").update_batch_size(0)
+    with pytest.raises(ValueError, match="leave out shuffle"):
+        loader(tmp_path / "c.json", shuffle=True, sampler=ElasticDistributedSampler(NUMBERS))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_middle_of_an_epoch_goes_on_with_other_ranks(tmp_path: Path, num_workers: int) -> None:
+    seen: Counter[int] = Counter()
+    states = []
+    for rank in range(2):
+        sampler = ElasticDistributedSampler(NUMBERS, 2, rank)  # type: ignore[arg-type]
+        data = loader(tmp_path / "c.json", sampler=sampler, num_workers=num_workers)
+        batches = iter(data)
+        for _ in range(3):
+            seen.update(next(batches).tolist())
+        states.append(data.state_dict())
+    assert states[0] == states[1]
+    one = loader(tmp_path / "c.json", sampler=ElasticDistributedSampler(NUMBERS, 1, 0), batch_size=5)  # type: ignore[arg-type]
+    one.load_state_dict(states[0])
+    assert one.get_batch_size() == 4
+    for batch in one:
+        seen.update(batch.tolist())
+    assert seen == Counter(NUMBERS)
+
+
+def test_a_loader_without_our_sampler_does_not_know_where_it_stands(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="ElasticDistributedSampler"):
+        loader(tmp_path / "c.json").state_dict()
+
+
+class Squares(ElasticDataset):
+    def read_sample(self, index: int) -> int:
+        return index * index
+
+
+def test_a_dataset_hands_out_what_its_shards_say() -> None:
+    dataset = Squares("squares", 24, 4, 2, shuffle=True, link=StandIn())
+    assert len(dataset) == 48
+    seen: Counter[int] = Counter()
+    for batch in DataLoader(dataset, 4):
+        seen.update(batch.tolist())
+        dataset.step()
+    assert seen == Counter({index * index: 2 for index in range(24)})
+    dataset.close()
+
+
+def test_a_dataset_goes_back_to_its_state() -> None:
+    dataset = Squares("squares", 16, 4, 1, link=StandIn())
+    first = [dataset[0] for _ in range(8)]
+    dataset.step(8)
+    state = dataset.state_dict()
+    assert state is not None
+    dataset.load_state_dict(state)
+    rest = [dataset[0] for _ in range(8)]
+    assert sorted(first + rest) == [index * index for index in range(16)]
+    assert dataset.get_epoch() == 0
+    dataset.close()
