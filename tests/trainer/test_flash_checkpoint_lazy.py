@@ -375,3 +375,27 @@ def test_only_a_state_of_plain_things_can_be_held_still():
         assert not frozen.looks_like(freeze(other))
     assert freeze({"part": {"object": object()}}) is None
     assert freeze({"part": {"sparse": torch.eye(3).to_sparse()}}) is None
+
+
+def test_the_shards_of_fsdp2_are_copied_lazily(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(WIDTH, WIDTH)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = adamw(model.parameters())
+        checkpointer = DdpCheckpointer(tmp_path / "checkpoints", lazy=True)
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        result = checkpointer.save_checkpoint(1, {"model": dict(model.state_dict())}, storage_type=StorageType.MEMORY)
+        expected = {name: value.to_local().clone() for name, value in model.state_dict().items()}
+        assert result.is_lazy
+        optimizer.step()
+        restored = checkpointer.load_checkpoint()["model"]
+        assert_same({name: value.to_local() for name, value in restored.items()}, expected)
+        checkpointer.close()
+    finally:
+        dist.destroy_process_group()

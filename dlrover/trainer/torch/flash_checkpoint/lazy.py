@@ -24,6 +24,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dlrover.protocol.errors import DLRoverError
+from dlrover.trainer.torch.flash_checkpoint.tensors import is_dtensor
 
 LAZY_FROM_BYTES = 64 * 1024
 """Smaller blocks are copied at once: altogether they are little, and each of them would cost a look."""
@@ -128,9 +129,15 @@ def _memory_of(optimizer: torch.optim.Optimizer) -> list[Memory]:
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
     return [
         (tensor.data_ptr(), tensor.nbytes)
-        for tensor in tensors
-        if type(tensor) in _PLAIN and tensor.layout is torch.strided
+        for tensor in (each if type(each) in _PLAIN else _local_part(each) for each in tensors)
+        if tensor is not None and tensor.layout is torch.strided
     ]
+
+
+def _local_part(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Of a DTensor, as FSDP2 has them: its step changes this one in place. None: a subclass that we do not know."""
+    local = getattr(tensor, "_local_tensor", None) if is_dtensor(tensor) else None
+    return local if type(local) in _PLAIN else None
 
 
 class Block(NamedTuple):
@@ -188,7 +195,9 @@ class Staging:
         self.is_done = False
 
     def finish(self) -> None:
-        with contextlib.suppress(Exception):  # it comes again where `settle` deals with it, not in a step of the training
+        with contextlib.suppress(
+            Exception
+        ):  # it comes again where `settle` deals with it, not in a step of the training
             self._help()
         with self._lock:
             if not self.is_done:

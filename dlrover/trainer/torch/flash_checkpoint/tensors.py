@@ -30,7 +30,7 @@ class TorchTensors:
             return None
         if type(value) in _PLAIN:
             return self._facts(value)
-        if _is_dtensor(value):
+        if is_dtensor(value):
             return self._facts_of_dtensor(value)
         return None
 
@@ -81,7 +81,7 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-def _is_dtensor(value: torch.Tensor) -> bool:
+def is_dtensor(value: torch.Tensor) -> bool:
     """Without importing the module: where nobody did, there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
