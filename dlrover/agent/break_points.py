@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from dlrover.agent.save_line import SaveLine
 from dlrover.protocol.checkpoint_messages import HeldSnapshot, PersistSnapshot, SnapshotsHeld
 from dlrover.protocol.messages import Round
-from dlrover.snapshot.persist import SaveRequest, pin_newest, release
-from dlrover.snapshot.segment import PinnedSlot, SlotName
+from dlrover.snapshot.mirror import copy_paths
+from dlrover.snapshot.persist import SaveRequest, of_present_history, pin_newest, release
+from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName
+from dlrover.snapshot.segment_format import SegmentInvalid
 
 DECISION = 15.0
 """Seconds that snapshots are held for the master to say which are worth writing."""
@@ -41,7 +44,23 @@ def pin_held(
             release(pinned)
         else:
             held.append((pinned, request))
+    return in_order(held)
+
+
+def in_order(held: Held) -> Held:
     return sorted(held, key=lambda each: (each[0].record.round, each[1].step))
+
+
+def copied_slots(home: Path) -> list[SlotName]:
+    """Complete snapshots of other nodes that are kept here."""
+    found: list[SlotName] = []
+    for path in copy_paths(home):
+        try:
+            with Segment(path) as segment:
+                found += of_present_history(segment.complete_slots())
+        except (SegmentInvalid, FileNotFoundError):
+            continue  # given up meanwhile
+    return found
 
 
 def describe(held: Held) -> tuple[HeldSnapshot, ...]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.agent.break_points import BreakPoints, Held, describe, pin_held
+from dlrover.agent.break_points import BreakPoints, Held, copied_slots, describe, in_order, pin_held
 from dlrover.agent.save_line import Relay, SaveLine
 from dlrover.protocol.checkpoint_messages import (
     CheckpointCommitted,
@@ -242,9 +242,13 @@ class Saver:
             self._run(self._write_decided(world.round, held), f"break point of round {world.round}")
 
     def _pin_held(self) -> Held:
-        names = () if self._home is None else self._home.snapshots()
-        slots = [name for shard in names for name in of_present_history(shard.slots)]
-        return pin_held(slots, self._read, lambda request: _key(request) in self._known)
+        if self._home is None:
+            return []
+        slots = [name for shard in self._home.snapshots() for name in of_present_history(shard.slots)]
+        own = pin_held(slots, self._read, lambda request: _key(request) in self._known)
+        copies = pin_held(copied_slots(self._home.path), self._read, lambda request: _key(request) in self._known)
+        # Of others' snapshots only what we are told to: their own node may write them, too.
+        return in_order([*own, *((pinned, replace(request, is_writer=False)) for pinned, request in copies)])
 
     async def _write_decided(self, round_: Round, held: Held) -> None:
         for pinned, request in await self._breaks.choose(self._line, round_, held):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from dlrover.protocol.checkpoint_messages import (
 )
 from dlrover.protocol.messages import LeaveJob, LeaveReason, LookAgain, NodeRank, Round, WorldSpec
 from dlrover.snapshot.copying import Copier
+from dlrover.snapshot.mirror import copy_path
 from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request, persist
 from dlrover.snapshot.segment import SegmentWriter, SlotName
 from dlrover.snapshot.segment_format import Owner
@@ -245,6 +247,19 @@ async def test_a_copy_on_another_node_is_written_in_place_of_a_dead_writers(make
     second.saver.break_point()
     await second.idle()
     assert tracker(second) == "10"
+
+
+async def test_a_copy_kept_for_a_dead_node_is_written_with_the_rest(make: Make) -> None:
+    core = CoreInHand("a", "b")
+    first, second = make(core, is_saving_at_break_points=True)
+    name = first.save(10, is_storage=False)
+    second.save(10, is_storage=False)
+    shutil.copy(name.path, copy_path(Path(second.saver.home_for(NodeRank(1))), 0, 1))
+    core.scene.silent("a")
+    second.saver.break_point()
+    await second.idle()
+    assert tracker(second) == "10"
+    assert sorted(path.name for path in (second.directory / "10").glob("*.pt")) == ["rank_0.pt", "rank_1.pt"]
 
 
 async def test_a_node_that_is_taken_away_writes_its_part_while_it_goes(make: Make) -> None:
