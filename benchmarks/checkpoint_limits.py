@@ -37,7 +37,7 @@ def main() -> int:
     args = parser.parse_args()
     num_bytes = -(-args.bytes // BLOCK) * BLOCK
     samples: dict[str, list[float]] = {}
-    descriptor, name = tempfile.mkstemp(prefix="dlrover-limits-", dir="/dev/shm")
+    descriptor, name = tempfile.mkstemp(prefix="checkpoint-limits-", dir="/dev/shm")
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
         with mmap.mmap(descriptor, num_bytes) as shared, mmap.mmap(-1, num_bytes) as private:
