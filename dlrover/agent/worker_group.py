@@ -338,6 +338,7 @@ def worker_environment(
             "DLROVER_JOB_NAME": config.job_name,
             "DLROVER_ROUND": str(world.round),
             "DLROVER_JOB_AGE": f"{world.job_age:.0f}",
+            "DLROVER_MAX_NODES": str(config.terms.limits.max_nodes),
             "DLROVER_NODE_RANK": str(node_rank),
             "DLROVER_LOCAL_RANK": str(local_rank),
             "DLROVER_PARAL_CONFIG_PATH": os.path.join(config.runtime_dir, "auto_paral_config.json"),

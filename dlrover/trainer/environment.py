@@ -28,6 +28,8 @@ class WorkerEnvironment(Struct, frozen=True, kw_only=True):
     """Where the segments of this node's workers are; empty: the agent keeps none."""
     snapshot_fallback: str = ""
     """For segments that do not fit into shared memory."""
+    max_nodes: int = 0
+    """Of the full world; 0: nobody says."""
     num_restarts: int = 0
     """How often the workers of the job were started again so far."""
     job_age: float = 0.0
@@ -46,6 +48,7 @@ def read(environ: Mapping[str, str]) -> WorkerEnvironment | None:
         node_rank=int(environ.get("DLROVER_NODE_RANK", "0")),
         snapshot_home=environ.get("DLROVER_SNAPSHOT_HOME", ""),
         snapshot_fallback=environ.get("DLROVER_SNAPSHOT_FALLBACK", ""),
+        max_nodes=int(environ.get("DLROVER_MAX_NODES", "0")),
         num_restarts=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         job_age=float(environ.get("DLROVER_JOB_AGE", "0")),
     )

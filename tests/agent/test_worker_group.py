@@ -262,7 +262,7 @@ def test_the_environment_is_torchruns(tmp_path: Path) -> None:
         assert differing <= set(ours)
         added = {name for name in ours if name not in theirs}
         assert added == {
-            "DLROVER_AGENT_SOCKET", "DLROVER_JOB_AGE", "DLROVER_JOB_NAME", "DLROVER_LOCAL_RANK", "DLROVER_NODE_RANK",
+            "DLROVER_AGENT_SOCKET", "DLROVER_JOB_AGE", "DLROVER_JOB_NAME", "DLROVER_LOCAL_RANK", "DLROVER_MAX_NODES", "DLROVER_NODE_RANK",
             "DLROVER_PARAL_CONFIG_PATH", "DLROVER_ROUND", "RUNTIME_METRICS_PATH",
         }  # fmt: skip
         keep = set(theirs) - differing

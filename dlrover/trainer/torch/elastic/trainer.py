@@ -27,13 +27,14 @@ import torch
 import torch.distributed as dist
 
 from dlrover.protocol.errors import ConfigError
+from dlrover.trainer import environment
 from dlrover.trainer.progress import report
 from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler
 
 
 class ElasticTrainer:
     def __init__(self, model: torch.nn.Module, dataloader: Any = None, *, max_workers: int | None = None) -> None:
-        """`max_workers`: of the full world; by default WORKER_NUM nodes of LOCAL_WORLD_SIZE workers, and never fewer than there are."""
+        """`max_workers`: of the full world; by default the most nodes (`--nnodes`, or WORKER_NUM) with LOCAL_WORLD_SIZE workers each."""
         is_grouped = dist.is_available() and dist.is_initialized()
         self._world_size = dist.get_world_size() if is_grouped else 1
         self._rank = dist.get_rank() if is_grouped else 0
@@ -121,7 +122,9 @@ class ElasticTrainer:
 
 def _configured_workers() -> int:
     """Nodes of the full world times workers of a node; 0: nobody says."""
-    return int(os.environ.get("WORKER_NUM") or 0) * int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    where = environment.current()
+    num_nodes = int(os.environ.get("WORKER_NUM") or 0) or (0 if where is None else where.max_nodes)
+    return num_nodes * int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def _gate(owner: Any, name: str, is_open: Any, then: Any = None) -> None:
