@@ -166,7 +166,12 @@ def stages() -> None:
     dist.barrier()
     files = sorted(str(path.relative_to(args.save)) for path in Path(args.save).rglob("*.pt"))
     assert files == [f"iter_0000005/mp_rank_00_00{stage}/model_optim_rng.pt" for stage in (0, 1)], files
+    keep = megatron_dist_ckpt.KeepLatestStepStrategy(1, args.save)
+    assert megatron.save_checkpoint(6, saved, optimizer, None, on_busy="block", deletion_strategy=keep)
+    assert megatron.wait_latest_checkpoint(60)
     MegatronCheckpointer._instance.close()
+    dist.barrier()
+    assert sorted(path.name for path in Path(args.save).glob("iter_*")) == ["iter_0000006"]
     mpu.destroy_model_parallel()
     mpu.initialize_model_parallel()
     dist.barrier()

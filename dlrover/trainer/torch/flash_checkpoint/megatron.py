@@ -111,8 +111,10 @@ def save_checkpoint(
     args = megatron.get_args()
     check_format(args)
     checkpointer = MegatronCheckpointer.singleton_instance(
-        args.save, storage, comm_backend, save_timeout, replica_count, deletion_strategy=deletion_strategy
+        args.save, storage, comm_backend, save_timeout, replica_count
     )
+    if deletion_strategy is not None:
+        checkpointer.engine.delete_by(deletion_strategy)
     options = {"num_floating_point_operations_so_far": num_floating_point_operations_so_far}
     with collected_saves(args, iteration) as (files, written):
         _call(megatron.save_checkpoint, iteration, model, optimizer, opt_param_scheduler, **options)

@@ -112,6 +112,8 @@ def save_checkpoint(
     megatron = find_megatron()
     args = megatron.get_args()
     checkpointer = _checkpointer(args, storage, comm_backend, deletion_strategy, save_timeout)
+    if deletion_strategy is not None:
+        checkpointer.engine.delete_by(deletion_strategy)
     files: dict[str, Any] = {}
     rng_state = _rng_state(args)  # a collective, so on all ranks
     if _saves_the_model():
