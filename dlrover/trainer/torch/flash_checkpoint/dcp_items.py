@@ -16,7 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from dlrover.snapshot.contents import DISTCP
 from dlrover.snapshot.dcp_file import ELSEWHERE, DcpItem, encode_table
@@ -105,6 +107,31 @@ class DcpPart(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+class LocalPlans:
+    """The items of a state. torch's planner is asked again only when the state looks different than before: it takes its time."""
+
+    def __init__(self) -> None:
+        self._looks: list[tuple[Any, ...]] = []
+        self._plan = SavePlan([])
+
+    def plan_for(self, planner: DefaultSavePlanner) -> SavePlan:
+        """`planner` has been given the state."""
+        looks = [(name, *_looks(value)) for name, value in planner.state_dict.items()]
+        if looks != self._looks:
+            self._plan = planner.create_local_plan()
+            self._looks = looks
+        return self._plan
+
+
+def _looks(value: Any) -> tuple[Any, ...]:
+    """What decides about the items of a value; unlike any other where we do not know."""
+    if isinstance(value, DTensor):
+        return DTensor, value.dtype, tuple(value.shape), value.placements, value.device_mesh
+    if type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return torch.Tensor, value.dtype, tuple(value.shape)
+    return (object(),) if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__") else (None,)
 
 
 class Serialiser:
@@ -197,4 +224,4 @@ def _mark(value: object) -> bytes:
         return b""
 
 
-__all__ = ["ELSEWHERE", "DcpPart", "LocalItem", "Serialiser", "collect_items", "padded", "resolve_items"]
+__all__ = ["ELSEWHERE", "DcpPart", "LocalItem", "LocalPlans", "Serialiser", "collect_items", "padded", "resolve_items"]

@@ -33,6 +33,7 @@ from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult, Stor
 from dlrover.trainer.torch.flash_checkpoint.dcp_items import (
     DcpPart,
     LocalItem,
+    LocalPlans,
     Serialiser,
     archive_pickle,
     collect_items,
@@ -96,6 +97,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
             **options,
         )
         self._serialise = Serialiser()
+        self._local_plans = LocalPlans()
         self._signature: tuple[Any, ...] = ()
         self._plan: SharedPlan | None = None
         self._readers: list[PieceReader] = []
@@ -122,7 +124,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
         planner = DefaultSavePlanner()
         with torch.no_grad():
             planner.set_up_planner(dict(state_dict), is_coordinator=self.shard == 0)
-            items = collect_items(planner, planner.create_local_plan(), planner.mappings, self._serialise)
+            items = collect_items(planner, self._local_plans.plan_for(planner), planner.mappings, self._serialise)
         try:
             plan = self._plan_for(items, planner.mappings)
         except RuntimeError as error:  # what torch raises when a rank is gone
