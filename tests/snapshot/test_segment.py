@@ -132,6 +132,25 @@ def test_a_pin_of_a_former_generation_is_refused(home: Path, owner: Owner) -> No
         assert segment.pin(name.slot, name.generation) is None
 
 
+def test_a_complete_slot_can_be_given_up_unless_somebody_reads_it(home: Path, owner: Owner) -> None:
+    writer = SegmentWriter(home, owner)
+    first, second = save(writer, 1), save(writer, 2)
+    assert first is not None
+    assert second is not None
+    with Segment(second.path) as segment:
+        pinned = segment.pin(second.slot)
+        assert pinned is not None
+        with pinned:
+            assert not writer.discard(second)
+    assert writer.discard(second)
+    assert not writer.discard(second)
+    assert [name.step for name in writer.complete_slots()] == [1]
+    third = save(writer, 3)
+    assert third is not None
+    assert third.slot == second.slot  # the other one is the only good state that there is
+    assert third.generation > second.generation
+
+
 def test_a_forked_child_does_not_keep_the_locks_of_a_dead_trainer(home: Path, owner: Owner) -> None:
     """A data-loading process that outlives its trainer must not stop the next one."""
     ready, go = os.pipe(), os.pipe()

@@ -10,6 +10,8 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
 
 from dlrover.snapshot.copying import Copier
 from dlrover.snapshot.segment import Segment, segment_paths
@@ -18,6 +20,7 @@ from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
 from dlrover.trainer.torch.flash_checkpoint.frozen import freeze
 from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY_FROM_BYTES, reason_against
+from dlrover.trainer.torch.flash_checkpoint.skeleton import make_skeleton
 from tests.trainer.test_flash_checkpoint import assert_same
 
 WIDTH = 256
@@ -375,6 +378,32 @@ def test_only_a_state_of_plain_things_can_be_held_still():
         assert not frozen.looks_like(freeze(other))
     assert freeze({"part": {"object": object()}}) is None
     assert freeze({"part": {"sparse": torch.eye(3).to_sparse()}}) is None
+
+
+TENSORS = [torch.arange(6.0), torch.ones(2, 3).bfloat16(), torch.tensor(5)]
+leaves = some.one_of(
+    some.none(), some.booleans(), some.integers(), some.text(max_size=3), some.sampled_from(TENSORS), some.just(0.5)
+)
+plain_states = some.recursive(
+    leaves,
+    lambda inside: some.one_of(
+        some.lists(inside, max_size=4),
+        some.tuples(inside, inside),
+        some.dictionaries(some.text(max_size=3), inside, max_size=4),
+        some.dictionaries(some.integers(), inside, max_size=4).map(OrderedDict),
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plain_states)
+def test_a_state_that_is_held_still_has_the_same_pickle(state):
+    frozen = freeze({"part": state})
+    assert frozen is not None
+    skeleton, expected = make_skeleton(frozen.parts["part"]), make_skeleton(copy.copy(state))
+    assert skeleton.content == expected.content
+    assert [each._cdata for each in skeleton.storages] == [each._cdata for each in expected.storages]
 
 
 def test_the_shards_of_fsdp2_are_copied_lazily(tmp_path):
