@@ -38,7 +38,7 @@ from dlrover.protocol.data_messages import (
 )
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages import Reply, Round, WorkerRequest
-from dlrover.trainer import environment
+from dlrover.trainer import data_steps, environment
 from dlrover.trainer.agent_link import Link
 from dlrover.trainer.stand_in import current_link
 
@@ -72,6 +72,7 @@ class ShardFeed:
         reply = self._ask(RegisterDataset(dataset=spec.name, spec=spec, round=self._who[0], local_rank=self._who[1]))
         assert isinstance(reply, DatasetState), reply
         self._begin()
+        data_steps.feeds.add(self)
 
     def _begin(self) -> None:
         self._pid = os.getpid()

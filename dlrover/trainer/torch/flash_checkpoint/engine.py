@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -28,7 +29,7 @@ from dlrover.snapshot.segment_format import Owner
 from dlrover.snapshot.storage import join
 from dlrover.snapshot.user_deletion import rule_for
 from dlrover.snapshot.user_storage import meta_for, storage_of
-from dlrover.trainer import environment
+from dlrover.trainer import data_steps, environment
 from dlrover.trainer.torch.flash_checkpoint.agreed_segments import AgreedSegments
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, own_ranks
 from dlrover.trainer.torch.flash_checkpoint.aside import Waiting, copy_aside
@@ -174,6 +175,7 @@ class CheckpointEngine:
             raise ValueError(f"on_busy is one of {', '.join(ON_BUSY)}, not {on_busy!r}.")
         wanted_lazy = self._lazily.wish(lazy)
         self._agree_late()
+        data_steps.confirm()
         share = self._agreement.share
         if not share.is_saving:
             return SaveResult(reason=SaveReason.NOT_A_SAVING_RANK, step=step)
@@ -267,6 +269,8 @@ class CheckpointEngine:
         restored = Restorer(
             self.checkpoint_dir, self.outlet.home, self._agreement, self._copier, storage=self._storage, look=self._look
         ).load(names, into)
+        if self._agreement.ranks.global_rank == 0 and _uses_shards():
+            data_steps.restored(None if restored is None else restored.step)
         if restored is None:
             return None
         log.info(
@@ -536,3 +540,8 @@ class CheckpointEngine:
             self._agreement = Agreement(own_ranks(), *self._shard_nums, is_group_private=self._is_group_private)
             if self._segments is not None:
                 self._segments.agreement = self._agreement
+
+
+def _uses_shards() -> bool:
+    """Whether the script reads shards on demand: asking the master would cost a restart some milliseconds for nothing."""
+    return "dlrover.trainer.shard_feed" in sys.modules

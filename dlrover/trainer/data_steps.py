@@ -1,0 +1,58 @@
+"""
+Where the model and its data meet: a snapshot of a step is taken after the reports about it, and a restored step is told to the books.
+
+Flash Checkpoint calls both functions; scripts that restore their models by other means call `restored` themselves, on one rank, before
+anybody takes a shard.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+from dlrover.protocol.data_messages import RestoreAgreed
+from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.messages import Round
+from dlrover.trainer import environment
+from dlrover.trainer.stand_in import current_link
+
+if TYPE_CHECKING:
+    from dlrover.trainer.agent_link import Link
+    from dlrover.trainer.shard_feed import ShardFeed
+
+log = logging.getLogger("dlrover.trainer.data")
+
+_FLUSH = 1.0
+"""Seconds that a save waits for the master to confirm what was consumed. Usually it has long done so."""
+_TELL = 60.0
+
+feeds: weakref.WeakSet[ShardFeed] = weakref.WeakSet()
+"""Of this process."""
+
+
+def confirm() -> bool:
+    """Have everything confirmed that this rank consumed; whether it is. Called before a snapshot of the model is taken."""
+    end_at = time.monotonic() + _FLUSH
+    untold = [feed for feed in list(feeds) if not feed.flush(timeout=max(0.0, end_at - time.monotonic()))]
+    for feed in untold:
+        log.warning(
+            "the master has not confirmed what was read of %r: should this node be lost now, some records would be read again",
+            feed.spec.name,
+        )
+    return not untold
+
+
+def restored(step: int | None, *, link: Link | None = None) -> None:
+    """The ranks of this round go on with the model of this step; None: from scratch. One rank says it for all."""
+    where = environment.current()
+    told = RestoreAgreed(
+        step=-1 if step is None else step,
+        round=Round(0) if where is None else where.round,
+        local_rank=0 if where is None else where.local_rank,
+    )
+    try:
+        (current_link() if link is None else link).ask(told, timeout=_TELL)
+    except (Rejected, Unavailable) as error:
+        log.warning("the data cannot be set to step %s of the model: %s", step, error)
