@@ -104,7 +104,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
         )
     )
     socket.tell_of_snapshots(saver)
-    saver.tell_trainers = socket.tell_trainers
+    saver.tell_trainers_by(socket.tell_trainers)
 
     def build_group(world: WorldSpec, *, node_rank: NodeRank, master_now: Callable[[], Micros]) -> WorkerGroup:
         saver.enter(world)

@@ -9,6 +9,7 @@ they go on without it, by the files.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 from collections.abc import Callable
@@ -47,7 +48,8 @@ class SaveLine:
         self._on_duties = on_duties
         self._on_lost = on_lost
         self._since = 0
-        self._outcomes: dict[tuple[str, str], asyncio.Future[CheckpointSettled | None]] = {}
+        self._outcomes: dict[tuple[str, str], list[asyncio.Future[CheckpointSettled | None]]] = {}
+        """By directory and attempt: a future for each shard of it that was written here."""
         self.is_up = True
         """Whether the master was heard last time. Assumed at first: somebody has started us in its name."""
 
@@ -82,13 +84,12 @@ class SaveLine:
     async def report(self, written: ShardWritten, *, patience: float) -> CheckpointSettled | None:
         """Tell of a shard, and wait for what becomes of its attempt. None: no master can say."""
         key = (written.directory, written.attempt)
-        outcome = self._outcomes.get(key)
-        if outcome is None:
-            outcome = self._outcomes[key] = asyncio.get_running_loop().create_future()
+        outcome: asyncio.Future[CheckpointSettled | None] = asyncio.get_running_loop().create_future()
+        self._outcomes.setdefault(key, []).append(outcome)
         try:
             await self._relay(written, timeout=REPORT)
             async with asyncio.timeout(patience):
-                return await asyncio.shield(outcome)
+                return await outcome
         except Rejected as error:
             if error.code in ("attempt-over", "attempt-committed"):
                 is_committed = error.code == "attempt-committed"
@@ -105,13 +106,15 @@ class SaveLine:
             log.info("the master says nothing of step %d: %s", written.step, error)
             return None
         finally:
-            self._outcomes.pop(key, None)
+            self._outcomes[key].remove(outcome)
+            if not self._outcomes[key]:
+                del self._outcomes[key]
 
     def _take(self, duties: SaveDuties) -> None:
         for settled in duties.settled:
-            outcome = self._outcomes.get((settled.directory, settled.attempt))
-            if outcome is not None and not outcome.done():
-                outcome.set_result(settled)
+            for outcome in self._outcomes.get((settled.directory, settled.attempt), ()):
+                if not outcome.done():
+                    outcome.set_result(settled)
         self._on_duties(duties)
 
     def _lose(self, why: str) -> None:
@@ -123,6 +126,6 @@ class SaveLine:
 
     def _forget(self) -> None:
         """Nobody will say what became of what was reported."""
-        for outcome in self._outcomes.values():
+        for outcome in itertools.chain.from_iterable(self._outcomes.values()):
             if not outcome.done():
                 outcome.set_result(None)

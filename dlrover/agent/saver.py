@@ -16,28 +16,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.agent.break_points import BreakPoints, Held, copied_slots, describe, in_order, pin_held
-from dlrover.agent.save_line import Relay, SaveLine
+from dlrover.agent.save_line import Relay
+from dlrover.agent.settling import NICENESS, Settling, is_due, nice_pool
 from dlrover.protocol.checkpoint_messages import (
-    CheckpointCommitted,
-    CheckpointFailed,
-    CheckpointSettled,
-    CommitCheckpoint,
     HeldSnapshot,
     OpenSnapshots,
-    SaveDuties,
-    SaveRequested,
-    ShardWritten,
     SnapshotFailed,
     SnapshotSaved,
     SnapshotTaken,
@@ -45,34 +37,25 @@ from dlrover.protocol.checkpoint_messages import (
 )
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages import Round, WorldSpec
-from dlrover.snapshot.commit import ANOTHER_JOB, latest_step
+from dlrover.snapshot.commit import ANOTHER_JOB
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.direct_io import WriteOptions
 from dlrover.snapshot.index import Home, home_path, remove_empty_root
 from dlrover.snapshot.persist import (
     SaveRequest,
-    finish,
-    give_up,
     of_present_history,
     persist,
     pin_newest,
     read_request,
     release,
-    wait_until_complete,
 )
 from dlrover.snapshot.segment import PinnedSlot, SlotName
 from dlrover.snapshot.summing import Summer
 
 log = logging.getLogger("dlrover.agent")
 
-NICENESS = 5
-"""Of the threads that sum and write: the training goes first."""
 SAVING_FILE = "saving"
 """In the runtime directory while an agent that ends still writes: until when (monotonic seconds) it may."""
-DRAIN_MARGIN = 30.0
-"""Seconds on top of the patience of a node that leaves, for its workers to stop before it writes."""
-_TRIES = 4
-"""The master waits once for the shards and up to three times for a committer, each for a save's timeout."""
 
 
 class SaverConfig(Struct, frozen=True, kw_only=True):
@@ -88,10 +71,6 @@ class SaverConfig(Struct, frozen=True, kw_only=True):
     """The same when somebody wants us gone; pods have 30 s."""
     bytes_per_second: float = 0.0
     """Limit of writing to storage while workers train; 0: none."""
-
-
-class SaveGivenUp(DLRoverError):
-    """The job has given the save up, for a reason that may lie on another node."""
 
 
 class Saver:
@@ -113,25 +92,18 @@ class Saver:
         self._reported: set[str] = set()
         self.on_summed: Callable[[SlotName], None] | None = None
         """Told of each slot that has its checksums, so that copies can be made."""
-        self.tell_trainers: Callable[[TrainerNews], None] = lambda news: None
-        """How the workers of this node are told."""
-        self._line: SaveLine | None = None
-        self._listening: asyncio.Task[None] | None = None
-        self._requests: dict[tuple[str, str], tuple[SaveRequest, float]] = {}
-        """By directory and attempt: what was written here and is not settled, and when that began."""
         self._world: WorldSpec | None = None
         self._breaks = BreakPoints()
         self._promised: Held = []
-        self._request: SaveRequested | None = None
-        """Somebody wants a storage save, and none was committed since we heard of it."""
         self._newest: dict[str, int] = {}
         """By segment: newest step that this round's workers saved."""
         self._stop = threading.Event()
         self._hurry = threading.Event()
-        self._writer = _pool("dlrover-persist")
-        # Apart: while it waits for other nodes the next save may be written. Two, for one may wait while the other is told to commit.
-        self._committer = _pool("dlrover-commit", 2)
-        self._summer = _pool("dlrover-sums")
+        self._writer = nice_pool("dlrover-persist")
+        self._summer = nice_pool("dlrover-sums")
+        self._settling = Settling(
+            self._breaks, self._turn, self._stop, run=self._run, patience_at_signal=config.patience_at_signal
+        )
         self._sums = Summer()
         (Path(config.runtime_dir) / SAVING_FILE).unlink(missing_ok=True)  # of an agent that was killed while it saved
 
@@ -149,7 +121,11 @@ class Saver:
 
     def report_to(self, relay: Relay) -> None:
         """From here on the master is told, and asked who commits."""
-        self._line = SaveLine(relay, self._on_duties, self._breaks.lose)
+        self._settling.report_to(relay)
+
+    def tell_trainers_by(self, tell: Callable[[TrainerNews], None]) -> None:
+        """How the workers of this node are told."""
+        self._settling.tell_trainers = tell
 
     def enter(self, world: WorldSpec) -> None:
         """The workers of this world are about to start."""
@@ -161,11 +137,9 @@ class Saver:
         return min(self._newest.values(), default=None)
 
     def on_open(self, message: OpenSnapshots) -> None:
-        self._listen()
         if self._path is not None and message.home == str(self._path):
             self._own_home(int(self._path.name.rsplit("-", 1)[1]))
-        if self._request is not None:
-            self.tell_trainers(self._request)  # whom it was told to is gone
+        self._settling.greet()
 
     def on_saved(self, message: SnapshotSaved) -> SnapshotTaken | None:
         if self._path is None or Path(message.path).parent != self._path:
@@ -186,20 +160,7 @@ class Saver:
 
     def on_failed(self, message: SnapshotFailed) -> None:
         """A worker could not save at all; the master shows it. The worker has said it aloud itself."""
-        if self._line is None:
-            return
-        self._listen()
-        failed = CheckpointFailed(
-            directory=message.directory,
-            attempt=f"memory-{message.step}",
-            step=message.step,
-            reason=message.reason,
-            shard=0,
-        )
-        self._run(self._tell(self._line, failed), f"failure of step {message.step}")
-
-    async def _tell(self, line: SaveLine, failed: CheckpointFailed) -> None:
-        await line.tell(failed)
+        self._run(self._settling.tell_of(message), f"failure of step {message.step}")
 
     def break_point(self) -> None:
         """The workers have failed or go: write their newest common snapshot, if the user wants that."""
@@ -251,7 +212,7 @@ class Saver:
         return in_order([*own, *((pinned, replace(request, is_writer=False)) for pinned, request in copies)])
 
     async def _write_decided(self, round_: Round, held: Held) -> None:
-        for pinned, request in await self._breaks.choose(self._line, round_, held):
+        for pinned, request in await self._breaks.choose(self._settling.line, round_, held):
             if _key(request) in self._known:
                 release(pinned)
                 continue
@@ -283,15 +244,14 @@ class Saver:
     def close(self, *, is_removing: bool = False) -> None:
         """Let go; with `is_removing` the segments go as well, otherwise they are for the next agent or the launcher."""
         self._stop.set()
-        if self._listening is not None:
-            self._listening.cancel()
+        self._settling.close()
         if self._home is not None and is_removing:
             self._home.remove()
             remove_empty_root(self._config.root)
         elif self._home is not None:
             self._home.close()
         self._home = None
-        for pool in (self._writer, self._committer, self._summer):
+        for pool in (self._writer, self._summer):
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def _wait_for_tasks(self, until: float) -> set[asyncio.Task[None]]:
@@ -353,8 +313,7 @@ class Saver:
         try:
             async with self._turn:
                 try:
-                    is_due = not is_adopted or await loop.run_in_executor(self._writer, _is_due, request)
-                    if not is_due:
+                    if is_adopted and not await loop.run_in_executor(self._writer, is_due, request):
                         return
                     limit = self._config.bytes_per_second or None
                     options = WriteOptions(nice=NICENESS, bytes_per_second=limit, hurry=self._hurry)
@@ -364,7 +323,7 @@ class Saver:
                     )
                 finally:
                     release(pinned)
-            await self._settle(request, round_, digest, is_adopted, begun_at)
+            await self._settling.settle(request, round_, digest, begun_at, is_adopted=is_adopted)
         except (OSError, DLRoverError) as error:
             self._known.discard(_key(request))  # a break point may try it again
             self._report(
@@ -372,7 +331,7 @@ class Saver:
                 f"the checkpoint of step {request.step} in {request.directory} was not written: {error}. "
                 "Training goes on, and the next save is tried as usual.",
             )
-            await self._tell_failure(request, error)
+            await self._settling.tell_failure(request, error)
             return
         except Exception:  # the root of a task: a bug here must neither be silent nor end the job
             log.exception(
@@ -383,129 +342,6 @@ class Saver:
             key for key in self._reported if ANOTHER_JOB in key
         }  # it goes on, however often we are quicker
         log.info("step %d is in %s after %.2f s", request.step, request.directory, time.monotonic() - begun_at)
-
-    async def _settle(
-        self, request: SaveRequest, round_: Round, digest: str, is_adopted: bool, begun_at: float
-    ) -> None:
-        """The shard is written: see to it that the attempt becomes a checkpoint. Raises when it does not."""
-        settled = None
-        if self._line is not None and round_ > 0:
-            self._listen()
-            self._requests[(request.directory, request.attempt)] = (request, begun_at)
-            written = ShardWritten(
-                directory=request.directory,
-                target=request.target,
-                step=request.step,
-                attempt=request.attempt,
-                shard=request.shard,
-                num_shards=request.num_shards,
-                round=round_,
-                digest=digest,
-                save_timeout=request.save_timeout,
-            )
-            settled = await self._line.report(written, patience=_TRIES * max(request.save_timeout, 60.0))
-        if settled is not None:
-            self._requests.pop((request.directory, request.attempt), None)
-            if settled.is_committed:
-                return
-            if request.is_committer:
-                async with self._turn:  # this node may still be writing another shard of it
-                    await asyncio.get_running_loop().run_in_executor(self._committer, give_up, request)
-            raise SaveGivenUp(settled.reason)
-        self._requests.pop((request.directory, request.attempt), None)
-        if not request.is_committer:
-            return
-        await asyncio.get_running_loop().run_in_executor(self._committer, self._commit, request, is_adopted)
-        self.tell_trainers(_outcome(request, "", time.monotonic() - begun_at))
-        if self._line is not None:
-            told = CheckpointCommitted(
-                directory=request.directory,
-                attempt=request.attempt,
-                step=request.step,
-                round=round_,
-                is_by_files=True,
-            )
-            await self._line.tell(told)
-
-    async def _tell_failure(self, request: SaveRequest, error: Exception) -> None:
-        """So that people hear of it and nobody waits for this shard."""
-        self.tell_trainers(_outcome(request, str(error), 0.0))
-        if self._line is None or isinstance(error, SaveGivenUp):
-            return
-        failed = CheckpointFailed(
-            directory=request.directory,
-            attempt=request.attempt,
-            step=request.step,
-            reason=str(error) or type(error).__name__,
-            shard=request.shard,
-            num_shards=request.num_shards,
-        )
-        await self._line.tell(failed)
-
-    # What the master wants.
-
-    def _listen(self) -> None:
-        if self._line is not None and self._listening is None:
-            self._listening = asyncio.create_task(self._line.run(), name="save duties")
-
-    def _on_duties(self, duties: SaveDuties) -> None:
-        for settled in duties.settled:
-            self._on_settled(settled)
-        for duty in duties.commits:
-            self._run(self._obey(duty), f"commit {duty.step}")
-        self._breaks.hear(duties.persists)
-        if duties.request is not None:
-            self._request = duties.request
-            self.tell_trainers(duties.request)
-
-    def _on_settled(self, settled: CheckpointSettled) -> None:
-        request, begun_at = self._requests.pop((settled.directory, settled.attempt), (None, 0.0))
-        seconds = 0.0 if request is None else time.monotonic() - begun_at
-        self.tell_trainers(replace(settled, seconds=seconds))
-        if settled.is_committed and self._request is not None and settled.number > self._request.number:
-            self._request = None
-
-    async def _obey(self, duty: CommitCheckpoint) -> None:
-        """Commit what all shards were reported of."""
-        assert self._line is not None, "the master was heard"
-        request, _begun_at = self._requests.get((duty.directory, duty.attempt), (None, 0.0))
-        try:
-            if request is None:
-                raise SaveGivenUp("the node that was to commit knows nothing of the save any more")
-            await asyncio.get_running_loop().run_in_executor(self._committer, self._commit_as_told, request, duty)
-        except (OSError, DLRoverError) as error:
-            reason = str(error) or type(error).__name__
-            failed = CheckpointFailed(
-                directory=duty.directory,
-                attempt=duty.attempt,
-                step=duty.step,
-                reason=reason,
-                num_shards=duty.num_shards,
-            )
-            await self._line.tell(failed)
-            return
-        except Exception:  # the root of a task: a bug here must neither be silent nor end the job
-            log.exception("bug in the saver: step %d was not committed. Training goes on.", duty.step)
-            return
-        await self._line.tell(CheckpointCommitted(directory=duty.directory, attempt=duty.attempt, step=duty.step))
-
-    def _commit_as_told(self, request: SaveRequest, duty: CommitCheckpoint) -> None:
-        if duty.is_waiting:
-            patience = min(request.save_timeout, self._config.patience_at_signal + DRAIN_MARGIN)
-            wait_until_complete(request, wait=self._stop.wait, patience=patience)
-        finish(request, digest=duty.digest, is_newest=duty.is_newest)
-
-    def _commit(self, request: SaveRequest, is_adopted: bool) -> None:
-        """By the files alone."""
-        try:
-            wait_until_complete(request, wait=self._stop.wait)
-        except (TimeoutError, DLRoverError):
-            give_up(request)
-            raise
-        if is_adopted and not _is_due(request):
-            give_up(request)  # a newer one was on its way: the tracker must not go back
-            return
-        finish(request)
 
     def _start_summing(self) -> None:
         if self._to_sum and (self._summing is None or self._summing.done()):
@@ -531,33 +367,8 @@ class Saver:
             log.error("%s", message)
 
 
-def _is_due(request: SaveRequest) -> bool:
-    """Whether a save that an earlier agent was asked for is still to be done: nothing as new has been committed."""
-    newest = latest_step(request.open_storage(), request.directory)
-    return newest is None or newest < request.step
-
-
 def _key(request: SaveRequest) -> str:
     return f"{request.attempt}/{request.shard}"
-
-
-def _outcome(request: SaveRequest, reason: str, seconds: float) -> CheckpointSettled:
-    return CheckpointSettled(
-        step=request.step,
-        attempt=request.attempt,
-        is_committed=not reason,
-        reason=reason,
-        directory=request.directory,
-        seconds=seconds,
-    )
-
-
-def _pool(name: str, num_threads: int = 1) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=_be_nice)
-
-
-def _be_nice() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _write_mark(path: Path, until: float) -> None:

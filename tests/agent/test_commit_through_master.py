@@ -46,7 +46,7 @@ class Node:
         )
         self.heard: list[TrainerNews] = []
         self.has_heard = asyncio.Event()
-        self.saver.tell_trainers = self.hear
+        self.saver.tell_trainers_by(self.hear)
         if core is not None:
             self.saver.report_to(core.relay_of("ab"[shard]))
         self.shard, self.num_shards, self.directory = shard, num_shards, tmp_path / "checkpoints"
