@@ -46,3 +46,20 @@ def test_on_two_nodes_each_goes_on_from_its_own_memory(jobs, tmp_path):
     nodes = [jobs.start("dlrover-run", *common, f"--node-rank={rank}", SCRIPT, tmp_path, "2!", "3!") for rank in (0, 1)]
     assert [node.wait(200) for node in nodes] == [0, 0], nodes[0].err[-3000:] + nodes[1].err[-3000:]
     assert lives(tmp_path, 0) == lives(tmp_path, 1) == ["2 1", "2 7", "3 1", "3 7"]
+
+
+@pytest.mark.chaos
+def test_a_break_point_save_is_a_checkpoint_of_deepspeed(jobs, tmp_path):
+    job = jobs.run(
+        "--nproc-per-node=2", "--max-restarts=0", "--save-at-breakpoint", SCRIPT, tmp_path, "1!", timeout=100
+    )
+    assert job.process.returncode == 1
+    directory = tmp_path / "zero-1"
+    assert (directory / "latest").read_text() == "global_step6"
+    assert (directory / "dlrover_latest.txt").read_text() == "6"
+    assert {path.name for path in (directory / "global_step6").iterdir()} == {
+        ".dlrover",
+        "mp_rank_00_model_states.pt",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    }
