@@ -285,6 +285,8 @@ class _StateRestorer(Restorer):
         self._homes: list[str] = []
         """Of all ranks: which node each is on."""
         self._wanted: dict[str, Any] | None = None
+        self._described: dict[str, Metadata] = {}
+        """By attempt: what lies on this node."""
 
     def load(self, names: Any, into: Any) -> Any:
         self._wanted = into
@@ -320,8 +322,10 @@ class _StateRestorer(Restorer):
         return self._is_all_here(state, self._wanted)
 
     def _is_all_here(self, state: SavedState, wanted: dict[str, Any]) -> bool:
+        if state.is_whole:
+            return True
         try:
-            metadata = _metadata_in_memory(state)
+            metadata = self._metadata_in_memory(state)
             template = dict(wanted)
             add_missing(template, metadata)
             plan_load(template, metadata)
@@ -331,7 +335,7 @@ class _StateRestorer(Restorer):
         return True
 
     def _from_memory(self, name: Any, names: Any, into: Any) -> dict[str, Any] | None:
-        metadata = _metadata_in_memory(name)
+        metadata = self._metadata_in_memory(name)
         group = self._agreement.group
         if self._wanted is None and group is not None:
             found: list[Any] = [None] * self._agreement.ranks.world_size
@@ -344,6 +348,12 @@ class _StateRestorer(Restorer):
             return self._try(name.step, lambda: (brought.metadata, MemoryPieces(name, None, brought.pieces)), into)
         on_close = None if into is not None else self._memory.close
         return self._try(name.step, lambda: (metadata, MemoryPieces(name, on_close)), into)
+
+    def _metadata_in_memory(self, state: SavedState) -> Metadata:
+        if state.attempt not in self._described:
+            items = (item for holding, _source in state.shards.values() for item in holding.items)
+            self._described[state.attempt] = metadata_of_items(items)
+        return self._described[state.attempt]
 
     def _from_storage(self, step: int, names: Any, into: Any) -> dict[str, Any] | None:
         return self._try(step, lambda: self._read_step(step), into)
@@ -371,10 +381,6 @@ class _StateRestorer(Restorer):
         storage = storage_of(self._directory, self._storage)
         names = {entry.name for entry in storage.list(join(self._directory, str(step)))}
         return METADATA_FILE in names and DIRECTORY not in names
-
-
-def _metadata_in_memory(state: SavedState) -> Metadata:
-    return metadata_of_items(item for holding, _source in state.shards.values() for item in holding.items)
 
 
 def file_bytes(item: LocalItem) -> int:
