@@ -18,7 +18,7 @@ from pathlib import Path
 from dlrover.agent.arithmetic import fastest_add
 from dlrover.agent.editions import Edition, complete, editions, shards_of_node
 from dlrover.agent.parity_work import Connect, compute_image
-from dlrover.agent.peers import NICENESS, Connection
+from dlrover.agent.peers import Connection
 from dlrover.agent.replica_config import ReplicaConfig
 from dlrover.agent.replica_store import ReplicaStore, geometry_of
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
@@ -103,7 +103,7 @@ class Errand:
                 connection.send(ListHeld(round=self._world.round))
                 told[peer.address] = connection.receive(HeldList)
 
-        pool = nice_pool("dlrover-ask", NUM_LISTENERS)
+        pool = ThreadPoolExecutor(NUM_LISTENERS, thread_name_prefix="dlrover-ask")
         asked = [pool.submit(ask, peer) for peer in peers.neighbours]
         wait(asked, timeout=max(0.0, deadline - time.monotonic()))
         pool.shutdown(wait=False, cancel_futures=True)
@@ -113,7 +113,7 @@ class Errand:
     def _fetch_edition(self, edition: Edition, shards: Iterable[int]) -> bool:
         make_private(self._home.parent)
         make_private(self._home)
-        pool = nice_pool("dlrover-fetch", NUM_FETCHERS)
+        pool = ThreadPoolExecutor(NUM_FETCHERS, thread_name_prefix="dlrover-fetch")
         fetched = [pool.submit(self._fetch_shard, edition, shard) for shard in shards]
         wait(fetched, timeout=max(0.0, self._deadline - time.monotonic()))
         pool.shutdown(wait=False, cancel_futures=True)
@@ -218,11 +218,3 @@ def _note(futures: Iterable[Future[None]]) -> None:
                 log.error("bug in the exchange of snapshots", exc_info=error)
             else:
                 log.info("a peer did not help: %s", error)
-
-
-def nice_pool(name: str, size: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(size, thread_name_prefix=name, initializer=_be_nice)
-
-
-def _be_nice() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

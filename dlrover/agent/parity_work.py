@@ -4,11 +4,15 @@ What a member of a parity group does: gives the pieces of its image to those tha
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import os
+import random
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from msgspec import Struct
@@ -28,7 +32,10 @@ from dlrover.snapshot.segment import PinnedSlot
 
 log = logging.getLogger("dlrover.agent")
 
-PULL_BYTES = 4 * 1024 * 1024
+PULL_BYTES = 16 * 1024 * 1024
+_NUM_TRIES = 3
+_PAUSE = 0.2
+"""Seconds between two tries, roughly."""
 
 Connect = Callable[[str, float], Connection]
 
@@ -83,7 +90,8 @@ def give_pieces(
                     crc=crc,
                     algorithm=algorithm,
                 )
-                _send_piece(lines.to(group.members[holder].address), header, parts, limit, pause)
+                address = group.members[holder].address
+                lines.insist(address, functools.partial(_send_piece, header, parts, limit, pause))
     finally:
         lines.close()
         image.close()
@@ -144,9 +152,11 @@ def compute_image(
     finally:
         os.close(descriptor)
     lines = Lines(connect, deadline)
+    sources = _Sources(edition, round_, lines)
     try:
-        for rows in stripes:
-            _compute_piece(image, edition, shard, rows, _Sources(edition, round_, lines), add)
+        with ThreadPoolExecutor(len(stripes[0][0][1].columns), thread_name_prefix="dlrover-pull") as pool:
+            for rows in stripes:
+                _compute_piece(image, edition, shard, rows, sources, add, pool)
     finally:
         lines.close()
     return image
@@ -165,7 +175,21 @@ class Lines:
         return self._open[address]
 
     def drop(self, address: str) -> None:
-        self._open.pop(address).close()
+        connection = self._open.pop(address, None)
+        if connection is not None:
+            connection.close()
+
+    def insist(self, address: str, work: Callable[[Connection], None]) -> None:
+        """A peer that is too busy to answer may do so the next time; one that is gone says so at once."""
+        for tries_left in reversed(range(_NUM_TRIES)):
+            try:
+                work(self.to(address))
+                return
+            except Unavailable:
+                self.drop(address)
+                if not tries_left:
+                    raise
+                time.sleep(_PAUSE * random.uniform(0.5, 1.5))
 
     def close(self) -> None:
         for connection in self._open.values():
@@ -177,6 +201,8 @@ class _Sources:
 
     def __init__(self, edition: Edition, round_: Round, lines: Lines) -> None:
         self._edition, self._round, self._lines = edition, round_, lines
+        self._locks: dict[str, threading.Lock] = {}
+        """One question at a time to each."""
 
     def column(self, shard: int, start: int, end: int) -> bytearray:
         """A range of the image of a shard that somebody has."""
@@ -212,45 +238,54 @@ class _Sources:
         )
 
     def _pull(self, address: str, request: PullPiece) -> bytearray:
-        connection = self._lines.to(address)
-        try:
-            connection.send(request)
-            piece = connection.receive(Piece)
-            if piece.length > request.length:
-                raise Rejected("more came than was asked for", code="malformed")
-            data = bytearray(piece.length)
-            connection.receive_into(memoryview(data))
-        except Unavailable:
-            self._lines.drop(address)
-            raise
+        with self._locks.setdefault(address, threading.Lock()):
+            try:
+                connection = self._lines.to(address)
+                connection.send(request)
+                piece = connection.receive(Piece)
+                if piece.length > request.length:
+                    raise Rejected("more came than was asked for", code="malformed")
+                data = bytearray(piece.length)
+                connection.receive_into(memoryview(data))
+            except Unavailable:
+                self._lines.drop(address)
+                raise
         if checksum_function(Algorithm(piece.algorithm))(memoryview(data)) != piece.crc:
             raise Corrupt("A piece arrived with another checksum than it was sent with.")
         return data
 
 
-def _compute_piece(image: mmap.mmap, edition: Edition, shard: int, rows: Rows, sources: _Sources, add: Add) -> None:
+def _compute_piece(
+    image: mmap.mmap, edition: Edition, shard: int, rows: Rows, sources: _Sources, add: Add, pool: ThreadPoolExecutor
+) -> None:
+    """Block by block, from all sources at a time."""
     columns, num_data = rows[0][1].columns, rows[0][1].num_data
     wanted = next(number for number, (each, _) in enumerate(columns) if each == shard)
     missing = edition.missing(rows)
     begin, end = piece_range(columns[wanted][1], num_data, wanted)
     for start in range(0, end - begin, PULL_BYTES):
         length = min(PULL_BYTES, end - begin - start)
-        known = {}
+        pulled = {}
         for number, (other, size) in enumerate(columns):
             if number not in missing:
                 first, last = piece_range(size, num_data, number)
-                known[number] = sources.column(other, min(first + start, last), min(first + start + length, last))
-        parities = {rows[index][1].row: sources.parity(rows, index, start, length) for index in range(len(missing))}
+                ends = min(first + start, last), min(first + start + length, last)
+                pulled[number] = pool.submit(sources.column, other, *ends)
+        rest = {
+            rows[index][1].row: pool.submit(sources.parity, rows, index, start, length) for index in range(len(missing))
+        }
+        known = {number: future.result() for number, future in pulled.items()}
+        parities = {row: future.result() for row, future in rest.items()}
         block = rebuild(length, known, parities, missing, wanted, add=add)
         image[begin + start : begin + start + length] = bytes(block)
 
 
 def _send_piece(
-    connection: Connection,
     header: PieceHeader,
     parts: list[memoryview],
     limit: RateLimit | None,
     pause: Callable[[], None] | None,
+    connection: Connection,
 ) -> None:
     try:
         connection.send(header)
@@ -266,6 +301,11 @@ def _send_piece(
     connection.await_consent()
 
 
+def _ask_for_parity(question: AwaitParity, connection: Connection) -> None:
+    connection.send(question)
+    connection.receive(Accepted)
+
+
 def _await_parity(question: AwaitParity, address: str, own: ParityStore | None, lines: Lines, deadline: float) -> None:
     """In short questions, so that a peer that hangs is noticed."""
     while True:
@@ -273,9 +313,7 @@ def _await_parity(question: AwaitParity, address: str, own: ParityStore | None, 
             if own is not None:
                 own.wait_for(question)
             else:
-                connection = lines.to(address)
-                connection.send(question)
-                connection.receive(Accepted)
+                lines.insist(address, functools.partial(_ask_for_parity, question))
             return
         except Rejected as error:
             if error.code != "not-yet":

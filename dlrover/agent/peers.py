@@ -1,7 +1,7 @@
 """
 The wire between agents: framed messages, raw bytes, and a proof on both sides that one knows the job's token.
 
-Bulk bytes are moved by niced threads over blocking sockets, straight between the socket and the segment. The event loop
+Bulk bytes are moved by threads over blocking sockets, straight between the socket and the segment. The event loop
 of the agent, which has heartbeats to send and workers to watch, sees none of them, and there is no copy in between.
 
 Who calls is challenged with a random number and answers with a keyed hash of it; the other side proves itself in the same way.
@@ -59,6 +59,12 @@ _HEAD = struct.Struct("<II")
 _NONCE_BYTES = 32
 
 T = TypeVar("T")
+
+
+def be_nice() -> None:
+    """This thread works in the background: training, and what a restart waits for, go first."""
+    if os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < NICENESS:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 class RateLimit:
@@ -270,7 +276,6 @@ class PeerServer:
             threading.Thread(target=self._converse, args=(sock,), name="dlrover-peer", daemon=True).start()
 
     def _converse(self, sock: socket.socket) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             sock.settimeout(self._stall)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -16,7 +16,7 @@ from pathlib import Path
 from dlrover.agent.arithmetic import fastest_add
 from dlrover.agent.holdings import Holdings
 from dlrover.agent.parity_store import MOST_PULLED_BYTES, ParityStore, send_piece
-from dlrover.agent.peers import Connection
+from dlrover.agent.peers import Connection, be_nice
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.identity import Round
 from dlrover.protocol.peer_messages import (
@@ -82,6 +82,8 @@ class ReplicaStore:
         while True:
             request = connection.receive(ListHeld, SlotHeader, PullSlot, PieceHeader, AwaitParity, PullPiece)
             assert isinstance(request, Request), "nothing else comes through"
+            if isinstance(request, SlotHeader | PieceHeader):
+                be_nice()
             try:
                 self._check(request.round)
                 match request:

@@ -21,13 +21,14 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dlrover.agent.config import AgentConfig
 from dlrover.agent.editions import editions, shards_of_node
-from dlrover.agent.fetching import Errand, nice_pool
+from dlrover.agent.fetching import Errand
 from dlrover.agent.parity_work import Group, await_group, give_pieces
-from dlrover.agent.peers import Connection, PeerServer, RateLimit, Secret, connect
+from dlrover.agent.peers import Connection, PeerServer, RateLimit, Secret, be_nice, connect
 from dlrover.agent.relay import Call
 from dlrover.agent.replica_config import ReplicaConfig
 from dlrover.agent.replica_store import ReplicaStore, header_of, meta_of
@@ -78,8 +79,8 @@ class Replicas:
         self._server = PeerServer(host, self._secret, tls, self._store.serve, ports=ports, stall=config.stall)
         self.address = self._server.address
         self._rate = RateLimit(config.bytes_per_second)
-        self._pusher = nice_pool("dlrover-copies", 1)
-        self._waiter = nice_pool("dlrover-parity", 64)
+        self._pusher = ThreadPoolExecutor(1, thread_name_prefix="dlrover-copies", initializer=be_nice)
+        self._waiter = ThreadPoolExecutor(64, thread_name_prefix="dlrover-parity")
         self._ask: Call | None = None
         self._node = NodeId(-1)
         self._world: WorldSpec | None = None
@@ -297,7 +298,9 @@ class Replicas:
             return  # the same nodes as before, each with its own
         self._is_free.clear()
         errand = Errand(self._config, world, home, connect=self._connect, store=self._store, own_address=self.address)
-        pool = nice_pool("dlrover-enter", 1)  # of its own: a former errand that was given up may still wait for a peer
+        pool = ThreadPoolExecutor(
+            1, thread_name_prefix="dlrover-enter"
+        )  # of its own: a former errand that was given up may still wait for a peer
         try:
             await asyncio.get_running_loop().run_in_executor(pool, errand.run, peers)
         finally:
