@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import io
+import hashlib
 import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer
@@ -57,22 +58,25 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
         optimizer.zero_grad()
 
 
-def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
-    """All of it, on every rank, as bytes that can be compared."""
+def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """All of it, on every rank: a digest of every bit and every other value."""
     states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    buffer = io.BytesIO()
-    torch.save(_plain(states), buffer)
-    return buffer.getvalue()
+    digest = hashlib.blake2b()
+    for name, value in sorted(_leaves(states)):
+        digest.update(name.encode())
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{value.dtype} {tuple(value.shape)}".encode() + value.detach().numpy().tobytes())
+        else:
+            digest.update(repr(value).encode())
+    return digest.hexdigest()
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+def _leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in sorted(value.items())}
+        return [leaf for key, each in value.items() for leaf in _leaves(each, f"{name}/{key}")]
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value
+        return [leaf for number, each in enumerate(value) for leaf in _leaves(each, f"{name}/{number}")]
+    return [(name, value)]
 
 
 EXTRA = {"step": 3, "note": "all of it", "more": {"a": [1, 2], "t": torch.arange(3)}}
@@ -107,7 +111,7 @@ def save_round_trip(rank: Rank) -> dict[str, Any]:
     return found
 
 
-def load_plainly(rank: Rank) -> bytes:
+def load_plainly(rank: Rank) -> str:
     """With torch alone, as somebody would who has never heard of us."""
     model, optimizer = fsdp2(21)
     model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -120,7 +124,7 @@ def load_plainly(rank: Rank) -> bytes:
     return whole(model, optimizer)
 
 
-def load_newest(rank: Rank) -> tuple[bytes, int | None, dict[str, Any]]:
+def load_newest(rank: Rank) -> tuple[str, int | None, dict[str, Any]]:
     model, optimizer = fsdp2(31)
     checkpointer = FsdpShardCheckpointer(rank.folder / "run")
     extra = checkpointer.load_checkpoint(model, optimizer)
@@ -129,7 +133,7 @@ def load_newest(rank: Rank) -> tuple[bytes, int | None, dict[str, Any]]:
     return whole(model, optimizer), step, extra
 
 
-def load_and_go_on(rank: Rank) -> tuple[bytes, int | None]:
+def load_and_go_on(rank: Rank) -> tuple[str, int | None]:
     """Restore, train two steps, save them to memory and the last to storage."""
     model, optimizer = fsdp2(41)
     checkpointer = FsdpShardCheckpointer(rank.folder / "run")
@@ -266,6 +270,40 @@ def round_trip_of_fsdp1(rank: Rank) -> list[bool]:
     return found
 
 
+def follow_the_old_guide(rank: Rank) -> list[bool]:
+    """Saving and loading as scripts for the original's first versions do it: states made by hand, a reader for torch's functions."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about its own parts
+        model, optimizer = fsdp1()
+        train(model, optimizer, range(2))
+        checkpointer = FsdpCheckpointer(str(rank.folder / "run"))
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            state = {
+                "model": model.state_dict(),
+                "optim": FullyShardedDataParallel.optim_state_dict(model, optimizer),
+                "step": 2,
+            }
+            checkpointer.save_checkpoint(2, state, str(rank.folder / "run" / "2"), StorageType.DISK)
+        assert checkpointer.wait_latest_checkpoint(30)
+        expected = whole(model, optimizer)
+        found = []
+        for path in ("", str(rank.folder / "run" / "2")):
+            other, other_optimizer = fsdp1(7)
+            reader = checkpointer.get_storage_reader(path)
+            with FullyShardedDataParallel.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+                wanted = {"model": other.state_dict(), "step": 0}
+                dcp.load(wanted, storage_reader=reader)
+                other.load_state_dict(wanted["model"])
+                loaded = load_sharded_optimizer_state_dict(
+                    model_state_dict=wanted["model"], optimizer_key="optim", storage_reader=reader
+                )
+                flat = FullyShardedDataParallel.optim_state_dict_to_load(other, other_optimizer, loaded["optim"])
+                other_optimizer.load_state_dict(flat)
+            found += [wanted["step"] == 2, whole(other, other_optimizer) == expected]
+        checkpointer.close()
+    return found
+
+
 def use_torch_functions(rank: Rank) -> list[bool]:
     """A script that calls `dcp.save`, `dcp.async_save` and `dcp.load` itself, with our reader and writer."""
     directory = rank.folder / "run"
@@ -300,7 +338,7 @@ def use_torch_functions(rank: Rank) -> list[bool]:
     return found
 
 
-def _trained(num_steps: int) -> bytes:
+def _trained(num_steps: int) -> str:
     model, optimizer = fsdp2()
     train(model, optimizer, range(num_steps))
     return whole(model, optimizer)
@@ -332,7 +370,7 @@ def read_what_others_wrote(rank: Rank) -> list[bool]:
     return found
 
 
-def save_steps(rank: Rank) -> bytes:
+def save_steps(rank: Rank) -> str:
     """Two steps in storage and in memory; returns the state of the older."""
     model, optimizer = fsdp2()
     checkpointer = FsdpShardCheckpointer(rank.folder / "run")

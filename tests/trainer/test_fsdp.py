@@ -110,6 +110,11 @@ def test_fsdp_of_the_first_generation(node: Node) -> None:
         assert all(found), found
 
 
+def test_scripts_for_the_first_versions_of_the_original(node: Node) -> None:
+    for found in node.play(scenes.follow_the_old_guide):
+        assert all(found), found
+
+
 def test_scripts_that_call_torch_themselves(node: Node) -> None:
     for found in node.play(scenes.use_torch_functions):
         assert all(found), found

@@ -214,6 +214,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
         What was in its tensors is lost also when this raises.
         """
         self._agree_late()
+        self.wait_for_staging()
         if resume_path:
             return self._load_path(state, resume_path)
         restored = _StateRestorer(self, _fill).load(None, state)
@@ -222,6 +223,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
     def get_storage_reader(self, resume_path: str = "") -> PieceReader | None:
         """A reader for `torch.distributed.checkpoint.load`; None: there is nothing to read."""
         self._agree_late()
+        self.wait_for_staging()
         if resume_path:
             return self._opened(*self._open_path(resume_path))
         restored = _StateRestorer(self, lambda state, reader: {_READER: reader}).load(None, None)
