@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dlrover.protocol.errors import ConfigError
+from dlrover.snapshot.segment import Segment
 from dlrover.trainer.torch.flash_checkpoint.deepspeed import (
     AsyncCheckpointAgent,
     AsyncSaveEngine,
@@ -199,6 +200,29 @@ def test_a_checkpoint_that_deepspeed_wrote_later_by_itself_wins(make, engine, di
     assert checkpointer.wait_latest_checkpoint(20)
     engine.save_checkpoint(str(directory), "by-itself", {"at": 9}, save_latest=True)
     assert make(StandIn()).load_checkpoint(directory)[1] == {"at": 9}
+
+
+def test_of_a_step_that_was_saved_twice_the_later_state_comes_back(make, engine, directory):
+    checkpointer = make(engine)
+    for life in (1, 2):
+        assert checkpointer.save_checkpoint(directory, 4, {"life": life}, storage_type=StorageType.MEMORY)
+    assert checkpointer.load_checkpoint(directory)[1] == {"life": 2}
+
+
+def test_a_damaged_snapshot_gives_way_to_the_older_one(make, engine, directory):
+    checkpointer = make(engine)
+    for step in (1, 2):
+        assert checkpointer.save_checkpoint(directory, step, {"at": step}, storage_type=StorageType.MEMORY)
+    [newest, _] = checkpointer.async_save_engine.snapshots().of_shard(0)
+    with Segment(newest.name.path) as segment, segment.pin(newest.name.slot) as pinned:
+        pinned.store_sums()
+        at = segment.geometry.data_at(newest.name.slot)
+    with open(newest.name.path, "r+b") as file:
+        file.seek(at)
+        first = file.read(1)
+        file.seek(at)
+        file.write(bytes([first[0] ^ 1]))
+    assert checkpointer.load_checkpoint(directory)[1] == {"at": 1}
 
 
 def test_another_directory_is_refused_with_a_way_out(make, engine, directory, tmp_path):

@@ -327,20 +327,20 @@ class DeepSpeedCheckpointer:
     ) -> tuple[str | None, dict[str, Any] | None] | None:
         """None: not all ranks have it in memory, or storage has something newer."""
         snapshots = self._engine.snapshots()
-        own = {
-            step: snapshot
-            for step, snapshot in snapshots.of_shard(self._engine.shard).items()
+        own = [
+            snapshot
+            for snapshot in snapshots.of_shard(self._engine.shard)
             if tag is None or snapshot.request.target == str(tag)
-        }
+        ]
         stored = self._engine.stored_step()
-        for step in self._engine.common_steps(own):
-            if tag is None and stored is not None and stored > step:
+        for snapshot in self._engine.common_saves(own):
+            if tag is None and stored is not None and stored > snapshot.name.step:
                 return None
-            files = self._engine.read(snapshots, own[step], self._needed(own[step].request.target))
+            files = self._engine.read(snapshots, snapshot, self._needed(snapshot.request.target))
             if self._engine.have_all(files is not None):
                 assert files is not None, "all ranks have it"
-                return self._load(directory, own[step], files, arguments)
-            log.warning("the snapshot of step %d cannot be used on all ranks; trying an older one", step)
+                return self._load(directory, snapshot, files, arguments)
+            log.warning("the snapshot of step %d cannot be used on all ranks; trying an older one", snapshot.name.step)
         return None
 
     def _needed(self, tag: str) -> list[str]:

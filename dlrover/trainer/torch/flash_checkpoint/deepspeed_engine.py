@@ -8,9 +8,10 @@ storage.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dlrover.protocol.errors import DLRoverError
@@ -68,9 +69,15 @@ class FileCheckpointEngine(CheckpointEngine):
         self._agree_late()
         return NodeSnapshots(self.outlet.home, self.checkpoint_dir, self._agreement.share.num_shards)
 
-    def common_steps(self, steps: Iterable[int]) -> list[int]:
-        """Which of them every rank names, newest first. All ranks call this."""
-        return sorted(self._agreement.common(list(steps)), reverse=True)
+    def common_saves(self, own: Sequence[Snapshot]) -> list[Snapshot]:
+        """
+        Those of them of which every rank has its own part, in the order given. All ranks call this.
+
+        The save is compared and not only its step: a step that was trained twice is two states.
+        """
+        keys = [_key(snapshot.request.attempt) for snapshot in own]
+        common = self._agreement.common(keys)
+        return [snapshot for snapshot, key in zip(own, keys, strict=True) if key in common]
 
     def open_storage(self) -> Storage:
         return storage_of(self.checkpoint_dir, self._storage)
@@ -115,6 +122,11 @@ class FileCheckpointEngine(CheckpointEngine):
         `max_steps` is accepted: who waits for the last step of a training waits for the newest save anyway.
         """
         return self.wait_for_storage(timeout)
+
+
+def _key(attempt: str) -> int:
+    """A save's id as a number that ranks can compare."""
+    return int.from_bytes(hashlib.blake2b(attempt.encode(), digest_size=7).digest(), "little")
 
 
 class DeepSpeedCheckpointEngine(FileCheckpointEngine):

@@ -115,11 +115,12 @@ class HfFlashCheckpointer:
         engine = self.async_save_engine
         own = engine.snapshots().of_shard(engine.shard)
         stored = engine.stored_step()
-        for step in engine.common_steps(own):
+        for snapshot in engine.common_saves(own):
+            step = snapshot.name.step
             if stored is not None and stored > step:
                 return None
-            directory = self._layout_directory(own[step])
-            if engine.have_all(_lay_out(own[step], directory)) and engine.have_all(self._is_shared(directory)):
+            directory = self._layout_directory(snapshot)
+            if engine.have_all(_lay_out(snapshot, directory)) and engine.have_all(self._is_shared(directory)):
                 engine.restored_step = step
                 log.info("restored step %d from memory", step)
                 return str(directory)

@@ -8,9 +8,10 @@ one file as the object that was saved, or all of them written out to a directory
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,10 @@ class NodeSnapshots:
                 if snapshot.name in present:
                     self._saves.setdefault(snapshot.request.attempt, {})[shard] = snapshot
 
-    def of_shard(self, shard: int) -> dict[int, Snapshot]:
-        """By step; of a step that was saved twice, the later one."""
+    def of_shard(self, shard: int) -> list[Snapshot]:
+        """The newest first. A step that was saved twice may be there twice."""
         own = [shards[shard] for shards in self._saves.values() if shard in shards]
-        return {each.name.step: each for each in sorted(own, key=lambda each: each.name)}
+        return sorted(own, key=lambda each: (each.name.step, each.name), reverse=True)
 
     def holder_of(self, file: str, own: Snapshot) -> Snapshot | None:
         """Who has this file of the same save: we ourselves, or a neighbour."""
@@ -122,32 +123,17 @@ def broadcast_files(directory: Path, group: Any) -> None:
                     file.write(memoryview(piece.numpy()))
 
 
-class _pinned:  # noqa: N801  # used as a function
-    """A slot that is held and whole while the block runs."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._name = snapshot.name
-
-    def __enter__(self) -> PinnedSlot:
-        self._segment = Segment(self._name.path, private=True)
-        try:
-            pinned = self._segment.pin(self._name.slot, self._name.generation)
-            if pinned is None:
-                raise SegmentInvalid(f"The snapshot of step {self._name.step} has been overwritten meanwhile.")
-            self._slot = pinned
-            try:
-                pinned.verify()
-            except BaseException:
-                pinned.close()
-                raise
-        except BaseException:
-            self._segment.close()
-            raise
-        return pinned
-
-    def __exit__(self, *_: object) -> None:
-        self._slot.close()
-        self._segment.close()
+@contextlib.contextmanager
+def _pinned(snapshot: Snapshot) -> Iterator[PinnedSlot]:
+    """Its slot, held and compared with its sums."""
+    name = snapshot.name
+    with Segment(name.path, private=True) as segment:
+        pinned = segment.pin(name.slot, name.generation)
+        if pinned is None:
+            raise SegmentInvalid(f"The snapshot of step {name.step} has been overwritten meanwhile.")
+        with pinned:
+            pinned.verify()
+            yield pinned
 
 
 def _snapshots_of(path: Path) -> list[Snapshot]:
