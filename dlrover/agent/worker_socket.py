@@ -26,6 +26,7 @@ from dlrover.protocol.checkpoint_messages import (
     SnapshotTaken,
     TrainerNews,
 )
+from dlrover.protocol.data_messages import DataCommand
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.local import pack, peer_credentials, read_frame
 from dlrover.protocol.messages import (
@@ -215,7 +216,8 @@ class WorkerSocket:
                 "Workers of former rounds, and in the name of other rounds, are not heard.",
                 code="stale-round",
             )
-        return replace(request, local_rank=hello.local_rank) if isinstance(request, JoinSync) else request
+        is_named = isinstance(request, JoinSync | DataCommand)  # of that worker: it cannot speak for another
+        return replace(request, local_rank=hello.local_rank) if is_named else request
 
 
 async def _refuse(request: WorkerRequest, *, timeout: float) -> Reply:

@@ -167,6 +167,7 @@ class AskDataset(Struct, tag=True, frozen=True, kw_only=True):
     """Answered by `DatasetState`."""
 
     dataset: str
+    round: Round = Round(0)
 
 
 class AskDataCheckpoint(Struct, tag=True, frozen=True, kw_only=True):
@@ -175,6 +176,7 @@ class AskDataCheckpoint(Struct, tag=True, frozen=True, kw_only=True):
     dataset: str
     step: int = NO_STEP
     """-1: as things stand, what is being read counted as unread."""
+    round: Round = Round(0)
 
 
 class Supply(enum.StrEnum):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dlrover.trainer.data")
 
-_FLUSH = 1.0
+FLUSH = 0.2
 """Seconds that a save waits for the master to confirm what was consumed. Usually it has long done so."""
 _TELL = 60.0
 
@@ -33,15 +33,13 @@ feeds: weakref.WeakSet[ShardFeed] = weakref.WeakSet()
 
 
 def confirm() -> bool:
-    """Have everything confirmed that this rank consumed; whether it is. Called before a snapshot of the model is taken."""
-    end_at = time.monotonic() + _FLUSH
-    untold = [feed for feed in list(feeds) if not feed.flush(timeout=max(0.0, end_at - time.monotonic()))]
-    for feed in untold:
-        log.warning(
-            "the master has not confirmed what was read of %r: should this node be lost now, some records would be read again",
-            feed.spec.name,
-        )
-    return not untold
+    """
+    Have everything confirmed that this rank consumed; whether it is. A snapshot of a model whose reports could still be lost must not be
+    taken: its records would be read again by the model itself.
+    """
+    end_at = time.monotonic() + FLUSH
+    is_confirmed = [feed.flush(timeout=max(0.0, end_at - time.monotonic())) for feed in list(feeds)]
+    return all(is_confirmed)
 
 
 def restored(step: int | None, *, link: Link | None = None) -> None:

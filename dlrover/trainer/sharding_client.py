@@ -117,15 +117,15 @@ class ShardingClient:
     def dataset_name(self) -> str:
         return self._spec.name
 
-    def fetch_shard(self) -> Shard | None:
-        """The next shard, waiting for it if need be; None at the end of the data."""
-        task = self.get_task()
+    def fetch_shard(self, timeout: float | None = None) -> Shard | None:
+        """
+        The next shard, waiting for it if need be; None at the end of the data. Raises TimeoutError: ranks that step together must
+        not wait for each other here and there.
+        """
+        task = self.get_task(timeout)
         return None if task is None else task.shard
 
-    def get_task(self) -> Task | None:
-        return self._take()
-
-    def _take(self, timeout: float | None = None) -> Task | None:
+    def get_task(self, timeout: float | None = None) -> Task | None:
         with self._lock:
             if self._max_shards and self._num_fetched >= self._max_shards:
                 return None
@@ -327,7 +327,7 @@ class IndexShardingClient(ShardingClient):
     def _next_task(self) -> Task | None:
         while True:
             try:
-                return self._take(0.5)
+                return self.get_task(0.5)
             except TimeoutError:
                 if self._stopping.is_set():
                     return None

@@ -175,14 +175,16 @@ class CheckpointEngine:
             raise ValueError(f"on_busy is one of {', '.join(ON_BUSY)}, not {on_busy!r}.")
         wanted_lazy = self._lazily.wish(lazy)
         self._agree_late()
-        data_steps.confirm()
+        if _uses_shards() and not self._agreement.have_all(data_steps.confirm()):
+            unsure = Unavailable("the master has not confirmed what was read for it; the next save is tried as usual")
+            return self._failed(step, unsure, data_steps.FLUSH)
         share = self._agreement.share
         if not share.is_saving:
             return SaveResult(reason=SaveReason.NOT_A_SAVING_RANK, step=step)
         self.wait_for_staging()  # a save that still copies comes first; the wait is counted there
         begun_at = time.perf_counter()
         self.outlet.poll()
-        is_inherited = self._give_way()
+        is_inherited = self._waiting is not None and self._waiting.request.is_storage
         is_storage = is_storage or is_inherited or self.is_save_requested
         request_number = self._agreement.agreed_request
         self._num_saves += 1
@@ -212,7 +214,9 @@ class CheckpointEngine:
         result = self._save_now(parts, paths, request, on_busy=on_busy, lazy=wanted_lazy)
         if result and is_storage:
             self._honoured_request = request_number
-        if result.reason is SaveReason.SKIPPED_BUSY and on_busy == "latest":
+        if result:
+            self._give_way()
+        elif result.reason is SaveReason.SKIPPED_BUSY and on_busy == "latest":
             self._wait_aside(parts, paths, request, result)
         result.blocking = time.perf_counter() - begun_at
         return result
@@ -415,17 +419,16 @@ class CheckpointEngine:
         if copied is None:
             result.message = "This kind of state cannot wait aside."
             return
+        self._give_way()
         result.reason, result.is_done = SaveReason.QUEUED, False
         self._waiting = Waiting(copied, paths, request, result)
 
-    def _give_way(self) -> bool:
-        """A newer state comes: the one that waits is given up. True: it was to be written to storage, which the newer one inherits."""
+    def _give_way(self) -> None:
+        """A newer state is saved or waits, and writes to storage if this one was to: the one that waits is given up."""
         waiting, self._waiting = self._waiting, None
-        if waiting is None:
-            return False
-        waiting.result.reason, waiting.result.is_done = SaveReason.SKIPPED_BUSY, True
-        waiting.result.message = "A newer state took its place."
-        return waiting.request.is_storage
+        if waiting is not None:
+            waiting.result.reason, waiting.result.is_done = SaveReason.SKIPPED_BUSY, True
+            waiting.result.message = "A newer state took its place."
 
     def _end_waiting(self, on_busy: str) -> None:
         """Give the state that waits a slot, if there is one now."""

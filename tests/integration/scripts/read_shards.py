@@ -1,0 +1,77 @@
+"""
+Reads a dataset on demand with ranks that step together; the model counts how often it has seen each record.
+
+    read_shards.py FOLDER SIZE [--epochs N] [--kill-at STEP]... [--disk-every N] [--pace SECONDS]
+
+`--kill-at` kills a worker by SIGKILL right after that step was saved, once: the ranks take turns. Rank 0 leaves the model in
+FOLDER/model.pt, each life of a rank its first step in FOLDER/lives-RANK.
+"""
+
+import argparse
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from dlrover.python.elastic_agent.sharding.client import ShardingClient
+
+from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder", type=Path)
+parser.add_argument("size", type=int)
+parser.add_argument("--epochs", type=int, default=1)
+parser.add_argument("--kill-at", type=int, action="append", default=[])
+parser.add_argument("--disk-every", type=int, default=0)
+parser.add_argument("--pace", type=float, default=0.0)
+args = parser.parse_args()
+
+BATCH = 4
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+client = ShardingClient("records", BATCH, args.epochs, args.size, shuffle=True, num_minibatches_per_shard=2)
+checkpointer = DdpCheckpointer(args.folder / "checkpoints")
+state = checkpointer.load_checkpoint() or {"step": 0, "model": torch.zeros(args.epochs, args.size, dtype=torch.int64)}
+step, model = state["step"], state["model"]
+with (args.folder / f"lives-{rank}").open("a") as out:
+    out.write(f"{step} {os.getpid()}\n")
+
+records: list[tuple[int, int]] = []
+is_ended = False
+while True:
+    while len(records) < BATCH and not is_ended:
+        try:
+            task = client.get_task(timeout=0.05)
+        except TimeoutError:
+            break  # others hold the rest; our step is due
+        is_ended = task is None
+        if task is not None:
+            records += [(task.epoch, index) for index in range(task.shard.start, task.shard.end)]
+    batch, records = records[:BATCH], records[BATCH:]
+    seen = torch.zeros_like(model)
+    for epoch, index in batch:
+        seen[epoch, index] += 1
+    flags = torch.tensor([int(is_ended and not batch)])
+    dist.all_reduce(flags, op=dist.ReduceOp.MIN)
+    if flags.item():
+        break
+    dist.all_reduce(seen)
+    step += 1
+    model += seen
+    if batch:
+        client.report_batch_done(len(batch), step=step)
+    where = StorageType.DISK if args.disk_every and step % args.disk_every == 0 else StorageType.MEMORY
+    checkpointer.save_checkpoint(step, {"step": step, "model": model}, storage_type=where)
+    if step in args.kill_at and args.kill_at.index(step) % dist.get_world_size() == rank:
+        mark = args.folder / f"killed-{step}"
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(args.pace)
+
+if rank == 0:
+    torch.save({"model": model, "step": step}, args.folder / "model.pt")
+client.close()
+dist.barrier()
