@@ -175,6 +175,7 @@ class DeepSpeedCheckpointer:
         storage_type: StorageType = StorageType.DISK,
         *,
         on_busy: str = "skip",
+        exclude_frozen_parameters: bool = False,
     ) -> SaveResult:
         """
         What `engine.save_checkpoint` would write, copied into memory; with DISK the agent writes it afterwards. All ranks call this.
@@ -188,10 +189,11 @@ class DeepSpeedCheckpointer:
         step = self._step_of(tag)
         target, inside = self._place(os.fspath(save_dir), tag_name)
         is_storage = storage_type is StorageType.DISK
+        more = {"exclude_frozen_parameters": True} if exclude_frozen_parameters else {}  # older engines do not know it
         with self._standing_in(AsyncCheckpointAgent(os.fspath(save_dir))) as agent, self._keeping_the_model():
             # Without "latest": the agent writes it when the checkpoint counts.
             self.engine.save_checkpoint(
-                os.fspath(save_dir), tag=tag_name, client_state=dict(client_state or {}), save_latest=False
+                os.fspath(save_dir), tag=tag_name, client_state=dict(client_state or {}), save_latest=False, **more
             )
         files: dict[str, Any] = {
             os.path.normpath(os.path.join(inside, os.path.relpath(name, tag_name))): state
