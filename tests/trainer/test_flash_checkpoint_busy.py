@@ -65,6 +65,8 @@ def test_a_newer_state_takes_the_place_and_the_wish_for_storage(checkpointer, tm
         second = save(checkpointer, 4, on_busy="latest")
         assert (first.reason, first.is_done) == (SaveReason.SKIPPED_BUSY, True)
         assert second.reason is SaveReason.QUEUED
+        assert save(checkpointer, 4).reason is SaveReason.SKIPPED_BUSY  # it takes nobody's place
+        assert second.reason is SaveReason.QUEUED
     third = save(checkpointer, 5)  # a slot is free: it has it, and nobody waits any more
     assert third
     assert second.reason is SaveReason.SKIPPED_BUSY

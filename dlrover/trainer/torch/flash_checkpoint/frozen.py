@@ -78,7 +78,8 @@ class _Copying:
             self._structure.append(tuple(value))
             if kind is OrderedDict:
                 made.__dict__.update(value.__dict__)  # a module's state has its versions there
-            for key, child in value.items():  # most of a state are tensors and numbers in dicts: without a call for each number
+            # Most of a state are tensors and numbers in dicts: without a call for each number.
+            for key, child in value.items():
                 if type(child) in _ATOMS:
                     self._structure.append(None)
                     made[key] = child
