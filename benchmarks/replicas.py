@@ -27,7 +27,7 @@ from typing import Any
 
 from dlrover.agent.replica_config import ReplicaConfig
 from dlrover.agent.replicas import Replicas
-from dlrover.protocol.messages import NodeId, NodeRank, Round, WorldSpec
+from dlrover.protocol.messages import AgentCommand, NodeId, NodeRank, Query, Round, WorldSpec
 from dlrover.protocol.peer_messages import AskPeers, Peer, Peers
 from dlrover.snapshot.contents import Contents, encode_contents
 from dlrover.snapshot.layout import Layout
@@ -133,8 +133,10 @@ class Node:
                 step=step, round_=1, data_length=self._num_bytes, layout_hash=layout_hash, sections=sections
             )
 
-    async def _ask(self, question: AskPeers, *, timeout: float) -> Peers:
-        first = 1000 * question.round
+    async def _ask(self, command: AgentCommand | Query, *, timeout: float) -> Peers:
+        """In place of the master."""
+        assert isinstance(command, AskPeers), f"nobody answers {command}"
+        question, first = command, 1000 * command.round
         peers = [Peer(NodeId(first + index), NodeRank(index), each) for index, each in enumerate(self._addresses)]
         others = tuple(peers[(self._number + step) % self._size] for step in range(1, self._size))
         group = tuple(peers) if question.num_data else ()

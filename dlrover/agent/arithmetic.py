@@ -22,7 +22,7 @@ def fastest_add() -> Add:
     try:
         import numpy as np
     except ImportError:
-        log.warning("numpy is not installed: parity of snapshots is computed about twenty times slower")
+        log.warning("numpy is not installed: parity of snapshots is computed much more slowly")
         return add_slowly
 
     def add(total: bytearray | memoryview, block: bytes | bytearray | memoryview, factor: int = 1) -> None:

@@ -44,9 +44,10 @@ class Nodes:
         """As when a machine loses its power: every process at once, and what was in its memory."""
         everything = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
         [config] = [Path(words[-1]) for each in everything if "dlrover.agent" in (words := each.cmdline())]
-        for process in everything:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        for act in (psutil.Process.suspend, psutil.Process.kill):  # nobody may see another one die and tidy up
+            for process in everything:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    act(process)
         job.process.wait()
         psutil.wait_procs(everything[1:], timeout=10)
         homes = [path for path in self._jobs.shared_memory.glob(f"*/*.node-{rank}") if path.is_dir()]
