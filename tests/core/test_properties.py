@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from dlrover.core.course import DRAIN_MARGIN
 from dlrover.core.job import Job, Origin
 from dlrover.core.sequence import CommitSequence, replay
+from dlrover.protocol.checkpoint_messages import CheckpointFailed, ShardWritten, SnapshotsHeld
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import (
     AwaitOrder,
@@ -75,6 +76,20 @@ def commands_of(agent: Agent, round_: int) -> list[Command]:
         UnblockRendezvous(node=node, incarnation=incarnation),
         NodeDisconnected(node=node, incarnation=incarnation),
         NodeSilent(node=node, incarnation=incarnation, last_seen_at=micros(0)),
+        ShardWritten(
+            node=node,
+            incarnation=incarnation,
+            directory="/d",
+            target="1",
+            step=1,
+            attempt="a",
+            shard=0,
+            num_shards=1,
+            round=Round(round_),
+            digest="d",
+        ),
+        CheckpointFailed(node=node, incarnation=incarnation, directory="/d", attempt="a", step=1, reason="full"),
+        SnapshotsHeld(node=node, incarnation=incarnation, round=Round(round_), held=()),
     ]
 
 
