@@ -62,11 +62,6 @@ class StepWatch:
     def after_save(self) -> None:
         self._recent = weakref.WeakSet()
 
-    @property
-    def has_stepped(self) -> bool:
-        """Since the last save."""
-        return len(self._recent) > 0
-
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """That have stepped since the last save."""
         return list(self._recent)
