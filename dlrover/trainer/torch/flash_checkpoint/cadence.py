@@ -32,13 +32,9 @@ class SaveCadence:
     """Of one checkpointer. Ask `due` at every step, and tell what came of it."""
 
     def __init__(self, engine: CheckpointEngine, interval: Interval = AUTO, budget: float = BUDGET) -> None:
-        if not 0 < budget < 1:
-            raise ConfigError(
-                f"overhead_budget {budget} is no part of the training time: give a number between 0 and 1."
-            )
         self._engine = engine
         self._budget = budget
-        self._cadence = Cadence(_fixed_plan(interval))
+        self._cadence = Cadence(read_interval(interval, budget))
         self._measured = Measurements()
         self._heard: dict[str, None] = {}
         """Attempts whose time was counted."""
@@ -93,8 +89,10 @@ class SaveCadence:
                 self._measured.note_persist(news.seconds)
 
 
-def _fixed_plan(interval: Interval) -> Plan | None:
-    """None: it is to be found."""
+def read_interval(interval: Interval, budget: float) -> Plan | None:
+    """The caller's plan; None: it is to be found. Raises ConfigError."""
+    if not 0 < budget < 1:
+        raise ConfigError(f"overhead_budget {budget} is no part of the training time: give a number between 0 and 1.")
     if interval == AUTO:
         return None
     pair = (1, interval) if isinstance(interval, int) else interval

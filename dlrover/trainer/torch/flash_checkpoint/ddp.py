@@ -17,7 +17,7 @@ from typing import Any
 
 from dlrover.core.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
-from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence
+from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer, SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
@@ -55,6 +55,7 @@ class DdpCheckpointer(Checkpointer):
         """
         if replica_count < 0:
             raise ConfigError(f"replica_count is the number of copies in other nodes' memory, not {replica_count}.")
+        read_interval(checkpoint_interval, overhead_budget)  # before anything exists that would have to be closed
         self._engine = CheckpointEngine(
             os.fspath(checkpoint_dir),
             local_shard_num=local_shard_num,
