@@ -411,6 +411,31 @@ def change_the_structure(rank: Rank) -> list[bool]:
     return found
 
 
+def save_before_the_first_step(rank: Rank) -> list[bool]:
+    """Neither a load that finds nothing nor a save changes an optimizer that has not made a step; and it is restored as such."""
+    reference = fsdp2()
+    train(*reference, range(2))
+    expected = whole(*reference)
+    found = []
+    for make in (FsdpShardCheckpointer, FsdpFullCheckpointer):
+        checkpointer = make(rank.folder / make.__name__)
+        model, optimizer = fsdp2()
+        optimizer.param_groups[0]["weight_decay"] = reference[1].param_groups[0]["weight_decay"]
+        assert checkpointer.load_checkpoint(model, optimizer) == {}
+        found.append(not optimizer.state)
+        checkpointer.save_checkpoint(0, model, optimizer, {"step": 0}, storage_type=StorageType.MEMORY)
+        found.append(not optimizer.state)
+        train(model, optimizer, range(2))
+        found.append(whole(model, optimizer) == expected)
+        dist.barrier()
+        if make is FsdpShardCheckpointer:
+            found.append(checkpointer.load_checkpoint(model, optimizer) == {"step": 0} and not optimizer.state)
+            train(model, optimizer, range(2))
+            found.append(whole(model, optimizer) == expected)
+        checkpointer.close()
+    return found
+
+
 def save_when_due(rank: Rank) -> list[bool]:
     """With a rhythm, and lazily where that is possible; what comes back is as it was at the call."""
     model, optimizer = fsdp2()

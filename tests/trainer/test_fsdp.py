@@ -147,6 +147,11 @@ def test_states_may_change_their_structure(node: Node) -> None:
         assert all(found), found
 
 
+def test_an_optimizer_before_its_first_step_stays_as_it_is(node: Node) -> None:
+    for found in node.play(scenes.save_before_the_first_step):
+        assert all(found), found
+
+
 def test_saves_in_a_rhythm(node: Node) -> None:
     for found in node.play(scenes.save_when_due):
         assert all(found), found

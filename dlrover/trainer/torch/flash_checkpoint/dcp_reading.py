@@ -38,6 +38,10 @@ from dlrover.trainer.torch.flash_checkpoint.dcp_plan import METADATA_FILE
 from dlrover.trainer.torch.flash_checkpoint.reshard import Holding, SavedState, ShardSource
 from dlrover.trainer.torch.flash_checkpoint.tensors import dtype_of
 
+OPTIMIZER = "optim"
+"""Where the optimizer is in a state, as in the original."""
+_ITS_STATE = (OPTIMIZER, "state")
+
 
 class Incomplete(DLRoverError):
     """Some piece that is needed is not there."""
@@ -163,8 +167,15 @@ def _chunks(name: str, tensor: Any) -> list[tuple[MetadataIndex, int]]:
     return [(MetadataIndex(name, chunk.offsets), chunk.sizes.numel()) for chunk in chunks]
 
 
-def add_missing(state: dict[str, Any], metadata: Metadata) -> None:
-    """Room for everything that was saved beside what the caller asks for: whole tensors, and nothing yet for the rest."""
+def fit_to(state: dict[str, Any], metadata: Metadata) -> None:
+    """
+    Make a state ask for what was saved. There is room added for everything beside it: whole tensors, and nothing yet for the rest. An optimizer
+    that had not made a step when it was saved has no state there, and is not asked for it.
+    """
+    paths = [tuple((metadata.planner_data or {}).get(name, (name,))) for name in metadata.state_dict_metadata]
+    optimizer = state.get(OPTIMIZER)
+    if isinstance(optimizer, dict) and "state" in optimizer and not any(path[:2] == _ITS_STATE for path in paths):
+        state[OPTIMIZER] = {key: value for key, value in optimizer.items() if key != "state"}
     known = set(state)
     for name, about in metadata.state_dict_metadata.items():
         path = tuple((metadata.planner_data or {}).get(name, (name,)))
@@ -390,7 +401,7 @@ __all__ = [
     "Incomplete",
     "MemoryPieces",
     "PieceReader",
-    "add_missing",
+    "fit_to",
     "load_into",
     "merged",
     "metadata_of_items",

@@ -31,12 +31,11 @@ from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
 from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer, SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
-from dlrover.trainer.torch.flash_checkpoint.dcp_reading import PieceReader
+from dlrover.trainer.torch.flash_checkpoint.dcp_reading import OPTIMIZER, PieceReader
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
 from dlrover.trainer.torch.flash_checkpoint.fsdp_engine import FsdpCheckpointEngine
 
 MODEL = "model"
-OPTIMIZER = "optim"
 FULL_OPTIMIZER = "optimizer"
 
 
@@ -106,7 +105,10 @@ class FsdpShardCheckpointer:
             raise TypeError(f"save_checkpoint takes a model or a state dict, not {type(model).__name__}.")
         if isinstance(optimizer, str) or isinstance(extra_sd, StorageType):
             raise TypeError("With a model, path and storage_type are given by name: save_checkpoint(..., path=...).")
+        is_new = _is_new(optimizer)
         state = {**self._state_of(model, optimizer), **_checked_extra(extra_sd, (MODEL, OPTIMIZER))}
+        if is_new:
+            state[OPTIMIZER] = _made_new(optimizer, state[OPTIMIZER])
         return self.engine.save_state(step, state, path, storage_type, on_busy=on_busy, lazy=lazy)
 
     def save_if_due(
@@ -133,13 +135,21 @@ class FsdpShardCheckpointer:
 
         A `resume_path` (the directory of a DCP checkpoint, whoever wrote it) wins over everything, and has to exist. All ranks call this.
         """
-        state = self.engine.load_state(self._state_of(model, optimizer), resume_path)
+        is_new = _is_new(optimizer)
+        wanted = self._state_of(model, optimizer)
+        state = self.engine.load_state(wanted, resume_path)
         if state is None:
+            if is_new:
+                _made_new(optimizer, wanted[OPTIMIZER])
             return {}
         if optimizer is None:
             set_model_state_dict(model, state[MODEL])
         else:
-            set_state_dict(model, optimizer, model_state_dict=state[MODEL], optim_state_dict=state[OPTIMIZER])
+            has_state = "state" in state[OPTIMIZER]
+            optimizer_state = {**wanted[OPTIMIZER], **state[OPTIMIZER]}
+            set_state_dict(model, optimizer, model_state_dict=state[MODEL], optim_state_dict=optimizer_state)
+            if not has_state:
+                optimizer.state.clear()
         return {key: value for key, value in state.items() if key not in (MODEL, OPTIMIZER)}
 
     def get_storage_reader(self, resume_path: str = "") -> PieceReader | None:
@@ -230,7 +240,10 @@ class FsdpFullCheckpointer:
         is_one_node = ranks.local_world_size >= ranks.world_size
         # On the devices of all ranks only if several nodes need it; else torch gives it to rank 0 alone, on the CPU.
         options = StateDictOptions(full_state_dict=True, cpu_offload=is_one_node)
+        is_new = _is_new(optimizer)
         model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+        if is_new:
+            optimizer_state = _made_new(optimizer, optimizer_state)
         state = {
             MODEL: model_state,
             FULL_OPTIMIZER: optimizer_state,
@@ -245,13 +258,18 @@ class FsdpFullCheckpointer:
         state = self._inner.load_checkpoint(resume_path)
         if not state:
             return {}
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state[MODEL],
-            optim_state_dict=state[FULL_OPTIMIZER],
-            options=StateDictOptions(full_state_dict=True),
-        )
+        options = StateDictOptions(full_state_dict=True)
+        if "state" in state[FULL_OPTIMIZER]:
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=state[MODEL],
+                optim_state_dict=state[FULL_OPTIMIZER],
+                options=options,
+            )
+        else:
+            set_model_state_dict(model, state[MODEL], options=options)
+            optimizer.state.clear()
         return {key: value for key, value in state.items() if key not in (MODEL, FULL_OPTIMIZER)}
 
     def wait_latest_checkpoint(self, timeout: float = 1800) -> bool:
@@ -264,6 +282,20 @@ class FsdpFullCheckpointer:
 
 Checkpointer.register(FsdpShardCheckpointer)  # with calls of their own, but checkpointers to `isinstance`
 Checkpointer.register(FsdpFullCheckpointer)
+
+
+def _is_new(optimizer: Any) -> bool:
+    """It has not made a step yet."""
+    return optimizer is not None and not optimizer.state
+
+
+def _made_new(optimizer: Any, its_state: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    torch lets an optimizer without a state make an empty step to get one, which counts as a step and, with weight decay, leaves traces in
+    the averages. Take it back: the optimizer is as it was, and what is saved of it has no state.
+    """
+    optimizer.state.clear()
+    return {key: value for key, value in its_state.items() if key != "state"}
 
 
 def _checked_extra(extra_sd: Any, taken: tuple[str, str]) -> dict[str, Any]:

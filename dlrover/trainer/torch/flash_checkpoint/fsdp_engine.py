@@ -50,7 +50,7 @@ from dlrover.trainer.torch.flash_checkpoint.dcp_reading import (
     MemoryPieces,
     PieceReader,
     Pieces,
-    add_missing,
+    fit_to,
     load_into,
     merged,
     metadata_of_items,
@@ -268,7 +268,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
 
 def _fill(state: dict[str, Any], reader: PieceReader) -> dict[str, Any]:
     filled = dict(state)
-    add_missing(filled, reader.read_metadata())
+    fit_to(filled, reader.read_metadata())
     load_into(filled, reader)
     return filled
 
@@ -329,7 +329,7 @@ class _StateRestorer(Restorer):
         try:
             metadata = self._metadata_in_memory(state)
             template = dict(wanted)
-            add_missing(template, metadata)
+            fit_to(template, metadata)
             plan_load(template, metadata)
         except DLRoverError as error:
             log.info("step %d is not all in the memory of this node: %s", state.step, error)

@@ -25,7 +25,7 @@ from dlrover.snapshot.dcp_file import DcpItem
 from dlrover.snapshot.layout import LINE_ALIGNMENT
 from dlrover.snapshot.segment_format import round_up
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement
-from dlrover.trainer.torch.flash_checkpoint.dcp_reading import add_missing, index_of, metadata_of_items, plan_load
+from dlrover.trainer.torch.flash_checkpoint.dcp_reading import fit_to, index_of, metadata_of_items, plan_load
 from dlrover.trainer.torch.flash_checkpoint.reshard import SavedState
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
@@ -96,7 +96,7 @@ def bring(state: SavedState, wanted: dict[str, Any], homes: Sequence[str], agree
     is_fine = True
     try:
         template = dict(wanted)
-        add_missing(template, metadata)
+        fit_to(template, metadata)
         _planner, plan = plan_load(template, metadata)
         for index in sorted({item.storage_index for item in plan.items} - here, key=str):
             owner, request, item = where[index]
