@@ -3,7 +3,7 @@ Trains a model that is cut over the ranks (FSDP2), deterministically, and saves 
 
     cut.py FOLDER NUM_STEPS [--disk-every N] [--kills N] [--hold-at STEP]...
 
-With `--kills` a rank of every life kills itself by SIGKILL, at an instant that has nothing to do with what it is doing, until that happened
+With `--kills` the first life notes what comes out of each step without any disturbance; then a rank of every life kills itself by SIGKILL, at an instant that has nothing to do with what it is doing, until that happened
 so many times. Each life writes which step it goes on with. After a step of `--hold-at` the ranks wait for a file.
 """
 
@@ -31,10 +31,36 @@ args = parser.parse_args()
 
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(1)
-model = torch.nn.Sequential(torch.nn.Linear(64, 255), torch.nn.Tanh(), torch.nn.Linear(255, 3))
-fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 255), torch.nn.Tanh(), torch.nn.Linear(255, 3))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    generator = torch.Generator().manual_seed(step * world_size + rank)
+    optimizer.zero_grad()
+    model(torch.randn(8, 64, generator=generator)).square().mean().backward()
+    optimizer.step()
+
+
+def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+if args.kills and not (args.folder / f"expected-{rank}.pt").exists():
+    undisturbed = build()
+    expected = []
+    for step in range(args.num_steps):
+        train_step(*undisturbed, step)
+        expected.append(whole(undisturbed[0]))
+    torch.save(expected, args.folder / f"expected-{rank}.new")
+    os.rename(args.folder / f"expected-{rank}.new", args.folder / f"expected-{rank}.pt")
+
+model, optimizer = build()
 checkpointer = FsdpShardCheckpointer(args.folder / "checkpoints")
 
 extra = checkpointer.load_checkpoint(model, optimizer)
@@ -56,10 +82,7 @@ if is_victim:
     threading.Timer(random.Random(num_killed).uniform(0.0, 0.25), die).start()
 
 for step in range(first, args.num_steps):
-    generator = torch.Generator().manual_seed(step * world_size + rank)
-    optimizer.zero_grad()
-    model(torch.randn(8, 64, generator=generator)).square().mean().backward()
-    optimizer.step()
+    train_step(model, optimizer, step)
     kind = StorageType.DISK if args.disk_every and step % args.disk_every == 0 else StorageType.MEMORY
     saved = checkpointer.save_checkpoint(step, model, optimizer, {"step": step}, storage_type=kind, on_busy="block")
     assert saved, saved
@@ -70,8 +93,7 @@ for step in range(first, args.num_steps):
     if step == args.num_steps - 1 and num_killed < args.kills:
         threading.Event().wait(10)  # the one of this life is still to come
 
-full = {name: value.full_tensor() for name, value in model.state_dict().items()}
-torch.save(full, args.folder / f"weights-{rank}.pt")
+torch.save(whole(model), args.folder / f"weights-{rank}.pt")
 assert checkpointer.wait_latest_checkpoint(30)
 dist.barrier()
 dist.destroy_process_group()
