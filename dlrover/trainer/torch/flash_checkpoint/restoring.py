@@ -8,6 +8,7 @@ another step than the others.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import pickle
@@ -29,7 +30,7 @@ from dlrover.snapshot.commit import (
 from dlrover.snapshot.contents import TORCH, decode_contents
 from dlrover.snapshot.copying import Copier
 from dlrover.snapshot.manifest import DIRECTORY, GLOBAL_NAME, FileRecord, ManifestInvalid
-from dlrover.snapshot.persist import of_present_history, read_request
+from dlrover.snapshot.persist import SaveRequest, of_present_history, read_request
 from dlrover.snapshot.segment import Segment, SlotName, segment_paths
 from dlrover.snapshot.segment_format import SegmentInvalid
 from dlrover.snapshot.storage import LocalStorage, Storage, join, read_bytes
@@ -83,6 +84,9 @@ class Restorer:
         in_storage, trouble = self._stored_steps()
         candidates = sorted([(step, 1) for step in in_memory] + [(step, 0) for step in in_storage], reverse=True)
         for step, is_memory in candidates:
+            if is_memory and not self._agreement.common([self._save_number(offers[step])]):
+                log.warning("ranks hold different saves of step %d; trying the next older one", step)
+                continue
             if is_memory:
                 parts = self._from_memory(offers[step], names, into)
             else:
@@ -108,24 +112,36 @@ class Restorer:
         for path in segment_paths(self._home, self._agreement.share.shard):
             try:
                 with Segment(path) as segment:
-                    found += [name for name in segment.complete_slots() if self._is_ours(segment, name)]
+                    found += [name for name in segment.complete_slots() if self._request_of(segment, name) is not None]
             except (SegmentInvalid, FileNotFoundError):
                 continue
         return {name.step: name for name in of_present_history(found)}
 
-    def _is_ours(self, segment: Segment, name: SlotName) -> bool:
+    def _save_number(self, name: SlotName) -> int:
+        """Equal on all ranks for one save: a step that was trained twice is two states."""
+        try:
+            with Segment(name.path) as segment:
+                request = self._request_of(segment, name)
+        except (SegmentInvalid, FileNotFoundError):
+            request = None
+        attempt = "" if request is None else request.attempt
+        return int.from_bytes(hashlib.blake2b(attempt.encode(), digest_size=6).digest())
+
+    def _request_of(self, segment: Segment, name: SlotName) -> SaveRequest | None:
+        """None: it is not of this directory, or cut otherwise than we are."""
         pinned = segment.pin(name.slot, name.generation)
         if pinned is None:
-            return False
+            return None
         try:
             request = read_request(decode_contents(pinned.sections()))
         except DLRoverError as error:
             log.warning("a snapshot of step %d is left out: %s", name.step, error)
-            return False
+            return None
         finally:
             pinned.close()
         num_shards = self._agreement.share.num_shards
-        return request is not None and (request.directory, request.num_shards) == (self._directory, num_shards)
+        is_ours = request is not None and (request.directory, request.num_shards) == (self._directory, num_shards)
+        return request if is_ours else None
 
     def _from_memory(
         self, name: SlotName, names: Sequence[str] | None, into: Mapping[str, object] | None
