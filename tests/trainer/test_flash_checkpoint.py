@@ -268,6 +268,26 @@ def test_a_step_that_is_saved_twice_is_the_newer_of_the_two(make, tmp_path):
     assert_same(make().load_checkpoint(), state_of(2))
 
 
+def test_ranks_that_hold_different_saves_of_a_step_do_not_mix_them(make, monkeypatch, caplog):
+    checkpointer = make()
+    for step in (3, 4):
+        checkpointer.save_checkpoint(step, state_of(step), storage_type=StorageType.MEMORY)
+    agreement = checkpointer._engine.agreement
+    others = {"steps": {3, 4}, "saves": []}
+
+    def common(values):
+        """Another rank has both steps, but step 4 of another save."""
+        if len(values) == 2:
+            return others["steps"] & set(values)
+        others["saves"].append(values[0])
+        return set(values) if len(others["saves"]) > 1 else set()
+
+    monkeypatch.setattr(agreement, "common", common)
+    assert_same(checkpointer.load_checkpoint(), state_of(3))
+    assert "different saves of step 4" in caplog.text
+    assert len(set(others["saves"])) == 2, "each save has a number of its own"
+
+
 def test_old_checkpoints_go_as_the_strategy_says(make, tmp_path):
     checkpointer = make(deletion_strategy=KeepLatest(2))
     for step in (1, 2, 3, 4):
