@@ -30,12 +30,11 @@ from dlrover.protocol.peer_messages import (
     Refused,
     SlotHeader,
 )
-from dlrover.snapshot.checksum import Corrupt
 from dlrover.snapshot.image import Image
 from dlrover.snapshot.index import make_private
 from dlrover.snapshot.mirror import ArrivingSlot, copy_path, copy_paths, read_transfer, remove_copies
 from dlrover.snapshot.persist import SaveRequest, release
-from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName
+from dlrover.snapshot.segment import PinnedSlot, Segment
 from dlrover.snapshot.segment_format import Geometry, Owner, SegmentInvalid, SlotRecord, encode_record, encode_sums
 
 log = logging.getLogger("dlrover.agent")
@@ -102,7 +101,7 @@ class ReplicaStore:
                         self.parity.give(connection, request)
                     case PullPiece():
                         images.give(connection, request)
-            except (Rejected, Corrupt, DLRoverError, OSError) as error:
+            except (DLRoverError, OSError) as error:
                 if isinstance(error, Unavailable) and error.retry_after is None:
                     raise
                 code = error.code if isinstance(error, Rejected) else type(error).__name__.lower()
@@ -265,6 +264,3 @@ def send_slot(connection: Connection, pinned: PinnedSlot, request: SaveRequest, 
 def meta_of(pinned: PinnedSlot) -> memoryview:
     start = pinned.segment.geometry.meta_at(pinned.slot)
     return pinned.segment.view[start : start + pinned.record.meta_length]
-
-
-__all__ = ["NUM_COPIES", "ReplicaStore", "SlotName", "geometry_of", "header_of", "meta_of", "send_slot"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 
 import msgspec
@@ -437,3 +438,37 @@ async def test_parity_is_made_again_in_a_new_round_and_protects_from_the_next_lo
         assert is_right(states_in(lab.homes[new], shard)[1], 1, shard)
         if number == 2:
             lab.lose(lost)
+
+
+async def test_what_comes_when_the_workers_have_started_is_not_put_where_they_look(lab):
+    """It would count as the newest of its shard, though training has gone on without it."""
+    trainers = await two_nodes(lab)
+    for node in (0, 1):
+        await lab.push(node, trainers[node].save(1, num_shards=2, size=100_000))
+    lab.lose(1)
+    lab.start(2)
+    lab.round = Round(2)
+    store = lab.nodes[0]._store
+    original, asked, release_it = store._give, asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def give_late(connection, request):
+        loop.call_soon_threadsafe(asked.set)
+        assert release_it.wait(10)
+        original(connection, request)
+
+    store._give = give_late
+    entering = asyncio.create_task(lab.enter(2))
+    await asyncio.wait_for(asked.wait(), 5)
+    entering.cancel()  # a newer round has begun
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    release_it.set()
+    await asyncio.to_thread(_join_fetchers)
+    assert states_in(lab.homes[2], 1) == {}
+
+
+def _join_fetchers() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("dlrover-fetch"):
+            thread.join(5)
