@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -314,6 +315,9 @@ class _StateRestorer(Restorer):
             if self._is_enough(state, is_whole_somewhere=len(save.shards) == save.num_shards):
                 offers[step] = state
         return offers
+
+    def _save_number(self, name: Any) -> int:
+        return zlib.crc32(name.attempt.encode())
 
     def _is_enough(self, state: SavedState, *, is_whole_somewhere: bool) -> bool:
         if state.is_whole or (is_whole_somewhere and self._wanted is not None):
