@@ -11,7 +11,6 @@ knows, so nothing is lost with a broken stream, and a master that was restarted 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 from msgspec import Struct
@@ -255,6 +254,8 @@ CheckpointReply = SaveDuties
 
 def digest_of_shards(digests: Mapping[int, str]) -> str:
     """One digest over those of all shards' manifests."""
+    import hashlib  # here: the launcher imports this module, too, and must start in milliseconds
+
     total = hashlib.blake2b(digest_size=16)
     for shard in sorted(digests):
         total.update(f"{shard}:{digests[shard]}\n".encode())
