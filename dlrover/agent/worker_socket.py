@@ -181,9 +181,7 @@ class WorkerSocket:
                     task.add_done_callback(asked.discard)
                     await writer.drain()  # who does not read answers need not ask more
 
-    def _pass_on(
-        self, news: OpenSnapshots | SnapshotSaved | SnapshotFailed, writer: asyncio.StreamWriter
-    ) -> None:
+    def _pass_on(self, news: OpenSnapshots | SnapshotSaved | SnapshotFailed, writer: asyncio.StreamWriter) -> None:
         if self._snapshots is None:
             return
         if isinstance(news, OpenSnapshots):

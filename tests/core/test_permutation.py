@@ -31,9 +31,7 @@ def test_the_order_never_changes() -> None:
 
 
 def test_seeds_and_epochs_give_other_orders() -> None:
-    orders = [
-        [Permutation(100, seed, tweak).at(place) for place in range(100)] for seed in (1, 2) for tweak in (0, 1)
-    ]
+    orders = [[Permutation(100, seed, tweak).at(place) for place in range(100)] for seed in (1, 2) for tweak in (0, 1)]
     assert len({tuple(order) for order in orders}) == 4
 
 
