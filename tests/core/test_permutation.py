@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,7 +41,7 @@ def test_seeds_and_epochs_give_other_orders() -> None:
 def test_neighbours_do_not_stay_neighbours(size: int) -> None:
     order = Permutation(size, seed=11)
     numbers = [order.at(place) for place in range(size)]
-    close = sum(abs(one - two) == 1 for one, two in zip(numbers, numbers[1:], strict=False))
+    close = sum(abs(one - two) == 1 for one, two in itertools.pairwise(numbers))
     assert close < 12, "of a random order two are expected, whatever its length"
     average = sum(abs(number - place) for place, number in enumerate(numbers)) / size
     assert size / 4 < average < size / 2.4, "a third of the length in a random order"
