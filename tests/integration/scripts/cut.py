@@ -61,7 +61,7 @@ if args.kills and not (args.folder / f"expected-{rank}.pt").exists():
     os.rename(args.folder / f"expected-{rank}.new", args.folder / f"expected-{rank}.pt")
 
 model, optimizer = build()
-checkpointer = FsdpShardCheckpointer(args.folder / "checkpoints")
+checkpointer = FsdpShardCheckpointer(args.folder / "checkpoints", save_timeout=10)  # a killed rank's shard never comes
 
 extra = checkpointer.load_checkpoint(model, optimizer)
 first = extra["step"] + 1 if extra else 0
