@@ -259,8 +259,20 @@ def _checkpoint_committed(command: CheckpointCommitted, course: Course) -> Reply
     if room.request is not None and number > room.request.number:
         room.request = None
     _settle(course, command.directory, command.attempt, command.step, "")
+    _give_up_older(course, command.directory, order[0])
     _appoint(course)
     return Done()
+
+
+def _give_up_older(course: Course, directory: str, round_: int) -> None:
+    """Of saves of former rounds nobody writes the missing shards any more; who waits for them would wait in vain."""
+    room = course.state.checkpoints
+    for key, each in list(room.attempts.items()):
+        if each.directory == directory and each.round < round_ and not each.is_complete:
+            del room.attempts[key]
+            missing = each.num_shards - len(each.writers)
+            reason = f"{missing} of {each.num_shards} shards were never written, and a newer checkpoint is there"
+            _settle(course, each.directory, each.attempt, each.step, reason)
 
 
 def _checkpoint_failed(command: CheckpointFailed, course: Course) -> Reply:

@@ -432,3 +432,20 @@ def test_nodes_are_named_in_the_topics() -> None:
     answer = scene.job.ask(AwaitSaveDuties(node=NodeId(1), incarnation=scene.agents["a"].incarnation))
     assert isinstance(answer, NotYet)
     assert answer.topic == "save-duties/1"
+
+
+def test_an_incomplete_save_of_a_former_round_ends_with_the_next_checkpoint() -> None:
+    """A worker died between its neighbour's save and its own: nobody shall wait for its shard until the end of the job."""
+    scene = saving("a", "b")
+    scene.wrote("a", 0, step=10)
+    scene.fail("b")
+    for name in ("a", "b"):
+        scene.join(name)
+    scene.wrote("a", 0, step=12)
+    scene.wrote("b", 1, step=12)
+    scene.committed("a", 12)
+    outcomes = {each.attempt: each for each in scene.job.state.checkpoints.settled}
+    assert outcomes["s12"].is_committed
+    assert not outcomes["s10"].is_committed
+    assert "1 of 2 shards were never written" in outcomes["s10"].reason
+    assert not scene.job.state.checkpoints.attempts
