@@ -76,6 +76,10 @@ class Home:
                 locks = ByteLocks(record)
             except FileNotFoundError:
                 continue  # reaped between two of our steps
+            except FileExistsError:
+                if self.path.exists():
+                    raise  # something else has the name
+                continue  # reaped between the two steps of `mkdir`
             is_ours = locks.try_own(_OWNER_BYTE)
             if is_ours and locks.is_at(record):
                 return locks

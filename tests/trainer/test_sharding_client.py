@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from typing import Any
 
 import pytest
@@ -236,6 +238,10 @@ def collect(client: IndexShardingClient, found: Any) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_processes_share_the_records(link: WatchedLink, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        # Another test may have ended the tracker that this process shares with all of them.
+        warnings.simplefilter("ignore")
+        resource_tracker.ensure_running()
     context = multiprocessing.get_context(method)
     monkeypatch.setattr(multiprocessing, "get_context", lambda: context)
     reader = IndexShardingClient(
