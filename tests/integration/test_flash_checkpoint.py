@@ -165,6 +165,7 @@ def newest_step(jobs) -> int:
     return max(steps)
 
 
+@pytest.mark.chaos
 def test_kill_9_at_random_instants_of_saves_never_yields_anything_but_a_whole_step(jobs, tmp_path):
     """Killed from outside, whatever the worker is doing: mostly saving, because that is nearly all it does."""
     job = jobs.start("dlrover-run", "--max-restarts=100", SCRIPT, tmp_path, "100000", "--disk-every", "7")

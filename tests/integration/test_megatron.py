@@ -9,7 +9,7 @@ from tests.integration.jobs import SCRIPTS
 SCRIPT = SCRIPTS / "megatron_lives.py"
 
 
-@pytest.mark.parametrize("kind", ["core", "lm"])
+@pytest.mark.parametrize("kind", ["core", pytest.param("lm", marks=pytest.mark.chaos)])
 def test_a_killed_megatron_job_goes_on_from_memory(jobs, tmp_path, kind):
     if kind == "core":
         pytest.importorskip("megatron.core", reason="pip install 'dlrover[frameworks]'")

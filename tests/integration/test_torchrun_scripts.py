@@ -59,10 +59,15 @@ def files(folder: Path, pattern: str) -> dict[str, str]:
     [
         pytest.param(["--nproc-per-node=2", f"{SCRIPTS}/ddp.py", "FOLDER"], "ddp-*", id="ddp with gloo"),
         pytest.param(
-            ["--standalone", "--nproc_per_node", "2", f"{SCRIPTS}/ddp.py", "FOLDER"], "ddp-*", id="standalone"
+            ["--standalone", "--nproc_per_node", "2", f"{SCRIPTS}/ddp.py", "FOLDER"],
+            "ddp-*",
+            id="standalone",
+            marks=pytest.mark.chaos,
         ),
         pytest.param(["--nproc-per-node=auto", f"{SCRIPTS}/ddp.py", "FOLDER"], "ddp-*", id="nproc auto"),
-        pytest.param(["--nproc-per-node=cpu", f"{SCRIPTS}/ddp.py", "FOLDER"], "ddp-*", id="nproc cpu"),
+        pytest.param(
+            ["--nproc-per-node=cpu", f"{SCRIPTS}/ddp.py", "FOLDER"], "ddp-*", id="nproc cpu", marks=pytest.mark.chaos
+        ),
         pytest.param(
             ["--nproc-per-node=2", "-m", "pkg.module", "FOLDER", "--lr", "1"], "module-*", id="module with arguments"
         ),
@@ -97,7 +102,15 @@ def test_same_environment(jobs, tmp_path, options):
 
 
 @pytest.mark.parametrize(
-    ("how", "code"), [("exception", 1), ("exit", 1), ("sys-exit", 1), ("text", 1), ("SIGSEGV", 1), ("SIGKILL", 1)]
+    ("how", "code"),
+    [
+        ("exception", 1),
+        pytest.param("exit", 1, marks=pytest.mark.chaos),
+        ("sys-exit", 1),
+        pytest.param("text", 1, marks=pytest.mark.chaos),
+        pytest.param("SIGSEGV", 1, marks=pytest.mark.chaos),
+        ("SIGKILL", 1),
+    ],
 )
 def test_same_exit_code(jobs, tmp_path, how, code):
     both(
