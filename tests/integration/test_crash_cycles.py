@@ -1,4 +1,4 @@
-"""Two hundred crashes in one job leak nothing: no descriptor, process, memory, file or segment."""
+"""Two hundred crashes in one job leak nothing (eighty in CI): no descriptor, process, memory, file or segment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from tests.integration.jobs import SCRIPTS, JobFactory, Launched, wait_until
 
-CYCLES = 200
 NUM_SAMPLES = 20
 
 
@@ -33,10 +32,11 @@ def measure(jobs: JobFactory, tmp_path: Path) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_crashes_leak_nothing(jobs, tmp_path):
-    job = jobs.start("dlrover-run", "--nproc-per-node=2", SCRIPTS / "crash_cycles.py", tmp_path, str(CYCLES))
+@pytest.mark.parametrize("cycles", [80, pytest.param(200, marks=pytest.mark.chaos)])
+def test_crashes_leak_nothing(jobs, tmp_path, cycles):
+    job = jobs.start("dlrover-run", "--nproc-per-node=2", SCRIPTS / "crash_cycles.py", tmp_path, str(cycles))
     early = at_life(jobs, tmp_path, job, 20)
-    late = at_life(jobs, tmp_path, job, CYCLES - 30)
+    late = at_life(jobs, tmp_path, job, cycles - 30)
     assert job.wait(120) == 0, job.err
     assert late["processes"] <= early["processes"]
     for name in ("agent fds", "zygote fds", "master fds"):

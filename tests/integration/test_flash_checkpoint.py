@@ -56,6 +56,7 @@ def test_no_step_is_lost_at_a_kill_and_the_weights_are_bit_for_bit_the_same(jobs
         assert_same_weights(weights(tmp_path, rank), expected)
 
 
+@pytest.mark.chaos
 def test_lazy_saves_lose_at_most_the_one_that_was_being_copied_and_ranks_stay_together(jobs, tmp_path):
     kills = [3, 8, 12]
     words = [word for step in kills for word in ("--kill-at", str(step))]
@@ -107,6 +108,7 @@ def test_checkpoints_on_disk_are_plain_files_and_the_last_one_is_there_at_the_en
     assert_same_weights(state["model"], weights(tmp_path))
 
 
+@pytest.mark.chaos
 def test_every_rank_gets_its_own_shard_back(jobs, tmp_path):
     """From memory after a kill, and from storage in the next job; the script checks that it got its own."""
     options = ["--nproc-per-node=2", SCRIPT, tmp_path]
@@ -132,6 +134,7 @@ def test_every_node_keeps_the_state_and_one_of_them_writes_it(jobs, tmp_path):
     assert_same_weights(weights(tmp_path, 0), weights(tmp_path, 1))
 
 
+@pytest.mark.chaos
 def test_a_new_job_goes_on_from_storage(jobs, tmp_path):
     assert jobs.run(SCRIPT, tmp_path, "11", "--disk-every", "10").process.returncode == 0
     job = jobs.run("--nproc-per-node=2", SCRIPT, tmp_path, "15")

@@ -130,6 +130,7 @@ def test_a_standby_gets_the_state_that_every_node_has(jobs, tmp_path):
     assert "snapshots came from other nodes" in standby.err, standby.err
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(150)
 def test_a_replacement_goes_on_from_parity(jobs, tmp_path):
     """Nobody has a whole copy of the lost shard: it is computed from what the two others hold."""

@@ -64,7 +64,9 @@ def files(folder: Path, pattern: str) -> dict[str, str]:
             id="standalone",
             marks=pytest.mark.chaos,
         ),
-        pytest.param(["--nproc-per-node=auto", f"{SCRIPTS}/ddp.py", "FOLDER"], "ddp-*", id="nproc auto"),
+        pytest.param(
+            ["--nproc-per-node=auto", f"{SCRIPTS}/ddp.py", "FOLDER"], "ddp-*", id="nproc auto", marks=pytest.mark.chaos
+        ),
         pytest.param(
             ["--nproc-per-node=cpu", f"{SCRIPTS}/ddp.py", "FOLDER"], "ddp-*", id="nproc cpu", marks=pytest.mark.chaos
         ),
@@ -83,7 +85,13 @@ def test_same_results(jobs, tmp_path, options, pattern):
     assert torchrun
 
 
-@pytest.mark.parametrize("options", [[], ["--max-restarts=2", "--role=trainer"]], ids=["defaults", "role and restarts"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="defaults", marks=pytest.mark.chaos),
+        pytest.param(["--max-restarts=2", "--role=trainer"], id="role and restarts"),
+    ],
+)
 def test_same_environment(jobs, tmp_path, options):
     runs = both(jobs, tmp_path, "--nproc-per-node=2", *options, f"{SCRIPTS}/dump_env.py", "FOLDER", expect_code=0)
     for rank in (0, 1):
@@ -106,7 +114,7 @@ def test_same_environment(jobs, tmp_path, options):
     [
         ("exception", 1),
         pytest.param("exit", 1, marks=pytest.mark.chaos),
-        ("sys-exit", 1),
+        pytest.param("sys-exit", 1, marks=pytest.mark.chaos),
         pytest.param("text", 1, marks=pytest.mark.chaos),
         pytest.param("SIGSEGV", 1, marks=pytest.mark.chaos),
         ("SIGKILL", 1),
