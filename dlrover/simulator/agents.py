@@ -317,7 +317,10 @@ class VirtualAgent:
                         self.sim.store.read(query, body)
                         self.sim.saves.read(self, query, body)
                 case Answer(id=number, body=body):
-                    if number in self.waiting:
+                    is_known = (
+                        connection.master.journal is self.sim.journal
+                    )  # else it was lost meanwhile, and this with it
+                    if number in self.waiting and is_known:
                         self.sim.store.answered(self.waiting[number], body)
                         self.sim.saves.answered(self.waiting[number], body)
                     self._settled(number)
