@@ -177,19 +177,27 @@ def make_private(path: Path) -> None:
 
 
 def _reap(home: Path, now: float, grace: float) -> bool:
-    """The owner's lock is held until the directory is gone, so that no agent can move in meanwhile."""
+    """
+    The owner's lock is held until the directory is gone, so that no agent can move in meanwhile.
+
+    A directory without a record may be an agent's that is about to write it. So the reaper writes one itself and competes for its lock like
+    everybody else; the age is looked at before, because a new record is young.
+    """
     record = home / OWNER_FILE
-    locks = ByteLocks(record) if record.exists() else None
+    had_record = record.exists()
+    if not _is_abandoned(home, record, now, grace):
+        return False
+    os.close(os.open(record, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    locks = ByteLocks(record)
     try:
-        if locks is not None and not locks.try_own(_OWNER_BYTE):
-            return False
-        if not _is_abandoned(home, record, now, grace):
+        if not locks.try_own(_OWNER_BYTE) or not locks.is_at(record):
+            return False  # an agent lives there, or has just moved in
+        if had_record and not _is_abandoned(home, record, now, grace):
             return False
         _remove_home(home)
         return True
     finally:
-        if locks is not None:
-            locks.close()
+        locks.close()
 
 
 def _is_abandoned(home: Path, record: Path, now: float, grace: float) -> bool:
