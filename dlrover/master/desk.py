@@ -35,7 +35,7 @@ from dlrover.master.work import SHORTEST_RETRY, Work
 from dlrover.protocol.codec import Question, Unreadable
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
-from dlrover.protocol.frames import Ack, Beat, FromAgent, Refusal, Request
+from dlrover.protocol.frames import Ack, Beat, FromAgent, Observed, Ordered, Refusal, Request
 from dlrover.protocol.kv_messages import MAX_WAIT
 from dlrover.protocol.messages import (
     MAX_FAILURE_BYTES,
@@ -63,6 +63,7 @@ from dlrover.protocol.messages import (
     TellNode,
 )
 from dlrover.protocol.serving import AgentStream
+from dlrover.protocol.watch_messages import WatchObservation, WatchOrder
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +124,8 @@ class Desk:
         self.finished: asyncio.Future[JobEnd] = asyncio.get_running_loop().create_future()
         self.on_intent: Callable[[LaunchNode | RemoveNode], None] = _no_platform
         """Takes what the job wants of its platform. Set by the service before anything is decided."""
+        self.on_observation: Callable[[WatchObservation, Micros], None] = _unwatched
+        """Takes what nodes tell of themselves besides being alive."""
 
     # The seam towards the wire.
 
@@ -139,6 +142,9 @@ class Desk:
                         with contextlib.suppress(Rejected):  # found silent a moment ago: the core decides, not the beat
                             self._observations.heard(heartbeat, now)
                         self._roster.remind(line, self._clock.elapsed())
+                case Observed(observation=observation):
+                    if (observation.node, observation.incarnation) == (line.node, line.incarnation):
+                        self.on_observation(observation, now)
                 case Ack(number=number):
                     self._roster.acknowledge(line, number)
                 case Unreadable():
@@ -164,6 +170,14 @@ class Desk:
         self._enqueue(work)
         assert work.answer is not None
         return await work.answer
+
+    def order(self, node: NodeId, order: WatchOrder) -> bool:
+        """Tell a node what to do now. False when it is not attached."""
+        line = self._roster.line_of(node)
+        if line is None:
+            return False
+        line.stream.send(Ordered(order))
+        return True
 
     def tell(self, command: Command) -> asyncio.Future[Reply]:
         """
@@ -645,6 +659,10 @@ def _largest(report: ReportFailure) -> int:
         ),
         default=0,
     )
+
+
+def _unwatched(observation: WatchObservation, now: Micros) -> None:
+    """Nobody watches."""
 
 
 def _no_platform(intent: LaunchNode | RemoveNode) -> None:

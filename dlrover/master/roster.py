@@ -69,6 +69,10 @@ class Roster:
         """Known from its first message on."""
         return self._lines.setdefault(stream, Line(stream))
 
+    def line_of(self, node: NodeId) -> Line | None:
+        """The stream that speaks for the node now."""
+        return self._current.get(node)
+
     def attach(self, line: Line, attached: Attached, now: int) -> None:
         """The line now speaks for the node; an older one of the same node no longer does."""
         assert line.node is None, f"a stream of node {line.node} attached again as node {attached.node}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from dlrover.protocol.messages import AgentCommand, Desired, Heartbeat, Query, Reply
+from dlrover.protocol.watch_messages import WatchObservation, WatchOrder
 
 
 class Request(Struct, tag=True, frozen=True, kw_only=True):
@@ -50,7 +51,30 @@ class Beat(Struct, tag=True, frozen=True):
     heartbeat: Heartbeat
 
 
-FromAgent = Request | Ack | Beat
-FromMaster = Answer | Refusal | Push
+class Observed(Struct, tag=True, frozen=True):
+    """Volatile news of a node, besides its heartbeat."""
 
-__all__ = ["Ack", "Answer", "Beat", "FromAgent", "FromMaster", "Push", "Refusal", "Request"]
+    observation: WatchObservation
+
+
+class Ordered(Struct, tag=True, frozen=True):
+    """Volatile, to be done now or never."""
+
+    order: WatchOrder
+
+
+FromAgent = Request | Ack | Beat | Observed
+FromMaster = Answer | Refusal | Push | Ordered
+
+__all__ = [
+    "Ack",
+    "Answer",
+    "Beat",
+    "FromAgent",
+    "FromMaster",
+    "Observed",
+    "Ordered",
+    "Push",
+    "Refusal",
+    "Request",
+]

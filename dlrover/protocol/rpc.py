@@ -24,9 +24,21 @@ from msgspec.structs import replace
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.codec import QUESTION, VERDICT, Question, check_size, decode_from_master
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.frames import Ack, Answer, Beat, FromAgent, FromMaster, Push, Refusal, Request
+from dlrover.protocol.frames import (
+    Ack,
+    Answer,
+    Beat,
+    FromAgent,
+    FromMaster,
+    Observed,
+    Ordered,
+    Push,
+    Refusal,
+    Request,
+)
 from dlrover.protocol.messages import AgentCommand, Attach, Attached, Desired, Heartbeat, Query, Reply
 from dlrover.protocol.transport import AGENT_METHOD, ASK_METHOD, SERVICE, Outbox, call_metadata, open_channel
+from dlrover.protocol.watch_messages import WatchObservation, WatchOrder
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +85,7 @@ class AgentChannel:
 
     `attach` is asked for the presentation at each attempt. `on_attached` is called at each attach, then `on_desired`
     with what it carried; `on_desired` later with each newer level. Both run in the event loop and must not block; what
-    they saw is acknowledged when they return.
+    they saw is acknowledged when they return. `on_order` hears what is to be done now or never.
     """
 
     def __init__(
@@ -85,6 +97,7 @@ class AgentChannel:
         attach: Callable[[], Attach],
         on_attached: Callable[[Attached], None],
         on_desired: Callable[[Desired], None],
+        on_order: Callable[[WatchOrder], None] | None = None,
     ) -> None:
         self._address = address
         self._token = token
@@ -92,6 +105,7 @@ class AgentChannel:
         self._attach = attach
         self._on_attached = on_attached
         self._on_desired = on_desired
+        self._on_order = on_order
         self._last_id = ATTACH_ID
         self._last_sequence = 0
         self._waiting: dict[int, _Waiting] = {}  # in the order of id, which is also that of sequence
@@ -171,6 +185,11 @@ class AgentChannel:
         """Volatile: without a stream it is dropped, attaching says more."""
         if self._outbox is not None:
             self._outbox.put(Beat(heartbeat))
+
+    def observe(self, observation: WatchObservation) -> None:
+        """Volatile like a heartbeat."""
+        if self._outbox is not None:
+            self._outbox.put(Observed(observation))
 
     def outage(self) -> float:
         """Seconds without an attached stream, 0.0 when attached."""
@@ -261,6 +280,9 @@ class AgentChannel:
                 self._hold(number, retry_after, outbox)
             case Push(desired=desired):
                 self._take(desired, outbox)
+            case Ordered(order=order):
+                if self._on_order is not None:
+                    self._on_order(order)
 
     def _accept(self, attached: Attached, outbox: Outbox[FromAgent]) -> None:
         if attached.master_epoch < self._master_epoch:

@@ -1,0 +1,360 @@
+"""
+What watching a job is told in: progress of workers, resources of nodes, looks at a job that stands still, and what follows.
+
+Observations and orders are volatile: they travel beside the heartbeats, are dropped where there is no stream, and nothing may depend on them after
+a restart of the master. What shall change the job is a finding, an ordinary journalled command that carries its evidence.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from msgspec import Struct
+
+from dlrover.protocol.messages import Incarnation, Micros, NodeId, Round
+
+MAX_FRAMES = 64
+"""Of one thread's stack; the innermost ones."""
+MAX_THREADS = 32
+"""Of one process in a dump; the main thread is always among them."""
+MAX_METRICS = 32
+"""Numbers that a worker may report besides its step."""
+MAX_TEXT = 2048
+"""Characters of any sentence, evidence or label that is shown to people."""
+
+
+# Progress: what a worker does now.
+
+
+class Phase(enum.StrEnum):
+    """What a worker's main thread does. Exactly one at a time; the innermost counts."""
+
+    START = "start"
+    """From the fork of the worker to its first batch or step: imports, building the model, restoring."""
+    COMPILE = "compile"
+    """torch.compile at work."""
+    DATA = "data"
+    """Waiting for the next batch."""
+    FORWARD = "forward"
+    """Between batch and backward. What nobody can tell apart is counted here: it is the user's own code."""
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    COLLECTIVE = "collective"
+    """In a collective that was called from Python; those inside backward are counted as backward."""
+    CHECKPOINT = "checkpoint"
+    EVALUATION = "evaluation"
+    END = "end"
+    """The script is over; the interpreter shuts down."""
+
+
+class Collective(Struct, frozen=True, kw_only=True):
+    """The newest collective that a worker called, or is in."""
+
+    sequence: int
+    """Of its process group, growing from 1."""
+    operation: str
+    """`allreduce`, `broadcast`, ..."""
+    group: str = ""
+    """Name of the process group."""
+    shape: str = ""
+    """Of the first tensor, as `float32[128,64]`."""
+    is_inside: bool = False
+    """Not yet returned."""
+
+
+class WorkerProgress(Struct, frozen=True, kw_only=True):
+    local_rank: int
+    global_rank: int
+    pid: int = 0
+    step: int | None = None
+    phase: Phase = Phase.START
+    phase_seconds: float = 0.0
+    """How long it has been in this phase."""
+    seconds: dict[Phase, float] = {}
+    """By phase, since the worker started, on its own monotonic clock. Sums to its age."""
+    step_seconds: float = 0.0
+    """Of the newest whole step."""
+    collective: Collective | None = None
+    metrics: dict[str, float] = {}
+    """What the script reported with its step: loss, grad_norm, ... May be NaN or infinite: that is news too."""
+    is_stalled: bool = False
+    """In this phase for longer than the look threshold it has learned."""
+    digest: str = ""
+    """Of parameters or gradients at `digest_step`, where the canary is on."""
+    digest_step: int | None = None
+
+
+class ProgressReport(Struct, tag=True, frozen=True, kw_only=True):
+    """With each heartbeat, and at once when a worker is found stalled or moves again."""
+
+    node: NodeId
+    incarnation: Incarnation
+    round: Round
+    workers: tuple[WorkerProgress, ...]
+
+
+# Resources.
+
+
+class DeviceSample(Struct, frozen=True, kw_only=True):
+    index: int
+    name: str = ""
+    used_memory_mb: float = 0.0
+    total_memory_mb: float = 0.0
+    utilization: float = 0.0
+    """Percent."""
+    temperature: float | None = None
+    health: str = ""
+    """Empty when well; else what the driver says."""
+
+
+class ProcessSample(Struct, frozen=True, kw_only=True):
+    global_rank: int
+    """-1: the agent and its helpers."""
+    cpu: float = 0.0
+    """Cores in use."""
+    memory_mb: float = 0.0
+    """Resident, of the worker and its children."""
+    processes: int = 1
+
+
+class ResourceReport(Struct, tag=True, frozen=True, kw_only=True):
+    """Of a node, at an adaptive period. What could not be read is absent and named in `troubles`."""
+
+    node: NodeId
+    incarnation: Incarnation
+    cpu: float = 0.0
+    """Cores in use by this job's processes."""
+    cores: float = 0.0
+    """Allowed, by cgroup and affinity."""
+    memory_mb: float = 0.0
+    memory_limit_mb: float = 0.0
+    shm_mb: float = 0.0
+    shm_limit_mb: float = 0.0
+    disk_free_mb: float | None = None
+    disk_read_mb_s: float = 0.0
+    disk_write_mb_s: float = 0.0
+    network_in_mb_s: float = 0.0
+    network_out_mb_s: float = 0.0
+    workers: tuple[ProcessSample, ...] = ()
+    devices: tuple[DeviceSample, ...] = ()
+    troubles: tuple[str, ...] = ()
+    """`GPU is lost`, a driver call that does not return, ..."""
+    clock_jump: float = 0.0
+    """Seconds by which the wall clock moved against the monotonic one since the last report."""
+
+
+# A look: everybody tells what its workers are doing; harmless.
+
+
+class ThreadStack(Struct, frozen=True, kw_only=True):
+    name: str
+    frames: tuple[str, ...]
+    """Innermost first: `file:line function`."""
+    is_main: bool = False
+
+
+class WorkerDump(Struct, frozen=True, kw_only=True):
+    """What one worker is doing. Empty stacks: the process did not answer; the rest needs no help from it."""
+
+    local_rank: int
+    global_rank: int
+    pid: int
+    state: str
+    """The letter of `/proc/PID/stat`: R, S, D, T, t, Z; X for gone."""
+    wait_channel: str = ""
+    kernel_stack: tuple[str, ...] = ()
+    cpu_seconds: float = 0.0
+    """Of the worker and its threads."""
+    io_bytes: int = 0
+    major_faults: int = 0
+    threads: tuple[ThreadStack, ...] = ()
+    native: tuple[str, ...] = ()
+    """Native frames of the main thread, where a sampler is allowed."""
+    progress: WorkerProgress | None = None
+    data_cursor: str = ""
+    children: tuple[str, ...] = ()
+    """Its own processes (data loading): pid, state and wait channel, one line each."""
+    source: str = "faulthandler"
+    """Where the stacks come from; `none` when there are none."""
+
+
+class LookTaken(Struct, tag=True, frozen=True, kw_only=True):
+    """A node's answer to `TakeLook`, once for each of its dumps."""
+
+    node: NodeId
+    incarnation: Incarnation
+    look: int
+    number: int
+    """0 for the first dump, 1 for the second."""
+    workers: tuple[WorkerDump, ...]
+
+
+class NodeEvent(Struct, tag=True, frozen=True, kw_only=True):
+    """Something that happened on a node and that people may want to know: goes into the job's events."""
+
+    node: NodeId
+    incarnation: Incarnation
+    level: str
+    """`info`, `warn` or `error`."""
+    name: str
+    """`snapshot`, `worker-exit`, `log-pattern`, ..."""
+    text: str
+    rank: int | None = None
+    labels: dict[str, str] = {}
+
+
+WatchObservation = ProgressReport | ResourceReport | LookTaken | NodeEvent
+
+
+# Orders: what the master asks of an agent now. Run once, forgotten when they expire.
+
+
+class TakeLook(Struct, tag=True, frozen=True, kw_only=True):
+    """Dump all workers of this round now, and again after `again_after` seconds."""
+
+    look: int
+    round: Round
+    again_after: float = 2.0
+
+
+class WatchOrder(Struct, frozen=True, kw_only=True):
+    """`id` is unique in the life of one master; an agent that has seen it does nothing."""
+
+    id: int
+    expires_in: float
+    order: TakeLook
+
+
+# Findings and verdicts.
+
+
+class FaultClass(enum.StrEnum):
+    """What is wrong, in one word."""
+
+    STOPPED = "stopped"
+    """A process is stopped (SIGSTOP, a debugger)."""
+    DEAD = "dead"
+    DEADLOCK = "deadlock"
+    """A rank waits for something of its own (a lock, a queue) while the others wait for it."""
+    SKIPPED_COLLECTIVE = "skipped-collective"
+    """A rank went past a collective the others are in."""
+    MISMATCHED_COLLECTIVE = "mismatched-collective"
+    """Ranks are in different operations or shapes."""
+    BUSY = "busy"
+    """A rank computes on (an endless loop, the interpreter lock held) while the others wait for it."""
+    DATA_STALL = "data-stall"
+    STORAGE_STALL = "storage-stall"
+    """Uninterruptible sleep, or a read or write that does not return."""
+    NETWORK = "network"
+    STRAGGLER = "straggler"
+    NUMERICS = "numerics"
+    """NaN or infinite loss or gradients."""
+    LOSS_SPIKE = "loss-spike"
+    CORRUPTION = "corruption"
+    """A replica's digest differs from the majority's."""
+    OUT_OF_MEMORY = "out-of-memory"
+    MEMORY_LEAK = "memory-leak"
+    DISK_FULL = "disk-full"
+    PROCESS_LIMIT = "process-limit"
+    CRASH_LOOP = "crash-loop"
+    CLOCK_JUMP = "clock-jump"
+    DEVICE = "device"
+    """An accelerator is lost or sick."""
+    NODE_INCONSISTENCY = "node-inconsistency"
+    UNKNOWN = "unknown"
+
+
+class ActionKind(enum.StrEnum):
+    """From cheap to dear."""
+
+    NONE = "none"
+    NOTIFY = "notify"
+    RESTART_WORKERS = "restart-workers"
+    RELAUNCH_NODE = "relaunch-node"
+    STOP_JOB = "stop-job"
+
+
+class Culprit(Struct, frozen=True, kw_only=True):
+    node: NodeId
+    global_rank: int
+    """-1: the node as a whole."""
+
+
+class Verdict(Struct, frozen=True, kw_only=True):
+    """What a diagnostician concludes, with what it saw and how sure it is."""
+
+    fault: FaultClass
+    diagnostician: str
+    culprits: tuple[Culprit, ...] = ()
+    evidence: tuple[str, ...] = ()
+    """One sentence each."""
+    confidence: float = 0.0
+    """0 to 1."""
+    action: ActionKind = ActionKind.NOTIFY
+    reasoning: str = ""
+    """Why this action and not a cheaper or a dearer one, in one sentence."""
+
+
+class HangFound(Struct, tag=True, frozen=True, kw_only=True):
+    """Journalled: the round stands still, and the verdict says to act. Workers start again (or their node is replaced)."""
+
+    round: Round
+    verdict: Verdict
+    stalled_for: float
+    """Seconds since the newest progress of anybody."""
+
+
+# Goodput.
+
+
+class TimeClass(enum.StrEnum):
+    """Where a second of a node went. Each second is in exactly one."""
+
+    START_UP = "start-up"
+    RENDEZVOUS = "rendezvous"
+    NODE_CHECK = "node-check"
+    COMPUTE = "compute"
+    """New steps. The only good one."""
+    REDO = "redo"
+    """Steps that were done before and lost."""
+    CHECKPOINT = "checkpoint"
+    """Training stood still for a save."""
+    RESTORE = "restore"
+    DATA_WAIT = "data-wait"
+    EVALUATION = "evaluation"
+    HANG = "hang"
+    STRAGGLER_WAIT = "straggler-wait"
+    STOPPING = "stopping"
+    """Workers end after a fault or a change of membership."""
+    DOWN = "down"
+    """The node is gone and its replacement is not there yet."""
+    IDLE = "idle"
+    """Standby, or nothing to do."""
+
+
+class AccountGoodput(Struct, tag=True, frozen=True, kw_only=True):
+    """Journalled, at each change of class and at least every 30 s."""
+
+    node: NodeId
+    class_: TimeClass
+    seconds: float
+    fault: int = 0
+    """Number of the fault that this time is owed to; 0 for none."""
+
+
+# Events: what happened, for people.
+
+
+class JobEvent(Struct, frozen=True, kw_only=True):
+    number: int
+    """Growing from 1 in the life of a job."""
+    at: Micros
+    level: str
+    """`info`, `warn` or `error`."""
+    name: str
+    """`round-started`, `worker-failed`, `hang-found`, `checkpoint-committed`, ..."""
+    text: str
+    node: NodeId | None = None
+    rank: int | None = None
+    labels: dict[str, str] = {}
