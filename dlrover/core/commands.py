@@ -22,6 +22,7 @@ from dlrover.core import (
     fleet_commands,
     fleet_settling,
     fleet_wishes,
+    hangs,
     kv_store,
     node_check,
     sync_points,
@@ -525,5 +526,6 @@ HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
     **sync_points.HANDLERS,
     **checkpoints.HANDLERS,
     **data_books.HANDLERS,
+    **hangs.HANDLERS,
 }
 """A test holds it against the union of commands."""

@@ -256,10 +256,13 @@ class Course:
             elif incident is not None:
                 self.hear_more(incident, first, lived, (failure,))  # others told first that they lost this one
 
-    def begin_incident(self, first: FirstFailure, lived: float, failures: tuple[WorkerFailure, ...]) -> None:
+    def begin_incident(
+        self, first: FirstFailure, lived: float, failures: tuple[WorkerFailure, ...], *, is_node_suspect: bool = False
+    ) -> None:
         """The first report of a round's failures: decide, and open the next round without waiting for the others."""
         state = self.state
         incident = Incident(round=first.round, first=first, began_at=self.now, step=first.step, lived=lived)
+        incident.is_node_suspect = is_node_suspect
         blame.count(incident, failures, first.node_rank, first.host)
         state.restarts.incident = incident
         self._open(StopCause.FAILURE, blame.describe(first))
@@ -312,6 +315,8 @@ class Course:
         if incident.is_node_replaced or not blame.calls_for_another_node(incident, decision):
             return incident.is_node_replaced
         exit_reason = NodeExit.HARDWARE if blame.is_device_fault(failure) else NodeExit.FATAL
+        if incident.is_node_suspect:
+            exit_reason = NodeExit.DIAGNOSED
         if blame.is_out_of_memory(failure):
             exit_reason = NodeExit.OOM
         if not life_cycle.replace_node_of(self, incident.first.node_rank, exit_reason, blame.describe(incident.first)):

@@ -44,6 +44,7 @@ from dlrover.protocol.messages import (
     Stage,
 )
 from dlrover.protocol.peer_messages import AskPeers
+from dlrover.protocol.watch_messages import AskDiagnosis, Diagnosis
 
 __all__ = ["DECISION_VERSION", "HANDLERS", "Job", "JobState", "Origin", "Outcome"]
 
@@ -88,6 +89,8 @@ class Job:
                 return Pong(job_name=self.job_name, master_epoch=self.master_epoch)
             case AskPeers():
                 return self._peers.answer(query, self._state)
+            case AskDiagnosis():
+                return Diagnosis()  # what is watched is no part of the job; the shell knows
             case _:
                 return _ANSWERS[type(query)](query, self._state)
 

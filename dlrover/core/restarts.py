@@ -64,6 +64,8 @@ class Incident(Struct):
     lived: float
     is_member_lost: bool = False
     """A member of the world went too: then workers that only lost a peer have told nothing about themselves."""
+    is_node_suspect: bool = False
+    """A diagnosis says that the node is to blame."""
     is_node_replaced: bool = False
     """The platform gives another node for it, which that budget pays."""
     is_settled: bool = False
@@ -255,7 +257,7 @@ def calls_for_another_node(incident: Incident, decision: Decision) -> bool:
     if is_secondary(failure) or failure.kind is FailureKind.PORT_TAKEN:
         return False  # the node that tells of it is not the one to blame
     is_spent = decision.reason not in (None, ExitReason.CODE_ERROR)
-    return is_spent or is_device_fault(failure)
+    return is_spent or incident.is_node_suspect or is_device_fault(failure)
 
 
 def is_device_fault(failure: WorkerFailure) -> bool:
@@ -319,7 +321,10 @@ def _decide_by_progress(policy: RestartPolicy, restarts: Restarts, incident: Inc
 
 
 def _over_limit(incident: Incident, otherwise: ExitReason) -> ExitReason:
-    return ExitReason.WORKER_OOM if incident.first.failure.kind in _MEMORY else otherwise
+    kind = incident.first.failure.kind
+    if kind is FailureKind.DIAGNOSED:
+        return ExitReason.HANG_ERROR
+    return ExitReason.WORKER_OOM if kind in _MEMORY else otherwise
 
 
 def _how(failure: WorkerFailure) -> str:
@@ -344,6 +349,8 @@ def _how(failure: WorkerFailure) -> str:
             return f"the script cannot run{detail}"
         case FailureKind.STOPPED_BY_US:
             return f"it was stopped by its agent{detail}"
+        case FailureKind.DIAGNOSED:
+            return message or "it stood still"
         case FailureKind.START_FAILED:
             return f"it could not be started{detail}"
         case _:

@@ -14,6 +14,7 @@ from dlrover.core.check_state import NodeCheck
 from dlrover.core.checkpoints import Checkpoints
 from dlrover.core.data_books import DataBooks
 from dlrover.core.fleet import Fleet
+from dlrover.core.hangs import Hangs
 from dlrover.core.kv_store import KvStore
 from dlrover.core.nodes import Nodes
 from dlrover.core.rendezvous import Rendezvous
@@ -22,7 +23,7 @@ from dlrover.core.senders import Senders
 from dlrover.core.sync_points import SyncPoints
 from dlrover.protocol.messages import Detection, JobEnd, JobTerms, Micros, Stage
 
-DECISION_VERSION = 7
+DECISION_VERSION = 8
 """Grows when the same commands would lead to another state: then only the snapshots of a journal can be used."""
 
 
@@ -58,6 +59,7 @@ class JobState(Struct, kw_only=True):
     check: NodeCheck = msgspec.field(default_factory=NodeCheck)
     checkpoints: Checkpoints = msgspec.field(default_factory=Checkpoints)
     data: DataBooks = msgspec.field(default_factory=DataBooks)
+    hangs: Hangs = msgspec.field(default_factory=Hangs)
     fleet: Fleet | None = None
     """None: people start the nodes by hand."""
 

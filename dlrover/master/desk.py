@@ -16,6 +16,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -35,7 +36,7 @@ from dlrover.master.work import SHORTEST_RETRY, Work
 from dlrover.protocol.codec import Question, Unreadable
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
-from dlrover.protocol.frames import Ack, Beat, FromAgent, Observed, Ordered, Refusal, Request
+from dlrover.protocol.frames import Ack, Answer, Beat, FromAgent, Observed, Ordered, Refusal, Request
 from dlrover.protocol.kv_messages import MAX_WAIT
 from dlrover.protocol.messages import (
     MAX_FAILURE_BYTES,
@@ -63,7 +64,7 @@ from dlrover.protocol.messages import (
     TellNode,
 )
 from dlrover.protocol.serving import AgentStream
-from dlrover.protocol.watch_messages import WatchObservation, WatchOrder
+from dlrover.protocol.watch_messages import PastVerdict, WatchObservation, WatchOrder
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +127,12 @@ class Desk:
         """Takes what the job wants of its platform. Set by the service before anything is decided."""
         self.on_observation: Callable[[WatchObservation, Micros], None] = _unwatched
         """Takes what nodes tell of themselves besides being alive."""
+        self.on_decided: list[Callable[[Command, Outcome, Micros], None]] = []
+        """Hear what was decided, when it is durable: for those who watch, and change nothing."""
+        self.answers: dict[type[Query], Callable[[Any], Reply]] = {}
+        """Questions about what is not in the job: others in this process know it."""
+        self.newest_verdict: Callable[[], PastVerdict | None] = _no_verdict
+        """Of the diagnosis, for the status."""
 
     # The seam towards the wire.
 
@@ -165,6 +172,8 @@ class Desk:
             self._wake.set()
 
     async def ask(self, question: Question) -> Reply:
+        if isinstance(question, Query) and (know := self.answers.get(type(question))) is not None:
+            return know(question)
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         work = Work(question, answer=answer, waits_until=self._waits_until(question))
         self._enqueue(work)
@@ -178,6 +187,11 @@ class Desk:
             return False
         line.stream.send(Ordered(order))
         return True
+
+    @property
+    def job(self) -> Job:
+        """To be looked at between two turns, by those who watch: what they see may not be durable yet, so it leaves nobody."""
+        return self._job
 
     def tell(self, command: Command) -> asyncio.Future[Reply]:
         """
@@ -389,6 +403,9 @@ class Desk:
                 reply = self._with_steps(reply)
             work.succeed(reply)
             self._log(outcome)
+            if self.on_decided and not isinstance(work.body, Query):
+                for hear in self.on_decided:
+                    hear(work.body, outcome, now)
             for effect in outcome.effects:
                 match effect:
                     case TellNode(node=node):
@@ -453,7 +470,13 @@ class Desk:
         nodes = (replace(node, step=steps.get(node.node, node.step)) for node in status.nodes)
         in_memory = self._observations.snapshot_steps().values()
         checkpoints = replace(status.checkpoints, snapshot_step=min(in_memory, default=None))
-        return replace(status, nodes=tuple(nodes), checkpoints=checkpoints, now=self._clock.now())
+        return replace(
+            status,
+            nodes=tuple(nodes),
+            checkpoints=checkpoints,
+            newest_verdict=self.newest_verdict(),
+            now=self._clock.now(),
+        )
 
     def _log(self, outcome: Outcome) -> None:
         for verdict in outcome.verdicts:
@@ -543,6 +566,9 @@ class Desk:
         if isinstance(request.body, Attach):
             line.has_presented = True
             self._accept_attach(line, request.id, request.body)
+            return
+        if isinstance(request.body, Query) and (know := self.answers.get(type(request.body))) is not None:
+            line.stream.send(Answer(id=request.id, body=know(request.body)))
             return
         if isinstance(request.body, Query):
             self._enqueue(Work(request.body, line=line, id=request.id, waits_until=self._waits_until(request.body)))
@@ -663,6 +689,10 @@ def _largest(report: ReportFailure) -> int:
 
 def _unwatched(observation: WatchObservation, now: Micros) -> None:
     """Nobody watches."""
+
+
+def _no_verdict() -> PastVerdict | None:
+    return None
 
 
 def _no_platform(intent: LaunchNode | RemoveNode) -> None:

@@ -62,6 +62,7 @@ from dlrover.protocol.identity import Round as Round
 from dlrover.protocol.kv_messages import AnyKvCommand, AnyKvQuery, KvReply
 from dlrover.protocol.peer_messages import AskPeers, Peers
 from dlrover.protocol.sync_messages import AnySyncCommand, AnySyncQuery, SyncReply
+from dlrover.protocol.watch_messages import AskDiagnosis, Diagnosis, PastVerdict, WatchCommand, WatchTerms
 
 PROTOCOL_VERSION = 1
 """Grows when an old peer would misunderstand a new one. New fields with defaults do not count."""
@@ -166,6 +167,7 @@ class JobTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """So many nodes beyond `max_nodes` wait warm, to take the place of a lost one at once."""
     check: CheckTerms | None = None
     """How nodes are checked before they train; None: they are not."""
+    watch: WatchTerms = WatchTerms()
     shutdown_timeout: float = 30.0
     """Seconds that workers have for stopping at the end of the job. The one term that may differ: the first node's counts."""
 
@@ -226,6 +228,8 @@ class FailureKind(enum.StrEnum):
     BAD_SCRIPT = "bad-script"
     """SyntaxError or a missing module before the first step: no restart can help."""
     STOPPED_BY_US = "stopped-by-us"
+    DIAGNOSED = "diagnosed"
+    """It did not end by itself: the master found that it stands still, or harms the job."""
     START_FAILED = "start-failed"
     """The process could not be started at all (interpreter or program missing, fork refused)."""
 
@@ -610,6 +614,7 @@ Command = (
     | ReportCheck
     | AnyCheckpointCommand
     | RequestSave
+    | WatchCommand
 )
 AgentCommand = (
     Attach
@@ -668,7 +673,17 @@ class Ping(Struct, tag=True, frozen=True):
     """Is this a master, of which job, and does it serve?"""
 
 
-Query = AskStatus | Ping | AnyKvQuery | AnySyncQuery | AnyDataQuery | FleetQuery | AnyCheckpointQuery | AskPeers
+Query = (
+    AskStatus
+    | Ping
+    | AnyKvQuery
+    | AnySyncQuery
+    | AnyDataQuery
+    | FleetQuery
+    | AnyCheckpointQuery
+    | AskPeers
+    | AskDiagnosis
+)
 
 
 class Pong(Struct, tag=True, frozen=True, kw_only=True):
@@ -716,11 +731,25 @@ class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
     digest: str = ""
     """Hex of the job's state digest, for comparing a replay with the original."""
     checkpoints: CheckpointStatus = CheckpointStatus()
+    newest_verdict: PastVerdict | None = None
+    """Of the diagnosis; None: nothing was ever wrong."""
     now: Micros = Micros(0)
     """The master's clock when it answered: what the instants in here are to be compared with; 0: not told."""
 
 
-Reply = Done | Attached | Pong | JobStatus | KvReply | SyncReply | DataReply | FleetReply | CheckpointReply | Peers
+Reply = (
+    Done
+    | Attached
+    | Pong
+    | JobStatus
+    | KvReply
+    | SyncReply
+    | DataReply
+    | FleetReply
+    | CheckpointReply
+    | Peers
+    | Diagnosis
+)
 
 
 # Observations: volatile, never journalled.

@@ -11,7 +11,7 @@ import enum
 
 from msgspec import Struct
 
-from dlrover.protocol.messages import Incarnation, Micros, NodeId, Round
+from dlrover.protocol.identity import Incarnation, Micros, NodeId, Round
 
 MAX_FRAMES = 64
 """Of one thread's stack; the innermost ones."""
@@ -165,7 +165,7 @@ class WorkerDump(Struct, frozen=True, kw_only=True):
     wait_channel: str = ""
     kernel_stack: tuple[str, ...] = ()
     cpu_seconds: float = 0.0
-    """Of the worker and its threads."""
+    """Of the worker, its threads and its children: a rank whose data loader computes is not standing still."""
     io_bytes: int = 0
     major_faults: int = 0
     threads: tuple[ThreadStack, ...] = ()
@@ -205,6 +205,41 @@ class NodeEvent(Struct, tag=True, frozen=True, kw_only=True):
 
 
 WatchObservation = ProgressReport | ResourceReport | LookTaken | NodeEvent
+
+
+# Terms of watching.
+
+
+class HangStrategy(enum.IntEnum):
+    """What follows a hang, by the historical numbers."""
+
+    LOG = 0
+    NOTIFY = 1
+    ACT = 2
+
+
+class WatchTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When a job that stands still is looked at, and when something is done about it."""
+
+    strategy: HangStrategy = HangStrategy.ACT
+    hang_timeout: float = 300.0
+    """Seconds without progress after which workers are restarted though nobody can prove that they hang."""
+    longest_timeout: float = 7200.0
+    """The same for phases that are known to take long: start, first step, compilation, evaluation."""
+    pause: float = 5.5
+    """Seconds that a rank may rest, however it looks: shorter pauses without any activity are normal. With evidence of a
+    hang it is acted upon after that; a stopped or dead process needs no such patience."""
+    hangs_per_hour: int = 6
+    """So many times an hour hung workers are restarted; then the job ends, because something else is wrong."""
+    hangs_per_node: int = 2
+    """After so many hangs by the same node within an hour the node is replaced, where the platform can."""
+
+    def __post_init__(self) -> None:
+        for name in ("hang_timeout", "longest_timeout", "pause"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} {getattr(self, name):g}: give a finite number of seconds above 0")
+        if self.hangs_per_hour < 1 or self.hangs_per_node < 1:
+            raise ValueError("hangs_per_hour and hangs_per_node: give numbers of at least 1")
 
 
 # Orders: what the master asks of an agent now. Run once, forgotten when they expire.
@@ -303,6 +338,54 @@ class HangFound(Struct, tag=True, frozen=True, kw_only=True):
     verdict: Verdict
     stalled_for: float
     """Seconds since the newest progress of anybody."""
+
+
+class FaultFound(Struct, tag=True, frozen=True, kw_only=True):
+    """Journalled: something is wrong although the round makes progress, and the verdict says to act."""
+
+    round: Round
+    verdict: Verdict
+
+
+WatchCommand = HangFound | FaultFound
+"""Findings of the master's own shell; nobody outside may send them."""
+
+
+class PastVerdict(Struct, frozen=True, kw_only=True):
+    """A verdict as it is remembered. An episode has one, however long it lasts; `count` says how often it was found again."""
+
+    at: Micros
+    round: Round
+    verdict: Verdict
+    count: int = 1
+    last_at: Micros = Micros(0)
+    """When it was last found; 0: only once."""
+    has_acted: bool = False
+
+
+class Autopsy(Struct, frozen=True, kw_only=True):
+    """One page about a job that stood still, for people."""
+
+    at: Micros
+    round: Round
+    stalled_for: float
+    verdict: Verdict
+    text: str
+    """Markdown."""
+    file: str = ""
+    """Where the master wrote it; empty if it could not."""
+
+
+class AskDiagnosis(Struct, tag=True, frozen=True, kw_only=True):
+    """The newest verdicts, and the newest autopsy."""
+
+    last: int = 50
+
+
+class Diagnosis(Struct, tag=True, frozen=True, kw_only=True):
+    verdicts: tuple[PastVerdict, ...] = ()
+    """Oldest first."""
+    autopsy: Autopsy | None = None
 
 
 # Goodput.

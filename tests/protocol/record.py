@@ -15,8 +15,9 @@ import msgspec
 from msgspec import inspect
 
 from dlrover.protocol.codec import decode_from_agent, decode_from_master
-from dlrover.protocol.frames import Answer, FromAgent, FromMaster, Push, Request
+from dlrover.protocol.frames import Answer, FromAgent, FromMaster, Observed, Ordered, Push, Request
 from dlrover.protocol.messages import AgentCommand, Desired, Query, Reply, Wish
+from dlrover.protocol.watch_messages import WatchObservation
 
 RECORDED = Path(__file__).parent / "recorded"
 FIRST, ADDED = "v1", "v1-added"
@@ -47,7 +48,15 @@ def wishes() -> set[type]:
     return pushed | {type(body.desired.wish) for body in answered if hasattr(body, "desired")}
 
 
+def observed() -> set[type]:
+    return {type(parcel.observation) for parcel in recorded_from_agent() if isinstance(parcel, Observed)}
+
+
 def record_missing() -> None:
+    observations: list[Any] = [Observed(a_sample(kind)) for kind in _missing(WatchObservation.__args__, observed())]
+    _append(f"{ADDED}-from-agent", observations)
+    if not any(isinstance(parcel, Ordered) for parcel in recorded_from_master()):
+        _append(f"{ADDED}-from-master", [a_sample(Ordered)])
     commands = _missing((AgentCommand | Query).__args__, bodies_from_agent())
     requests = [Request(id=1, sequence=1, body=a_sample(kind)) for kind in commands]
     _append(f"{ADDED}-from-agent", requests)

@@ -17,10 +17,12 @@ import pytest
 from dlrover.protocol.codec import decode_from_agent, decode_from_master
 from dlrover.protocol.frames import FromAgent, FromMaster
 from dlrover.protocol.messages import PROTOCOL_VERSION, AgentCommand, Query, Reply, Wish
+from dlrover.protocol.watch_messages import WatchObservation
 from tests.protocol.record import (
     RECORDED,
     bodies_from_agent,
     bodies_from_master,
+    observed,
     recorded_from_agent,
     recorded_from_master,
     wishes,
@@ -49,6 +51,7 @@ def test_every_message_of_the_wire_is_recorded() -> None:
     assert bodies_from_agent() == set((AgentCommand | Query).__args__)
     assert bodies_from_master() == set(Reply.__args__)
     assert wishes() == set(Wish.__args__)
+    assert observed() == set(WatchObservation.__args__)
 
 
 def _subset(actual: Any, like: Any) -> Any:
