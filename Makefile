@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format unit bench bench-quick bench-control-plane bench-node-failover bench-checkpoint chaos clean simulate false-alarms
+.PHONY: help setup demo test lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint chaos clean simulate false-alarms
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ bench-quick: $(STAMP) ## the same in two minutes, torchrun only
 
 bench-control-plane: $(STAMP) ## rendezvous, heartbeats and keys of masters: ours, dlrover 0.6.1's, torch's (about 20 minutes)
 	$(BIN)/python benchmarks/control_plane.py
+
+bench-data: $(STAMP) ## shards, large datasets, samplers and steps: ours, dlrover 0.6.1's, torch's (about 5 minutes)
+	$(BIN)/python benchmarks/data.py
 
 bench-node-failover: $(STAMP) ## one of two nodes killed: ours, torchrun, dlrover 0.6.1 (about 20 minutes)
 	$(BIN)/python benchmarks/node_failover.py

@@ -1,7 +1,7 @@
 """
 An agent without workers: the real stream to the master and the real socket for workers, so that the public clients can be measured.
 
-    python relay_agent.py MASTER RUNTIME_DIR
+    python relay_agent.py MASTER RUNTIME_DIR [WORKERS]
 
 It joins the job as its only node, opens the socket, prints one line of JSON and relays until standard input ends.
 """
@@ -32,7 +32,8 @@ HEARTBEAT = 5.0
 
 
 class RelayAgent:
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, num_workers: int = 16) -> None:
+        self._num_workers = num_workers
         self.node, self.incarnation = NodeId(-1), Incarnation(0)
         self.levels: asyncio.Queue[Desired] = asyncio.Queue()
         self.channel = AgentChannel(
@@ -72,14 +73,18 @@ class RelayAgent:
                         node=self.node,
                         incarnation=self.incarnation,
                         round=wish.round,
-                        local_world_size=16,
+                        local_world_size=self._num_workers,
                         offer="127.0.0.1:1",
                     )
                     await self.channel.call(join, timeout=30)
 
     def _attach(self) -> Attach:
         return Attach(
-            launch="relay", host="127.0.0.1", terms=JobTerms(), local_world_size=16, incarnation=self.incarnation
+            launch="relay",
+            host="127.0.0.1",
+            terms=JobTerms(),
+            local_world_size=self._num_workers,
+            incarnation=self.incarnation,
         )
 
     def _on_attached(self, attached: Attached) -> None:
@@ -87,4 +92,4 @@ class RelayAgent:
 
 
 if __name__ == "__main__":
-    asyncio.run(RelayAgent(sys.argv[1]).serve(sys.argv[2]))
+    asyncio.run(RelayAgent(sys.argv[1], *map(int, sys.argv[3:4])).serve(sys.argv[2]))

@@ -89,10 +89,12 @@ def our_master(folder: Path) -> Iterator[OurMaster]:
 
 
 @contextlib.contextmanager
-def relay_agent(master: OurMaster, folder: Path) -> Iterator[dict[str, str]]:
+def relay_agent(master: OurMaster, folder: Path, *, num_workers: int = 16) -> Iterator[dict[str, str]]:
     """A node of the job whose workers we play: gives what is added to their environment."""
     process = subprocess.Popen(
-        [sys.executable, str(RELAY), master.address, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, str(RELAY), master.address, str(folder), str(num_workers)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert process.stdout is not None
     try:
@@ -124,13 +126,23 @@ def dlrover_061_master(python: Path, folder: Path, *, num_nodes: int) -> Iterato
     command += ["--port", str(port), "--node_num", str(num_nodes)]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            command,
+            cwd=folder,
+            env=peer_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
     try:
         await_listener(port, process, log)
         yield Server(process, f"127.0.0.1:{port}")
     finally:
         end(process, grace=1.0)  # it ends at SIGKILL only
+
+
+def peer_environment() -> dict[str, str]:
+    """It has our package's name: nothing of ours may be found on its path."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def read_line(pipe: IO[bytes], process: subprocess.Popen[bytes]) -> dict[str, int | str]:

@@ -211,7 +211,7 @@ class Settling:
         if duty.is_waiting:
             patience = min(request.save_timeout, self._patience_of_leavers)
             wait_until_complete(request, wait=self._stop.wait, patience=patience)
-        finish(request, digest=duty.digest, is_newest=duty.is_newest)
+        finish(request, digest=duty.digest, is_newest=duty.is_newest, data_state=duty.data_state)
 
     def _commit_by_files(self, request: SaveRequest, is_adopted: bool) -> None:
         try:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dlrover.protocol.check_messages import CheckResult
+from dlrover.protocol.data_messages import DatasetState, Storage
 from dlrover.protocol.fleet_messages import FleetNodeStatus, NodeExit
 from dlrover.protocol.messages import JobStatus, NodeStatus
 
@@ -39,10 +40,34 @@ def show(status: JobStatus, console: Console) -> None:
     for failure in status.distinct_failures:
         where = f"first on node rank {failure.node_rank} ({failure.host})"
         say(f"failed {failure.count} times, {where}: {failure.kind}: {failure.message}")
-    for line in checkpoint_lines(status):
+    for line in [*dataset_lines(status), *checkpoint_lines(status)]:
         say(line)
     if status.end is not None:
         say(f"end: {status.end.reason}: {status.end.message}")
+
+
+def dataset_lines(status: JobStatus) -> list[str]:
+    """How far the data are read; nothing for a job that does not read shards."""
+    return [line for each in status.datasets for line in _dataset_lines(each, status.now)]
+
+
+def _dataset_lines(data: DatasetState, now: int) -> list[str]:
+    spec = data.spec
+    of_epochs = f" of {spec.num_epochs}" if spec.num_epochs > 0 else ""
+    epoch = "" if spec.storage is Storage.STREAM else f"epoch {data.epoch + 1}{of_epochs}, "
+    of_all = f" of {data.num_total} ({100 * data.num_consumed / max(1, data.num_total):.0f} %)"
+    words = [f"{epoch}{data.num_consumed}{of_all if data.num_total >= 0 else ''} records read"]
+    if data.is_complete:
+        words.append("complete")
+    elif data.speed > 0:
+        words.append(f"{data.speed:.0f} records/s{_ago(now, data.consumed_at)}")
+        words += [] if data.remaining is None else [f"about {_span(data.remaining)} left"]
+    if data.num_doing:
+        words.append(f"{data.num_doing} held by {data.num_readers} workers")
+    if data.waived:
+        words.append(f"the rest is left out: {data.waived}")
+    lines = [f"data {spec.name} ({spec.task_type.name.lower()}): {', '.join(words)}"]
+    return lines + [f"data {spec.name}: UNREADABLE, set aside: {each}" for each in data.set_aside]
 
 
 def checkpoint_lines(status: JobStatus) -> list[str]:
@@ -69,12 +94,16 @@ def checkpoint_lines(status: JobStatus) -> list[str]:
 def _ago(now: int, then: int) -> str:
     if not now:
         return ""
-    seconds = max(0, now - then) // 1_000_000
-    if seconds < 120:
-        return f", {seconds} s ago"
-    if seconds < 7200:
-        return f", {seconds // 60} min ago"
-    return f", {seconds // 3600} h {seconds // 60 % 60} min ago"
+    return f", {_span(max(0, now - then) / 1_000_000)} ago"
+
+
+def _span(seconds: float) -> str:
+    whole = int(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min"
+    return f"{whole // 3600} h {whole // 60 % 60} min"
 
 
 def _agents(nodes: tuple[NodeStatus, ...]) -> Table:

@@ -255,7 +255,7 @@ def _checkpoint_committed(command: CheckpointCommitted, course: Course) -> Reply
         for old in list(room.committed)[:-MAX_DIRECTORIES]:
             del room.committed[old]
     room.trouble = None
-    data_books.checkpoint_committed(course, command.step, command.round)
+    data_books.checkpoint_committed(course, command.step, Round(order[0]))
     if room.request is not None and number > room.request.number:
         room.request = None
     _settle(course, command.directory, command.attempt, command.step, "")
@@ -449,7 +449,8 @@ def _duties(query: AwaitSaveDuties, state: JobState) -> Reply | NotYet:
     since = (
         query.since if 0 <= query.since <= room.last_number else 0
     )  # greater: told by a master whose journal was lost
-    commits = tuple(_duty_of(each) for each in room.attempts.values() if each.committer == node and each.duty > since)
+    mine = [each for each in room.attempts.values() if each.committer == node and each.duty > since]
+    commits = tuple(_duty_of(each, data_books.state_for_manifest(state, each.step, each.round)) for each in mine)
     settled = tuple(each for each in room.settled if each.number > since)
     persists = room.breaks.duties_of(node, since)
     request = room.request if room.request is not None and room.request.number > since else None
@@ -461,7 +462,7 @@ def _duties(query: AwaitSaveDuties, state: JobState) -> Reply | NotYet:
     return SaveDuties(number=max(numbers), commits=commits, settled=settled, persists=persists, request=request)
 
 
-def _duty_of(attempt: SaveAttempt) -> CommitCheckpoint:
+def _duty_of(attempt: SaveAttempt, data_state: str) -> CommitCheckpoint:
     return CommitCheckpoint(
         number=attempt.duty,
         directory=attempt.directory,
@@ -472,6 +473,7 @@ def _duty_of(attempt: SaveAttempt) -> CommitCheckpoint:
         digest="" if attempt.num_awaited else digest_of_shards(attempt.digests),
         is_newest=attempt.is_newest,
         is_waiting=attempt.num_awaited > 0,
+        data_state=data_state,
     )
 
 

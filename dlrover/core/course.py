@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from dlrover.core import (
     checkpoints,
     data_books,
+    data_progress,
     fleet_agents,
     fleet_settling,
     fleet_wishes,
@@ -588,6 +589,8 @@ class Course:
     ) -> None:
         state = self.state
         assert state.end is None, f"the job ended twice: {state.end} and {sentence}"
+        if reason is ExitReason.COMPLETED:
+            reason, sentence = self._judge_data(sentence)
         if exit_code is None:
             exit_code = 0 if reason is ExitReason.COMPLETED else EXIT_TRAINING
         state.end_sentence = sentence
@@ -608,6 +611,12 @@ class Course:
         self.say(f"The job ends ({reason.value}): {state.end.message}")
         fleet_settling.job_ended(self)
         self.touch_all()
+
+    def _judge_data(self, sentence: str) -> tuple[ExitReason, str]:
+        """Processes that ended well are not all that a job is about."""
+        if missing := data_progress.unfinished(self.state.data):
+            return ExitReason.DATA_UNFINISHED, f"{sentence} {missing}"
+        return ExitReason.COMPLETED, f"{sentence} {data_progress.left_out(self.state.data)}".rstrip()
 
     def wants_end(self, reason: ExitReason, sentence: str) -> None:
         """The job ends when everything that follows from the command is known."""

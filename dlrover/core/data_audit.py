@@ -57,12 +57,15 @@ class Audit:
         """A command that was applied, and the books after it (which are looked at only after an explicit return)."""
         match command:
             case RegisterDataset(spec=spec) if spec.name not in self._ledgers:
-                self._ledgers[spec.name] = _Ledger(spec)
+                is_returned = datasets[spec.name].num_returns > 0
+                self._ledgers[spec.name] = _Ledger.of_books(datasets[spec.name]) if is_returned else _Ledger(spec)
             case ExchangeShards() if isinstance(reply, ShardsGiven):
                 self._ledgers[command.dataset].exchange(command, reply)
             case RestoreAgreed():
-                for name, ledger in self._ledgers.items():
-                    if ledger.spec.task_type is TaskType.TRAINING:
+                for name, ledger in list(self._ledgers.items()):
+                    if ledger.num_returns != datasets[name].num_returns:
+                        self._ledgers[name] = _Ledger.of_books(datasets[name])
+                    elif ledger.spec.task_type is TaskType.TRAINING:
                         ledger.restore(command, name)
             case RestoreDataset():
                 self._ledgers[command.dataset] = _Ledger.of_books(datasets[command.dataset])
@@ -85,16 +88,17 @@ class _Ledger:
         self._owed: list[Range] | None = None
         """Of the first epoch; None: all of it."""
         self._num_trusted = 0
+        self.num_returns = 0
 
     @classmethod
     def of_books(cls, books: Dataset) -> _Ledger:
         ledger = cls(books.spec)
         ledger._begins_at = books.epoch
-        held = [each.range for each in books.held.values()]
-        ledger._owed = [*books.returned, *held, *([] if books.is_stream else books.fresh_ranges())]
+        ledger._owed = [*books.returned, *books.held_ranges(), *([] if books.is_stream else books.fresh_ranges())]
         ledger._seen = [(step, each) for step, ranges in books.provisional.items() for each in ranges]
         ledger._owed += [each for _, each in ledger._seen]
         ledger._num_trusted = books.num_committed
+        ledger.num_returns = books.num_returns
         ledger._given = {id_: books.shard(id_) for id_ in books.held}
         return ledger
 
@@ -121,18 +125,20 @@ class _Ledger:
 
     def finding(self, books: Dataset) -> Finding:
         seen = sorted((each for _, each in self._seen), key=lambda each: (each.key, each.start))
-        repeated = list(_overlapping(seen))
+        twice = list(_overlapping(seen))
+        # Shards for evaluation and prediction may be given to two workers: whoever is quicker counts.
+        repeated = twice if self.spec.task_type is TaskType.TRAINING else []
         owed = self._owed_until(books)
         open_ = [
             *books.returned,
-            *(held.range for held in books.held.values()),
+            *books.held_ranges(),
             *(each.range for each in books.set_aside),
         ]
         open_ += [] if books.is_stream else books.fresh_ranges()
         missing = _subtract(owed, [*seen, *open_])
         return Finding(
             dataset=self.spec.name,
-            num_seen=sum(each.size for each in seen) - sum(each.size for each in repeated),
+            num_seen=sum(each.size for each in seen) - sum(each.size for each in twice),
             num_owed=sum(each.size for each in owed),
             repeated=tuple(map(_said, repeated)),
             missing=tuple(map(_said, missing)),

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from dlrover.core.data_checkpoint import read_checkpoint, write_checkpoint
+from dlrover.core.data_checkpoint import read_checkpoint, read_states, write_checkpoint, write_states
+from dlrover.core.data_progress import state_of
 from dlrover.core.datasets import Dataset, Reader
 from dlrover.core.turn import NotYet, micros
 from dlrover.protocol.data_messages import (
@@ -25,13 +26,13 @@ from dlrover.protocol.data_messages import (
     MAX_NAME_BYTES,
     MAX_PARTITIONS,
     MAX_SHARDS_AT_ONCE,
+    MAX_STATE_BYTES,
     NO_STEP,
     AskDataCheckpoint,
     AskDataset,
     DataCheckpoint,
     DatasetCommand,
     DatasetSpec,
-    DatasetState,
     ExchangeShards,
     ExtendStream,
     RegisterDataset,
@@ -65,6 +66,10 @@ class DataBooks(Struct):
     restored: dict[Round, int] = {}
     """The step that the ranks of the newest such round restored."""
     round_began_at: Micros = Micros(0)
+    folded: int = NO_STEP
+    """The newest step of a checkpoint in storage: what its model contains is not listed any more."""
+    awaited: dict[str, str] = {}
+    """What the restored checkpoint says of datasets that nobody has registered yet."""
 
     def find(self, name: str) -> Dataset:
         dataset = self.datasets.get(name)
@@ -75,11 +80,6 @@ class DataBooks(Struct):
             )
         return dataset
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether everything is read that the job is about."""
-        return all(each.is_complete for each in self.datasets.values() if each.spec.is_required)
-
 
 # What happens around.
 
@@ -89,6 +89,7 @@ def round_began(course: Course, round_: Round) -> None:
     books = course.state.data
     books.round_began_at = course.now
     for dataset in books.datasets.values():
+        dataset.pace = []
         dataset.end_leases([reader for reader in dataset.all_readers() if reader.round < round_])
 
 
@@ -106,9 +107,25 @@ def checkpoint_committed(course: Course, step: int, round_: Round) -> None:
     for restored_round, restored_step in course.state.data.restored.items():
         if round_ < restored_round:
             step = min(step, restored_step)
+    course.state.data.folded = max(course.state.data.folded, step)
     for dataset in course.state.data.datasets.values():
         if dataset.spec.task_type is TaskType.TRAINING:
             dataset.commit(step)
+
+
+def state_for_manifest(state: JobState, step: int, round_: Round) -> str:
+    """
+    What the model of a save has still to read. Empty: the job reads no shards for training, the ranks went back behind that model, or
+    a later one is in storage already, so that nobody can tell any more.
+    """
+    books = state.data
+    is_given_up = any(
+        round_ < restored_round and step > restored for restored_round, restored in books.restored.items()
+    )
+    if is_given_up or step < books.folded:
+        return ""
+    datasets = [each for each in books.datasets.values() if each.spec.task_type is TaskType.TRAINING]
+    return write_states(datasets, step) if datasets else ""
 
 
 def end_overdue_leases(course: Course, number: int) -> str:
@@ -145,7 +162,10 @@ def _register(command: RegisterDataset, course: Course) -> Reply:
     if len(books.datasets) >= MAX_DATASETS:
         raise Rejected(f"A job has at most {MAX_DATASETS} datasets.", code="data-full")
 
-    books.datasets[command.spec.name] = new_dataset(command.spec, len(books.datasets) + 1)
+    dataset = new_dataset(command.spec, len(books.datasets) + 1)
+    books.datasets[command.spec.name] = dataset
+    if (told := books.awaited.pop(command.spec.name, None)) is not None:
+        _return_to(course, dataset, told)
     return state_of(books.datasets[command.spec.name])
 
 
@@ -170,8 +190,11 @@ def _exchange(command: ExchangeShards, course: Course) -> Reply:
     if known is not None and not is_same_life:
         dataset.end_leases([known])
     reader.heard_at = course.now
+    is_training = dataset.spec.task_type is TaskType.TRAINING
+    if command.consumed or not dataset.pace:
+        dataset.consumed_at = course.now
     for each in command.consumed:
-        dataset.consume(each.shard, each.count, each.step)
+        dataset.consume(each.shard, each.count, each.step if is_training else NO_STEP)
     for error in command.failed:
         if dataset.fail(error.shard, error.message[:MAX_ERROR_BYTES]):
             course.say(
@@ -179,6 +202,9 @@ def _exchange(command: ExchangeShards, course: Course) -> Reply:
                 f"{error.message[:200]}"
             )
     dataset.give_back(command.unused)
+    if command.consumed or not dataset.pace:
+        dataset.note_pace(course.now)
+    dataset.waived = command.waived[:MAX_ERROR_BYTES] or dataset.waived
     given = _give(command, dataset, reader, course)
     if dataset.spec.task_type is not TaskType.TRAINING and dataset.spec.lease > 0 and dataset.num_readers:
         books.lease_looks.setdefault(dataset.number, Micros(course.now + micros(dataset.spec.lease)))
@@ -189,19 +215,27 @@ def _give(command: ExchangeShards, dataset: Dataset, reader: Reader, course: Cou
     shards: list[Shard] = []
     if command.want and not _is_held_back(command, dataset, course):
         shards = dataset.take(reader, command.want)
+    recalled = (*reader.recalled, *dataset.outdone_of(reader.node, reader.local_rank))
     if shards or not command.want:
-        return ShardsGiven(supply=Supply.GIVEN, shards=tuple(shards), recalled=tuple(reader.recalled))
+        return ShardsGiven(supply=Supply.GIVEN, shards=tuple(shards), recalled=recalled)
     if dataset.is_exhausted and not dataset.returned and len(dataset.held) == len(reader.ids):
-        return ShardsGiven(supply=Supply.END)  # what is left is the asker's own: it would wait for itself
-    if dataset.spec.task_type is not TaskType.NONE and not reader.ids:
-        dataset.recall()
-    return ShardsGiven(supply=Supply.WAIT, recalled=tuple(reader.recalled), retry_after=LOOK_AGAIN)
+        return ShardsGiven(
+            supply=Supply.END, recalled=recalled
+        )  # the rest is the asker's own: it would wait for itself
+    if not reader.ids and not dataset.recall() and dataset.spec.task_type is not TaskType.TRAINING:
+        copy = dataset.take_copy(reader)
+        if copy is not None:
+            return ShardsGiven(supply=Supply.GIVEN, shards=(copy,), recalled=recalled)
+    return ShardsGiven(supply=Supply.WAIT, recalled=recalled, retry_after=LOOK_AGAIN)
 
 
 def _is_held_back(command: ExchangeShards, dataset: Dataset, course: Course) -> bool:
     """Whether it is not clear yet which of the consumed records the model of this round contains."""
     books = course.state.data
-    if not command.round or dataset.spec.task_type is not TaskType.TRAINING or not dataset.provisional:
+    if not command.round or dataset.spec.task_type is not TaskType.TRAINING:
+        return False
+    if not dataset.provisional:
+        dataset.restored_round = max(dataset.restored_round, command.round)  # no model has anything to say about it
         return False
     if dataset.restored_round >= command.round or command.round in books.restored:
         return False
@@ -230,15 +264,30 @@ def _restore_agreed(command: RestoreAgreed, course: Course) -> Reply:
         )
     if not -1 <= command.step < _LARGEST:
         raise Rejected(f"A model of step {command.step} cannot be.", code="malformed")
+    if len(command.data_state) > MAX_STATE_BYTES:
+        raise Rejected(f"A data state has at most {MAX_STATE_BYTES} bytes.", code="malformed")
     if known is not None:
         return Done()
 
-    state.data.restored = {command.round: command.step}
-    for name, dataset in state.data.datasets.items():
+    books = state.data
+    books.restored = {command.round: command.step}
+    told = _told_states(command, course)
+    is_behind = command.step < books.folded
+    books.folded = min(books.folded, command.step)
+    books.awaited = {name: text for name, text in told.items() if name not in books.datasets}
+    for name, dataset in list(books.datasets.items()):
         if dataset.spec.task_type is not TaskType.TRAINING:
             continue
-        strange = dataset.restore(command.step, command.claims.get(name, ()))
         dataset.restored_round = command.round
+        if name in told and (command.is_explicit or _is_other(dataset, told[name], command.step)):
+            if _return_to(course, dataset, told[name]):
+                continue
+        elif is_behind and name not in told:
+            course.say(
+                f"The model of step {command.step} is older than a checkpoint in storage, and nothing tells what it had read of {name!r}: "
+                "what was read up to that checkpoint is not read again."
+            )
+        strange = dataset.restore(command.step, command.claims.get(name, ()))
         if strange:
             course.say(
                 f"The model of step {command.step} says that it has seen {len(strange)} ranges of {name!r} that were never given out: "
@@ -247,17 +296,51 @@ def _restore_agreed(command: RestoreAgreed, course: Course) -> Reply:
     return Done()
 
 
+def _told_states(command: RestoreAgreed, course: Course) -> dict[str, str]:
+    """A state that cannot be read must not keep anybody from training: the sentence says what it means."""
+    try:
+        return read_states(command.data_state) if command.data_state else {}
+    except Rejected as error:
+        course.say(f"{error} The books of the datasets count instead.")
+        return {}
+
+
+def _is_other(dataset: Dataset, told: str, step: int) -> bool:
+    """Whether the books, taken back to the step, would differ from what its checkpoint says; of one history both count the same."""
+    later = sum(each.size for at, ranges in dataset.provisional.items() if at > step for each in ranges)
+    try:
+        return read_checkpoint(told, dataset).num_consumed != dataset.num_consumed - later
+    except Rejected:
+        return True
+
+
+def _return_to(course: Course, known: Dataset, content: str) -> bool:
+    """Let the dataset be as the text says; False, with the reason, if that cannot be."""
+    try:
+        restored = read_checkpoint(content, known)
+    except Rejected as error:
+        course.say(f"{error} Dataset {known.spec.name!r} goes on as its books say.")
+        return False
+    # Numbers are never used again: late words must not fit.
+    restored.number, restored.last_id = known.number, known.last_id
+    restored.restored_round, restored.num_returns = known.restored_round, known.num_returns + 1
+    course.state.data.datasets[known.spec.name] = restored
+    course.say(
+        f"Dataset {known.spec.name!r} goes back to where the restored model had read: {restored.num_consumed} records are in it, "
+        f"{known.num_consumed} were read in the books."
+    )
+    return True
+
+
 def _restore_dataset(command: RestoreDataset, course: Course) -> Reply:
     _check_sender(command, course)
     books = course.state.data
     known = books.find(command.dataset)
     restored = read_checkpoint(command.content, known)
 
-    restored.number, restored.last_id = (
-        known.number,
-        known.last_id,
-    )  # numbers are never used again: late words must not fit
-    restored.restored_round = command.round
+    # Numbers are never used again: late words must not fit.
+    restored.number, restored.last_id = known.number, known.last_id
+    restored.restored_round, restored.num_returns = command.round, known.num_returns + 1
     books.datasets[command.dataset] = restored
     return state_of(restored)
 
@@ -296,25 +379,6 @@ def _ask_dataset(query: AskDataset, state: JobState) -> Reply | NotYet:
 
 def _ask_checkpoint(query: AskDataCheckpoint, state: JobState) -> Reply | NotYet:
     return DataCheckpoint(write_checkpoint(state.data.find(query.dataset), query.step))
-
-
-def state_of(dataset: Dataset) -> DatasetState:
-    returned = sum(each.size for each in dataset.returned)
-    return DatasetState(
-        spec=dataset.spec,
-        epoch=dataset.epoch,
-        num_shards=dataset.num_shards,
-        num_todo=dataset.num_fresh + returned,
-        num_doing=sum(held.range.size for held in dataset.held.values()),
-        num_consumed=dataset.num_consumed,
-        num_committed=dataset.num_committed,
-        num_set_aside=sum(each.range.size for each in dataset.set_aside),
-        is_complete=dataset.is_complete,
-        set_aside=tuple(
-            f"records {each.range.start} to {each.range.end} of epoch {each.range.epoch}: {each.message}"
-            for each in dataset.set_aside[:16]
-        ),
-    )
 
 
 # Checks: nothing has changed when one of them fails.
@@ -357,6 +421,8 @@ def _check_exchange(command: ExchangeShards, dataset: Dataset, reader: Reader) -
 
 def _held_by(dataset: Dataset, reader: Reader, id_: int) -> int:
     """Records left of a shard that the reader holds."""
+    if id_ in dataset.outdone_of(reader.node, reader.local_rank):
+        return dataset.outdone[id_].num_left
     if id_ not in reader.ids:
         holder = dataset.held.get(id_)
         whose = "nobody" if holder is None else f"local rank {holder.local_rank} of node {holder.node}"

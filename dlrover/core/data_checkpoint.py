@@ -11,13 +11,14 @@ the records of a shard one by one, when they were shuffled by an order that nobo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from dlrover.core.datasets import Dataset, Range
-from dlrover.protocol.data_messages import NO_STEP
+from dlrover.protocol.data_messages import MAX_STATE_BYTES, NO_STEP
 from dlrover.protocol.errors import Rejected
 
 VERSION = 2
@@ -52,14 +53,39 @@ class _Written(Struct, kw_only=True):
     listings: dict[str, list[int]] = {}
 
 
-def write_checkpoint(dataset: Dataset, step: int = NO_STEP) -> str:
+class _States(Struct, kw_only=True):
+    """Of all datasets, as a checkpoint's manifest carries it."""
+
+    version: int = 1
+    step: int
+    datasets: dict[str, msgspec.Raw]
+
+
+def write_states(datasets: Iterable[Dataset], step: int) -> str:
+    """What a model of this step has not seen of any of them; empty if that is too long to be kept."""
+    texts = {each.spec.name: write_checkpoint(each, step, most_listed=0) for each in datasets}
+    raw = {name: msgspec.Raw(text.encode()) for name, text in texts.items()}
+    whole = msgspec.json.encode(_States(step=step, datasets=raw))
+    return whole.decode() if len(whole) <= MAX_STATE_BYTES else ""
+
+
+def read_states(content: str) -> dict[str, str]:
+    """The dataset checkpoints in it, by name. Raises Rejected."""
+    try:
+        states = msgspec.json.decode(content, type=_States)
+    except msgspec.MsgspecError as error:
+        raise Rejected(f"The data state of the checkpoint cannot be read: {error}.", code="malformed") from error
+    return {name: bytes(raw).decode() for name, raw in states.datasets.items()}
+
+
+def write_checkpoint(dataset: Dataset, step: int = NO_STEP, *, most_listed: int = MOST_LISTED) -> str:
     """What a model of this step has not seen; -1: of the newest."""
     later = [each for at in sorted(dataset.provisional) if NO_STEP < step < at for each in dataset.provisional[at]]
-    doing = sorted([*later, *(held.range for held in dataset.held.values())], key=_in_order)
+    doing = sorted([*later, *dataset.held_ranges()], key=_in_order)
     ranges = [*doing, *reversed(dataset.returned)]
     todo = [each for each in reversed(dataset.returned) if each.epoch == dataset.epoch]
     fresh = dataset.num_shards - dataset.cursor
-    if fresh + len(ranges) <= MOST_LISTED:
+    if fresh + len(ranges) <= most_listed:
         todo += dataset.fresh_ranges()
     spec = dataset.spec
     written = _Written(

@@ -29,6 +29,11 @@ from dlrover.protocol.messages import Micros
 
 MOST_RECALLED = 16
 """Shards that are asked back at once of one worker."""
+SLOW = 2
+"""So many times what a shard usually takes: who needs longer is helped by who has nothing to do."""
+MOST_OUTDONE = 4096
+PACE_MARKS, PACE_INTERVAL = 12, 5_000_000
+"""How many points of the recent past the speed of reading is told from, and how many microseconds they are apart."""
 
 
 class Reader(Struct):
@@ -69,11 +74,37 @@ class Held(Struct):
     node: NodeId
     local_rank: int
     is_begun: bool = False
+    given_at: Micros = Micros(0)
+    twin: int = 0
+    """The other copy, if a second worker got the same because this one is slow."""
+    counted_to: int = -1
+    """Of a copy: up to where the records count as consumed already, whoever read them."""
+
+    @property
+    def open(self) -> Range:
+        """What nobody has reported."""
+        whole = self.range
+        return Range(whole.epoch, max(whole.start, self.counted_to), whole.end, whole.partition, whole.listing)
+
+
+class Outdone(Struct):
+    """A copy whose twin was quicker: what its reader still says of it is heard and changes nothing."""
+
+    node: NodeId
+    local_rank: int
+    num_left: int
 
 
 class SetAside(Struct, frozen=True, array_like=True):
     range: Range
     message: str
+
+
+class Mark(Struct, frozen=True, array_like=True):
+    """How far the reading was at some time."""
+
+    at: Micros
+    num_consumed: int
 
 
 class Dataset(Struct):
@@ -106,6 +137,16 @@ class Dataset(Struct):
     listings: dict[int, tuple[int, ...]] = {}
     restored_round: Round = Round(0)
     """The newest round whose workers said which model they go on with."""
+    pace: list[Mark] = []
+    """Of this round, the oldest first."""
+    consumed_at: Micros = Micros(0)
+    waived: str = ""
+    """Why the rest is left unread on purpose."""
+    num_returns: int = 0
+    """How often the books were replaced by what a checkpoint says."""
+    typical: int = 0
+    """Microseconds from the giving of a shard to its end, lately."""
+    outdone: dict[int, Outdone] = {}
 
     # What there is.
 
@@ -160,6 +201,21 @@ class Dataset(Struct):
         indices = [order.at(place) if self._shuffles_shards else place for place in range(self.cursor, self.num_shards)]
         return [self._shard_range(index) for index in indices]
 
+    # How fast it goes.
+
+    def note_pace(self, now: Micros) -> None:
+        self.consumed_at = now
+        if not self.pace or now - self.pace[-1].at >= PACE_INTERVAL:
+            self.pace.append(Mark(now, self.num_consumed))
+            del self.pace[:-PACE_MARKS]
+
+    @property
+    def speed(self) -> float:
+        """Records a second."""
+        if not self.pace or self.consumed_at <= self.pace[0].at:
+            return 0.0
+        return (self.num_consumed - self.pace[0].num_consumed) * 1e6 / (self.consumed_at - self.pace[0].at)
+
     # Handing out.
 
     def reader(self, node: NodeId, local_rank: int) -> Reader | None:
@@ -176,13 +232,43 @@ class Dataset(Struct):
             if found is None:
                 break
             self.last_id += 1
-            self.held[self.last_id] = Held(found, reader.node, reader.local_rank)
-            reader.ids[self.last_id] = None
-            given.append(self.shard(self.last_id))
-            if len(reader.ids) == 1:
-                self.readers.setdefault(reader.node, {})[reader.local_rank] = reader
-                self.num_readers += 1
+            given.append(self._hand(found, reader))
         return given
+
+    def take_copy(self, reader: Reader) -> Shard | None:
+        """
+        Nobody has anything left but what is being read: a second copy of what a slow worker holds for longest. Whoever is through with it
+        first counts. Not for training: a model must not see a record twice.
+        """
+        slow = SLOW * self.typical
+        late = [
+            (held.given_at, id_)
+            for id_, held in self.held.items()
+            if not held.twin and id_ not in reader.ids and reader.heard_at - held.given_at > slow
+        ]
+        if self.is_stream or not self.typical or not late:
+            return None
+        _, id_ = min(late)
+        held = self.held[id_]
+        held.counted_to = held.range.start
+        self.last_id += 1
+        copy = self._hand(held.range, reader)
+        held.twin, self.held[copy.id].twin = copy.id, id_
+        self.held[copy.id].counted_to = held.counted_to
+        return copy
+
+    def _hand(self, found: Range, reader: Reader) -> Shard:
+        """Under the newest number."""
+        self.held[self.last_id] = Held(found, reader.node, reader.local_rank, given_at=reader.heard_at)
+        reader.ids[self.last_id] = None
+        if len(reader.ids) == 1:
+            self.readers.setdefault(reader.node, {})[reader.local_rank] = reader
+            self.num_readers += 1
+        return self.shard(self.last_id)
+
+    def held_ranges(self) -> list[Range]:
+        """What is given and not reported, each record once."""
+        return [held.open for id_, held in self.held.items() if not held.twin or id_ < held.twin]
 
     def shard(self, id_: int) -> Shard:
         found = self.held[id_].range
@@ -207,23 +293,57 @@ class Dataset(Struct):
 
     def consume(self, id_: int, count: int, step: int) -> None:
         """The caller has checked who holds it and how much is left."""
+        if id_ in self.outdone:
+            self.outdone[id_].num_left -= count
+            if not self.outdone[id_].num_left:
+                del self.outdone[id_]
+            return
         held = self.held[id_]
         whole = held.range
         taken = Range(whole.epoch, whole.start, whole.start + count, whole.partition, whole.listing)
         held.range = Range(whole.epoch, whole.start + count, whole.end, whole.partition, whole.listing)
         held.is_begun = True
         self.readers[held.node][held.local_rank].recalled.pop(id_, None)
+        if held.counted_to >= 0:
+            taken = self._count_copy(held, taken)
         if not held.range.size:
             self._let_go(id_)
+            self._note_duration(self.consumed_at - held.given_at)
+            if held.twin:
+                self._outdo(held.twin)
         self.num_consumed += taken.size
         if step == NO_STEP:
             self.num_committed += taken.size
         else:
             _append(self.provisional.setdefault(step, []), taken)
 
+    def _note_duration(self, micros: int) -> None:
+        self.typical = max(1, micros if not self.typical else (7 * self.typical + micros) // 8)
+
+    def _count_copy(self, held: Held, taken: Range) -> Range:
+        """What of it nobody has reported before. Both copies know from now on."""
+        start = min(max(taken.start, held.counted_to), taken.end)
+        for each in (held, self.held[held.twin]) if held.twin else (held,):
+            each.counted_to = max(each.counted_to, taken.end)
+        return Range(taken.epoch, start, taken.end, taken.partition, taken.listing)
+
+    def _outdo(self, id_: int) -> None:
+        held = self.held[id_]
+        held.twin = 0
+        self.outdone[id_] = Outdone(held.node, held.local_rank, held.range.size)
+        self._let_go(id_)
+        for old in list(self.outdone)[:-MOST_OUTDONE]:
+            del self.outdone[old]
+
+    def outdone_of(self, node: NodeId, local_rank: int) -> list[int]:
+        return [id_ for id_, each in self.outdone.items() if (each.node, each.local_rank) == (node, local_rank)]
+
     def fail(self, id_: int, message: str) -> bool:
         """Its data cannot be read. True: once too often, it is set aside."""
-        failed = self._let_go(id_)
+        left = self._take_back(id_)
+        if not left:
+            return False
+        [failed] = left
         key = f"{failed.epoch}/{failed.partition}/{failed.listing}/{failed.start}"
         self.errors[key] = self.errors.get(key, 0) + 1
         if self.errors[key] > self.spec.max_errors:
@@ -234,11 +354,42 @@ class Dataset(Struct):
         return False
 
     def give_back(self, ids: Iterable[int]) -> None:
-        self._return([self._let_go(id_) for id_ in ids])
+        """What was asked back for idle workers comes in halves: there may be several of them."""
+        whole, halves = [], []
+        for id_ in ids:
+            is_recalled = id_ in self.held and id_ in self._reader_of(id_).recalled
+            for each in self._take_back(id_):
+                middle = each.start + -(-each.size // (2 * self.spec.batch_size)) * self.spec.batch_size
+                if is_recalled and each.start < middle < each.end and not each.listing:
+                    halves.append(Range(each.epoch, middle, each.end, each.partition))
+                    each = Range(each.epoch, each.start, middle, each.partition)
+                whole.append(each)
+        self._return(halves)
+        self._return(whole)
+
+    def _reader_of(self, id_: int) -> Reader:
+        held = self.held[id_]
+        return self.readers[held.node][held.local_rank]
+
+    def _take_back(self, id_: int) -> list[Range]:
+        """What has to be given to somebody else: nothing of a copy that another still reads."""
+        if self.outdone.pop(id_, None) is not None:
+            return []
+        held = self.held[id_]
+        self._let_go(id_)
+        if not held.twin:
+            return [held.open]
+        self.held[held.twin].twin = 0
+        return []
 
     def end_leases(self, readers: Iterable[Reader]) -> int:
         """Of workers that are gone. How many shards came back."""
-        ids = [id_ for reader in readers for id_ in reader.ids]
+        gone = list(readers)
+        ids = [id_ for reader in gone for id_ in reader.ids]
+        for reader in gone:
+            reader.recalled.clear()
+            for id_ in self.outdone_of(reader.node, reader.local_rank):
+                del self.outdone[id_]
         self.give_back(ids)
         return len(ids)
 
@@ -258,6 +409,7 @@ class Dataset(Struct):
         undone = [each for later in sorted(self.provisional) if later > step for each in self.provisional[later]]
         self.provisional = {at: ranges for at, ranges in self.provisional.items() if at <= step}
         self.num_consumed -= sum(each.size for each in undone)
+        self.pace, self.waived = [], ""
         self._return([*undone, *(self._let_go(id_) for id_ in list(self.held))])
         return [claim for claim in claims if claim.step <= step and not self._claim(claim)]
 

@@ -14,7 +14,7 @@ from collections.abc import Container
 import msgspec
 from msgspec.structs import replace
 
-from dlrover.core import checkpoints, data_books, fleet_commands, kv_store, sync_points
+from dlrover.core import checkpoints, data_books, data_progress, fleet_commands, kv_store, sync_points
 from dlrover.core.commands import HANDLERS, check_sender
 from dlrover.core.course import Course, pending, standby, suspects
 from dlrover.core.deadlines import next_deadline, passed_deadlines
@@ -146,6 +146,7 @@ class Job:
             shortage="" if state.fleet is None else state.fleet.verdict,
             digest=self.digest().hex(),
             checkpoints=state.checkpoints.status(),
+            datasets=data_progress.progress(state.data),
         )
 
     def _why(self) -> str:

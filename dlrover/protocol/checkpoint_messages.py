@@ -179,6 +179,8 @@ class CommitCheckpoint(Struct, frozen=True, kw_only=True):
     """Some shards are still being written by nodes that have left and cannot report them: wait for their files."""
     is_newest: bool = True
     """False: a newer state was committed before. It becomes a checkpoint, and the trackers stay."""
+    data_state: str = ""
+    """What its model has still to read, for the manifest; empty: the job reads no shards, or nobody can say it any more."""
 
 
 class PersistSnapshot(Struct, frozen=True, kw_only=True):

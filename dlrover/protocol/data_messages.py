@@ -15,13 +15,15 @@ import enum
 
 from msgspec import Struct
 
-from dlrover.protocol.identity import Incarnation, NodeId, Round
+from dlrover.protocol.identity import Incarnation, Micros, NodeId, Round
 
 MAX_DATASETS = 256
 MAX_NAME_BYTES = 256
 MAX_SHARDS_AT_ONCE = 1024
 MAX_PARTITIONS = 4096
 MAX_ERROR_BYTES = 1024
+MAX_STATE_BYTES = 1 << 20
+"""Of the state of all datasets in a checkpoint's manifest."""
 NO_STEP = -1
 """Consumed for good, whatever model contains it: of scripts that do not tell their steps."""
 
@@ -62,8 +64,10 @@ class DatasetSpec(Struct, frozen=True, kw_only=True):
     task_type: TaskType = TaskType.TRAINING
     partitions: dict[str, int] = {}
     """Of a stream: the first offset of each."""
-    is_required: bool = True
-    """Whether the job is complete only when it is consumed."""
+    is_required: bool | None = None
+    """Whether a job whose workers leave it unread has failed. None: if it is for training."""
+    is_bad_data_skipped: bool = False
+    """Whether a job may complete although shards of it could not be read and were set aside."""
     lease: float = 1800.0
     """
     Seconds after which a shard for evaluation or prediction is taken from a worker that was not heard of; 0: never. A shard for
@@ -126,6 +130,8 @@ class ExchangeShards(DatasetCommand, tag=True, frozen=True, kw_only=True):
     unused: tuple[int, ...] = ()
     """Shards that go back with what is left of them: nobody here will read it."""
     want: int = 0
+    waived: str = ""
+    """Why the rest of the dataset is left unread on purpose: then the job may end without it."""
 
 
 class Claim(Struct, frozen=True, array_like=True):
@@ -148,6 +154,10 @@ class RestoreAgreed(DataCommand, tag=True, frozen=True, kw_only=True):
     step: int
     claims: dict[str, tuple[Claim, ...]] = {}
     """By dataset: what the model contains, and a message about it may have been lost. The restored state carries it."""
+    data_state: str = ""
+    """What the manifest of a restored checkpoint says of all datasets, for books that know less or more than its model."""
+    is_explicit: bool = False
+    """Somebody named the checkpoint to go back to: its word counts, whatever the books say."""
 
 
 class RestoreDataset(DatasetCommand, tag=True, frozen=True, kw_only=True):
@@ -212,6 +222,18 @@ class DatasetState(Struct, tag=True, frozen=True, kw_only=True):
     is_complete: bool = False
     set_aside: tuple[str, ...] = ()
     """A sentence for each shard that failed too often."""
+    num_total: int = -1
+    """Records of all epochs; -1: endless, or not known yet."""
+    num_readers: int = 0
+    """Workers that hold something."""
+    speed: float = 0.0
+    """Records a second, over about the last minute of reading in this round."""
+    remaining: float | None = None
+    """Seconds until the end at that speed; None: nobody can say."""
+    consumed_at: Micros = Micros(0)
+    """When something was last reported as read, on the master's clock."""
+    waived: str = ""
+    """Why the rest is left unread on purpose; empty: it is not."""
 
 
 class DataCheckpoint(Struct, tag=True, frozen=True):

@@ -35,7 +35,7 @@ from dlrover.protocol.checkpoint_messages import (
     SnapshotFailed,
     SnapshotSaved,
 )
-from dlrover.protocol.data_messages import AnyDataCommand, AnyDataQuery, DataReply
+from dlrover.protocol.data_messages import AnyDataCommand, AnyDataQuery, DataReply, DatasetState
 from dlrover.protocol.fleet_messages import (
     FleetCommand,
     FleetEffect,
@@ -209,6 +209,8 @@ class ExitReason(enum.StrEnum):
     NODE_CHECK_FAILED = "NodeCheckFailed"
     UNKNOWN_ERROR = "UnknownError"
     HANG_ERROR = "HangError"
+    DATA_UNFINISHED = "DataUnfinished"
+    """The workers ended well and left training data unread, or some of it could not be read."""
 
 
 class FailureKind(enum.StrEnum):
@@ -735,6 +737,8 @@ class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
     """Of the diagnosis; None: nothing was ever wrong."""
     now: Micros = Micros(0)
     """The master's clock when it answered: what the instants in here are to be compared with; 0: not told."""
+    datasets: tuple[DatasetState, ...] = ()
+    """Of dynamic sharding, in the order of their registration; without the partitions of streams."""
 
 
 Reply = (

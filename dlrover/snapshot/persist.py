@@ -212,7 +212,7 @@ def is_complete(request: SaveRequest) -> bool:
     return found >= set(range(request.num_shards)) or committed_manifest(storage, attempt) is not None
 
 
-def finish(request: SaveRequest, *, digest: str = "", is_newest: bool = True) -> Committed:
+def finish(request: SaveRequest, *, digest: str = "", is_newest: bool = True, data_state: str = "") -> Committed:
     """Commit, link the files where the caller wants them, delete what the retention gives up. See `commit` for the rest."""
     storage = request.open_storage()
     trackers = [Tracker(name, content) for name, content in request.trackers.items()]
@@ -221,6 +221,7 @@ def finish(request: SaveRequest, *, digest: str = "", is_newest: bool = True) ->
         request.as_attempt(),
         range(request.num_shards),
         trackers=trackers,
+        data_state=data_state,
         digest=digest,
         is_newest=is_newest,
     )

@@ -7,6 +7,7 @@ anybody takes a shard.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
 import weakref
@@ -32,6 +33,12 @@ feeds: weakref.WeakSet[ShardFeed] = weakref.WeakSet()
 """Of this process."""
 
 
+@atexit.register
+def _say_last_words() -> None:
+    for feed in list(feeds):
+        feed.at_exit()
+
+
 def confirm() -> bool:
     """
     Have everything confirmed that this rank consumed; whether it is. A snapshot of a model whose reports could still be lost must not be
@@ -42,11 +49,17 @@ def confirm() -> bool:
     return all(is_confirmed)
 
 
-def restored(step: int | None, *, link: Link | None = None) -> None:
-    """The ranks of this round go on with the model of this step; None: from scratch. One rank says it for all."""
+def restored(step: int | None, *, data_state: str = "", is_explicit: bool = False, link: Link | None = None) -> None:
+    """
+    The ranks of this round go on with the model of this step; None: from scratch. One rank says it for all.
+
+    `data_state` is what the manifest of its checkpoint says; with `is_explicit` the data go back to that in any case.
+    """
     where = environment.current()
     told = RestoreAgreed(
         step=-1 if step is None else step,
+        data_state=data_state,
+        is_explicit=is_explicit,
         round=Round(0) if where is None else where.round,
         local_rank=0 if where is None else where.local_rank,
     )

@@ -50,6 +50,8 @@ FEWEST_AHEAD, MOST_AHEAD = 2, 512
 _WORTH = 0.5
 """Seconds of reading that are kept ahead."""
 _LONGEST_PAUSE = 5.0
+_LAST_WORDS = 5.0
+"""Seconds that the end of a process waits for the master to hear what was read."""
 
 
 class DataUnavailable(DLRoverError):
@@ -84,6 +86,7 @@ class ShardFeed:
         self._consumed: list[Consumption] = []
         self._failed: list[ShardError] = []
         self._unused: list[int] = []
+        self._waived = ""
         self._unanswered: list[Claim] = []
         """Consumption that the master has not confirmed."""
         self._done: dict[int, int] = {}
@@ -157,6 +160,12 @@ class ShardFeed:
                     self._forget(shard)
             self._news.notify_all()
 
+    def waive(self, reason: str) -> None:
+        """The rest is left unread on purpose: the job does not fail for it."""
+        with self._live():
+            self._waived = reason
+            self._news.notify_all()
+
     # Around reading.
 
     def unanswered(self) -> list[Claim]:
@@ -195,6 +204,11 @@ class ShardFeed:
         self._begin()
         return reply
 
+    def at_exit(self) -> None:
+        """The process ends: what was read but not told yet would be read again."""
+        if self._pid == os.getpid() and self._thread is not None and not self._is_closed:
+            self.flush(timeout=_LAST_WORDS)
+
     def close(self) -> None:
         """Tell what is to be told and give back what is not needed; a moment is given to that."""
         if self._pid != os.getpid():
@@ -204,14 +218,14 @@ class ShardFeed:
             self._unused += list(self._taken)
             self._queue.clear()
             self._taken.clear()
-        self.flush(timeout=5.0)
+        self.flush(timeout=_LAST_WORDS)
         self._stop()
 
     # Inside.
 
     @property
     def _has_news(self) -> bool:
-        return bool(self._consumed or self._failed or self._unused)
+        return bool(self._consumed or self._failed or self._unused or self._waived)
 
     @property
     def _num_wanted(self) -> int:
@@ -273,9 +287,10 @@ class ShardFeed:
                 consumed=tuple(self._consumed),
                 failed=tuple(self._failed),
                 unused=tuple(self._unused),
+                waived=self._waived,
                 want=0 if self._is_closed else self._num_wanted,
             )
-            self._consumed, self._failed, self._unused = [], [], []
+            self._consumed, self._failed, self._unused, self._waived = [], [], [], ""
             self._told = len(self._unanswered)
             return message
 

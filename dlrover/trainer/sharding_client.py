@@ -84,8 +84,14 @@ class ShardingClient:
         seed: int = 0,
         partitions: dict[str, int] | None = None,
         ahead: int = 0,
+        must_finish: bool | None = None,
+        skip_bad_data: bool = False,
         link: Link | None = None,
     ) -> None:
+        """
+        `must_finish`: whether a job that leaves records unread has failed; None: if they are for training. `skip_bad_data`: the job may
+        complete although some records could not be read.
+        """
         if storage_type not in _STORAGES:
             raise ConfigError(
                 f"storage_type {storage_type!r} is not known; it is one of {', '.join(repr(name) for name in _STORAGES)}."
@@ -102,6 +108,8 @@ class ShardingClient:
             storage=_STORAGES[storage_type],
             task_type=TaskType(task_type),
             partitions=partitions or {},
+            is_required=must_finish,
+            is_bad_data_skipped=skip_bad_data,
         )
         self._feed = ShardFeed(self._spec, link=link, ahead=ahead)
         self._lock = threading.Lock()
@@ -128,6 +136,7 @@ class ShardingClient:
     def get_task(self, timeout: float | None = None) -> Task | None:
         with self._lock:
             if self._max_shards and self._num_fetched >= self._max_shards:
+                self._feed.waive("every rank takes equally many shards")
                 return None
         lease = self._feed.take(timeout)
         if lease is None:
@@ -208,6 +217,11 @@ class ShardingClient:
             self._left.clear()
             self._num_fetched = 0
         self._feed.restore(text)
+
+    def stop_early(self, reason: str = "training stopped early") -> None:
+        """The rest of the data is left unread on purpose: the job completes without it."""
+        self._feed.waive(reason)
+        self._feed.flush()
 
     def close(self) -> None:
         """Give back what was not read. At the end of the process the node's end does the same, later."""

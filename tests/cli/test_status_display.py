@@ -8,6 +8,7 @@ from rich.console import Console
 
 from dlrover.cli.status_display import show
 from dlrover.protocol.checkpoint_messages import CheckpointStatus, CheckpointTrouble, CommittedCheckpoint
+from dlrover.protocol.data_messages import DatasetSpec, DatasetState
 from dlrover.protocol.fleet_messages import FleetNodeStatus, NodeExit, NodePhase, NodeType
 from dlrover.protocol.messages import (
     Incarnation,
@@ -101,3 +102,25 @@ def test_checkpoints_are_shown_with_their_age_and_the_last_trouble() -> None:
     assert "checkpoints being written: 1" in text
     assert "step 110 in /shared/run on here, 100 s ago, 3 times in a row: [Errno 28] No space left" in text
     assert "2 h 1 min ago" in shown(checkpoints=checkpoints, now=Micros((7260 + 40) * 1_000_000))
+
+
+def test_the_reading_of_data_is_shown() -> None:
+    data = DatasetState(
+        spec=DatasetSpec(name="clicks", size=500, shard_size=10, num_epochs=2),
+        epoch=1,
+        num_shards=50,
+        num_todo=360,
+        num_doing=20,
+        num_consumed=620,
+        num_committed=600,
+        num_total=1000,
+        num_readers=2,
+        speed=2.0,
+        remaining=190.0,
+        consumed_at=Micros(70_000_000),
+        set_aside=("records 0 to 10 of epoch 0: broken",),
+    )
+    text = " ".join(shown(datasets=(data,), now=Micros(75_000_000)).split())
+    assert "data clicks (training): epoch 2 of 2, 620 of 1000 (62 %) records read, 2 records/s, 5 s ago" in text
+    assert "about 3 min left, 20 held by 2 workers" in text
+    assert "UNREADABLE, set aside: records 0 to 10 of epoch 0: broken" in text

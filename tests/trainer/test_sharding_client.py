@@ -183,6 +183,15 @@ def test_synchronous_workers_take_equal_numbers(link: WatchedLink, monkeypatch: 
     with client(link, size=80) as reader:
         reader.set_max_shard_count()
         assert len(list(read(reader))) == 3
+        reader.close()
+    assert [each.waived for each in link.exchanges if each.waived] == ["every rank takes equally many shards"]
+
+
+def test_who_stops_early_says_so(link: WatchedLink) -> None:
+    with client(link, must_finish=True, skip_bad_data=True) as reader:
+        reader.fetch_shard()
+        reader.stop_early("the loss is low")
+        assert reader._feed.state().waived == "the loss is low"
 
 
 def test_a_stream_is_read_by_partition(link: WatchedLink) -> None:

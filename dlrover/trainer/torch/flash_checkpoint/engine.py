@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -30,6 +29,7 @@ from dlrover.snapshot.storage import join
 from dlrover.snapshot.user_deletion import rule_for
 from dlrover.snapshot.user_storage import meta_for, storage_of
 from dlrover.trainer import data_steps, environment
+from dlrover.trainer.torch.flash_checkpoint import data_return
 from dlrover.trainer.torch.flash_checkpoint.agreed_segments import AgreedSegments
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, own_ranks
 from dlrover.trainer.torch.flash_checkpoint.aside import Waiting, copy_aside
@@ -47,7 +47,7 @@ from dlrover.trainer.torch.flash_checkpoint.old_names import wait_socket_server 
 from dlrover.trainer.torch.flash_checkpoint.outlets import AgentOutlet, Outlet, ThreadOutlet
 from dlrover.trainer.torch.flash_checkpoint.preparing import Preparation
 from dlrover.trainer.torch.flash_checkpoint.reading import read_file
-from dlrover.trainer.torch.flash_checkpoint.restoring import Restorer, own_file_in
+from dlrover.trainer.torch.flash_checkpoint.restoring import Restored, Restorer, own_file_in
 from dlrover.trainer.torch.flash_checkpoint.staleness import StalenessWatch
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
@@ -175,7 +175,7 @@ class CheckpointEngine:
             raise ValueError(f"on_busy is one of {', '.join(ON_BUSY)}, not {on_busy!r}.")
         wanted_lazy = self._lazily.wish(lazy)
         self._agree_late()
-        if _uses_shards() and not self._agreement.have_all(data_steps.confirm()):
+        if data_return.uses_shards() and not self._agreement.have_all(data_steps.confirm()):
             unsure = Unavailable("the master has not confirmed what was read for it; the next save is tried as usual")
             return self._failed(step, unsure, data_steps.FLUSH)
         share = self._agreement.share
@@ -273,8 +273,7 @@ class CheckpointEngine:
         restored = Restorer(
             self.checkpoint_dir, self.outlet.home, self._agreement, self._copier, storage=self._storage, look=self._look
         ).load(names, into)
-        if self._agreement.ranks.global_rank == 0 and _uses_shards():
-            data_steps.restored(None if restored is None else restored.step)
+        self.tell_data(restored)
         if restored is None:
             return None
         log.info(
@@ -286,9 +285,20 @@ class CheckpointEngine:
     def load_file(self, resume_path: str, *, into: object = None) -> Any:
         """A file, or the directory of one checkpoint. Raises FileNotFoundError."""
         if not os.path.isdir(resume_path):
-            return read_file(resume_path, into=into)
-        path, record = own_file_in(resume_path, self._agreement.share)
-        return read_file(path, record, into=into)
+            state = read_file(resume_path, into=into)
+        else:
+            path, record = own_file_in(resume_path, self._agreement.share)
+            state = read_file(path, record, into=into)
+        self.tell_data_of(resume_path)
+        return state
+
+    def tell_data(self, restored: Restored | None) -> None:
+        """The datasets go on with the model that all ranks have now."""
+        data_return.tell_restored(self._agreement, restored, self.checkpoint_dir, self._storage)
+
+    def tell_data_of(self, resume_path: str) -> None:
+        """The same for a checkpoint that somebody named."""
+        data_return.tell_resumed(self._agreement, resume_path, self._storage)
 
     def wait_for_storage(self, timeout: float) -> bool:
         """
@@ -543,8 +553,3 @@ class CheckpointEngine:
             self._agreement = Agreement(own_ranks(), *self._shard_nums, is_group_private=self._is_group_private)
             if self._segments is not None:
                 self._segments.agreement = self._agreement
-
-
-def _uses_shards() -> bool:
-    """Whether the script reads shards on demand: asking the master would cost a restart some milliseconds for nothing."""
-    return "dlrover.trainer.shard_feed" in sys.modules

@@ -217,8 +217,11 @@ class FsdpCheckpointEngine(CheckpointEngine):
         self._agree_late()
         self.wait_for_staging()
         if resume_path:
-            return self._load_path(state, resume_path)
+            state = self._load_path(state, resume_path)
+            self.tell_data_of(resume_path)
+            return state
         restored = _StateRestorer(self, _fill).load(None, state)
+        self.tell_data(restored)
         return None if restored is None else self._accept(restored.step, restored.is_from_memory, restored.parts)
 
     def get_storage_reader(self, resume_path: str = "") -> PieceReader | None:
@@ -226,8 +229,11 @@ class FsdpCheckpointEngine(CheckpointEngine):
         self._agree_late()
         self.wait_for_staging()
         if resume_path:
-            return self._opened(*self._open_path(resume_path))
+            reader = self._opened(*self._open_path(resume_path))
+            self.tell_data_of(resume_path)
+            return reader
         restored = _StateRestorer(self, lambda state, reader: {_READER: reader}).load(None, None)
+        self.tell_data(restored)
         if restored is None:
             return None
         return self._accept(restored.step, restored.is_from_memory, restored.parts)[_READER]  # type: ignore[no-any-return]

@@ -1,0 +1,53 @@
+"""
+A restored model and its data: one rank tells the master which step all go on with, and what the manifest of its checkpoint says of the datasets.
+
+The master's books know by themselves what a model of the running job had read. The manifest counts where they do not: for a checkpoint that is
+older than what is final in the books, for a job that begins with another's checkpoint, and for a path that somebody named.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from dlrover.snapshot.class_meta import ClassMeta
+from dlrover.snapshot.commit import committed_checkpoints, read_global_manifest
+from dlrover.snapshot.storage import parent_of
+from dlrover.snapshot.user_storage import storage_of
+from dlrover.trainer import data_steps
+from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement
+from dlrover.trainer.torch.flash_checkpoint.restoring import Restored
+
+log = logging.getLogger("dlrover.trainer.flash_checkpoint")
+
+
+def uses_shards() -> bool:
+    """Whether the script reads shards on demand: asking the master would cost a restart some milliseconds for nothing."""
+    return "dlrover.trainer.shard_feed" in sys.modules
+
+
+def tell_restored(
+    agreement: Agreement, restored: Restored | None, directory: str, user_storage: ClassMeta | None
+) -> None:
+    if agreement.ranks.global_rank != 0 or not uses_shards():
+        return
+    step = None if restored is None else restored.step
+    manifest = None
+    if restored is not None and not restored.is_from_memory:
+        stored = committed_checkpoints(storage_of(directory, user_storage), directory)
+        manifest = next((each.manifest for each in stored if each.manifest.step == step), None)
+    data_steps.restored(step, data_state="" if manifest is None else manifest.data_state)
+
+
+def tell_resumed(agreement: Agreement, path: str, user_storage: ClassMeta | None) -> None:
+    """Of a file or a directory that somebody named. Files of others say nothing of data."""
+    if agreement.ranks.global_rank != 0 or not uses_shards():
+        return
+    storage = storage_of(path, user_storage)
+    full = path if "://" in path else os.path.abspath(path)
+    manifest = read_global_manifest(storage, full) or read_global_manifest(storage, parent_of(full))
+    if manifest is None:
+        log.warning("%s has no manifest: nothing tells what its model has read of the data", path)
+    else:
+        data_steps.restored(manifest.step, data_state=manifest.data_state, is_explicit=True)
