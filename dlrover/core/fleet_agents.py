@@ -24,11 +24,20 @@ if TYPE_CHECKING:  # a course calls us
 
 
 def rank_for(state: JobState, command: Attach) -> Attach:
-    """An agent on one of our nodes has that node's rank, whether or not the platform told it."""
+    """An agent on one of our nodes has that node's rank, whether or not the platform told it.
+
+    Unless a node of another rank has it: one that came to a master without its journal and could not say its own.
+    """
     fleet = state.fleet
     node = None if fleet is None else fleet.nodes.get(command.platform_node)
-    if node is None or node.node_type is not NodeType.WORKER or command.node_rank is not None:
+    if fleet is None or node is None or node.node_type is not NodeType.WORKER or command.node_rank is not None:
         return command
+    holder = state.nodes.holder(NodeRank(node.rank))
+    if holder is not None and holder.launch != command.launch:
+        held_from = fleet.of_agent(holder.id)
+        is_strange = held_from is None or held_from.rank != node.rank
+        if is_strange and holder.dismissed is None and state.nodes.is_connected(holder.id):
+            return command
     return replace(command, node_rank=NodeRank(node.rank))
 
 
@@ -90,8 +99,10 @@ def agent_attached(course: Course, agent: Node, command: Attach) -> None:
         former.agent = None
     fleet.agents[agent.id] = command.platform_node
     node = fleet.nodes.get(command.platform_node)
+    if node is None and command.node_rank is None:
+        return  # of a life whose journal was lost, and only the platform can say of which rank it is
     if node is None:
-        # Of a life whose journal was lost, and nobody has listed it yet.
+        # The same, but it was told.
         seen = PlatformNode(
             id=command.platform_node,
             node_type=command.node_type,

@@ -459,7 +459,10 @@ class VirtualAgent:
     def _on_attached(self, attached: Attached) -> None:
         if self.incarnation and attached.incarnation != self.incarnation and not self.is_leaving:
             self._forget_former_life()
+        is_renamed = self.rank not in (-1, attached.node_rank)
         self.id, self.rank, self.incarnation = attached.node, attached.node_rank, attached.incarnation
+        if is_renamed:
+            self.sim.ledger.rename(self)
         self.clock_offset = attached.now - self.sim.events.now
         self.sim.attached(self)
         if self._farewell is not None and self._goodbye_sequence and self._goodbye_incarnation != self.incarnation:
@@ -660,7 +663,7 @@ class VirtualAgent:
         self.group = None
         is_late = group.is_up and group.finishes_at is None and self._cause is StopCause.FAILURE
         if is_late and not self.is_leaving and self.sim.chance.nodes.random() < LATE_FAILURE_ODDS:
-            self.sim.ledger.charge(self.rank)
+            self.sim.ledger.charge(self)
             self._report(group, FailureKind.EXCEPTION, "late")
         if self.is_leaving:
             self._leave_when_stopped()
@@ -761,7 +764,7 @@ class VirtualAgent:
         if group is not None and group.is_up and not group.is_stopping:
             self.sim.training.thawed(group.world.coordinator)
             if away > micros(self.sim.shape.detection.lease):
-                self.sim.ledger.charge(self.rank)
+                self.sim.ledger.charge(self)
                 self.fail_workers(FailureKind.STOPPED_BY_US)
         connection = self.connection
         if connection is not None and away > micros(KEEPALIVE[1]) and self.sim.chance.network.random() < 0.5:

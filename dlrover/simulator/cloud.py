@@ -281,7 +281,7 @@ class VirtualCloud(Platform):
             self.sim.events.after(span(self.sim.chance.platform, *REFUSAL_PAUSE), self._start, cloud_node)
             return
         cloud_node.phase = NodePhase.RUNNING
-        node = VirtualNode(self.sim.num_launches, None)
+        node = VirtualNode(self.sim.num_launches, launch.rank if self.sim.shape.has_fixed_ranks else None)
         node.platform_id, node.fleet_rank = launch.id, launch.rank
         cloud_node.node = node
         draw_health(self.sim, node)

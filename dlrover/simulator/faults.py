@@ -129,7 +129,7 @@ def _fail(sim: Simulation, fault: Fault, kind: FailureKind, traceback: str = "")
     agent = _agent(sim, fault)
     if agent is None or agent.frozen_since is not None or not agent.fail_workers(kind, traceback):
         return False
-    sim.ledger.charge(agent.rank)
+    sim.ledger.charge(agent)
     return True
 
 
@@ -154,7 +154,7 @@ def _agent_killed(sim: Simulation, fault: Fault) -> bool:
     agent = _agent(sim, fault)
     if agent is None:
         return False
-    sim.ledger.charge(agent.rank)
+    sim.ledger.charge(agent)
     sim.kill_agent(agent)
     return True
 

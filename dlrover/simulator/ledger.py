@@ -7,7 +7,12 @@ disk enter here what they did, and the checks hold the core to it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dlrover.protocol.messages import Incarnation, NodeId, NodeRank
+
+if TYPE_CHECKING:
+    from dlrover.simulator.agents import VirtualAgent
 
 
 class Ledger:
@@ -16,6 +21,8 @@ class Ledger:
     def __init__(self) -> None:
         self.chargeable: dict[NodeRank, int] = {}
         """Failures of each node rank that may cost a restart."""
+        self._of_processes: dict[str, int] = {}
+        """The same of each agent process."""
         self.node_failures: dict[int, int] = {}
         """What happened to nodes of each rank of a fleet that may cost a relaunch."""
         self.num_lost_nodes = 0
@@ -34,9 +41,15 @@ class Ledger:
         self.num_alarms = 0
         """Nodes that were given up, and workers that were killed for having slept too long."""
 
-    def charge(self, rank: NodeRank) -> None:
-        self.chargeable[rank] = self.chargeable.get(rank, 0) + 1
-        self.fail_node(rank)
+    def charge(self, agent: VirtualAgent) -> None:
+        self.chargeable[agent.rank] = self.chargeable.get(agent.rank, 0) + 1
+        self._of_processes[agent.life] = self._of_processes.get(agent.life, 0) + 1
+        self.fail_node(agent.node.fleet_rank)
+
+    def rename(self, agent: VirtualAgent) -> None:
+        """A master without its journal knows the process by another rank, and may hear of its failures only now."""
+        failed = self._of_processes.get(agent.life, 0)
+        self.chargeable[agent.rank] = self.chargeable.get(agent.rank, 0) + failed
 
     def fail_node(self, rank: int) -> None:
         self.node_failures[rank] = self.node_failures.get(rank, 0) + 1

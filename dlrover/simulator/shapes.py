@@ -53,7 +53,7 @@ class Shape(Struct, frozen=True, kw_only=True):
     """Nodes beyond the maximum, that wait."""
     local_world_size: int = 1
     has_fixed_ranks: bool = False
-    """Nodes ask for their node rank, as with --node-rank."""
+    """Nodes ask for their node rank, as with --node-rank; with a fleet: the platform tells them theirs."""
     restarts: RestartPolicy = RestartPolicy()
     last_call: float = 30.0
     first_call: float = 3.0
@@ -145,7 +145,7 @@ STORE_ODDS = 0.2
 def add_rooms(chance: random.Random, shape: Shape) -> Shape:
     """Some jobs have a fleet, or a node check, or workers that use the store."""
     if chance.random() < FLEET_ODDS:
-        shape = replace(shape, has_fixed_ranks=False, fleet=draw_fleet(chance, shape))
+        shape = replace(shape, fleet=draw_fleet(chance, shape))
     if chance.random() < CHECK_ODDS:
         shape = replace(shape, check=draw_check(chance), bad_odds=chance.choice([0.0, 0.05, 0.2]))
     return replace(shape, has_store_traffic=chance.random() < STORE_ODDS)

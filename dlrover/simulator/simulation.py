@@ -655,7 +655,7 @@ class Simulation:
             for peer in self.nodes:
                 agent = peer.agent
                 if agent is not None and agent.runs(coordinator):
-                    self.ledger.charge(agent.rank)
+                    self.ledger.charge(agent)
                     self.events.after(span(self.chance.nodes, 0.0, 2.0), agent.lose_peer, coordinator)
 
     def workers_starting(self, agent: VirtualAgent, world: WorldSpec) -> None:
@@ -677,7 +677,7 @@ class Simulation:
                 continue
             if self.chance.nodes.random() < PEER_LOST_ODDS:
                 if kind is FailureKind.STOPPED_BY_US:
-                    self.ledger.charge(peer.rank)
+                    self.ledger.charge(peer)
                 self.events.after(span(self.chance.nodes, 0.02, 2.0), peer.lose_peer, coordinator)
 
     def _finish_world(self, coordinator: str) -> None:

@@ -17,7 +17,17 @@ from dlrover.protocol.fleet_messages import (
     RemoveNode,
     ReplicaSpec,
 )
-from dlrover.protocol.messages import MasterStarted, Micros, PlatformId
+from dlrover.protocol.messages import (
+    Attach,
+    Attached,
+    Incarnation,
+    JobTerms,
+    Limits,
+    MasterStarted,
+    Micros,
+    NodeRank,
+    PlatformId,
+)
 
 
 def job_that_knows_nothing(count: int = 2) -> Job:
@@ -64,3 +74,40 @@ def test_what_it_never_asked_for_can_be_removed() -> None:
 def test_absurd_numbers_are_refused(listed: NodesListed) -> None:
     with pytest.raises(Rejected):
         job_that_knows_nothing().apply(listed, Micros(2))
+
+
+def attach(job: Job, number: int, now: int, *, node: int, rank: int | None = None) -> NodeRank:
+    told = Attach(
+        launch=f"launch-{number}",
+        host=f"host-{number}",
+        terms=JobTerms(limits=Limits(min_nodes=2, max_nodes=2)),
+        local_world_size=1,
+        node_rank=None if rank is None else NodeRank(rank),
+        incarnation=Incarnation(0),
+        life=f"life-{number}",
+        platform_node=PlatformId(node),
+    )
+    reply = job.apply(told, Micros(now)).reply
+    assert isinstance(reply, Attached)
+    return reply.node_rank
+
+
+def test_a_node_that_cannot_say_its_rank_takes_nobody_elses() -> None:
+    job = job_that_knows_nothing()
+    assert attach(job, 1, 2, node=7) == 0, "some rank, to meet the others under"
+    job.apply(NodesListed(nodes=(shown(5, 0), shown(7, 1))), Micros(3))
+    fleet = job.state.fleet
+    assert fleet is not None
+    assert {node.id: node.rank for node in fleet.nodes.values() if node.is_live} == {5: 0, 7: 1}
+    assert fleet.nodes[PlatformId(7)].agent is not None, "the platform says which it is, and its agent is known"
+    assert attach(job, 2, 4, node=5) == 1, "its own is taken, by a node that needs it no less"
+    assert not [node for node in fleet.nodes.values() if node.removal is not None]
+
+
+def test_a_node_that_was_told_its_rank_is_taken_over_at_once() -> None:
+    job = job_that_knows_nothing()
+    assert attach(job, 1, 2, node=7, rank=1) == 1
+    fleet = job.state.fleet
+    assert fleet is not None
+    assert fleet.nodes[PlatformId(7)].rank == 1
+    assert fleet.nodes[PlatformId(7)].agent is not None

@@ -113,6 +113,63 @@ FOUND = {
         ),
         hours=1.0,
     ),
+    # A new node came to a master without its journal before the platform was asked what there is. It was taken for one of the
+    # first free rank, in whose place the real one was sent away, and its failure was charged to that rank.
+    "a-node-of-a-lost-journal-is-taken-for-another-rank": Plan(
+        seed=18255,
+        shape=Shape(
+            min_nodes=3,
+            max_nodes=3,
+            spares=2,
+            local_world_size=2,
+            restarts=RestartPolicy(max_without_progress=50, max_same_crash=50),
+            last_call=5.0,
+            join_timeout=120.0,
+            num_steps=3600,
+            has_replicas=False,
+            fleet=FleetSpec(
+                replicas={NodeType.WORKER: ReplicaSpec(count=3, max_relaunches=3)},
+                standby=2,
+                remove_exited=True,
+                pending_timeout=900.0,
+                failure_window=3600.0,
+            ),
+        ),
+        faults=(
+            Fault(at=8057665, kind="watch-breaks", pick=633763816, amount=0.0510801051017199),
+            Fault(at=12507574, kind="node-fails", pick=818792335, amount=0.8141494344943565),
+            Fault(at=18085676, kind="eviction", pick=383932310, amount=0.27341852726169213),
+            Fault(at=27171048, kind="eviction", pick=242995264, amount=0.6043206796257891),
+            Fault(at=27716388, kind="exchange", pick=563643463, amount=0.3024483934636534),
+            Fault(at=102103245, kind="watch-breaks", pick=414972646, amount=0.2594622873425094),
+            Fault(at=116856181, kind="journal-lost", pick=127262062, amount=0.8262460348532873),
+            Fault(at=156167746, kind="eviction", pick=756319513, amount=0.029230708999849475),
+            Fault(at=156405076, kind="agent-killed", pick=763451754, amount=0.6567481533456009),
+            Fault(at=162945642, kind="journal-lost", pick=1068932270, amount=0.5866642254865955),
+            Fault(at=290811437, kind="power-loss", pick=784251472, amount=0.2563127438850392),
+        ),
+        hours=1.0,
+    ),
+    # The check was wrong: an agent slept while the journal was lost, had its failure to tell, and the new master knew it by
+    # another rank, because somebody else had taken its own.
+    "a-failure-is-told-under-a-new-rank": Plan(
+        seed=21459,
+        shape=Shape(
+            min_nodes=21,
+            max_nodes=24,
+            spares=1,
+            local_world_size=8,
+            restarts=RestartPolicy(max_restarts=1000),
+            num_steps=1800,
+            has_store_traffic=True,
+        ),
+        faults=(
+            Fault(at=1140643121, kind="freeze", pick=948035190, amount=0.12578501395366348),
+            Fault(at=1158947043, kind="journal-lost", pick=815360187, amount=0.41834772422920496),
+            Fault(at=1176681263, kind="new-node", pick=472759969, amount=0.41598483637186023),
+        ),
+        hours=0.5,
+    ),
 }
 
 
