@@ -360,6 +360,11 @@ def _extend_stream(command: ExtendStream, course: Course) -> Reply:
             else f"A stream has at most {MAX_PARTITIONS} partitions.",
             code="malformed",
         )
+    if command.is_over and not dataset.spec.grows:
+        raise Rejected(f"{command.dataset!r} does not grow: say where its partitions end.", code="malformed")
+    if dataset.spec.grows:
+        _grow(command, dataset)
+        return state_of(dataset)
     short = [part for part, end in command.ends.items() if end < dataset.offsets.get(part, 0)]
     if short:
         raise Rejected(f"Partition {short[0]!r} cannot end before what was given out of it already.", code="malformed")
@@ -368,6 +373,21 @@ def _extend_stream(command: ExtendStream, course: Course) -> Reply:
         dataset.offsets.setdefault(part, offset)
     dataset.ends.update(command.ends)
     return state_of(dataset)
+
+
+def _grow(command: ExtendStream, dataset: Dataset) -> None:
+    """Several may watch the same source and be late by turns: the furthest end counts, and what is over stays so."""
+    known = {part: dataset.ends.get(part, at) for part, at in (dataset.offsets | command.partitions).items()}
+    more = {part: end for part, end in command.ends.items() if end > known[part]}
+    if dataset.is_over and more:
+        raise Rejected(
+            f"{command.dataset!r} is over; partition {next(iter(more))!r} cannot grow any more. Read what came later as another dataset.",
+            code="stream-over",
+        )
+    for part, offset in command.partitions.items():
+        dataset.offsets.setdefault(part, offset)
+    dataset.ends.update(more)
+    dataset.is_over = dataset.is_over or command.is_over
 
 
 # Questions.
@@ -440,7 +460,11 @@ def _check_spec(spec: DatasetSpec) -> None:
     is_stream = spec.storage is Storage.STREAM
     if not is_stream and not 1 <= spec.size < _LARGEST:
         raise Rejected(f"{what} has {spec.size} records. Give a size of at least 1.", code="malformed")
-    if is_stream and (spec.size < -1 or spec.size == 0 or not spec.partitions):
+    if spec.grows and not is_stream:
+        raise Rejected(f"{what} is no stream and cannot grow.", code="malformed")
+    if len(spec.fingerprint.encode()) > MAX_NAME_BYTES:
+        raise Rejected(f"{what} has a fingerprint of more than {MAX_NAME_BYTES} bytes.", code="malformed")
+    if is_stream and (spec.size < -1 or spec.size == 0 or not (spec.partitions or spec.grows)):
         raise Rejected(f"{what} is a stream: give its partitions, and a size above 0 or -1.", code="malformed")
     if not 1 <= spec.shard_size < _LARGEST or not 1 <= spec.batch_size < _LARGEST:
         raise Rejected(
@@ -470,6 +494,12 @@ def _check_same(known: DatasetSpec, told: DatasetSpec) -> None:
         for name in known.__struct_fields__
         if getattr(known, name) != getattr(told, name)
     ]
+    if len(differences) == 1 and known.fingerprint != told.fingerprint:
+        raise Rejected(
+            f"The data of {known.name!r} are not those that it was registered with ({differences[0]}): files were changed, or differ between "
+            "nodes. Bring back the old ones, or use another name.",
+            code="dataset-differs",
+        )
     if differences:
         raise Rejected(
             f"Dataset {known.name!r} was registered before with other parameters: {'; '.join(differences)}. Use the same, or "

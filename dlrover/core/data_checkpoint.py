@@ -49,6 +49,7 @@ class _Written(Struct, kw_only=True):
     offsets: dict[str, int] = {}
     ends: dict[str, int] = {}
     num_left: int = -1
+    is_over: bool = False
     num_consumed: int = 0
     listings: dict[str, list[int]] = {}
 
@@ -81,7 +82,7 @@ def read_states(content: str) -> dict[str, str]:
 def write_checkpoint(dataset: Dataset, step: int = NO_STEP, *, most_listed: int = MOST_LISTED) -> str:
     """What a model of this step has not seen; -1: of the newest."""
     later = [each for at in sorted(dataset.provisional) if NO_STEP < step < at for each in dataset.provisional[at]]
-    doing = sorted([*later, *dataset.held_ranges()], key=_in_order)
+    doing = sorted([*later, *dataset.held_ranges()], key=dataset.reading_order)
     ranges = [*doing, *reversed(dataset.returned)]
     todo = [each for each in reversed(dataset.returned) if each.epoch == dataset.epoch]
     fresh = dataset.num_shards - dataset.cursor
@@ -106,6 +107,7 @@ def write_checkpoint(dataset: Dataset, step: int = NO_STEP, *, most_listed: int 
         offsets=dataset.offsets,
         ends=dataset.ends,
         num_left=dataset.num_left,
+        is_over=dataset.is_over,
         num_consumed=dataset.num_consumed - sum(each.size for each in later),
         listings={str(number): list(records) for number, records in dataset.listings.items()},
     )
@@ -153,6 +155,7 @@ def _read_ours(content: str, known: Dataset) -> Dataset:
         offsets=written.offsets,
         ends=written.ends,
         num_left=written.num_left,
+        is_over=written.is_over,
         returned=list(reversed(written.ranges)),
         num_consumed=written.num_consumed,
         num_committed=written.num_consumed,
@@ -198,7 +201,3 @@ def _check_range(each: Range, restored: Dataset) -> None:
             f"in epoch {restored.epoch}.",
             code="malformed",
         )
-
-
-def _in_order(each: Range) -> tuple[int, str, int, int]:
-    return each.epoch, each.partition, each.listing, each.start

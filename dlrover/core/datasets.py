@@ -120,6 +120,8 @@ class Dataset(Struct):
     """Of a stream: where partitions end, as far as that is known."""
     num_left: int = -1
     """Of a stream with a size: records that are still fresh; -1: no limit."""
+    is_over: bool = False
+    """Of a stream that grows: its ends are final."""
     turn: int = 0
     """Of a stream: the partition to look at first."""
     returned: list[Range] = []
@@ -174,9 +176,12 @@ class Dataset(Struct):
         """Whether nothing fresh will ever come. A stream may grow until all its partitions have an end."""
         if not self.is_stream:
             return not self.has_fresh
-        return self.num_left == 0 or (
-            bool(self.offsets) and all(part in self.ends for part in self.offsets) and not self.has_fresh
+        if self.num_left == 0:
+            return True
+        are_ends_final = (
+            self.is_over if self.spec.grows else bool(self.offsets) and all(part in self.ends for part in self.offsets)
         )
+        return are_ends_final and not self.has_fresh
 
     @property
     def is_complete(self) -> bool:
@@ -200,6 +205,14 @@ class Dataset(Struct):
         order = self._order()
         indices = [order.at(place) if self._shuffles_shards else place for place in range(self.cursor, self.num_shards)]
         return [self._shard_range(index) for index in indices]
+
+    def reading_order(self, each: Range) -> tuple[int, str, int, int, int]:
+        """A key to sort by: what came first the first time comes first again."""
+        place = 0
+        if self._shuffles_shards and not each.listing:
+            order = _order_of(self.num_shards, self.spec.seed, each.epoch)
+            place = order.place_of(each.start // self.spec.shard_size)
+        return each.epoch, each.partition, each.listing, place, each.start
 
     # How fast it goes.
 
@@ -484,7 +497,8 @@ class Dataset(Struct):
             return
         parts = list(self.offsets)
         for part in parts[self.turn :] + parts[: self.turn]:
-            if part not in self.ends or self.offsets[part] < self.ends[part]:
+            is_endless = part not in self.ends and not self.spec.grows
+            if is_endless or self.offsets[part] < self.ends.get(part, 0):
                 yield part
 
     @property
@@ -500,7 +514,7 @@ class Dataset(Struct):
     def _return(self, ranges: Iterable[Range]) -> None:
         """To the head of the queue, the earliest first; neighbours become one again, up to a whole shard."""
         kept: list[Range] = []
-        for each in sorted(ranges, key=lambda each: (each.epoch, each.partition, each.listing, each.start)):
+        for each in sorted(ranges, key=self.reading_order):
             if each.size and not (kept and self._joins(kept[-1], each)):
                 kept.append(each)
             elif each.size:

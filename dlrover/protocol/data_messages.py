@@ -75,6 +75,13 @@ class DatasetSpec(Struct, frozen=True, kw_only=True):
     """
     max_errors: int = 3
     """How often a shard may fail by its data before it is set aside."""
+    grows: bool = False
+    """
+    Of a stream: nothing lies beyond the ends that were told so far, and they move on until it is said that the stream is over. Otherwise a
+    partition without an end can be read for ever.
+    """
+    fingerprint: str = ""
+    """Of the data themselves, where somebody has looked: data that were exchanged are refused like another cut. Empty: nobody has."""
 
 
 class Shard(Struct, frozen=True, array_like=True):
@@ -167,10 +174,12 @@ class RestoreDataset(DatasetCommand, tag=True, frozen=True, kw_only=True):
 
 
 class ExtendStream(DatasetCommand, tag=True, frozen=True, kw_only=True):
-    """Partitions of a stream that came, and where those end that are over."""
+    """Partitions of a stream that came, and where those end that are over. In a stream that grows ends only move forward."""
 
     partitions: dict[str, int] = {}
     ends: dict[str, int] = {}
+    is_over: bool = False
+    """Of a stream that grows: nothing more will come."""
 
 
 class AskDataset(Struct, tag=True, frozen=True, kw_only=True):

@@ -308,6 +308,56 @@ def test_a_stream_grows_and_ends() -> None:
         scene.send("a", ExtendStream(dataset="d", ends={"p": 3}, **scene.who("a")))  # type: ignore[arg-type]
 
 
+GROWING = DatasetSpec(name="d", size=-1, shard_size=10, storage=Storage.STREAM, grows=True)
+
+
+def test_a_growing_stream_gives_what_was_told_of_and_ends_only_when_it_is_said() -> None:
+    scene = Reading(terms(1)).begin("a", spec=GROWING)
+
+    def extend(**fields: object) -> None:
+        scene.send("a", ExtendStream(dataset="d", **fields, **scene.who("a")))  # type: ignore[arg-type]
+
+    assert scene.exchange("a", want=1).supply is Supply.WAIT, "nothing is there yet, and that is no end"
+    extend(partitions={"p": 0}, ends={"p": 4})
+    [shard] = scene.take("a")
+    assert (shard.partition, shard.start, shard.end) == ("p", 0, 4)
+    scene.consume("a", shard)
+    assert scene.exchange("a", want=1).supply is Supply.WAIT
+    extend(partitions={"p": 0, "q": 0}, ends={"p": 17, "q": 1})
+    extend(partitions={"p": 0}, ends={"p": 5})  # another watcher, late
+    seen = []
+    while shards := scene.take("a"):
+        seen += [(each.partition, each.start, each.end) for each in shards]
+        for each in shards:
+            scene.consume("a", each)
+    assert sorted(seen) == [("p", 4, 14), ("p", 14, 17), ("q", 0, 1)]
+    text = scene.job.ask(AskDataCheckpoint(dataset="d"))
+    extend(ends={"q": 1}, is_over=True)
+    assert scene.exchange("a", want=1).supply is Supply.END
+    assert scene.job.state.data.datasets["d"].is_complete
+    extend(ends={"p": 12}, is_over=True)  # nothing new
+    with pytest.raises(Rejected, match="is over"):
+        extend(partitions={"r": 0}, ends={"r": 1})
+    assert isinstance(text, DataCheckpoint)
+    scene.send("a", RestoreDataset(dataset="d", content=text.content, **scene.who("a")))  # type: ignore[arg-type]
+    assert scene.exchange("a", want=1).supply is Supply.WAIT, "it was not over then"
+
+
+def test_what_is_no_growing_stream_cannot_be_over(scene: Reading) -> None:
+    with pytest.raises(Rejected, match="no stream and cannot grow"):
+        scene.register("a", replace(SPEC, name="e", grows=True))
+    scene.register("a", replace(GROWING, name="e", grows=False, partitions={"p": 0}))
+    with pytest.raises(Rejected, match="does not grow"):
+        scene.send("a", ExtendStream(dataset="e", is_over=True, **scene.who("a")))  # type: ignore[arg-type]
+
+
+def test_other_data_under_the_same_name_are_refused(scene: Reading) -> None:
+    scene.register("a", replace(SPEC, name="e", fingerprint="one"))
+    scene.register("a", replace(SPEC, name="e", fingerprint="one"))
+    with pytest.raises(Rejected, match=r"not those that it was registered with .*files were changed"):
+        scene.register("a", replace(SPEC, name="e", fingerprint="two"))
+
+
 # Checkpoints.
 
 

@@ -81,6 +81,23 @@ def test_a_model_that_goes_back_reads_again_what_it_has_not_seen() -> None:
     assert [(shard.start, shard.end) for shard in books.take(who, 2)] == [(13, 20), (20, 30)]
 
 
+@pytest.mark.parametrize("storage", [Storage.TABLE, Storage.TEXT])
+def test_a_single_reader_sees_the_same_order_after_the_model_went_back(storage: Storage) -> None:
+    undisturbed = [shard.start for shard in read_all(dataset(shuffle=True, storage=storage), reader())]
+    books, who = dataset(shuffle=True, storage=storage), reader()
+    seen = []
+    for step in range(6):
+        [shard] = books.take(who, 1)
+        books.take(who, 1)  # one is always ahead
+        books.consume(shard.id, shard.end - shard.start, step)
+        seen.append(shard.start)
+        books.end_leases(books.all_readers())
+        if step == 4:
+            books.restore(1)
+            seen = seen[:2]
+    assert seen + [shard.start for shard in read_all(books, reader(1))] == undisturbed
+
+
 def test_a_committed_step_is_never_given_back() -> None:
     books, who = dataset(), reader()
     [shard] = books.take(who, 1)

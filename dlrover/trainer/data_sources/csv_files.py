@@ -1,0 +1,189 @@
+"""
+CSV files, a record per row: a dict from column to value.
+
+A row may hold quoted newlines. Types come from the first rows, or are given; a value that does not fit is an error that names its row, never a
+silent string.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from dlrover.protocol.errors import ConfigError
+from dlrover.trainer.data_sources.lines import IndexedFile
+from dlrover.trainer.data_sources.source import FrozenFile, Row, SourceError, combined_fingerprint, find_files
+
+NUM_SAMPLED = 1000
+"""Rows from which types are guessed."""
+_HEAD = 1 << 20
+
+
+class CsvSource:
+    def __init__(
+        self,
+        paths: str | Path | Iterable[str | Path],
+        *,
+        columns: Sequence[str] = (),
+        types: Mapping[str, Callable[[str], Any]] | None = None,
+        header: bool | Sequence[str] = True,
+        delimiter: str = ",",
+        encoding: str = "utf-8",
+    ) -> None:
+        """
+        `columns`: those to read; none: all. `types`: by column, what makes a value of its text, e.g. `int`; the rest is guessed: int, float
+        (an empty value is nan) or str. `header`: whether the first row of each file names the columns, or their names.
+        """
+        files = find_files(paths)
+        dialect = _Dialect(delimiter, encoding, is_named=header is True)
+        heads = [_read_head(path, dialect) for path in files]
+        names, sample, _ = heads[0]
+        if not isinstance(header, bool):
+            names = list(header)
+        self._check_heads(files, heads, names)
+        unknown = [name for name in (*columns, *(types or {})) if name not in names]
+        if unknown:
+            raise ConfigError(f"{files[0]} has no column {unknown[0]!r}; it has {', '.join(names)}.")
+        wanted = list(columns or names)
+        whole = [row for row in sample if len(row) == len(names)]  # others are named when they are read
+        guessed = {name: _guess([row[names.index(name)] for row in whole]) for name in wanted}
+        self.types: dict[str, Callable[[str], Any]] = {name: (types or {}).get(name, guessed[name]) for name in wanted}
+        fields = [(name, names.index(name), self.types[name]) for name in wanted]
+        self._row = Row(
+            [_CsvFile(path, dialect, head[2], len(names), fields) for path, head in zip(files, heads, strict=True)]
+        )
+        self.name = Path(files[0]).name
+        self._fingerprint = ""
+
+    @property
+    def columns(self) -> list[str]:
+        return list(self.types)
+
+    @property
+    def fingerprint(self) -> str:
+        if not self._fingerprint:
+            parts = [part.file.fingerprint() for part in self._row.parts if isinstance(part, IndexedFile)]
+            self._fingerprint = combined_fingerprint("csv/" + ",".join(self.columns), parts)
+        return self._fingerprint
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+    def read(self, places: Sequence[int], partition: str = "") -> list[Any]:
+        return self._row.read(places)
+
+    @staticmethod
+    def _check_heads(files: list[str], heads: list[tuple[list[str], list[list[str]], int]], names: list[str]) -> None:
+        for path, (found, sample, _) in zip(files, heads, strict=True):
+            if found and found != heads[0][0]:
+                raise SourceError(
+                    f"{path} has the columns {', '.join(found)}, but {files[0]} has {', '.join(heads[0][0])}."
+                )
+            if not sample:
+                raise SourceError(f"{path} has no records, only a header.")
+            if len(sample[0]) != len(names):
+                raise SourceError(
+                    f"{path} has {len(sample[0])} columns, but {len(names)} names were given or found: {', '.join(names)[:200]}. It may not "
+                    "be CSV, or have another delimiter."
+                )
+        if len(dict.fromkeys(names)) != len(names) or not all(names):
+            raise SourceError(
+                f"{files[0]} has columns without a name or with the same: {', '.join(names)[:200]}. Give `header` as a list."
+            )
+
+
+class _Dialect:
+    def __init__(self, delimiter: str, encoding: str, *, is_named: bool) -> None:
+        if len(delimiter) != 1:
+            raise ConfigError(f"A delimiter is one character, not {delimiter!r}.")
+        self.delimiter, self.encoding, self.is_named = delimiter, encoding, is_named
+
+    def rows(self, data: bytes, path: str) -> Iterable[list[str]]:
+        """Without blank lines, which are no rows."""
+        if b"\0" in data:
+            raise SourceError(f"{path} is not CSV: it holds binary data.")
+        try:
+            text = data.decode(self.encoding)
+        except UnicodeDecodeError as error:
+            raise SourceError(f"{path} is not CSV in {self.encoding}: {error.reason} at byte {error.start}.") from error
+        try:
+            yield from (
+                row for row in csv.reader(io.StringIO(text, newline=""), delimiter=self.delimiter, strict=True) if row
+            )
+        except csv.Error as error:
+            raise SourceError(f"{path} is not CSV: {error}.") from error
+
+
+def _read_head(path: str, dialect: _Dialect) -> tuple[list[str], list[list[str]], int]:
+    """Names of the columns (none without a header), the first rows, and where the records begin."""
+    file = FrozenFile(path)
+    data = file.read(0, min(file.size, _HEAD))
+    file.close()
+    ends = list(islice(_record_ends(data), NUM_SAMPLED + dialect.is_named))
+    if len(data) == file.size and len(ends) < NUM_SAMPLED:
+        ends.append(len(data))  # the last row may have no newline
+    if not ends and data:
+        raise SourceError(f"{path} is not CSV: no row ends within its first {_HEAD} bytes.")
+    rows = list(dialect.rows(data[: ends[-1]] if ends else b"", path))
+    if not rows:
+        raise SourceError(f"{path} is empty: it has no records.")
+    return (rows[0], rows[1:], ends[0]) if dialect.is_named else ([], rows, 0)
+
+
+def _record_ends(data: bytes) -> Iterator[int]:
+    """Behind each row; blank lines are none."""
+    at, is_quoted, record_at = 0, False, 0
+    while end := data.find(b"\n", at) + 1:
+        is_quoted ^= bool(data.count(b'"', at, end) % 2)
+        at = end
+        if is_quoted:
+            continue
+        if data[record_at:end].strip(b"\r\n"):
+            yield end
+        record_at = end
+
+
+class _CsvFile(IndexedFile):
+    def __init__(
+        self, path: str, dialect: _Dialect, begin: int, width: int, fields: list[tuple[str, int, Callable[[str], Any]]]
+    ) -> None:
+        super().__init__(path, begin=begin, quote=b'"', skips_blank=True)
+        self._dialect, self._width, self._fields = dialect, width, fields
+
+    def _parse(self, data: bytes, first: int, skip: int, count: int) -> list[dict[str, Any]]:
+        rows = islice(self._dialect.rows(data, self.file.path), skip, skip + count)
+        return [self._typed(row, first + number) for number, row in enumerate(rows)]
+
+    def _typed(self, row: list[str], number: int) -> dict[str, Any]:
+        if len(row) != self._width:
+            raise SourceError(f"Record {number} of {self.file.path} has {len(row)} columns instead of {self._width}.")
+        record = {}
+        for name, at, make in self._fields:
+            try:
+                record[name] = make(row[at])
+            except ValueError as error:
+                kind = getattr(make, "__name__", str(make))
+                raise SourceError(
+                    f"Record {number} of {self.file.path} has {row[at][:64]!r} in column {name!r}, which is no {kind.strip('_')}. Give "
+                    f"its type: types={{{name!r}: str}}."
+                ) from error
+        return record
+
+
+def _guess(values: list[str]) -> Callable[[str], Any]:
+    for make in (int, number_or_nan):
+        try:
+            for value in values:
+                make(value)
+        except ValueError:
+            continue
+        return make
+    return str
+
+
+def number_or_nan(text: str) -> float:
+    return float(text) if text.strip() else float("nan")

@@ -1,0 +1,113 @@
+"""
+Where the records of a text file begin: every n-th of them, so that the index stays small however long the file is.
+
+The index is built while somebody reads or counts, block by block, never the whole file at once. When it would get too large every second entry
+is dropped and n doubles: a file of a billion lines costs a megabyte of memory per 130,000 entries, and a reading begins at most n records too early.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+
+_BLOCK = 1 << 20
+MOST_ENTRIES = 1 << 20
+FIRST_STRIDE = 16
+
+
+class RecordIndex:
+    """
+    Of a file of which bytes can be read. `quote`: a newline between two of them does not end a record. `skips_blank`: empty lines
+    are none.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int, int], bytes],
+        *,
+        begin: int = 0,
+        quote: bytes = b"",
+        skips_blank: bool = False,
+        most_entries: int = MOST_ENTRIES,
+    ) -> None:
+        self._read = read
+        self._quote, self._skips_blank = quote, skips_blank
+        self._most = most_entries
+        self.stride = FIRST_STRIDE
+        self._starts = array("Q", [begin])
+        """Of records 0, n, 2n..."""
+        self.num_records = 0
+        """That have ended, as far as was looked."""
+        self.looked_to = begin
+        self._record_at = begin
+        """Where the record begins that has not ended."""
+        self._is_quoted = False
+        self._last_byte = b""
+
+    @property
+    def open_at(self) -> int:
+        """Where the record begins that has not ended yet."""
+        return self._record_at
+
+    def look(self, size: int, until_record: int | None = None) -> None:
+        """Go on to the end of the file, which has this size, or until so many records have ended."""
+        while self.looked_to < size and (until_record is None or self.num_records < until_record):
+            block = self._read(self.looked_to, min(self.looked_to + _BLOCK, size))
+            if not block:
+                return
+            self._look_at(block)
+
+    def span(self, first: int, last: int) -> tuple[int, int, int]:
+        """Bytes from, bytes to, and how many records there come before `first`; all records before `last` have ended there."""
+        entry = first // self.stride
+        after = -(-last // self.stride)
+        end = self._starts[after] if after < len(self._starts) else self._record_at
+        return self._starts[entry], end, first - entry * self.stride
+
+    def _look_at(self, block: bytes) -> None:
+        at = self.looked_to
+        next_entry = len(self._starts) * self.stride
+        is_plain = not self._is_quoted and not (self._quote and self._quote in block)
+        if is_plain and not self._skips_blank:
+            num_ends = block.count(b"\n")
+            if self.num_records + num_ends < next_entry:
+                self.num_records += num_ends
+                if num_ends:
+                    self._record_at = at + block.rindex(b"\n") + 1
+                self.looked_to = at + len(block)
+                return
+        for end in _line_ends(block) if is_plain else self._unquoted_ends(block):
+            self._end_record(at + end, block, end)
+        self.looked_to = at + len(block)
+        self._last_byte = block[-1:]
+
+    def _end_record(self, at: int, block: bytes, end: int) -> None:
+        length = at - self._record_at
+        before = block[end - 2 : end - 1] if end >= 2 else self._last_byte
+        is_blank = length == 1 or (length == 2 and before == b"\r")
+        self._record_at = at
+        if is_blank and self._skips_blank:
+            if self.num_records == (len(self._starts) - 1) * self.stride:
+                self._starts[-1] = at  # the record of this entry begins after it
+            return
+        self.num_records += 1
+        if self.num_records % self.stride == 0:
+            self._starts.append(at)
+            if len(self._starts) > self._most:
+                self._starts = self._starts[::2]
+                self.stride *= 2
+
+    def _unquoted_ends(self, block: bytes) -> Iterator[int]:
+        at = 0
+        for end in _line_ends(block):
+            self._is_quoted ^= bool(block.count(self._quote, at, end) % 2)
+            at = end
+            if not self._is_quoted:
+                yield end
+        self._is_quoted ^= bool(block.count(self._quote, at) % 2)
+
+
+def _line_ends(block: bytes) -> Iterator[int]:
+    at = 0
+    while at := block.find(b"\n", at) + 1:
+        yield at
