@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from dlrover.core import life_cycle
 from dlrover.core.turn import micros
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.fleet_messages import NodeExit
 from dlrover.protocol.messages import (
     Command,
     Done,
@@ -62,7 +64,7 @@ def _hang_found(command: HangFound, course: Course) -> Reply:
         raise Rejected("A hang lasts a finite number of seconds.", code="malformed")
     _check(course, command.round, command.verdict)
 
-    _act(course, command.verdict, f"stood still for {command.stalled_for:.1f} s")
+    _act(course, command.verdict, f"stood still for {command.stalled_for:.1f} s", is_hang=True)
     course.advance()
     return Done()
 
@@ -70,7 +72,7 @@ def _hang_found(command: HangFound, course: Course) -> Reply:
 def _fault_found(command: FaultFound, course: Course) -> Reply:
     _check(course, command.round, command.verdict)
 
-    _act(course, command.verdict, "was found at fault")
+    _act(course, command.verdict, "was found at fault", is_hang=False)
     course.advance()
     return Done()
 
@@ -92,11 +94,16 @@ def _check(course: Course, round_: Round, verdict: Verdict) -> None:
         raise Rejected("A verdict that nobody could read.", code="too-large")
 
 
-def _act(course: Course, verdict: Verdict, what: str) -> None:
+def _act(course: Course, verdict: Verdict, what: str, *, is_hang: bool) -> None:
     state, rdzv = course.state, course.state.rendezvous
     assert state.terms is not None, "a world before any node came"
     first = _as_failure(course, verdict, what)
     terms = state.terms.watch
+    is_replaceable = life_cycle.can_replace_node_of(course, first.node_rank, NodeExit.DIAGNOSED)
+    if not is_hang and verdict.action is ActionKind.RELAUNCH_NODE and not is_replaceable:
+        # A restart on the same node would cost everybody and change nothing.
+        course.say(f"{first.failure.message} Nobody can replace the node: somebody has to.")
+        return
     state.hangs.add(Hang(course.now, first.node_rank))
     recent = state.hangs.since(course.now)
     if verdict.action is ActionKind.STOP_JOB:

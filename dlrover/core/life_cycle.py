@@ -113,16 +113,25 @@ def hear_node_error(course: Course, node: FleetNode, exit_reason: NodeExit, mess
         end_node(course, node, NodePhase.DELETED, exit_reason)
 
 
-def replace_node_of(course: Course, node_rank: NodeRank, exit_reason: NodeExit, why: str) -> bool:
-    """Workers of this rank cannot go on where they are. Whether another node takes over; if so, it is decided."""
+def can_replace_node_of(course: Course, node_rank: NodeRank, exit_reason: NodeExit) -> bool:
+    """Whether another node would take over, if this one ended for that reason."""
     fleet = course.state.fleet
     agent = course.state.nodes.holder(node_rank)
     node = None if fleet is None or agent is None else fleet.of_agent(agent.id)
     if fleet is None or node is None or not node.is_live or node.is_finished:
         return False
     facts = replace(facts_of(fleet, node), exit_reason=exit_reason)
-    if agent is None or not relaunch.decide(facts, terms_now(course)).is_relaunched:
+    return relaunch.decide(facts, terms_now(course)).is_relaunched
+
+
+def replace_node_of(course: Course, node_rank: NodeRank, exit_reason: NodeExit, why: str) -> bool:
+    """Workers of this rank cannot go on where they are. Whether another node takes over; if so, it is decided."""
+    if not can_replace_node_of(course, node_rank, exit_reason):
         return False
+    agent = course.state.nodes.holder(node_rank)
+    assert agent is not None, "replaceable"
+    node = fleet_of(course).of_agent(agent.id)
+    assert node is not None, "replaceable"
     unlink(course, node)
     hear_node_error(course, node, exit_reason, why)
     # It may be just attaching, so it stays for long enough to hear that it shall go.

@@ -293,6 +293,8 @@ class FaultClass(enum.StrEnum):
     DISK_FULL = "disk-full"
     PROCESS_LIMIT = "process-limit"
     CRASH_LOOP = "crash-loop"
+    EXCEPTION = "exception"
+    """The script raised, or ended with a code of its own."""
     CLOCK_JUMP = "clock-jump"
     DEVICE = "device"
     """An accelerator is lost or sick."""

@@ -1,0 +1,336 @@
+"""
+The judgement over a job that stands still: from two dumps of everybody to a culprit, a class of fault, and whether that is proof.
+
+Proof is what cannot be mistaken for slow work: a process that is stopped or dead; or a rank that rests outside the collective in which the others
+wait for it, at the same place in both dumps, without any processor time, input, output or page fault between them, though by its own
+experience it should have gone on long ago. A rank that computes, reads, evaluates or is in its first step may just be slow.
+Everything else is a suspicion, told to people at once and acted upon after the hang timeout only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from dlrover.core.diagnosis import stacks
+from dlrover.core.diagnosis.stacks import say_collective, say_ranks
+from dlrover.protocol.messages import NodeId
+from dlrover.protocol.watch_messages import Culprit, FaultClass, Phase, WorkerDump
+
+IDLE_CPU = 0.02
+"""Cores. Below it a process only turns over in its sleep: threads of libraries that wake up now and then."""
+IDLE_IO = 64 * 1024
+"""Bytes between two dumps: a log line, a heartbeat."""
+DATA_PATIENCE = 60.0
+"""Seconds before a rank that waits for data or for storage is restarted: both often come back, and a restart makes neither quicker."""
+LONG_PHASES = (Phase.START, Phase.COMPILE, Phase.EVALUATION)
+MAX_SENTENCES = 12
+_STORAGE_CHANNELS = (
+    "fuse",
+    "nfs",
+    "rpc_wait",
+    "io_schedule",
+    "folio_wait",
+    "wait_on_page",
+    "jbd2",
+    "ceph",
+    "lustre",
+    "request_wait_answer",
+)
+
+
+class Sight(Struct, frozen=True, kw_only=True):
+    """One rank in one look: both dumps and what happened between them."""
+
+    node: NodeId
+    rank: int
+    second: WorkerDump
+    """The newest one."""
+    is_compared: bool = False
+    """There are two dumps."""
+    is_moving: bool = False
+    """It is elsewhere than before, or in another step."""
+    cpu: float = 0.0
+    """Cores in use between the dumps, its own processes included."""
+    io_bytes: int = 0
+    major_faults: int = 0
+
+    @property
+    def is_computing(self) -> bool:
+        return self.cpu >= IDLE_CPU
+
+    @property
+    def is_still(self) -> bool:
+        is_active = self.is_computing or self.io_bytes > IDLE_IO or self.major_faults > 0
+        return self.is_compared and not self.is_moving and not is_active
+
+    @property
+    def is_overdue(self) -> bool:
+        """By what it has learned itself; who told of nothing cannot be."""
+        progress = self.second.progress
+        return progress is not None and progress.is_stalled
+
+    @property
+    def is_in_long_phase(self) -> bool:
+        """Or in the first step of this life, or nobody knows."""
+        progress = self.second.progress
+        return progress is None or progress.phase in LONG_PHASES or not progress.step_seconds
+
+    @property
+    def waits(self) -> bool:
+        return stacks.waits_for_others(self.second, is_computing=self.is_computing)
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """What the dumps say, before anybody thinks of what to do."""
+
+    fault: FaultClass
+    culprits: tuple[Culprit, ...]
+    evidence: tuple[str, ...]
+    confidence: float
+    is_proof: bool = False
+    patience: float = 0.0
+    """Seconds of standing still before the proof counts, if more than usual."""
+    is_long_phase: bool = False
+    """Somebody to blame computes or goes on, if slowly, or is in a phase that is known to take long."""
+    is_urgent: bool = False
+    """Proof that needs no second dump: stopped or dead."""
+
+
+def see(node: NodeId, first: WorkerDump | None, second: WorkerDump, interval: float) -> Sight:
+    """`interval`: seconds between the two."""
+    if first is None or first.pid != second.pid:
+        return Sight(node=node, rank=second.global_rank, second=second)
+    used = second.cpu_seconds - first.cpu_seconds
+    used += max(0.0, stacks.children_cpu(second) - stacks.children_cpu(first))
+    return Sight(
+        node=node,
+        rank=second.global_rank,
+        second=second,
+        is_compared=True,
+        is_moving=stacks.signature(first) != stacks.signature(second) or _has_gone_on(first, second),
+        cpu=max(0.0, used) / max(interval, 0.1),
+        io_bytes=max(0, second.io_bytes - first.io_bytes),
+        major_faults=max(0, second.major_faults - first.major_faults),
+    )
+
+
+def judge(sights: Sequence[Sight], missing: Sequence[int] = ()) -> Finding:
+    """`missing`: ranks whose node has not answered."""
+    absent = f"Nothing was heard of {say_ranks(missing)} when everybody was asked." if missing else ""
+    found = _judge(sights)
+    if absent:
+        found = Finding(
+            fault=found.fault,
+            culprits=found.culprits,
+            evidence=(*found.evidence, absent)[:MAX_SENTENCES],
+            confidence=found.confidence * (1.0 if found.is_urgent else 0.6),
+            is_proof=found.is_urgent,
+            is_urgent=found.is_urgent,
+            is_long_phase=found.is_long_phase,
+        )
+    return found
+
+
+def _judge(sights: Sequence[Sight]) -> Finding:
+    if not sights:
+        return Finding(fault=FaultClass.UNKNOWN, culprits=(), evidence=(), confidence=0.0)
+    ended = [sight for sight in sights if sight.second.state in "ZXx"]
+    if ended:
+        text = f"{_subject(ended)} {_is(ended)} dead: the process has ended."
+        return _blame(FaultClass.DEAD, ended, (text,), 0.99, is_proof=True, is_urgent=True)
+    stopped = [sight for sight in sights if sight.second.state == "T"]
+    traced = [sight for sight in sights if sight.second.state == "t" and sight.is_compared]
+    if stopped or traced:
+        by = "by a signal" if stopped else "by a debugger"
+        text = f"{_subject(stopped or traced)} {_is(stopped or traced)} stopped {by} (state {'T' if stopped else 't'})."
+        evidence = (text, *_where_others_wait(sights, stopped or traced))
+        return _blame(FaultClass.STOPPED, stopped or traced, evidence, 0.99, is_proof=True, is_urgent=bool(stopped))
+    waiting = [sight for sight in sights if sight.waits]
+    others = [sight for sight in sights if not sight.waits]
+    if waiting and others:
+        return _judge_outsiders(others, waiting)
+    if waiting:
+        return _judge_collectives(waiting)
+    return _judge_all_elsewhere(sights)
+
+
+def _judge_outsiders(others: Sequence[Sight], waiting: Sequence[Sight]) -> Finding:
+    """Some wait for the rest. Those that move may only be slow; if some of the rest are still, they are the ones."""
+    still = [sight for sight in others if sight.is_still]
+    culprits = still or list(others)
+    fault, sentence, confidence = _own_fault(culprits)
+    is_proof = all(sight.is_still and sight.is_overdue and not sight.is_in_long_phase for sight in others)
+    is_proof = is_proof and not any(sight.is_moving for sight in waiting)
+    needs_patience = fault in (FaultClass.DATA_STALL, FaultClass.STORAGE_STALL)
+    is_hopeless = any(stacks.stopped_children(sight.second) for sight in culprits)
+    if fault is FaultClass.STORAGE_STALL:
+        is_proof = False
+    return _blame(
+        fault,
+        culprits,
+        (sentence, *_where_others_wait(waiting, ()), *_activity(culprits)),
+        confidence if is_proof else min(confidence, 0.8),
+        is_proof=is_proof,
+        patience=DATA_PATIENCE if needs_patience and not is_hopeless else 0.0,
+    )
+
+
+def _own_fault(culprits: Sequence[Sight]) -> tuple[FaultClass, str, float]:
+    """What keeps a rank that does not wait for others. The first one speaks for all."""
+    one = culprits[0]
+    dump, who = one.second, _subject(culprits)
+    where = stacks.user_frame(dump)
+    place = f" at {where.file}:{where.line} ({where.function})" if where is not None else ""
+    phase = "" if dump.progress is None else f" in phase {dump.progress.phase.value}"
+    if dump.progress is not None and dump.progress.phase is Phase.END:
+        return FaultClass.SKIPPED_COLLECTIVE, f"{who} ended the script while the others are in a collective.", 0.9
+    if stopped := stacks.stopped_children(dump):
+        return (
+            FaultClass.DATA_STALL,
+            f"{who} waits for a process of its own that is stopped or dead: {stopped[0]}.",
+            0.95,
+        )
+    if _is_blocked(dump):
+        channel = f" in {dump.wait_channel}" if dump.wait_channel else ""
+        return FaultClass.STORAGE_STALL, f"{who} is in uninterruptible sleep{channel}{place}.", 0.9
+    if stacks.is_loading(dump):
+        if blocked := stacks.blocked_children(dump):
+            return FaultClass.STORAGE_STALL, f"{who} waits for data, and its loader for storage: {blocked[0]}.", 0.85
+        return FaultClass.DATA_STALL, f"{who} waits for its next batch{place}.", 0.9
+    if one.is_computing or dump.state == "R":
+        return (
+            FaultClass.BUSY,
+            f"{who} computes on{phase}{place}, with {one.cpu:.2f} cores, while the others wait.",
+            0.85,
+        )
+    if not dump.threads and dump.source == "none":
+        return FaultClass.BUSY, f"{who} does not answer: something holds the interpreter lock{phase}.", 0.7
+    if dump.progress is not None and dump.progress.phase is Phase.CHECKPOINT:
+        return FaultClass.STORAGE_STALL, f"{who} stands still in a checkpoint{place}.", 0.7
+    return FaultClass.DEADLOCK, f"{who} waits for something of its own{phase}{place}, not for the others.", 0.9
+
+
+def _judge_collectives(waiting: Sequence[Sight]) -> Finding:
+    """Everybody is in a collective: in the same one?"""
+    known = [(sight, stacks.own_collective(sight.second)) for sight in waiting]
+    groups: dict[tuple[object, ...], list[Sight]] = {}
+    for sight, collective in known:
+        if collective is None:
+            key: tuple[object, ...] = ("", stacks.user_frame(sight.second))
+        else:
+            key = (collective.group, collective.sequence, collective.operation, collective.shape)
+        groups.setdefault(key, []).append(sight)
+    if len(groups) == 1:
+        return _blame_network(waiting)
+    ordered = sorted(groups.values(), key=lambda group: (-len(group), group[0].rank))
+    common, odd = ordered[0], [sight for group in ordered[1:] for sight in group]
+    if len(common) == len(odd):
+        common, odd = _ahead_last(common, odd)
+    ours, theirs = stacks.own_collective(common[0].second), stacks.own_collective(odd[0].second)
+    sentences = [_what_they_do(common), *(_what_they_do(group) for group in ordered[1:4] if group is not common)]
+    is_still = all(sight.is_still and sight.is_overdue for sight in waiting)
+    if ours is None or theirs is None:
+        return _blame(FaultClass.SKIPPED_COLLECTIVE, odd, tuple(sentences), 0.6)
+    is_same_group = ours.group == theirs.group
+    is_same_place = stacks.user_frame(common[0].second) == stacks.user_frame(odd[0].second)
+    is_mismatch = is_same_group and ours.sequence == theirs.sequence and is_same_place
+    fault = FaultClass.MISMATCHED_COLLECTIVE if is_mismatch else FaultClass.SKIPPED_COLLECTIVE
+    return _blame(fault, odd, tuple(sentences), 0.95 if is_same_group else 0.7, is_proof=is_still and is_same_group)
+
+
+def _ahead_last(one: list[Sight], other: list[Sight]) -> tuple[list[Sight], list[Sight]]:
+    """As many here as there: those that went ahead are the odd ones."""
+    ours, theirs = stacks.own_collective(one[0].second), stacks.own_collective(other[0].second)
+    if ours is not None and theirs is not None and ours.sequence > theirs.sequence:
+        return other, one
+    return one, other
+
+
+def _blame_network(waiting: Sequence[Sight]) -> Finding:
+    sentence = f"{_what_they_do(waiting)} Nobody is missing from it, so what they send does not arrive."
+    return Finding(fault=FaultClass.NETWORK, culprits=(), evidence=(sentence,), confidence=0.6)
+
+
+def _judge_all_elsewhere(sights: Sequence[Sight]) -> Finding:
+    """Nobody waits for anybody."""
+    overdue = [sight for sight in sights if sight.is_overdue] or list(sights)
+    fault, sentence, confidence = _own_fault(overdue)
+    if fault is FaultClass.DEADLOCK and len(sights) > 1:
+        fault, confidence = FaultClass.UNKNOWN, 0.5
+    return _blame(fault, overdue, (sentence, *_activity(overdue)), min(confidence, 0.7))
+
+
+def _blame(
+    fault: FaultClass,
+    sights: Sequence[Sight],
+    evidence: tuple[str, ...],
+    confidence: float,
+    *,
+    is_proof: bool = False,
+    is_urgent: bool = False,
+    patience: float = 0.0,
+) -> Finding:
+    return Finding(
+        fault=fault,
+        culprits=tuple(Culprit(node=sight.node, global_rank=sight.rank) for sight in sights),
+        evidence=evidence[:MAX_SENTENCES],
+        confidence=confidence,
+        is_proof=is_proof,
+        is_urgent=is_urgent,
+        patience=patience,
+        is_long_phase=any(sight.is_in_long_phase or sight.is_moving or sight.is_computing for sight in sights),
+    )
+
+
+def _where_others_wait(sights: Sequence[Sight], without: Sequence[Sight]) -> tuple[str, ...]:
+    apart = {sight.rank: None for sight in without}
+    waiting = [sight for sight in sights if sight.rank not in apart and sight.waits]
+    return (_what_they_do(waiting),) if waiting else ()
+
+
+def _what_they_do(sights: Sequence[Sight]) -> str:
+    dump = sights[0].second
+    verb = "waits" if len(sights) == 1 else "wait"
+    collective = stacks.own_collective(dump)
+    if collective is not None:
+        return f"{_subject(sights)} {verb} in {say_collective(collective)}."
+    where = stacks.user_frame(dump)
+    place = f", called at {where.file}:{where.line} ({where.function})" if where is not None else ""
+    return f"{_subject(sights)} {verb} for the others{place}."
+
+
+def _activity(sights: Sequence[Sight]) -> tuple[str, ...]:
+    if not all(sight.is_compared for sight in sights):
+        return ()
+    cpu, io_bytes = max(sight.cpu for sight in sights), max(sight.io_bytes for sight in sights)
+    if all(sight.is_still for sight in sights):
+        return ("Between two dumps it did not move, compute, read or write.",)
+    return (f"Between two dumps it used {cpu:.2f} cores and moved {io_bytes} bytes.",)
+
+
+def _is_blocked(dump: WorkerDump) -> bool:
+    return dump.state == "D" or any(name in dump.wait_channel for name in _STORAGE_CHANNELS)
+
+
+def _has_gone_on(first: WorkerDump, second: WorkerDump) -> bool:
+    before, now = first.progress, second.progress
+    if before is None or now is None:
+        return False
+    return (before.step, before.phase, _sequence(first)) != (now.step, now.phase, _sequence(second)) or (
+        now.phase_seconds < before.phase_seconds
+    )
+
+
+def _sequence(dump: WorkerDump) -> int:
+    return -1 if dump.progress is None or dump.progress.collective is None else dump.progress.collective.sequence
+
+
+def _is(sights: Sequence[Sight]) -> str:
+    return "is" if len(sights) == 1 else "are"
+
+
+def _subject(sights: Sequence[Sight]) -> str:
+    text = say_ranks([sight.rank for sight in sights])
+    return text[0].upper() + text[1:]

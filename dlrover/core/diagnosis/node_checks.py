@@ -1,0 +1,188 @@
+"""Diagnosticians of nodes: memory, disks, clocks, devices, and what agents tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+from dlrover.core.diagnosis.diagnostician import blame_ranks, conclude
+from dlrover.core.diagnosis.picture import Picture, RankRecord
+from dlrover.core.turn import MICROS_PER_SECOND
+from dlrover.protocol.messages import Micros, NodeId
+from dlrover.protocol.watch_messages import ActionKind, Culprit, FaultClass, Verdict
+
+FULL = 0.95
+LITTLE_DISK_MB = 64.0
+CLOCK_JUMP = 1.0
+GPU_LOST = "GPU is lost"
+
+
+class OutOfMemory:
+    """Before the kernel kills somebody."""
+
+    name = "out_of_memory"
+
+    def diagnose(self, picture: Picture, now: Micros) -> Iterable[Verdict]:
+        for node, report in picture.resources.items():
+            for what, used, limit in (
+                ("memory", report.memory_mb, report.memory_limit_mb),
+                ("shared memory", report.shm_mb, report.shm_limit_mb),
+            ):
+                if limit <= 0 or used < FULL * limit:
+                    continue
+                largest = max(report.workers, key=lambda sample: sample.memory_mb, default=None)
+                rank = -1 if largest is None else largest.global_rank
+                yield conclude(
+                    self.name,
+                    FaultClass.OUT_OF_MEMORY,
+                    (Culprit(node=node, global_rank=rank),),
+                    f"Node {node} uses {used:.0f} of {limit:.0f} MB of {what}.",
+                    "" if largest is None else f"The largest is rank {rank} with {largest.memory_mb:.0f} MB.",
+                    confidence=0.8,
+                    reasoning="The kernel may kill it at any time, and the job then restarts; stopping it first would gain nothing.",
+                )
+
+
+class MemoryLeak:
+    """A worker that grows and grows, and does not stop growing after its first minutes."""
+
+    name = "memory_leak"
+    _samples = 8
+    _seconds = 20.0
+    _growth = 0.3
+    _least_mb = 100.0
+
+    def diagnose(self, picture: Picture, now: Micros) -> Iterable[Verdict]:
+        leaking = [record for record in picture.ranks.values() if self._is_leaking(record)]
+        if not leaking or len(leaking) * 2 > max(2, len(picture.ranks)):
+            return  # all alike: the model, the cache, or the first minutes
+        record = leaking[0]
+        (began_at, first), (ended_at, last) = record.memory[0], record.memory[-1]
+        rate = (last - first) / ((ended_at - began_at) / MICROS_PER_SECOND)
+        report = picture.resources.get(record.place.node)
+        left = ""
+        if report is not None and report.memory_limit_mb > report.memory_mb > 0 and rate > 0:
+            left = f"At this rate the node is full in {(report.memory_limit_mb - report.memory_mb) / rate / 60:.0f} minutes."
+        yield conclude(
+            self.name,
+            FaultClass.MEMORY_LEAK,
+            blame_ranks(leaking),
+            f"The memory of rank {record.global_rank} grew from {first:.0f} to {last:.0f} MB, by {rate:.1f} MB each second.",
+            left,
+            confidence=0.75,
+            reasoning="Training goes on; a restart would only begin the growth anew.",
+        )
+
+    def _is_leaking(self, record: RankRecord) -> bool:
+        memory = list(record.memory)
+        if len(memory) < self._samples or memory[-1][0] - memory[0][0] < self._seconds * MICROS_PER_SECOND:
+            return False
+        first, middle, last = memory[0][1], memory[len(memory) // 2][1], memory[-1][1]
+        growth = last - first
+        falls = sum(after < before for (_, before), (_, after) in pairwise(memory))
+        is_large = growth >= max(self._least_mb, self._growth * first)
+        return is_large and last - middle >= 0.25 * growth and falls <= len(memory) // 5
+
+
+class DiskFull:
+    name = "disk_full"
+
+    def diagnose(self, picture: Picture, now: Micros) -> Iterable[Verdict]:
+        for node, report in picture.resources.items():
+            if report.disk_free_mb is not None and report.disk_free_mb < LITTLE_DISK_MB:
+                yield conclude(
+                    self.name,
+                    FaultClass.DISK_FULL,
+                    _node(node),
+                    f"Node {node} has {report.disk_free_mb:.0f} MB of disk left.",
+                    confidence=0.9,
+                    reasoning="Training goes on, but the next checkpoint or log may fail: somebody has to make room.",
+                )
+
+
+class ClockJump:
+    name = "clock_jump"
+
+    def diagnose(self, picture: Picture, now: Micros) -> Iterable[Verdict]:
+        for node, report in picture.resources.items():
+            if abs(report.clock_jump) >= CLOCK_JUMP:
+                yield conclude(
+                    self.name,
+                    FaultClass.CLOCK_JUMP,
+                    _node(node),
+                    f"The wall clock of node {node} jumped by {report.clock_jump:+.1f} s.",
+                    confidence=0.9,
+                    reasoning="Nothing of the job depends on wall clocks; logs and tokens of that node may.",
+                )
+
+
+class Devices:
+    """The historical `GPU is lost`, and whatever else a driver says of its devices."""
+
+    name = "resource_collection_failure"
+
+    def diagnose(self, picture: Picture, now: Micros) -> Iterable[Verdict]:
+        for node, report in picture.resources.items():
+            sick = [f"Device {device.index} says: {device.health}." for device in report.devices if device.health]
+            lost = [trouble for trouble in report.troubles if GPU_LOST in trouble]
+            if lost or sick:
+                yield conclude(
+                    self.name,
+                    FaultClass.DEVICE,
+                    _node(node),
+                    *lost[:4],
+                    *sick[:4],
+                    confidence=0.9 if lost else 0.7,
+                    action=ActionKind.RELAUNCH_NODE if lost else ActionKind.NOTIFY,
+                    reasoning="No restart brings a lost device back; another node has its own."
+                    if lost
+                    else "The device still works, as far as training can tell.",
+                )
+            elif report.troubles:
+                yield conclude(
+                    self.name,
+                    FaultClass.UNKNOWN,
+                    _node(node),
+                    *report.troubles[:4],
+                    confidence=0.5,
+                    reasoning="What cannot be measured may be well all the same.",
+                )
+
+
+class NodeFailure:
+    """Lines in a node's log that people said to look for, or that everybody knows."""
+
+    name = "node_failure"
+
+    def diagnose(self, picture: Picture, now: Micros) -> Iterable[Verdict]:
+        here = {place.node: None for place in picture.scene.places}
+        for event in picture.events:
+            if event.name == "log-pattern" and event.node in here:
+                yield conclude(
+                    self.name,
+                    FaultClass.DEVICE,
+                    (Culprit(node=event.node, global_rank=-1 if event.rank is None else event.rank),),
+                    f"The log of node {event.node} says: {event.text[:500]}",
+                    confidence=0.9,
+                    action=ActionKind.RELAUNCH_NODE,
+                    reasoning="The line is known to mean a broken node, which no restart repairs.",
+                )
+
+
+class NodeInconsistency:
+    name = "node_inconsistency"
+
+    def diagnose(self, picture: Picture, now: Micros) -> Iterable[Verdict]:
+        for what, count in sorted(picture.duplicates.items()):
+            yield conclude(
+                self.name,
+                FaultClass.NODE_INCONSISTENCY,
+                (),
+                f"The platform runs {count} nodes as {what}.",
+                confidence=0.8,
+                reasoning="The job uses the newest and ignores the other, which only costs money: remove it.",
+            )
+
+
+def _node(node: NodeId) -> tuple[Culprit, ...]:
+    return (Culprit(node=node, global_rank=-1),)

@@ -1,0 +1,336 @@
+"""
+The watch over a job: it hears what nodes tell, decides when to look, and concludes.
+
+Volatile, on the job's clock, and pure: what it wants comes out as effects. It never changes the job. A verdict that says to act becomes a command with
+its evidence, which the job may refuse, because it knows better by then.
+
+One episode, one word: a verdict that is found again is counted and not repeated, and only one finding acts on a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from dlrover.core.diagnosis.autopsy import write_page
+from dlrover.core.diagnosis.diagnostician import Diagnostician
+from dlrover.core.diagnosis.hang import Finding, Sight, judge
+from dlrover.core.diagnosis.looks import AGAIN_AFTER, Look, interval_after
+from dlrover.core.diagnosis.picture import Failed, Picture, Scene
+from dlrover.core.diagnosis.registry import HANG, built_in
+from dlrover.core.turn import MICROS_PER_SECOND, micros
+from dlrover.protocol.messages import Micros, NodeId, Round
+from dlrover.protocol.watch_messages import (
+    ActionKind,
+    Autopsy,
+    Diagnosis,
+    FaultFound,
+    HangFound,
+    HangStrategy,
+    LookTaken,
+    NodeEvent,
+    PastVerdict,
+    ProgressReport,
+    ResourceReport,
+    Verdict,
+    WatchObservation,
+    WatchOrder,
+    WatchTerms,
+)
+
+MAX_VERDICTS = 200
+EPISODE = 600.0
+"""Seconds after which the same verdict is news again."""
+SETTLING = 1.0
+"""Seconds between two rounds of the diagnosticians: a storm of reports is looked at once."""
+MARGIN = 0.1
+RESTART_COST = 3.0
+"""Seconds that a restart is taken to cost before one was measured."""
+
+
+class AskNode(Struct, frozen=True):
+    node: NodeId
+    order: WatchOrder
+
+
+class Act(Struct, frozen=True):
+    command: HangFound | FaultFound
+
+
+class Tell(Struct, frozen=True):
+    """People should hear of it, now for the first time or once more after long."""
+
+    past: PastVerdict
+
+
+class Publish(Struct, frozen=True):
+    autopsy: Autopsy
+
+
+WatchEffect = AskNode | Act | Tell | Publish
+
+
+class Watch:
+    def __init__(self, *, job_name: str = "", diagnosticians: Sequence[Diagnostician] | None = None) -> None:
+        self.picture = Picture()
+        self.terms = WatchTerms()
+        self.job_name = job_name
+        self.autopsy: Autopsy | None = None
+        self.restart_cost: float | None = None
+        """Seconds from an action to the first step after it, as measured here; None: never yet."""
+        self._diagnosticians = built_in() if diagnosticians is None else tuple(diagnosticians)
+        self._verdicts: list[PastVerdict] = []
+        self._look: Look | None = None
+        self._num_orders = 0
+        self._num_looks = 0
+        """In the episode under way."""
+        self._next_look_at = Micros(0)
+        self._acted_round: Round | None = None
+        self._acted_at: Micros | None = None
+        self._has_stepped = False
+        """Some rank of this job has told of a step, in whichever round."""
+        self._is_news = False
+        self._next_check_at = Micros(0)
+        self._effects: list[WatchEffect] = []
+
+    # What comes in.
+
+    def follow(self, scene: Scene, terms: WatchTerms, now: Micros) -> None:
+        """What the job says now."""
+        if scene.round != self.picture.scene.round or not scene.is_active:
+            self._end_episode()
+        self.terms = terms
+        self.picture.enter(scene)
+
+    def hear(self, observation: WatchObservation, now: Micros) -> None:
+        match observation:
+            case ProgressReport():
+                if self.picture.hear_progress(observation, now):
+                    self._measure_restart(observation, now)
+                    self._has_stepped |= any(worker.step_seconds > 0 for worker in observation.workers)
+                    if not self.picture.stalled() and self._look is None:
+                        self._end_episode()
+            case ResourceReport():
+                self.picture.hear_resources(observation, now)
+            case LookTaken():
+                if self._look is not None:
+                    self._look.hear(observation, now)
+                return
+            case NodeEvent():
+                self.picture.events.append(observation)
+        self._is_news = True
+
+    def hear_failure(self, failed: Failed) -> None:
+        self.picture.failures.append(failed)
+        self._is_news = True
+
+    def hear_duplicates(self, duplicates: dict[str, int]) -> None:
+        self.picture.duplicates = duplicates
+        self._is_news = True
+
+    def hear_verdict(self, verdict: Verdict, now: Micros) -> None:
+        """Of a user's own diagnostician."""
+        self._conclude(verdict, now)
+
+    def lost(self, nodes: Sequence[NodeId]) -> None:
+        """Who could not be asked."""
+        if self._look is not None:
+            self._look.lose(nodes)
+
+    # What comes out.
+
+    def tick(self, now: Micros) -> list[WatchEffect]:
+        if self.picture.scene.is_active:
+            self._watch_hang(now)
+        if self._is_news and now >= self._next_check_at:
+            self._is_news = False
+            self._next_check_at = Micros(now + micros(SETTLING))
+            for diagnostician in self._diagnosticians:
+                for verdict in diagnostician.diagnose(self.picture, now):
+                    self._conclude(verdict, now)
+        effects, self._effects = self._effects, []
+        return effects
+
+    def next_deadline(self) -> Micros | None:
+        """When time alone has something to say; None: never."""
+        times = [self._next_check_at] if self._is_news else []
+        if self._look is not None:
+            times.append(self._look.expires_at)
+        elif self.picture.scene.is_active and self._acted_round != self.picture.scene.round and self.picture.stalled():
+            times.append(self._next_look_at)
+        return min(times, default=None)
+
+    def diagnosis(self, last: int) -> Diagnosis:
+        return Diagnosis(verdicts=tuple(self._verdicts[-max(0, last) :] if last > 0 else ()), autopsy=self.autopsy)
+
+    @property
+    def newest(self) -> PastVerdict | None:
+        return self._verdicts[-1] if self._verdicts else None
+
+    # Hangs.
+
+    def _watch_hang(self, now: Micros) -> None:
+        look = self._look
+        if look is None:
+            is_due = now >= self._next_look_at and self._acted_round != self.picture.scene.round
+            if is_due and self.picture.stalled():
+                self._begin_look(now)
+            return
+        if look.is_complete(0) and not look.is_judged_early:
+            look.is_judged_early = True
+            sights = look.sights()
+            finding = judge(sights, look.missing())
+            if finding.is_urgent:
+                self._judge(finding, sights, now)
+                return
+        if look.is_over(now):
+            sights = look.sights()
+            self._judge(judge(sights, look.missing()), sights, now)
+
+    def _begin_look(self, now: Micros) -> None:
+        self._num_orders += 1
+        self._num_looks += 1
+        left = self.terms.pause - self._stalled_for(now) + MARGIN
+        self._look = Look(self._num_orders, self.picture.scene, again_after=max(AGAIN_AFTER, left), now=now)
+        self._effects += [AskNode(node, order) for node, order in self._look.orders()]
+
+    def _stalled_for(self, now: Micros) -> float:
+        """Seconds for which all stalled ranks have been where they are."""
+        entered = max((record.entered_at for record in self.picture.stalled()), default=now)
+        return max(0.0, (now - entered) / MICROS_PER_SECOND)
+
+    def _judge(self, finding: Finding, sights: Sequence[Sight], now: Micros) -> None:
+        self._look = None
+        self._next_look_at = Micros(now + micros(interval_after(self._num_looks)))
+        if not sights or not (finding.is_urgent or any(sight.is_overdue for sight in sights)):
+            return  # it went on meanwhile
+        stalled_for = _standing(sights) if finding.is_proof else self._stalled_for(now)
+        verdict = self._choose(finding, stalled_for)
+        if verdict.action in (ActionKind.NONE, ActionKind.NOTIFY):
+            self._look_when_it_counts(finding, stalled_for, now)
+        page = write_page(
+            job_name=self.job_name, picture=self.picture, sights=sights, verdict=verdict, stalled_for=stalled_for
+        )
+        self.autopsy = Autopsy(
+            at=now, round=self.picture.scene.round, stalled_for=stalled_for, verdict=verdict, text=page
+        )
+        self._effects.append(Publish(self.autopsy))
+        self._conclude(verdict, now, stalled_for=stalled_for)
+
+    def _choose(self, finding: Finding, stalled_for: float) -> Verdict:
+        """The cheapest action that is safe."""
+        terms = self.terms
+        needed, why = self._patience(finding)
+        cost = f"about {RESTART_COST if self.restart_cost is None else self.restart_cost:.1f} s"
+        measured = "" if self.restart_cost is None else ", as measured before"
+        if terms.strategy is not HangStrategy.ACT:
+            action = ActionKind.NONE if terms.strategy is HangStrategy.LOG else ActionKind.NOTIFY
+            reasoning = f"Nothing is done because of --hang-detection {int(terms.strategy)}."
+        elif stalled_for >= needed:
+            action = ActionKind.RESTART_WORKERS
+            reasoning = f"{why}: a restart costs {cost}{measured}, and waiting costs all ranks every second."
+        else:
+            action = ActionKind.NOTIFY
+            then = f"workers are restarted after {needed:g} s" if needed < float("inf") else "people are told"
+            reasoning = f"{why}, so it may go on by itself: {then}."
+        return Verdict(
+            fault=finding.fault,
+            diagnostician=HANG,
+            culprits=finding.culprits,
+            evidence=finding.evidence,
+            confidence=finding.confidence,
+            action=action,
+            reasoning=reasoning,
+        )
+
+    def _patience(self, finding: Finding) -> tuple[float, str]:
+        """Seconds of standing still before anything is done, and why."""
+        terms = self.terms
+        longest = max(terms.longest_timeout, terms.hang_timeout)
+        if finding.is_urgent:
+            return 0.0, "It cannot go on by itself"
+        if finding.is_proof and not finding.patience:
+            return terms.pause, "It does not go on by itself"
+        if finding.is_proof:
+            return max(terms.pause, finding.patience), "Data and storage often come back by themselves"
+        if not self._has_stepped:
+            return float("inf"), "There is no proof, and nobody knows what this job calls progress"
+        if finding.is_long_phase:
+            return longest, "There is no proof, and what is done there may take long"
+        return terms.hang_timeout, "There is no proof that it hangs"
+
+    def _look_when_it_counts(self, finding: Finding, stalled_for: float, now: Micros) -> None:
+        """The next look shall not miss the moment at which something is to be done."""
+        left = self._patience(finding)[0] - stalled_for
+        if 0 < left < float("inf"):
+            at = Micros(now + micros(max(0.0, left - AGAIN_AFTER) + MARGIN))
+            self._next_look_at = min(self._next_look_at, at)
+
+    def _end_episode(self) -> None:
+        self._look = None
+        self._num_looks = 0
+        self._next_look_at = Micros(0)
+
+    def _measure_restart(self, report: ProgressReport, now: Micros) -> None:
+        """What an action has cost, until the first step after it."""
+        if self._acted_at is None or self._acted_round is None or report.round <= self._acted_round:
+            return
+        if any(worker.step_seconds for worker in report.workers):
+            cost = (now - self._acted_at) / MICROS_PER_SECOND
+            self.restart_cost = cost if self.restart_cost is None else 0.5 * (self.restart_cost + cost)
+            self._acted_at = None
+
+    # Verdicts.
+
+    def _conclude(self, verdict: Verdict, now: Micros, *, stalled_for: float | None = None) -> None:
+        round_ = self.picture.scene.round
+        acts = verdict.action not in (ActionKind.NONE, ActionKind.NOTIFY)
+        if acts and (not self.picture.scene.is_active or self._acted_round == round_):
+            verdict, acts = replace(verdict, action=ActionKind.NOTIFY), False
+        known = self._find(verdict, now)
+        if known is None:
+            past = PastVerdict(at=now, round=round_, verdict=verdict, has_acted=acts)
+            self._verdicts = [*self._verdicts, past][-MAX_VERDICTS:]
+            self._effects.append(Tell(past))
+        else:
+            before = self._verdicts[known]
+            past = replace(
+                before, verdict=verdict, count=before.count + 1, last_at=now, has_acted=before.has_acted or acts
+            )
+            self._verdicts[known] = past
+            if acts or _is_power_of_two(past.count):
+                self._effects.append(Tell(past))
+        if acts:
+            self._acted_round, self._acted_at = round_, now
+            if stalled_for is not None:
+                command: HangFound | FaultFound = HangFound(round=round_, verdict=verdict, stalled_for=stalled_for)
+            else:
+                command = FaultFound(round=round_, verdict=verdict)
+            self._effects.append(Act(command))
+
+    def _find(self, verdict: Verdict, now: Micros) -> int | None:
+        """The same thing, found in this round and not long ago."""
+        for index in range(len(self._verdicts) - 1, -1, -1):
+            past = self._verdicts[index]
+            if max(past.at, past.last_at) < now - micros(EPISODE):
+                break
+            same = (past.verdict.diagnostician, past.verdict.fault, past.verdict.culprits)
+            if past.round == self.picture.scene.round and same == (
+                verdict.diagnostician,
+                verdict.fault,
+                verdict.culprits,
+            ):
+                return index
+        return None
+
+
+def _standing(sights: Sequence[Sight]) -> float:
+    """Seconds for which nobody has gone on, by the clocks of the workers."""
+    known = [sight.second.progress.phase_seconds for sight in sights if sight.second.progress is not None]
+    return min(known, default=0.0)
+
+
+def _is_power_of_two(count: int) -> bool:
+    return count & (count - 1) == 0

@@ -1,0 +1,264 @@
+"""The watch over a job: when it looks, what it finds, and when it acts."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from dlrover.core.diagnosis.watch import AskNode, Tell
+from dlrover.protocol.watch_messages import (
+    ActionKind,
+    FaultClass,
+    HangFound,
+    HangStrategy,
+    Phase,
+    WatchTerms,
+    WorkerDump,
+)
+from tests.core.watch_lab import (
+    IN_ALL_REDUCE,
+    IN_BACKWARD,
+    IN_BARRIER,
+    IN_LOADER,
+    IN_LOCK,
+    NODES,
+    Lab,
+    dump,
+    inside,
+    progress,
+)
+
+
+@pytest.fixture
+def lab() -> Lab:
+    lab = Lab()
+    lab.train()
+    return lab
+
+
+def others(*odd: WorkerDump) -> tuple[WorkerDump, ...]:
+    """The rest waits in backward."""
+    ranks = {each.global_rank for each in odd}
+    return (*odd, *(dump(rank) for rank in range(4) if rank not in ranks))
+
+
+def acted(lab: Lab) -> HangFound:
+    assert len(lab.acts()) == 1
+    command = lab.acts()[0].command
+    assert isinstance(command, HangFound)
+    return command
+
+
+def test_nobody_is_asked_while_training_goes_on(lab: Lab) -> None:
+    lab.train(20)
+    assert lab.asked() == []
+    assert lab.told() == []
+    assert lab.watch.next_deadline() is None or lab.watch.next_deadline() >= lab.now  # type: ignore[operator]
+
+
+def test_one_stalled_rank_makes_all_nodes_look_once(lab: Lab) -> None:
+    effects = lab.tell(progress(1))
+    assert [effect.node for effect in effects if isinstance(effect, AskNode)] == list(NODES)
+    assert lab.tell(progress(2)) == []
+    assert lab.asked()[0].order.order.again_after >= 3.4, "a pause of five seconds must be over at the second dump"
+
+
+def test_a_stopped_rank_is_acted_upon_at_the_first_dump(lab: Lab) -> None:
+    lab.tell(progress(3))
+    lab.answer(0, *others(dump(3, (), Phase.FORWARD, state="T", phase_seconds=2.2)))
+    command = acted(lab)
+    assert command.verdict.fault is FaultClass.STOPPED
+    assert command.verdict.action is ActionKind.RESTART_WORKERS
+    assert lab.ranks() == [3]
+    assert "Rank 3 is stopped" in command.verdict.evidence[0]
+    assert "Rank 3 on host1" in lab.pages()[-1]
+
+
+def test_a_deadlocked_rank_is_acted_upon_after_the_second_dump_and_its_stack_is_shown(lab: Lab) -> None:
+    lab.look(*others(dump(2, IN_LOCK, Phase.FORWARD)))
+    command = acted(lab)
+    assert command.verdict.fault is FaultClass.DEADLOCK
+    assert lab.ranks() == [2]
+    page = lab.pages()[-1]
+    assert "Rank 2 is here" in page
+    assert "/job/train.py:31 forward" in page
+    assert "Ranks 0-1, 3 are here" in page
+    assert "_engine_run_backward" in page
+    assert len(page.splitlines()) < 60
+
+
+@pytest.mark.parametrize(
+    ("odd", "why"),
+    [
+        (dump(2, IN_LOCK, Phase.FORWARD, cpu_seconds=3.0), "it computes"),
+        (dump(2, IN_LOCK, Phase.FORWARD, io_bytes=1_000_000), "it reads"),
+        (dump(2, IN_LOCK, Phase.FORWARD, major_faults=5), "it is being swapped in"),
+        (dump(2, IN_LOCK, Phase.FORWARD, children=("77 S - cpu=3.00 python",)), "a process of its own computes"),
+        (dump(2, IN_LOCK, Phase.EVALUATION), "it evaluates"),
+        (dump(2, IN_LOCK, Phase.START), "it starts"),
+        (dump(2, IN_LOCK, progress=progress(2, Phase.FORWARD, step_seconds=0.0, phase_seconds=9.0)), "its first step"),
+        (dump(2, IN_LOCK, progress=progress(2, Phase.FORWARD, is_stalled=False, phase_seconds=9.0)), "not overdue"),
+        (dump(2, IN_LOADER, Phase.DATA), "data often come"),
+        (dump(2, IN_LOCK, Phase.FORWARD, state="D"), "storage often comes back"),
+        (dump(2, IN_LOCK, Phase.FORWARD, phase_seconds=4.9), "a short pause"),
+    ],
+)
+def test_what_may_be_slow_work_is_told_and_left_alone(lab: Lab, odd: WorkerDump, why: str) -> None:
+    lab.tell(*(each.progress for each in others(odd) if each.progress is not None))
+    lab.answer(
+        0, *others(replace(odd, cpu_seconds=0.0, io_bytes=0, major_faults=0, children=("77 S - cpu=0.10 python",)))
+    )
+    lab.after(3.6)
+    lab.answer(1, *others(odd))
+    assert lab.acts() == [], why
+    assert lab.ranks() == [2]
+    assert lab.told()[-1].action is ActionKind.NOTIFY
+
+
+def test_a_rank_that_moves_between_the_dumps_is_no_proof(lab: Lab) -> None:
+    first = others(dump(2, IN_LOCK, Phase.FORWARD, phase_seconds=2.0))
+    lab.tell(*(each.progress for each in first if each.progress is not None))
+    lab.answer(0, *first)
+    lab.after(3.6)
+    lab.answer(1, *others(dump(2, ("/job/train.py:33 forward", *IN_LOCK[2:]), Phase.FORWARD)))
+    assert lab.acts() == []
+
+
+def test_what_went_on_meanwhile_is_no_episode(lab: Lab) -> None:
+    lab.tell(progress(1))
+    lab.answer(0, *others())
+    lab.after(3.6)
+    lab.answer(
+        1, *(replace(each, progress=progress(each.global_rank, is_stalled=False, step=130)) for each in others())
+    )
+    assert lab.told() == []
+
+
+def test_without_proof_it_acts_after_the_hang_timeout_and_not_before(lab: Lab) -> None:
+    everybody = tuple(dump(rank, IN_ALL_REDUCE, Phase.COLLECTIVE) for rank in range(4))
+    lab.look(*everybody)
+    assert lab.told()[-1].fault is FaultClass.NETWORK
+    assert lab.told()[-1].culprits == ()
+    began, seconds = lab.now, 6.0
+    while not lab.acts():
+        deadline = lab.watch.next_deadline()
+        assert deadline is not None
+        assert deadline < began + 330e6
+        lab.now = max(lab.now, deadline)
+        seconds = 6.0 + (lab.now - began) / 1e6
+        waiting = tuple(dump(rank, IN_ALL_REDUCE, Phase.COLLECTIVE, phase_seconds=seconds) for rank in range(4))
+        num_asked = len(lab.asked())
+        lab.tell(*(each.progress for each in waiting if each.progress is not None))
+        if len(lab.asked()) > num_asked:
+            lab.answer(0, *waiting)
+            lab.after(lab.asked()[-1].order.order.again_after)
+            lab.answer(1, *waiting)
+    assert 299 <= acted(lab).stalled_for <= 310
+    assert len(lab.told()) <= 6, "one episode is not told again and again"
+    assert len(lab.asked()) < 60
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "frames", "fault"),
+    [
+        (inside(9), inside(8), IN_ALL_REDUCE, FaultClass.SKIPPED_COLLECTIVE),
+        (inside(8, "barrier", ""), inside(8), IN_BARRIER, FaultClass.SKIPPED_COLLECTIVE),
+        (inside(8, shape="float32[9]"), inside(8), IN_ALL_REDUCE, FaultClass.MISMATCHED_COLLECTIVE),
+    ],
+)
+def test_ranks_in_different_collectives_are_told_apart(
+    lab: Lab, mine: object, theirs: object, frames: tuple[str, ...], fault: FaultClass
+) -> None:
+    def at(rank: int) -> WorkerDump:
+        told = progress(rank, Phase.COLLECTIVE, collective=mine if rank == 1 else theirs, phase_seconds=5.8)
+        return dump(rank, frames if rank == 1 else IN_ALL_REDUCE, progress=told)
+
+    lab.look(*(at(rank) for rank in range(4)))
+    assert acted(lab).verdict.fault is fault
+    assert lab.ranks() == [1]
+
+
+def test_a_dead_loader_process_needs_no_patience(lab: Lab) -> None:
+    lab.look(*others(dump(0, IN_LOADER, Phase.DATA, children=("77 T do_signal_stop cpu=0.10 python",))))
+    assert acted(lab).verdict.fault is FaultClass.DATA_STALL
+    assert lab.ranks() == [0]
+
+
+def test_after_acting_nothing_more_is_done_to_the_same_round(lab: Lab) -> None:
+    lab.look(*others(dump(2, IN_LOCK, Phase.FORWARD)))
+    lab.after(30)
+    lab.tell(progress(1))
+    lab.after(30)
+    lab.tell(progress(1))
+    assert len(lab.acts()) == 1
+    assert len(lab.asked()) == len(NODES)
+
+
+def test_the_cost_of_a_restart_is_measured_and_named_the_next_time(lab: Lab) -> None:
+    lab.look(*others(dump(2, IN_LOCK, Phase.FORWARD)))
+    lab.enter(1, is_active=False)
+    lab.enter(2)
+    lab.after(1.5)
+    lab.tell(*(progress(rank, is_stalled=False, phase_seconds=0.01) for rank in range(4)), round_=2)
+    assert lab.watch.restart_cost == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "action"), [(HangStrategy.LOG, ActionKind.NONE), (HangStrategy.NOTIFY, ActionKind.NOTIFY)]
+)
+def test_the_strategy_may_forbid_to_act(strategy: HangStrategy, action: ActionKind) -> None:
+    lab = Lab(WatchTerms(strategy=strategy))
+    lab.train()
+    lab.look(*others(dump(2, IN_LOCK, Phase.FORWARD)))
+    assert lab.acts() == []
+    assert lab.told()[-1].fault is FaultClass.DEADLOCK
+    assert lab.told()[-1].action is action
+
+
+def test_a_job_that_never_told_of_a_step_is_never_restarted_for_being_slow() -> None:
+    lab = Lab()
+    silent = tuple(
+        dump(rank, IN_LOCK, progress=progress(rank, Phase.START, step=None, step_seconds=0.0, phase_seconds=90_000.0))
+        for rank in range(4)
+    )
+    lab.look(*silent)
+    assert lab.told()
+    assert lab.acts() == []
+
+
+def test_a_node_that_does_not_answer_ends_the_look_and_spoils_the_proof(lab: Lab) -> None:
+    lab.tell(progress(0), progress(1))
+    lab.answer(0, dump(0, IN_LOCK, Phase.FORWARD), dump(1))
+    lab.after(3.6)
+    assert lab.answer(1, dump(0, IN_LOCK, Phase.FORWARD), dump(1)) == []
+    lab.after(10)
+    lab.tick()
+    assert lab.acts() == []
+    assert any("ranks 2-3" in sentence for sentence in lab.told()[-1].evidence)
+
+
+def test_a_verdict_is_remembered_once_and_counted(lab: Lab) -> None:
+    for _ in range(5):
+        lab.look(*others(dump(2, IN_LOADER, Phase.DATA)))
+        lab.after(61)
+    past = lab.watch.diagnosis(10).verdicts
+    assert [(each.verdict.fault, each.count) for each in past] == [(FaultClass.DATA_STALL, 5)]
+    assert len([effect for effect in lab.effects if isinstance(effect, Tell)]) == 3, "at 1, 2 and 4"
+
+
+def test_answers_of_an_older_look_and_strange_ranks_are_ignored(lab: Lab) -> None:
+    lab.tell(progress(1))
+    lab.answer(0, *others(dump(2, (), state="T")), look=99)
+    assert lab.acts() == []
+    stranger = replace(dump(2, (), state="T"), global_rank=40)
+    lab.answer(0, replace(stranger, global_rank=0), dump(2))
+    assert lab.told() == [] or lab.ranks() != [40]
+
+
+def test_innermost_frames_decide_who_waits() -> None:
+    """A Python function of the user's, called by backward, is the rank's own business."""
+    lab = Lab()
+    lab.train()
+    lab.look(*others(dump(1, ("/job/train.py:12 backward_hook", *IN_BACKWARD), Phase.BACKWARD)))
+    assert lab.ranks() == [1]
+    assert acted(lab).verdict.fault is FaultClass.DEADLOCK
