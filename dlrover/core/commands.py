@@ -22,6 +22,7 @@ from dlrover.core import (
     fleet_commands,
     fleet_settling,
     fleet_wishes,
+    goodput,
     hangs,
     kv_store,
     node_check,
@@ -302,7 +303,7 @@ def _node_silent(command: NodeSilent, course: Course) -> Reply:
 
     silence = (course.now - command.last_seen_at) / micros(1.0)
     why = f"{node.label} was silent for {silence:.0f} s"
-    course.lose(node, NodeLife.GONE, why, exit_reason=NodeExit.NO_HEARTBEAT)
+    course.lose(node, NodeLife.GONE, why, exit_reason=NodeExit.NO_HEARTBEAT, ended_at=command.last_seen_at)
     course.advance()
     return Done()
 
@@ -526,6 +527,7 @@ HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
     **sync_points.HANDLERS,
     **checkpoints.HANDLERS,
     **data_books.HANDLERS,
+    **goodput.HANDLERS,
     **hangs.HANDLERS,
 }
 """A test holds it against the union of commands."""

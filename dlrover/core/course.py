@@ -22,6 +22,7 @@ from dlrover.core import (
     fleet_agents,
     fleet_settling,
     fleet_wishes,
+    goodput,
     life_cycle,
     node_check,
     sync_points,
@@ -83,6 +84,7 @@ class Course:
         self._touched: dict[NodeId, None] = {}
         """A dict because the order of a set is not reproducible."""
         self._is_all_touched = False
+        self._was_active = state.rendezvous.is_active
         self.ending: tuple[ExitReason, str] | None = None
         """Why the job shall end after this command; the first reason counts."""
 
@@ -266,7 +268,7 @@ class Course:
         incident.is_node_suspect = is_node_suspect
         blame.count(incident, failures, first.node_rank, first.host)
         state.restarts.incident = incident
-        self._open(StopCause.FAILURE, blame.describe(first))
+        self._open(StopCause.FAILURE, blame.describe(first), fault=_fault_kind(first), first=first)
         if blame.is_secondary(first.failure):
             self.say(f"{blame.describe(first)} The next round opens; the first failure may still be reported.")
         elif not self._are_too_few_left():
@@ -284,6 +286,8 @@ class Course:
         if is_late and (incident.is_settled or state.end is not None):
             return
         is_better = blame.improve(incident, first)
+        if is_better:
+            state.goodput.fault_named(_fault_kind(first), blame.describe(first), first)
         if incident.is_settled:
             if is_better:
                 self.say(f"{blame.describe(incident.first)} It was the first failure of the round.")
@@ -362,10 +366,11 @@ class Course:
         *,
         exit_reason: NodeExit = NodeExit.KILLED,
         is_presumed: bool = False,
+        ended_at: Micros | None = None,
     ) -> None:
         """A live node is there no more; if its world needs it, the others meet again, at no cost of the budget.
 
-        The last two are for the platform that it came from (`fleet_agents.agent_lost`).
+        `ended_at`: when it was last known to be there. The other two are for the platform that it came from (`fleet_agents.agent_lost`).
         """
         state, rdzv = self.state, self.state.rendezvous
         was_running = is_running(self.state, node)
@@ -379,6 +384,7 @@ class Course:
         rdzv.forget(node.id, node.rank)
         rdzv.blocks.pop(node.id, None)
         if state.end is not None:
+            state.goodput.left(node.rank, self.now)
             fleet_agents.agent_lost(self, node, exit_reason, is_presumed=is_presumed)
             return
         self.say(f"{why[0].upper()}{why[1:]}.")
@@ -388,7 +394,15 @@ class Course:
         if was_claiming:
             self.give_up_claims(why)
         if was_running:
-            self._open(StopCause.MEMBERSHIP, why)
+            self._open(StopCause.MEMBERSHIP, why, fault="node", node_rank=node.rank)
+        elif was_member:
+            incident = state.restarts.open_incident(rdzv.round)
+            if incident is not None and blame.is_secondary(incident.first.failure):
+                state.goodput.fault_named("node", why, incident.first, node_rank=node.rank)
+        if node.finished_round or node.dismissed is not None:
+            state.goodput.left(node.rank, self.now)
+        else:
+            state.goodput.lost(node.rank, self.now, ended_at)
         fleet_agents.agent_lost(self, node, exit_reason, is_presumed=is_presumed)
 
     def give_up(self, node: Node) -> None:
@@ -397,7 +411,8 @@ class Course:
         if broken.broken_at is not None and rdzv.is_member(node.id) and not node.finished_round:
             until = Micros(broken.broken_at + micros(reattach_window(self.detection)))
             rdzv.may_return_until = max(rdzv.may_return_until, until)
-        self.lose(node, NodeLife.GONE, f"{node.label} lost its connection and did not come back", is_presumed=True)
+        why = f"{node.label} lost its connection and did not come back"
+        self.lose(node, NodeLife.GONE, why, is_presumed=True, ended_at=broken.broken_at)
 
     def dismiss(self, node: Node, leave: Leave) -> None:
         """The job goes on without this node. If it is a member of the world, the next round must be open already."""
@@ -443,8 +458,20 @@ class Course:
             if not is_running(state, node) and node.id not in rdzv.take_up.claims:
                 self.dismiss(node, Leave("the job was scaled down", 0))
 
-    def _open(self, cause: StopCause, reason: str) -> None:
+    def _open(
+        self,
+        cause: StopCause,
+        reason: str,
+        *,
+        fault: str = "membership",
+        node_rank: NodeRank | None = None,
+        first: FirstFailure | None = None,
+    ) -> None:
         state, rdzv = self.state, self.state.rendezvous
+        if rdzv.world is not None:
+            ranks = [member.node_rank for member in rdzv.world.members if member.node not in rdzv.finished]
+            state.goodput.fault_began(fault, reason, self.now, rdzv.round, ranks)
+            state.goodput.fault_named(fault, reason, first, node_rank=node_rank)
         members = [
             member.node
             for member in (rdzv.world.members if rdzv.world is not None else ())
@@ -532,6 +559,8 @@ class Course:
         restarts.settle(terms.restarts)
         former = rdzv.group_ranks
         rdzv.complete(world, self.now)
+        steps = [node.step for node in state.nodes.live.values()]
+        state.goodput.round_began(self.now, steps, is_full=len(world.members) >= terms.limits.max_nodes)
         state.kv.drop_before(Round(rdzv.round - NUM_ROUNDS_KEPT + 1))
         state.sync.drop_before(rdzv.round)
         data_books.round_began(self, rdzv.round)
@@ -655,13 +684,15 @@ class Course:
         if state.stage is Stage.STOPPING and not state.nodes.live:
             state.stage = Stage.STOPPED
             state.drains_at = None
+            state.goodput.finish(self.now)
             fleet_settling.job_finished(self)
             self.effects.append(FinishJob(end))
 
     def tell_nodes(self) -> None:
         """Give new wishes to the touched nodes, and have those told whose wish is another one than before."""
         state, live = self.state, self.state.nodes.live
-        for id_ in sorted(live if self._is_all_touched else self._touched):
+        touched = sorted(live if self._is_all_touched else self._touched)
+        for id_ in touched:
             node = live.get(id_)
             if node is None:
                 continue
@@ -669,6 +700,9 @@ class Course:
             if wish != node.desired.wish or node.desired.master_epoch != state.master_epoch or not node.desired.number:
                 node.desired = Desired(node.desired.number + 1, state.master_epoch, wish)
                 self.effects.append(TellNode(node.id))
+        goodput.follow(state, touched, self.now)
+        if state.rendezvous.is_active != self._was_active:  # the same wish to wait means another thing now
+            goodput.follow(state, [*state.rendezvous.waiting, *state.rendezvous.absent], self.now)
 
     def say(self, verdict: str) -> None:
         self.verdicts.append(verdict)
@@ -747,6 +781,10 @@ def suspects(state: JobState) -> list[NodeId]:
     if state.end is not None or incident is None or incident.first.failure.kind is not FailureKind.PEER_LOST:
         return []
     return [node for node in rdzv.expected if node in rdzv.group_ranks]
+
+
+def _fault_kind(first: FirstFailure) -> str:
+    return "hang" if first.failure.kind is FailureKind.DIAGNOSED else "worker"
 
 
 def _span(limits: Limits) -> str:

@@ -65,6 +65,7 @@ def _hang_found(command: HangFound, course: Course) -> Reply:
     _check(course, command.round, command.verdict)
 
     _act(course, command.verdict, f"stood still for {command.stalled_for:.1f} s", is_hang=True)
+    course.state.goodput.hung(course.now, micros(command.stalled_for))
     course.advance()
     return Done()
 

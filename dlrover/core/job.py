@@ -18,12 +18,14 @@ from dlrover.core import checkpoints, data_books, data_progress, fleet_commands,
 from dlrover.core.commands import HANDLERS, check_sender
 from dlrover.core.course import Course, pending, standby, suspects
 from dlrover.core.deadlines import next_deadline, passed_deadlines
+from dlrover.core.goodput_report import goodput_status
 from dlrover.core.nodes import Node, NodeLife
 from dlrover.core.peer_directory import PeerDirectory
 from dlrover.core.state import DECISION_VERSION, JobState
 from dlrover.core.turn import NotYet, Origin, Outcome
 from dlrover.protocol.check_messages import CheckResult
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.goodput_messages import AskGoodput, GoodputStatus
 from dlrover.protocol.messages import (
     AskStatus,
     Attached,
@@ -87,6 +89,8 @@ class Job:
                 return self.status()
             case Ping():
                 return Pong(job_name=self.job_name, master_epoch=self.master_epoch)
+            case AskGoodput():
+                return self.goodput(self._state.now)
             case AskPeers():
                 return self._peers.answer(query, self._state)
             case AskDiagnosis():
@@ -148,6 +152,10 @@ class Job:
             checkpoints=state.checkpoints.status(),
             datasets=data_progress.progress(state.data),
         )
+
+    def goodput(self, now: Micros) -> GoodputStatus:
+        """Where the time went up to now, which is not before the last command."""
+        return goodput_status(self._state, now)
 
     def _why(self) -> str:
         """The last that was said, and behind it what an open round waits for, unless that was the last."""

@@ -14,6 +14,7 @@ from dlrover.core.check_state import NodeCheck
 from dlrover.core.checkpoints import Checkpoints
 from dlrover.core.data_books import DataBooks
 from dlrover.core.fleet import Fleet
+from dlrover.core.goodput import Goodput
 from dlrover.core.hangs import Hangs
 from dlrover.core.kv_store import KvStore
 from dlrover.core.nodes import Nodes
@@ -59,6 +60,7 @@ class JobState(Struct, kw_only=True):
     check: NodeCheck = msgspec.field(default_factory=NodeCheck)
     checkpoints: Checkpoints = msgspec.field(default_factory=Checkpoints)
     data: DataBooks = msgspec.field(default_factory=DataBooks)
+    goodput: Goodput = msgspec.field(default_factory=Goodput)
     hangs: Hangs = msgspec.field(default_factory=Hangs)
     fleet: Fleet | None = None
     """None: people start the nodes by hand."""

@@ -56,6 +56,10 @@ class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     job's name."""
     fleet: FleetSpec | None = None
     """Which nodes the job wants of its platform."""
+    events_file: str = ""
+    """Where events are kept as JSON lines; empty: beside the journal."""
+    event_reporters: tuple[str, ...] = ()
+    """Who is told of events besides: `log`, `file:PATH`, a URL, or `module::Class`."""
     parent_death: bool = False
     """End (as by SIGTERM) when the process that started us ends."""
     parent_pid: int = 0

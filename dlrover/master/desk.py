@@ -25,6 +25,7 @@ from dlrover.core.job import Job
 from dlrover.core.observations import Observations
 from dlrover.core.sequence import Batch, CommitSequence, CoreFault
 from dlrover.core.turn import NotYet, Origin, Outcome, micros
+from dlrover.master.bookkeeper import Bookkeeper
 from dlrover.master.clock import MasterClock
 from dlrover.master.grace import AFTERMATH, LONG_STALL, Grace, StallWatch
 from dlrover.master.isolation import Isolation
@@ -37,6 +38,7 @@ from dlrover.protocol.codec import Question, Unreadable
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
 from dlrover.protocol.frames import Ack, Answer, Beat, FromAgent, Observed, Ordered, Refusal, Request
+from dlrover.protocol.goodput_messages import AskEvents, GoodputStatus
 from dlrover.protocol.kv_messages import MAX_WAIT
 from dlrover.protocol.messages import (
     MAX_FAILURE_BYTES,
@@ -95,11 +97,13 @@ class Desk:
         job_name: str,
         detection: Detection | None = None,
         topology: Topology | None = None,
+        books: Bookkeeper | None = None,
     ) -> None:
         """`detection`: instead of what the job's terms say, for tests."""
         self._keeper = keeper
         self._detection = detection
         self._topology = Topology() if topology is None else topology
+        self._books = Bookkeeper() if books is None else books
         self._errands: set[asyncio.Task[None]] = set()  # questions to plug-ins
         self._is_order_old = False
         self._clock = clock
@@ -151,6 +155,7 @@ class Desk:
                         self._roster.remind(line, self._clock.elapsed())
                 case Observed(observation=observation):
                     if (observation.node, observation.incarnation) == (line.node, line.incarnation):
+                        self._books.observed(observation, self._job, now)
                         self.on_observation(observation, now)
                 case Ack(number=number):
                     self._roster.acknowledge(line, number)
@@ -174,6 +179,8 @@ class Desk:
     async def ask(self, question: Question) -> Reply:
         if isinstance(question, Query) and (know := self.answers.get(type(question))) is not None:
             return know(question)
+        if isinstance(question, AskEvents):
+            return await self._books.events.answer(question)
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         work = Work(question, answer=answer, waits_until=self._waits_until(question))
         self._enqueue(work)
@@ -333,12 +340,20 @@ class Desk:
                 self._findings[finding.node] = finding
         if not self._failed_bytes:
             yield from [Work(finding) for finding in self._findings.values()]
+        yield from self._account(now)
         for work in works:
+            yield from self._account(now, before=work.body)
             yield work
             if self._topology.has_sorter and isinstance(work.body, Attach) and self._is_newcomer(work.body):
                 yield Work(AwaitOrder(limit=2 * TIME_LIMIT))  # the answer may first come for the nodes before it
         if is_time_trusted and not self._failed_bytes:
             yield from [Work(command) for command in self._job.due(now) if not self._is_poison(command)]
+
+    def _account(self, now: Micros, before: Command | Query | None = None) -> Iterator[Work]:
+        """What the bookkeeper has to journal."""
+        account = None if self._failed_bytes else self._books.account(now, before)
+        if account is not None:
+            yield Work(account)
 
     def _is_newcomer(self, attach: Attach) -> bool:
         """Whether it has just brought somebody whose place in the order nobody knows. It may have been refused."""
@@ -401,11 +416,15 @@ class Desk:
                 self._attach(work.line, reply, now)
             elif isinstance(reply, JobStatus):
                 reply = self._with_steps(reply)
+            elif isinstance(reply, GoodputStatus):
+                reply = self._job.goodput(now)
             work.succeed(reply)
             self._log(outcome)
             if self.on_decided and not isinstance(work.body, Query):
                 for hear in self.on_decided:
                     hear(work.body, outcome, now)
+            if isinstance(work.body, Command):
+                self._books.decided(work.body, outcome, self._job, now)
             for effect in outcome.effects:
                 match effect:
                     case TellNode(node=node):
@@ -543,6 +562,7 @@ class Desk:
 
     def _adopt(self, job: Job) -> None:
         self._job = job
+        self._books.began(job)
         self._sequence = CommitSequence(job, master_epoch=self._keeper.master_epoch, next_number=job.number + 1)
 
     async def _save_snapshot(self) -> None:
@@ -570,6 +590,9 @@ class Desk:
         if isinstance(request.body, Query) and (know := self.answers.get(type(request.body))) is not None:
             line.stream.send(Answer(id=request.id, body=know(request.body)))
             return
+        if isinstance(request.body, AskEvents):
+            self._run_errand(self._tell_events(line, request.id, request.body))
+            return
         if isinstance(request.body, Query):
             self._enqueue(Work(request.body, line=line, id=request.id, waits_until=self._waits_until(request.body)))
             return
@@ -595,6 +618,11 @@ class Desk:
             return
         line.gate.passed(request.sequence)
         self._enqueue(work)
+
+    async def _tell_events(self, line: Line, id_: int, question: AskEvents) -> None:
+        events = await self._books.events.answer(question)
+        if line.is_open:
+            line.stream.send(Answer(id=id_, body=events))
 
     def _accept_attach(self, line: Line, id_: int, attach: Attach) -> None:
         """Where the node is belongs to what it says of itself: somebody may have to be asked first."""

@@ -14,9 +14,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from dlrover.master.bookkeeper import Bookkeeper
 from dlrover.master.clock import MasterClock
 from dlrover.master.config import EXIT_STOPPED, MasterConfig, Ready, announce, read_token, tell_end
 from dlrover.master.desk import Desk
+from dlrover.master.event_reporters import build_reporters
+from dlrover.master.events import EventLog, events_file
 from dlrover.master.fleet_keeper import FleetKeeper
 from dlrover.master.keeper import Keeper
 from dlrover.master.topology import Topology
@@ -43,15 +46,19 @@ async def serve(config: MasterConfig) -> int:
     token = read_token(config)
     topology = Topology.load(config.topology_querier, config.topology_sorter)
     platform = _platform(config)
+    reporters = build_reporters(config.event_reporters)
     server = MasterServer(token=token, tls=config.tls)
     port = server.bind(config.host, config.port)
     keeper = await Keeper.open(Path(config.journal), job_name=config.job_name)
     job = await keeper.restore()
-    desk = Desk(keeper, job, MasterClock(job.now), job_name=config.job_name, topology=topology)
+    events = EventLog(Path(config.events_file) if config.events_file else events_file(Path(config.journal)), reporters)
+    books = Bookkeeper(events)
+    desk = Desk(keeper, job, MasterClock(job.now), job_name=config.job_name, topology=topology, books=books)
     fleet = None if platform is None else _fleet_keeper(config, platform, desk)
     await desk.begin(keeper.master_epoch)
     await server.start(desk)
     working = asyncio.ensure_future(desk.run())
+    telling = asyncio.ensure_future(events.run())
     keeping = [] if fleet is None else [asyncio.ensure_future(fleet.run())]
     loop.add_signal_handler(signal.SIGUSR1, _end_job, desk)
     announce(config, Ready(port=port, pid=os.getpid(), master_epoch=keeper.master_epoch))
@@ -80,7 +87,8 @@ async def serve(config: MasterConfig) -> int:
             await fleet.drain()
     # Nothing is decided any more: that our own going closes the streams says nothing about the nodes.
     working.cancel()
-    await asyncio.gather(working, return_exceptions=True)
+    telling.cancel()
+    await asyncio.gather(working, telling, return_exceptions=True)
     await server.stop()
     if platform is not None:
         await platform.close()

@@ -53,6 +53,7 @@ from dlrover.protocol.fleet_messages import (
     SuspendJob,
     UpdateClusterVersion,
 )
+from dlrover.protocol.goodput_messages import AccountGoodput, AskEvents, AskGoodput, Events, GoodputStatus
 from dlrover.protocol.identity import Incarnation as Incarnation
 from dlrover.protocol.identity import Micros as Micros
 from dlrover.protocol.identity import NodeId as NodeId
@@ -617,6 +618,7 @@ Command = (
     | AnyCheckpointCommand
     | RequestSave
     | WatchCommand
+    | AccountGoodput
 )
 AgentCommand = (
     Attach
@@ -685,6 +687,8 @@ Query = (
     | AnyCheckpointQuery
     | AskPeers
     | AskDiagnosis
+    | AskGoodput
+    | AskEvents
 )
 
 
@@ -753,6 +757,8 @@ Reply = (
     | CheckpointReply
     | Peers
     | Diagnosis
+    | GoodputStatus
+    | Events
 )
 
 

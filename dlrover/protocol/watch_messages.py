@@ -11,6 +11,9 @@ import enum
 
 from msgspec import Struct
 
+from dlrover.protocol.goodput_messages import AccountGoodput as AccountGoodput
+from dlrover.protocol.goodput_messages import JobEvent as JobEvent
+from dlrover.protocol.goodput_messages import TimeClass as TimeClass
 from dlrover.protocol.identity import Incarnation, Micros, NodeId, Round
 
 MAX_FRAMES = 64
@@ -30,7 +33,9 @@ class Phase(enum.StrEnum):
     """What a worker's main thread does. Exactly one at a time; the innermost counts."""
 
     START = "start"
-    """From the fork of the worker to its first batch or step: imports, building the model, restoring."""
+    """From the fork of the worker to its first batch or step: imports, building the model."""
+    RESTORE = "restore"
+    """Reading the state of a former life from memory or storage."""
     COMPILE = "compile"
     """torch.compile at work."""
     DATA = "data"
@@ -67,6 +72,8 @@ class WorkerProgress(Struct, frozen=True, kw_only=True):
     global_rank: int
     pid: int = 0
     step: int | None = None
+    num_steps: int = 0
+    """Steps done since the worker started; 0 where only the step itself is known. With it, steps that are done again can be told from new ones."""
     phase: Phase = Phase.START
     phase_seconds: float = 0.0
     """How long it has been in this phase."""
@@ -388,58 +395,3 @@ class Diagnosis(Struct, tag=True, frozen=True, kw_only=True):
     verdicts: tuple[PastVerdict, ...] = ()
     """Oldest first."""
     autopsy: Autopsy | None = None
-
-
-# Goodput.
-
-
-class TimeClass(enum.StrEnum):
-    """Where a second of a node went. Each second is in exactly one."""
-
-    START_UP = "start-up"
-    RENDEZVOUS = "rendezvous"
-    NODE_CHECK = "node-check"
-    COMPUTE = "compute"
-    """New steps. The only good one."""
-    REDO = "redo"
-    """Steps that were done before and lost."""
-    CHECKPOINT = "checkpoint"
-    """Training stood still for a save."""
-    RESTORE = "restore"
-    DATA_WAIT = "data-wait"
-    EVALUATION = "evaluation"
-    HANG = "hang"
-    STRAGGLER_WAIT = "straggler-wait"
-    STOPPING = "stopping"
-    """Workers end after a fault or a change of membership."""
-    DOWN = "down"
-    """The node is gone and its replacement is not there yet."""
-    IDLE = "idle"
-    """Standby, or nothing to do."""
-
-
-class AccountGoodput(Struct, tag=True, frozen=True, kw_only=True):
-    """Journalled, at each change of class and at least every 30 s."""
-
-    node: NodeId
-    class_: TimeClass
-    seconds: float
-    fault: int = 0
-    """Number of the fault that this time is owed to; 0 for none."""
-
-
-# Events: what happened, for people.
-
-
-class JobEvent(Struct, frozen=True, kw_only=True):
-    number: int
-    """Growing from 1 in the life of a job."""
-    at: Micros
-    level: str
-    """`info`, `warn` or `error`."""
-    name: str
-    """`round-started`, `worker-failed`, `hang-found`, `checkpoint-committed`, ..."""
-    text: str
-    node: NodeId | None = None
-    rank: int | None = None
-    labels: dict[str, str] = {}

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from dlrover.core.course import wish_of
+from dlrover.core.goodput import LOST, class_of
 from dlrover.core.job import Job, Origin, Outcome
 from dlrover.core.sequence import CommitSequence, replay
 from dlrover.protocol.errors import Rejected
@@ -314,6 +315,23 @@ class Scene:
         return self.outcomes[-1].verdicts
 
 
+def check_goodput(job: Job) -> None:
+    """Each second of each place is in exactly one class, now and at any later time."""
+    state, goodput = job.state, job.state.goodput
+    for now in (state.now, Micros(state.now + 12_345_678)):
+        for rank, place in goodput.places.items():
+            totals = goodput.totals(place, now)
+            assert sum(totals.values()) == goodput.lived(place, now), f"the classes of node rank {rank} do not sum up"
+            assert all(micros >= 0 for micros in totals.values())
+    for node in state.nodes.live.values():
+        place = goodput.places[node.rank]
+        assert (place.node, place.doing) == (node.id, class_of(state, node)), f"{node.label} does something else"
+        assert place.opened_at is not None
+    owed = [sum(books.values()) for books in (goodput.beginning, *(fault.micros for fault in goodput.faults))]
+    lost = sum(sum(place.micros.get(class_, 0) for class_ in LOST) for place in goodput.places.values())
+    assert sum(owed) <= lost, "faults cost more than was lost"
+
+
 def check_invariants(job: Job) -> None:
     """What holds after each command: I1, I2, I5, I7 of the design, and what the rooms promise about themselves."""
     state = job.state
@@ -357,6 +375,7 @@ def check_invariants(job: Job) -> None:
         assert sorted(together) == sorted(unfinished), "each live node that has not finished is in exactly one place"
         assert not set(rdzv.waiting) & set(nodes.broken), "who waits has a stream"
         assert set(rdzv.blocks) <= set(nodes.live), "a block has an owner"
+    check_goodput(job)
 
     if state.terms is not None and state.terms.restarts.max_restarts is not None:
         for node_rank, spent in restarts.spent.items():

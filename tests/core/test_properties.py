@@ -23,6 +23,7 @@ from dlrover.core.job import Job, Origin
 from dlrover.core.sequence import CommitSequence, replay
 from dlrover.protocol.checkpoint_messages import CheckpointFailed, ShardWritten, SnapshotsHeld
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.goodput_messages import AccountGoodput, NodeAccount
 from dlrover.protocol.messages import (
     AwaitOrder,
     BlockRendezvous,
@@ -265,6 +266,16 @@ class JobLife(RuleBasedStateMachine):
             self.scene.fail(name, died, round_=newest - is_late, step=step)
             if is_obeyed:
                 self.everybody_joins()
+
+    @rule(index=INDEX, seconds=st.lists(st.integers(0, 40), max_size=12), step=st.none() | st.integers(0, 20))
+    def account(self, index: int, seconds: list[int], step: int | None) -> None:
+        """Whatever workers tell of their time, true or not."""
+        name = self.pick(index)
+        if name is not None:
+            agent = self.scene.agents[name]
+            millis = tuple(1000 * each for each in seconds)
+            round_ = self.scene.job.state.rendezvous.round
+            self.scene.do(AccountGoodput(accounts=(NodeAccount(agent.node, agent.incarnation, round_, step, millis),)))
 
     @rule(index=INDEX)
     def finish(self, index: int) -> None:

@@ -1,0 +1,180 @@
+"""
+Who is told of a job's events besides the people who ask: the log, a file, a web hook, or a class of the user's.
+
+Reporting never fails and never waits for long: it runs in the thread of the events, a web hook has a queue of its own that is bounded, few
+attempts for each event, and what is left out is counted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.goodput_messages import JobEvent
+
+log = logging.getLogger(__name__)
+
+HOOK_TIMEOUT = 5.0
+HOOK_ATTEMPTS = 3
+HOOK_PAUSE = 1.0
+"""Seconds before the second attempt; twice as long before the third."""
+HOOK_QUEUE = 1000
+
+
+class EventReporter(Protocol):
+    """A class of the user's is made without arguments; its `report` may raise, which is logged once."""
+
+    def report(self, event: JobEvent) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LogReporter:
+    """A line of the master's log for each: `[time][type][instance][action][text][labels]`."""
+
+    def report(self, event: JobEvent) -> None:
+        log.log(_LEVELS.get(event.level, logging.INFO), "%s", as_line(event))
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+class FileReporter:
+    """JSON lines, for a tool that follows a file. Whoever reads it rotates it."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise ConfigError(
+                f"event reporter file:{path}: {error.strerror}. Give a file that can be written."
+            ) from error
+
+    def report(self, event: JobEvent) -> None:
+        try:
+            self._file.write(msgspec.json.encode(event) + b"\n")
+        except OSError as error:
+            log.warning("event not written file=%s reason=%s", self._file.name, error.strerror)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WebhookReporter:
+    """Each event as JSON by POST. Its thread ends with the process if the receiver does not answer."""
+
+    def __init__(self, url: str, *, timeout: float = HOOK_TIMEOUT, pause: float = HOOK_PAUSE) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"event reporter {url}: give a URL that begins with http:// or https://.")
+        self._url = url
+        self._timeout = timeout
+        self._pause = pause
+        self._queue: queue.Queue[JobEvent | None] = queue.Queue(HOOK_QUEUE)
+        self._closing = threading.Event()
+        self.num_lost = 0
+        self._thread = threading.Thread(target=self._work, name="event-webhook", daemon=True)
+        self._thread.start()
+
+    def report(self, event: JobEvent) -> None:
+        try:
+            self._queue.put_nowait(event)
+        except queue.Full:
+            self._lose("its queue is full")
+
+    def close(self) -> None:
+        """What waits is sent once more, for as long as one attempt may take."""
+        self._closing.set()
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            pass  # the thread looks at `_closing`, too
+        self._thread.join(self._timeout)
+
+    def _work(self) -> None:
+        while (event := self._queue.get()) is not None:
+            self._send(event)
+
+    def _send(self, event: JobEvent) -> None:
+        from urllib.error import URLError
+        from urllib.request import Request, urlopen
+
+        request = Request(self._url, msgspec.json.encode(event), {"Content-Type": "application/json"}, method="POST")
+        why = ""
+        for attempt in range(HOOK_ATTEMPTS):
+            try:
+                with urlopen(request, timeout=self._timeout):
+                    return
+            except (URLError, OSError, ValueError) as error:
+                why = str(error)
+            if attempt + 1 < HOOK_ATTEMPTS and self._closing.wait(self._pause * 2**attempt):
+                break
+        self._lose(why)
+
+    def _lose(self, why: str) -> None:
+        self.num_lost += 1
+        if self.num_lost & (self.num_lost - 1) == 0:  # the first, the second, the fourth, ...
+            log.warning("event hook lost num_events=%d url=%s reason=%s", self.num_lost, self._url, why)
+
+
+class _Guarded:
+    """A reporter of the user's: what it raises is its own matter."""
+
+    def __init__(self, reporter: EventReporter, name: str) -> None:
+        self._reporter = reporter
+        self._name = name
+        self._has_failed = False
+
+    def report(self, event: JobEvent) -> None:
+        try:
+            self._reporter.report(event)
+        except Exception:  # an extension
+            if not self._has_failed:
+                log.exception("event reporter failed name=%s; further failures are not logged", self._name)
+            self._has_failed = True
+
+    def close(self) -> None:
+        try:
+            self._reporter.close()
+        except Exception:  # an extension
+            log.exception("event reporter could not be closed name=%s", self._name)
+
+
+def build_reporters(names: Sequence[str]) -> list[EventReporter]:
+    """`log`, `file:PATH`, `http://...`, `https://...` or `module::Class`. Raises ConfigError."""
+    return [_build(name) for name in names]
+
+
+def _build(name: str) -> EventReporter:
+    if name == "log":
+        return LogReporter()
+    if name.startswith("file:"):
+        return FileReporter(Path(name.removeprefix("file:")))
+    if name.startswith(("http://", "https://")):
+        return WebhookReporter(name)
+    module, _, class_name = name.partition("::")
+    if not class_name:
+        raise ConfigError(f"event reporter {name!r}: give log, file:PATH, a URL, or module::Class.")
+    try:
+        return _Guarded(getattr(importlib.import_module(module), class_name)(), name)
+    except Exception as error:  # an extension
+        raise ConfigError(f"event reporter {name}: {error}") from error
+
+
+def as_line(event: JobEvent) -> str:
+    instance = "job" if event.node is None else f"node-{event.node}"
+    at = datetime.fromtimestamp(event.at / 1e6, UTC).isoformat(timespec="milliseconds")
+    text = event.text.replace("\n", " ")
+    return f"[{at}][{event.level}][{instance}][{event.name}][{text}][{json.dumps(event.labels)}]"
+
+
+_LEVELS = {"info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
