@@ -222,9 +222,10 @@ def _give(command: ExchangeShards, dataset: Dataset, reader: Reader, course: Cou
         return ShardsGiven(
             supply=Supply.END, recalled=recalled
         )  # the rest is the asker's own: it would wait for itself
-    if not reader.ids and not dataset.recall() and dataset.spec.task_type is not TaskType.TRAINING:
-        copy = dataset.take_copy(reader)
-        if copy is not None:
+    if not reader.ids:
+        dataset.recall()
+        is_training = dataset.spec.task_type is TaskType.TRAINING
+        if not is_training and (copy := dataset.take_copy(reader)) is not None:
             return ShardsGiven(supply=Supply.GIVEN, shards=(copy,), recalled=recalled)
     return ShardsGiven(supply=Supply.WAIT, recalled=recalled, retry_after=LOOK_AGAIN)
 

@@ -76,6 +76,35 @@ def test_a_master_that_dies_loses_and_repeats_nothing(jobs, tmp_path):
     assert len(first_steps(tmp_path)) == 2
 
 
+def test_an_older_checkpoint_named_by_its_path_brings_the_data_back(jobs, tmp_path):
+    """Step 6 is in storage and its records are final; the second life goes on with step 3 all the same."""
+    job = jobs.run(
+        "--nproc-per-node=2", f"--journal={tmp_path}", SCRIPT, tmp_path, "100",
+        "--disk-every", "3", "--kill-at", "7", "--resume", "3",
+    )  # fmt: skip
+    assert job.process.returncode == 0, job.err
+    assert first_steps(tmp_path) == [0, 3]
+    assert_seen_once(tmp_path)
+    finding = audit(tmp_path)
+    assert finding["num_trusted"] == 24
+    assert (finding["num_seen"], finding["is_complete"]) == (76, True)
+
+
+def test_a_job_that_leaves_data_unread_says_so_and_fails(jobs, tmp_path):
+    job = jobs.run("--nproc-per-node=1", f"--journal={tmp_path}", SCRIPT, tmp_path, "100", "--stop-at", "3")
+    assert job.process.returncode == 1
+    assert "DataUnfinished" in job.err
+    assert "88 of 100 records" in " ".join(job.err.split())
+
+
+@pytest.mark.chaos
+def test_a_job_that_stops_early_on_purpose_completes(jobs, tmp_path):
+    job = jobs.run(
+        "--nproc-per-node=1", f"--journal={tmp_path}", SCRIPT, tmp_path, "100", "--stop-at", "3", "--on-purpose"
+    )
+    assert job.process.returncode == 0, job.err
+
+
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
 def test_twenty_kills_in_three_workers(jobs, tmp_path):

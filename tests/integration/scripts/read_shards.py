@@ -1,10 +1,11 @@
 """
 Reads a dataset on demand with ranks that step together; the model counts how often it has seen each record.
 
-    read_shards.py FOLDER SIZE [--epochs N] [--kill-at STEP]... [--disk-every N] [--pace SECONDS]
+    read_shards.py FOLDER SIZE [--epochs N] [--kill-at STEP]... [--disk-every N] [--pace SECONDS] [--resume STEP] [--stop-at STEP]
 
 `--kill-at` kills a worker by SIGKILL right after that step was saved, once: the ranks take turns. Rank 0 leaves the model in
-FOLDER/model.pt, each life of a rank its first step in FOLDER/lives-RANK.
+FOLDER/model.pt, each life of a rank its first step in FOLDER/lives-RANK. `--resume` lets the second life of a rank go back to the checkpoint of that
+step by its path, once; checkpoints are waited for then. `--stop-at` leaves the rest of the data unread.
 """
 
 import argparse
@@ -26,6 +27,9 @@ parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--kill-at", type=int, action="append", default=[])
 parser.add_argument("--disk-every", type=int, default=0)
 parser.add_argument("--pace", type=float, default=0.0)
+parser.add_argument("--resume", type=int, default=-1)
+parser.add_argument("--stop-at", type=int, default=-1)
+parser.add_argument("--on-purpose", action="store_true")
 args = parser.parse_args()
 
 BATCH = 4
@@ -33,9 +37,15 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 client = ShardingClient("records", BATCH, args.epochs, args.size, shuffle=True, num_minibatches_per_shard=2)
 checkpointer = DdpCheckpointer(args.folder / "checkpoints")
-state = checkpointer.load_checkpoint() or {"step": 0, "model": torch.zeros(args.epochs, args.size, dtype=torch.int64)}
+lives = args.folder / f"lives-{rank}"
+is_second = args.resume >= 0 and lives.exists() and len(lives.read_text().splitlines()) == 1
+resume_path = str(args.folder / "checkpoints" / str(args.resume)) if is_second else ""
+state = checkpointer.load_checkpoint(resume_path) or {
+    "step": 0,
+    "model": torch.zeros(args.epochs, args.size, dtype=torch.int64),
+}
 step, model = state["step"], state["model"]
-with (args.folder / f"lives-{rank}").open("a") as out:
+with lives.open("a") as out:
     out.write(f"{step} {os.getpid()}\n")
 
 records: list[tuple[int, int]] = []
@@ -64,6 +74,10 @@ while True:
         client.report_batch_done(len(batch), step=step)
     where = StorageType.DISK if args.disk_every and step % args.disk_every == 0 else StorageType.MEMORY
     checkpointer.save_checkpoint(step, {"step": step, "model": model}, storage_type=where)
+    if args.resume >= 0 and where is StorageType.DISK:
+        assert checkpointer.wait_latest_checkpoint(60)
+    if step == args.stop_at:
+        break
     if step in args.kill_at and args.kill_at.index(step) % dist.get_world_size() == rank:
         mark = args.folder / f"killed-{step}"
         if not mark.exists():
@@ -73,5 +87,7 @@ while True:
 
 if rank == 0:
     torch.save({"model": model, "step": step}, args.folder / "model.pt")
+if args.on_purpose:
+    client.stop_early("enough for a test")
 client.close()
 dist.barrier()

@@ -81,17 +81,16 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
     def __iter__(self) -> Iterator[int]:
         left = self._order()[self._completed :]
         wanted = self.num_samples * self.num_replicas
-        if self.drop_last:
+        if self.drop_last or not len(left):
             left = left[:wanted]
-        elif left:
-            left += (left * math.ceil((wanted - len(left)) / len(left)))[: wanted - len(left)]
+        else:
+            left = left.repeat(math.ceil(wanted / len(left)))[:wanted]
         shares = [left[role :: self.num_replicas] for role in self.roles]
-        if len(shares) == 1:
-            return iter(shares[0])
-        size = self._batch_size
-        return (
-            record for at in range(0, self.num_samples, size) for share in shares for record in share[at : at + size]
-        )
+        if len(shares) > 1:
+            # Batch by batch in turn: all batches are whole.
+            size = self._batch_size
+            shares = [torch.stack([share.view(-1, size) for share in shares], dim=1).flatten()]
+        return iter(shares[0].tolist())  # only the share of this rank becomes Python's numbers
 
     def __len__(self) -> int:
         return self.num_samples * len(self.roles)
@@ -181,9 +180,9 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
         self.num_samples = unit * (left // step if self.drop_last else math.ceil(left / step))
         self.total_size = self.num_samples * self.num_replicas
 
-    def _order(self) -> list[int]:
+    def _order(self) -> torch.Tensor:
         if not self.shuffle:
-            return list(range(self.dataset_size))
+            return torch.arange(self.dataset_size)
         generator = torch.Generator()
         generator.manual_seed(self.seed + self.epoch)
-        return torch.randperm(self.dataset_size, generator=generator).tolist()  # type: ignore[no-any-return]
+        return torch.randperm(self.dataset_size, generator=generator)

@@ -1,0 +1,185 @@
+"""What a checkpoint's manifest says of the data, and books that go back to it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from msgspec.structs import replace
+
+from dlrover.core.data_audit import Audit
+from dlrover.core.data_books import state_for_manifest
+from dlrover.protocol.checkpoint_messages import AwaitSaveDuties, CheckpointCommitted, SaveDuties, ShardWritten
+from dlrover.protocol.data_messages import MAX_STATE_BYTES, RestoreAgreed
+from dlrover.protocol.errors import Rejected
+from tests.core.scene import terms
+from tests.core.test_data_books import SPEC, Reading, commit, places
+
+
+@pytest.fixture
+def scene() -> Reading:
+    return Reading(terms(1)).begin("a")
+
+
+def read_steps(scene: Reading, *steps: int) -> list[tuple[int, int]]:
+    """One shard for each."""
+    taken = []
+    for step in steps:
+        [shard] = scene.take("a")
+        scene.consume("a", shard, step)
+        taken.append((shard.start, shard.end))
+    return taken
+
+
+def rest(scene: Reading) -> list[tuple[int, int]]:
+    taken = []
+    while shards := scene.take("a"):
+        taken += places(shards)
+        scene.consume("a", shards[0], 1000)
+    return sorted(taken)
+
+
+def state_of(scene: Reading, step: int) -> str:
+    return state_for_manifest(scene.job.state, step, scene.round)
+
+
+def test_the_committer_is_told_what_the_model_has_still_to_read(scene: Reading) -> None:
+    read_steps(scene, 1, 2, 3)
+    agent = scene.agents["a"]
+    who = {"node": agent.node, "incarnation": agent.incarnation}
+    written = ShardWritten(
+        directory="/c", target="2", step=2, attempt="t-1", shard=0, num_shards=1, round=scene.round, digest="d", **who
+    )
+    scene.send("a", written)
+    duties = scene.job.ask(AwaitSaveDuties(**who))
+    assert isinstance(duties, SaveDuties)
+    [duty] = duties.commits
+    state = json.loads(duty.data_state)
+    assert (state["step"], state["datasets"]["d"]["num_consumed"]) == (2, 20)
+    assert state["datasets"]["d"]["todo"] == [], "nothing is listed that can be computed"
+
+
+def test_an_older_checkpoint_brings_the_data_back_behind_a_newer_one(scene: Reading) -> None:
+    read_steps(scene, 1, 2)
+    text = state_of(scene, 2)
+    read_steps(scene, 3, 4, 5)
+    commit(scene, 5, scene.round)
+    scene.new_round("a")
+    scene.restored("a", 2, data_state=text)
+    assert scene.state().num_consumed == 20
+    assert rest(scene) == [(start, start + 10) for start in range(20, 100, 10)]
+
+
+def test_books_that_know_it_themselves_are_not_replaced(scene: Reading) -> None:
+    read_steps(scene, 1, 2)
+    text = state_of(scene, 2)
+    read_steps(scene, 3)
+    scene.new_round("a")
+    scene.restored("a", 2, data_state=text)
+    assert scene.job.state.data.datasets["d"].num_returns == 0
+    assert scene.state().num_consumed == 20
+
+
+def test_a_checkpoint_that_somebody_names_counts_in_any_case(scene: Reading) -> None:
+    read_steps(scene, 1)
+    other = Reading(terms(1)).begin("a")
+    skipped = other.take("a", 2)
+    other.consume("a", skipped[1], 1)
+    text = state_of(other, 1)  # the same number of records, but others
+    scene.new_round("a")
+    scene.restored("a", 1, data_state=text, is_explicit=True)
+    assert rest(scene) == [(start, start + 10) for start in range(0, 100, 10) if start != 10]
+
+
+@pytest.mark.parametrize("is_registered_first", [True, False])
+def test_a_new_job_goes_on_where_the_checkpoint_of_a_former_one_was(is_registered_first: bool) -> None:
+    former = Reading(terms(1)).begin("a", spec=replace(SPEC, shuffle=True, seed=3))
+    read = read_steps(former, 1, 2, 3)
+    text = state_of(former, 3)
+    scene = Reading(terms(1))
+    scene.attach("a")
+    scene.join("a")
+    spec = replace(SPEC, shuffle=True, seed=3)
+    if is_registered_first:
+        scene.register("a", spec)
+    scene.restored("a", 3, data_state=text)
+    scene.register("a", spec)
+    assert scene.state().num_consumed == 30
+    assert sorted([*read, *rest(scene)]) == [(start, start + 10) for start in range(0, 100, 10)]
+
+
+def test_the_audit_counts_from_the_return_on() -> None:
+    scene = Reading(terms(1)).begin("a")
+    read_steps(scene, 1, 2)
+    text = state_of(scene, 2)
+    read_steps(scene, 3, 4)
+    commit(scene, 4, scene.round)
+    scene.new_round("a")
+    audit = Audit(scene.job.state.data.datasets)
+    datasets = scene.job.state.data.datasets
+    command = RestoreAgreed(step=2, data_state=text, **scene.who("a"))  # type: ignore[arg-type]
+    reply = scene.send("a", command).reply
+    audit.follow(command, reply, datasets)
+    [finding] = audit.findings(datasets)
+    assert finding.is_clean
+    assert finding.num_trusted == 20
+
+
+@pytest.mark.parametrize("text", ["nonsense", '{"step": 1}', '{"step": 1, "datasets": {"d": {"version": 2}}}'])
+def test_a_state_that_cannot_be_read_is_said_and_keeps_nobody_from_training(scene: Reading, text: str) -> None:
+    read_steps(scene, 1, 2)
+    scene.new_round("a")
+    scene.restored("a", 1, data_state=text, is_explicit=True)
+    assert "cannot be read" in " ".join(scene.verdicts)
+    assert scene.state().num_consumed == 10
+
+
+def test_a_state_of_another_cut_is_said_and_changes_nothing(scene: Reading) -> None:
+    other = Reading(terms(1)).begin("a", spec=replace(SPEC, size=200))
+    read_steps(other, 1)
+    scene.restored("a", 1, data_state=state_of(other, 1))
+    assert "goes on as its books say" in " ".join(scene.verdicts)
+    assert scene.state().num_todo == 100
+
+
+def test_a_model_behind_what_is_final_without_a_state_is_said(scene: Reading) -> None:
+    read_steps(scene, 1, 2, 3)
+    commit(scene, 3, scene.round)
+    scene.new_round("a")
+    scene.restored("a", 1)
+    assert "nothing tells what it had read of 'd'" in " ".join(scene.verdicts)
+
+
+def test_nobody_vouches_for_a_save_of_a_history_that_was_given_up(scene: Reading) -> None:
+    read_steps(scene, 1, 2, 3)
+    old = scene.round
+    scene.new_round("a")
+    scene.restored("a", 1)
+    assert state_for_manifest(scene.job.state, 3, old) == ""
+    assert state_for_manifest(scene.job.state, 1, old)
+    commit(scene, 5, scene.round)
+    assert state_of(scene, 4) == "", "a later one is final already"
+
+
+def test_a_commit_of_a_later_round_is_final_as_well(scene: Reading) -> None:
+    """Committers do not name the round; the attempt does."""
+    read_steps(scene, 1)
+    scene.new_round("a")
+    scene.restored("a", 1)
+    read_steps(scene, 2)
+    agent = scene.agents["a"]
+    who = {"node": agent.node, "incarnation": agent.incarnation}
+    scene.send(
+        "a",
+        ShardWritten(
+            directory="/c", target="2", step=2, attempt="t-1", shard=0, num_shards=1, round=scene.round, digest="d",
+            **who,
+        ),
+    )  # fmt: skip
+    scene.send("a", CheckpointCommitted(directory="/c", attempt="t-1", step=2, **who))
+    assert scene.state().num_committed == 20
+
+
+def test_an_endless_state_is_refused(scene: Reading) -> None:
+    with pytest.raises(Rejected):
+        scene.restored("a", 1, data_state="x" * (MAX_STATE_BYTES + 1))
