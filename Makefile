@@ -34,8 +34,10 @@ format: $(STAMP) ## rewrite the code as the formatter wants it
 	$(BIN)/ruff format dlrover tests benchmarks examples
 	$(BIN)/ruff check --fix dlrover tests benchmarks examples
 
-unit: $(STAMP) ## the tests alone
-	$(BIN)/python -m pytest
+unit: $(STAMP) ## the tests alone, a file on each of two cores at a time
+	@# With PYTHONDONTWRITEBYTECODE set, each of the thousands of processes would compile our modules again.
+	@$(BIN)/python -m compileall -q dlrover tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(STAMP) ## failover and start-up against torchrun and dlrover 0.6.1, interleaved (about 20 minutes)
 	$(BIN)/python benchmarks/failover.py
