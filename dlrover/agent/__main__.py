@@ -85,6 +85,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
     from dlrover.agent.output import WorkerOutput
     from dlrover.agent.process_tree import ProcessTree
     from dlrover.agent.saver import Saver, SaverConfig
+    from dlrover.agent.watch import Watch
     from dlrover.agent.worker_group import WorkerGroup
     from dlrover.agent.worker_socket import WorkerSocket
     from dlrover.protocol.errors import ConfigError
@@ -103,6 +104,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             bytes_per_second=config.snapshot_write_limit * 1e6,
         )
     )
+    watch = Watch(config.watch, runtime_dir=config.runtime_dir)
     socket.tell_of_snapshots(saver)
     saver.tell_trainers_by(socket.tell_trainers)
 
@@ -118,6 +120,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             worker_socket=socket,
             master_now=master_now,
             snapshot_home=saver.home_for(node_rank) if config.snapshot_root else "",
+            watch=watch,
         )
 
     replicas = _open_replicas(config, saver)
@@ -135,6 +138,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             promise=saver.promise,
             warm_up=spawner.warm_up,
             exchange=replicas,
+            watch=watch,
         )
         socket.relay_to(agent.relay)
         saver.report_to(agent.relay)

@@ -64,6 +64,7 @@ from dlrover.protocol.messages import (
     WorldSpec,
 )
 from dlrover.protocol.rpc import AgentChannel
+from dlrover.protocol.watch_messages import WatchObservation, WatchOrder
 
 log = logging.getLogger("dlrover.agent")
 
@@ -104,6 +105,8 @@ class Channel(Protocol):
 
     def beat(self, heartbeat: Heartbeat) -> None: ...
 
+    def observe(self, observation: WatchObservation) -> None: ...
+
     def outage(self) -> float: ...
 
     async def close(self) -> None: ...
@@ -136,7 +139,22 @@ class Connect(Protocol):
         attach: Callable[[], Attach],
         on_attached: Callable[[Attached], None],
         on_desired: Callable[[Desired], None],
+        on_order: Callable[[WatchOrder], None] | None = None,
     ) -> Channel: ...
+
+
+class Watching(Protocol):
+    """What the agent needs of `Watch`."""
+
+    def connect(
+        self, observe: Callable[[WatchObservation], None], who: Callable[[], tuple[NodeId, Incarnation]]
+    ) -> None: ...
+
+    def report(self) -> None: ...
+
+    def take_order(self, order: WatchOrder) -> None: ...
+
+    async def run(self) -> None: ...
 
 
 class Agent:
@@ -156,12 +174,13 @@ class Agent:
         promise: Callable[[], tuple[HeldSnapshot, ...]] | None = None,
         warm_up: Callable[[float], Awaitable[None]] | None = None,
         exchange: Exchange | None = None,
+        watch: Watching | None = None,
         connect: Connect = AgentChannel,
         patience: Patience | None = None,
     ) -> None:
         """
         `run_check` is needed where the job's terms ask for a node check. `on_break` is told when workers failed or were stopped for
-        good: what they left in memory may be worth keeping; `promise` says what of it will be written after a farewell. `exchange` has the snapshots of workers ready before they start. `patience`: by default what the terms say."""
+        good: what they left in memory may be worth keeping; `promise` says what of it will be written after a farewell. `exchange` has the snapshots of workers ready before they start. `watch` is asked for what workers do. `patience`: by default what the terms say."""
         detection = config.terms.detection
         self._config = config
         self._patience = patience or Patience(heartbeat=detection.heartbeat, lease=detection.lease)
@@ -171,6 +190,7 @@ class Agent:
         self._on_break = on_break or (lambda: None)
         self._promise = promise or (lambda: ())
         self._exchange = exchange
+        self._watch = watch
         self._warm_up = warm_up
         """Waited for before the first join; None when it is over."""
         self._warming: asyncio.Task[None] | None = None
@@ -186,7 +206,10 @@ class Agent:
             attach=self._attach,
             on_attached=self._on_attached,
             on_desired=self._on_desired,
+            on_order=None if watch is None else watch.take_order,
         )
+        if watch is not None:
+            watch.connect(self._channel.observe, lambda: (self._node, self._incarnation))
         self._driver = WorkerDriver(
             lambda world: build_group(world, node_rank=self._node_rank, master_now=self._master_now),
             on_outcome=self._on_outcome,
@@ -249,6 +272,8 @@ class Agent:
                     self._tasks.create_task(self._heartbeats(), name="heartbeats"),
                     self._tasks.create_task(self._driver.run(), name="driver"),
                 ]
+                if self._watch is not None:
+                    helpers.append(self._tasks.create_task(self._watch.run(), name="watch"))
                 if self._config.preemption_file:
                     helpers.append(self._tasks.create_task(self._watch_for_preemption(), name="preemption"))
                 result = await self._follow()
@@ -690,6 +715,8 @@ class Agent:
                         snapshot_step=self._snapshot_step(),
                     )
                 )
+                if self._watch is not None:
+                    self._watch.report()
 
     def _master_now(self) -> Micros:
         return Micros(time.monotonic_ns() // 1000 + self._clock_offset)

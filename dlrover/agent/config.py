@@ -8,6 +8,7 @@ struct through a file in its runtime directory, so that a restarted agent of the
 from __future__ import annotations
 
 import enum
+import signal
 
 from msgspec import Struct
 
@@ -63,6 +64,21 @@ class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE with ${role_name}, ${rank}, ${local_rank}; empty: `[${role_name}${local_rank}]:`."""
 
 
+class WatchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the workers of a node, and the node itself, are watched."""
+
+    has_hooks: bool = True
+    """What workers are doing is found out by hooks in torch; without them only by what they report."""
+    dump_signal: int = int(signal.SIGRTMIN) + 6
+    """Makes a worker write its stacks; 0: none does. torch and Python use none of the real-time signals."""
+    canary_every: int = 0
+    """--canary: a digest of the parameters each so many steps; 0: none."""
+    log_file: str = ""
+    """TRAINING_LOG_FILE: where the script logs, if not to its streams."""
+    node_errors: tuple[str, ...] = ()
+    """FAILURE_NODE_ERRORS: what in a log says that the node is broken, beside what we know ourselves."""
+
+
 class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     job_name: str
     run_id: str
@@ -89,6 +105,7 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     preload: tuple[str, ...] = ()
     """Modules to import in the zygote beside torch and torch._dynamo."""
     log: LogConfig = LogConfig()
+    watch: WatchConfig = WatchConfig()
     tls: TlsConfig | None = None
     shutdown_timeout: float = 30.0
     master_grace: float = 600.0

@@ -19,7 +19,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover.agent.cgroups import Cgroups
@@ -43,6 +43,10 @@ _KILL_DEADLINE = 10.0
 Seconds to wait for processes after SIGKILL; one that sleeps uninterruptibly in the kernel cannot be waited for for
 ever.
 """
+
+
+_LAST_WORDS = 0.5
+"""Seconds before SIGKILL at which a worker that had time enough to end is looked at."""
 
 
 class Process(NamedTuple):
@@ -276,14 +280,21 @@ class ProcessTree:
                 _reap(process.pid)
 
     async def stop(
-        self, pids: Iterable[int], *, cause: StopCause, shutdown_timeout: float, number: int = signal.SIGTERM
+        self,
+        pids: Iterable[int],
+        *,
+        cause: StopCause,
+        shutdown_timeout: float,
+        number: int = signal.SIGTERM,
+        on_stuck: Callable[[Sequence[int]], None] | None = None,
     ) -> dict[int, float]:
         """
         End these watched workers with all that is below them, then every other descendant but the kept ones.
 
         First the signal and the time that the cause allows, then SIGKILL. When this returns nothing of the job is
         left here (or it sleeps in the kernel beyond our reach, which is logged). Returns how many seconds each worker
-        was given; one that was still there then was killed.
+        was given; one that was still there then was killed. `on_stuck` hears shortly before of those that had time and
+        do not end.
         """
         import asyncio
 
@@ -298,16 +309,23 @@ class ProcessTree:
             if process.state == "T":
                 send_signal(process, signal.SIGCONT)  # a stopped process takes no signal but SIGKILL
         began_at = self._loop.time()
-        await asyncio.gather(*(self._wait_or_kill(stop, began_at) for stop in stops))
+        await asyncio.gather(*(self._wait_or_kill(stop, began_at, on_stuck) for stop in stops))
         await self.sweep()
         return {stop.watch.process.pid: stop.given for stop in stops}
 
-    async def _wait_or_kill(self, stop: _Stop, began_at: float) -> None:
+    async def _wait_or_kill(
+        self, stop: _Stop, began_at: float, on_stuck: Callable[[Sequence[int]], None] | None
+    ) -> None:
         import asyncio
 
         watch = stop.watch
         while True:
             left = max(0.0, began_at + stop.given - self._loop.time())
+            if on_stuck is not None and left > 2 * _LAST_WORDS:
+                await asyncio.wait([watch.exit], timeout=left - _LAST_WORDS)
+                if not watch.exit.done():
+                    on_stuck([watch.process.pid])
+                left = max(0.0, began_at + stop.given - self._loop.time())
             await asyncio.wait([watch.exit], timeout=left)
             if watch.exit.done():
                 return

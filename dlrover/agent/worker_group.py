@@ -24,6 +24,7 @@ from dlrover.agent.failures import Evidence, could_not_start, count_oom_kills, d
 from dlrover.agent.output import WorkerFiles, WorkerOutput
 from dlrover.agent.process_tree import Exit, ProcessTree
 from dlrover.agent.spawner import Leash, Spawner, StartFailed
+from dlrover.agent.watch import Watch
 from dlrover.agent.worker_socket import WorkerSocket
 from dlrover.protocol.messages import Micros, NodeRank, StopCause, WorkerFailure, WorldSpec
 
@@ -85,6 +86,7 @@ class WorkerGroup:
         worker_socket: WorkerSocket,
         master_now: Callable[[], Micros],
         snapshot_home: str = "",
+        watch: Watch | None = None,
         environ: Mapping[str, str] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -97,6 +99,7 @@ class WorkerGroup:
         self._socket = worker_socket
         self._master_now = master_now
         self._snapshot_home = snapshot_home
+        self._watch = watch
         self._environ = dict(spawner.environ if environ is None else environ)
         self._sleep = sleep
         self._workers: list[_Worker] = []
@@ -131,6 +134,8 @@ class WorkerGroup:
             world = self.world
             ranks = range(world.first_global_rank, world.first_global_rank + world.local_world_size)
             self._socket.open_round(world.round)
+            if self._watch is not None:
+                self._watch.open_round(world)
             files = self._output.open_attempt(world.restart_count, ranks)
             self._workers = [_Worker(local, rank, files[local]) for local, rank in enumerate(ranks)]
             self._num_oom_kills = count_oom_kills()
@@ -174,8 +179,14 @@ class WorkerGroup:
         """
         self._signalled_at = self._signalled_at or time.time()
         await self._tree.stop(
-            self.pids, cause=cause, shutdown_timeout=self._config.shutdown_timeout, number=with_signal
+            self.pids,
+            cause=cause,
+            shutdown_timeout=self._config.shutdown_timeout,
+            number=with_signal,
+            on_stuck=None if self._watch is None else self._watch.note_stuck,
         )
+        if self._watch is not None:
+            self._watch.close_round()
         late = [worker for worker in self._workers if worker.failure is None and self._failed_by_itself(worker)]
         await asyncio.gather(*(self._output.drain(worker.files) for worker in late))
         failures = tuple(self._describe(worker) for worker in late)
@@ -227,6 +238,8 @@ class WorkerGroup:
                 agent_socket=self._socket.path,
                 snapshot_home=self._snapshot_home,
             )
+            if self._watch is not None:
+                environ.update(self._watch.environment(worker.local_rank))
             leash = await self._spawner.spawn(
                 kind=entry.kind,
                 target=entry.target,
@@ -246,6 +259,8 @@ class WorkerGroup:
             self._note_start_failure(worker, f"the worker (pid {leash.pid}) was killed before it began")
             return
         worker.pid, worker.leash = leash.pid, leash
+        if self._watch is not None:
+            self._watch.started(worker.local_rank, worker.pid)
 
     async def _release(self, worker: _Worker) -> None:
         if worker.leash is None:

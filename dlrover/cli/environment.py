@@ -11,6 +11,7 @@ they are used only where nothing else explains them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 from msgspec import Struct
@@ -47,6 +48,10 @@ class Environment(Struct, frozen=True, kw_only=True):
     is_reporting: bool = True
     """Whether this node tells how the job failed; whoever started all of them tells it once instead."""
     preemption_file: str = ""
+    training_log_file: str = ""
+    """Where the script logs, if not to its streams."""
+    node_errors: tuple[str, ...] = ()
+    """What in a log says that this node is broken."""
     topology_querier: str = ""
     topology_sorter: str = ""
     pod_ip: str = ""
@@ -79,6 +84,8 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         node_rank_variable=node_rank_variable,
         node_num=_integer(environ, "NODE_NUM", at_least=1),
         preemption_file=environ.get("DLROVER_PREEMPTION_FILE", ""),
+        training_log_file=environ.get("TRAINING_LOG_FILE", ""),
+        node_errors=_node_errors(environ.get("FAILURE_NODE_ERRORS", "")),
         topology_querier=environ.get("DLROVER_TOPOLOGY_QUERIER", ""),
         topology_sorter=environ.get("DLROVER_TOPOLOGY_SORTER", ""),
         platform_node=-1 if platform_node is None else platform_node,
@@ -151,3 +158,16 @@ def _ports(text: str) -> tuple[int, ...]:
     if not all(0 < port < 65536 for port in ports):
         raise ConfigError(f"The variable HOST_PORTS={text} must name ports from 1 to 65535.")
     return ports
+
+
+def _node_errors(value: str) -> tuple[str, ...]:
+    """Written as `#first#second#`. What is written otherwise is of no use to anybody, and no reason not to train."""
+    if not value:
+        return ()
+    if len(value) < 2 or not (value.startswith("#") and value.endswith("#")):
+        warnings.warn(
+            f"FAILURE_NODE_ERRORS={value!r} is not used: write the texts as #one text#another text#.",
+            stacklevel=3,
+        )
+        return ()
+    return tuple(text for text in (part.strip() for part in value.split("#")) if text)

@@ -231,6 +231,7 @@ class Launcher:
             is_warm=self._settings.is_warm,
             preload=self._settings.preload,
             log=self._settings.log,
+            watch=self._settings.watch,
             tls=self._settings.tls,
             shutdown_timeout=self._settings.shutdown_timeout,
             master_grace=self._settings.master_grace,

@@ -16,6 +16,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from dlrover.agent.config import WatchConfig
 from dlrover.protocol.errors import ConfigError
 
 PROGRAM = "dlrover-run"
@@ -262,6 +263,7 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
 )
 
 _OURS = "dlrover"
+_DUMP_SIGNAL = WatchConfig().dump_signal
 OUR_OPTIONS: tuple[Option, ...] = (
     _option(
         "--node-unit",
@@ -287,6 +289,30 @@ OUR_OPTIONS: tuple[Option, ...] = (
         "device.",
         group=_OURS,
         metavar="MODULE,...",
+    ),
+    _option(
+        "--no-progress-hooks",
+        Kind.FLAG,
+        False,
+        "Do not hook torch to find out what workers are doing; only what scripts report is known then.",
+        group=_OURS,
+    ),
+    _option(
+        "--dump-signal",
+        Kind.INTEGER,
+        _DUMP_SIGNAL,
+        "Signal that makes a worker write down its stacks when the job stands still; 0: none.",
+        group=_OURS,
+        metavar="NUMBER",
+    ),
+    _option(
+        "--canary",
+        Kind.INTEGER,
+        0,
+        "Every so many steps each worker computes a digest of the parameters that all have alike; the one whose differs "
+        "is named. 0: never.",
+        group=_OURS,
+        metavar="STEPS",
     ),
     _option(
         "--master-grace",

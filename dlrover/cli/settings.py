@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from dlrover.agent.config import Entry, EntryKind, LogConfig, Streams, TlsConfig
+from dlrover.agent.config import Entry, EntryKind, LogConfig, Streams, TlsConfig, WatchConfig
 from dlrover.cli.environment import Environment, read_environment
 from dlrover.cli.options import Origin, Parsed, nearest, parse, unavailable
 from dlrover.protocol.check_messages import CheckTerms
@@ -37,6 +37,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     is_warm: bool = True
     preload: tuple[str, ...] = ()
     log: LogConfig = LogConfig()
+    watch: WatchConfig = WatchConfig()
     tls: TlsConfig | None = None
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
     master_grace: float = 600.0
@@ -111,6 +112,7 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
         is_warm=not parsed.flag("no_warm"),
         preload=_preload(parsed.text("preload")),
         log=_log(parsed, environment),
+        watch=_watch(parsed, environment),
         tls=_tls(parsed),
         shutdown_timeout=_shutdown_timeout(parsed, environment),
         master_grace=_at_least_zero("--master-grace", parsed.number("master_grace")),
@@ -495,6 +497,25 @@ def _log(parsed: Parsed, environment: Environment) -> LogConfig:
         duplicate_stdout_filters=parsed.texts("duplicate_stdout_filters"),
         duplicate_stderr_filters=parsed.texts("duplicate_stderr_filters"),
         line_prefix=environment.line_prefix,
+    )
+
+
+def _watch(parsed: Parsed, environment: Environment) -> WatchConfig:
+    dump_signal = parsed.integer("dump_signal")
+    if dump_signal != 0 and not signal.SIGRTMIN <= dump_signal <= signal.SIGRTMAX - 5:
+        raise ConfigError(
+            f"--dump-signal {dump_signal}: give 0 or a real-time signal that workers do not use, "
+            f"from {int(signal.SIGRTMIN)} to {signal.SIGRTMAX - 5}."
+        )
+    every = parsed.integer("canary")
+    if every < 0:
+        raise ConfigError(f"--canary {every}: give a number of steps, or 0 for none.")
+    return WatchConfig(
+        has_hooks=not parsed.flag("no_progress_hooks"),
+        dump_signal=dump_signal,
+        canary_every=every,
+        log_file=environment.training_log_file,
+        node_errors=environment.node_errors,
     )
 
 

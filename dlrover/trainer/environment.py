@@ -34,6 +34,15 @@ class WorkerEnvironment(Struct, frozen=True, kw_only=True):
     """How often the workers of the job were started again so far."""
     job_age: float = 0.0
     """Seconds from the first start of workers to this one."""
+    progress_page: str = ""
+    """Shared memory into which this worker writes what it is doing; empty: nobody watches."""
+    dump_file: str = ""
+    dump_signal: int = 0
+    """When it comes, the stacks of all threads go to `dump_file`; 0: never."""
+    has_hooks: bool = False
+    """What the worker is doing is found out by hooks in torch."""
+    canary_every: int = 0
+    """A digest of the parameters each so many steps; 0: none."""
 
 
 def read(environ: Mapping[str, str]) -> WorkerEnvironment | None:
@@ -51,6 +60,11 @@ def read(environ: Mapping[str, str]) -> WorkerEnvironment | None:
         max_nodes=int(environ.get("DLROVER_MAX_NODES", "0")),
         num_restarts=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         job_age=float(environ.get("DLROVER_JOB_AGE", "0")),
+        progress_page=environ.get("DLROVER_PROGRESS_PAGE", ""),
+        dump_file=environ.get("DLROVER_DUMP_FILE", ""),
+        dump_signal=int(environ.get("DLROVER_DUMP_SIGNAL", "0")),
+        has_hooks=environ.get("DLROVER_PROGRESS_HOOKS", "") == "1",
+        canary_every=int(environ.get("DLROVER_CANARY_EVERY", "0")),
     )
 
 

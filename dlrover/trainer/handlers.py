@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from dlrover.protocol.lifeline import HANDLER_BEGAN, HANDLER_INSTALLED
+from dlrover.trainer import watching
 
 _set, _get = signal.signal, signal.getsignal
 
@@ -38,7 +39,9 @@ class _Announced:
 @functools.wraps(_set)
 def _announcing_signal(signalnum: Any, handler: Any) -> Any:
     if signalnum != signal.SIGTERM:
-        return _set(signalnum, handler)
+        before = _set(signalnum, handler)
+        watching.notice_signal(signalnum)
+        return before
     is_python = callable(handler)
     before = _set(signalnum, _Announced(handler) if is_python else handler)
     _mark(HANDLER_INSTALLED, is_on=is_python)

@@ -1,7 +1,7 @@
 """
-`report(step)`: the worker tells its agent how far training is.
+`report(step, loss=...)`: the worker tells its agent how far training is.
 
-Progress is what decides whether a restart was worth it, so every script should report; it costs a few microseconds
+The step and the numbers go into the progress page, where there is one; the step also to the agent's socket. Progress is what decides whether a restart was worth it, so every script should report; it costs a few microseconds
 and never raises into training. Nothing is waited for: what the socket does not take at once is replaced by the next
 report.
 """
@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
+from typing import Any
 
 import msgspec
 
 from dlrover.protocol.local import pack
 from dlrover.protocol.messages import Hello, ReportStep
-from dlrover.trainer import environment
+from dlrover.protocol.progress_page import REPORTED
+from dlrover.trainer import environment, phases
 
 _CONNECT_TIMEOUT = 1.0
 _MAX_CONNECT_ATTEMPTS = 3
@@ -84,9 +87,34 @@ class ProgressReporter:
 _reporter: ProgressReporter | None = None
 
 
-def report(step: int) -> None:
-    """The optimizer has finished this step. Does nothing outside `dlrover-run`."""
+def report(step: int, **metrics: Any) -> None:
+    """
+    The optimizer has finished this step. Does nothing outside `dlrover-run`.
+
+    `metrics` are numbers, or tensors of one element, that people and the diagnosis want to see: `loss`, `grad_norm`, ... NaN and
+    infinity are carried as such. The newest 32 count.
+    """
     global _reporter
+    writer = phases.current()
+    if writer is not None:
+        writer.set_step(int(step), REPORTED)
+        if metrics:
+            writer.set_metrics(_numbers(metrics))
+        writer.touch()
     if _reporter is None:
         _reporter = ProgressReporter(environment.current())
     _reporter.report(step)
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = value if type(value) is float else float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            warnings.warn(
+                f"dlrover.trainer.report: {name}={value!r:.80} is no number ({error}); give a number, or a tensor of one element.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    return numbers

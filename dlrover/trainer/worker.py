@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 from dlrover.protocol.lifeline import follow_parent
 from dlrover.protocol.spawning import ForkWorker
+from dlrover.trainer import environment, watching
 
 EXIT_CANNOT_START = 127
 
@@ -225,6 +226,7 @@ def run(kind: str, target: str, args: Sequence[str]) -> None:
     module = types.ModuleType("__main__")
     module.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = module
+    watching.install(environment.read(os.environ))
     try:
         match kind:
             case "script":

@@ -43,6 +43,7 @@ from dlrover.protocol.messages import (
     WorkerFailure,
     WorldSpec,
 )
+from dlrover.protocol.watch_messages import WatchObservation, WatchOrder
 
 DEADLINE = 10.0
 AN_INSTANT = 1e-6
@@ -91,8 +92,9 @@ class LoopbackMaster:
         attach: Callable[[], Attach],
         on_attached: Callable[[Attached], None],
         on_desired: Callable[[Desired], None],
+        on_order: Callable[[WatchOrder], None] | None = None,
     ) -> LoopbackChannel:
-        channel = LoopbackChannel(self, attach, on_attached, on_desired)
+        channel = LoopbackChannel(self, attach, on_attached, on_desired, on_order)
         self.channels.append(channel)
         return channel
 
@@ -177,8 +179,11 @@ class LoopbackChannel:
         attach: Callable[[], Attach],
         on_attached: Callable[[Attached], None],
         on_desired: Callable[[Desired], None],
+        on_order: Callable[[WatchOrder], None] | None = None,
     ) -> None:
         self._master = master
+        self.on_order = on_order
+        self.observed: list[WatchObservation] = []
         self._attach = attach
         self._on_attached = on_attached
         self._on_desired = on_desired
@@ -236,6 +241,9 @@ class LoopbackChannel:
             raise Unavailable(f"no answer within {timeout:g} s") from None
         finally:
             self._waiting.pop(waiting.sequence, None)
+
+    def observe(self, observation: WatchObservation) -> None:
+        self.observed.append(observation)
 
     def beat(self, heartbeat: Heartbeat) -> None:
         if self._outage_since is None:

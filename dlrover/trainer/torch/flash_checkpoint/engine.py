@@ -28,7 +28,7 @@ from dlrover.snapshot.segment_format import Owner
 from dlrover.snapshot.storage import join
 from dlrover.snapshot.user_deletion import rule_for
 from dlrover.snapshot.user_storage import meta_for, storage_of
-from dlrover.trainer import data_steps, environment
+from dlrover.trainer import data_steps, environment, phases
 from dlrover.trainer.torch.flash_checkpoint import data_return
 from dlrover.trainer.torch.flash_checkpoint.agreed_segments import AgreedSegments
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, own_ranks
@@ -144,6 +144,7 @@ class CheckpointEngine:
     def shard(self) -> int:
         return self._agreement.share.shard
 
+    @phases.span(phases.CHECKPOINT)
     def save(
         self,
         step: int,
@@ -174,6 +175,7 @@ class CheckpointEngine:
         if on_busy not in ON_BUSY:
             raise ValueError(f"on_busy is one of {', '.join(ON_BUSY)}, not {on_busy!r}.")
         wanted_lazy = self._lazily.wish(lazy)
+        phases.tell_step(step)
         self._agree_late()
         if data_return.uses_shards() and not self._agreement.have_all(data_steps.confirm()):
             unsure = Unavailable("the master has not confirmed what was read for it; the next save is tried as usual")
@@ -259,6 +261,7 @@ class CheckpointEngine:
         parts = self.load_parts([part], into=None if into is None else {part: into})
         return None if parts is None else parts[part]
 
+    @phases.span(phases.RESTORE)
     def load_parts(
         self, names: Sequence[str] | None = None, *, into: Mapping[str, object] | None = None
     ) -> dict[str, Any] | None:
@@ -280,6 +283,7 @@ class CheckpointEngine:
             "restored step %d from %s", restored.step, "memory" if restored.is_from_memory else self.checkpoint_dir
         )
         self.restored_step = restored.step
+        phases.tell_step(restored.step)
         return restored.parts
 
     def load_file(self, resume_path: str, *, into: object = None) -> Any:

@@ -1,0 +1,206 @@
+"""
+Where the agent looks at a worker: its progress page, the memory its stacks are dumped into, and what the kernel says of it.
+
+Everything here works on a worker that is stopped, stuck or dead. The one thing that needs its help is the dump of its Python stacks,
+and that it gave none is told, too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dlrover.agent.process_tree import Process, descendants, look_up, send_signal
+from dlrover.protocol.progress_page import ProgressPage, Reading
+from dlrover.protocol.watch_messages import MAX_FRAMES, MAX_TEXT, MAX_THREADS, ThreadStack, WorkerDump, WorkerProgress
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+MAX_DUMP_BYTES = 1 << 20
+MAX_CHILDREN = 32
+MAX_KERNEL_FRAMES = 32
+_THREAD = re.compile(r"^(Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):$")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_DEAF_STATES = "TtZXx"
+"""A process in one of these takes no signal now; one that waited until it is continued would come at a bad moment."""
+
+
+class Facts(NamedTuple):
+    """Of one process, from /proc."""
+
+    state: str
+    wait_channel: str = ""
+    kernel_stack: tuple[str, ...] = ()
+    cpu_seconds: float = 0.0
+    io_bytes: int = 0
+    major_faults: int = 0
+
+
+class Seat:
+    """Of one worker, from before its fork until its group has ended."""
+
+    def __init__(self, *, local_rank: int, global_rank: int) -> None:
+        self.local_rank = local_rank
+        self.global_rank = global_rank
+        self.pid = 0
+        self.page = ProgressPage()
+        self._dump = os.memfd_create("dlrover-stacks", os.MFD_CLOEXEC)
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "DLROVER_PROGRESS_PAGE": self.page.path,
+            "DLROVER_DUMP_FILE": f"/proc/{os.getpid()}/fd/{self._dump}",
+        }
+
+    def read(self) -> Reading:
+        return self.page.read(time.monotonic_ns())
+
+    def progress(self, *, is_stalled: bool = False, told_step: int | None = None) -> WorkerProgress:
+        """`told_step`: from elsewhere, if the page has none."""
+        now_ns = time.monotonic_ns()
+        reading = self.page.read(now_ns)
+        if not reading.pid:
+            return WorkerProgress(
+                local_rank=self.local_rank, global_rank=self.global_rank, pid=self.pid, step=told_step
+            )
+        return WorkerProgress(
+            local_rank=self.local_rank,
+            global_rank=self.global_rank,
+            pid=self.pid,
+            step=told_step if reading.step is None else reading.step,
+            phase=reading.phase,
+            phase_seconds=reading.seconds_in_phase(now_ns),
+            seconds={phase: ns / 1e9 for phase, ns in reading.phase_ns.items() if ns},
+            step_seconds=reading.step_seconds,
+            collective=reading.collective,
+            metrics=reading.metrics,
+            is_stalled=is_stalled,
+            digest=reading.digest,
+            digest_step=reading.digest_step,
+        )
+
+    def ask_for_stacks(self) -> bool:
+        """Whether the worker was asked: only one that listens, and whose script has not taken the signal for itself."""
+        process = look_up(self.pid) if self.pid else None
+        number = self.read().dump_signal
+        if process is None or process.state in _DEAF_STATES or not number or not _catches(self.pid, number):
+            return False
+        os.ftruncate(self._dump, 0)
+        return send_signal(process, number)
+
+    def num_dumped(self) -> int:
+        return os.fstat(self._dump).st_size
+
+    def stacks(self) -> tuple[ThreadStack, ...]:
+        raw = os.pread(self._dump, MAX_DUMP_BYTES, 0)
+        return parse_stacks(raw.decode("utf-8", "replace"), self.read().main_thread)
+
+    def facts(self) -> Facts:
+        """What it used includes its children: a worker whose data loader works is not standing still."""
+        if not self.pid:
+            return Facts("X")
+        own = read_facts(self.pid)
+        children = [read_facts(child.pid) for child in descendants(self.pid)]
+        return own._replace(
+            cpu_seconds=own.cpu_seconds + sum(child.cpu_seconds for child in children),
+            io_bytes=own.io_bytes + sum(child.io_bytes for child in children),
+            major_faults=own.major_faults + sum(child.major_faults for child in children),
+        )
+
+    def dump(
+        self, facts: Facts, threads: Sequence[ThreadStack], *, is_stalled: bool, native: Sequence[str] = ()
+    ) -> WorkerDump:
+        return WorkerDump(
+            local_rank=self.local_rank,
+            global_rank=self.global_rank,
+            pid=self.pid,
+            state=facts.state,
+            wait_channel=facts.wait_channel,
+            kernel_stack=facts.kernel_stack,
+            cpu_seconds=facts.cpu_seconds,
+            io_bytes=facts.io_bytes,
+            major_faults=facts.major_faults,
+            threads=tuple(threads),
+            native=tuple(native),
+            progress=self.progress(is_stalled=is_stalled),
+            data_cursor=self.read().cursor,
+            children=describe_children(self.pid),
+            source="faulthandler" if threads else "none",
+        )
+
+    def close(self) -> None:
+        self.page.close()
+        os.close(self._dump)
+
+
+def parse_stacks(text: str, main_thread: int) -> tuple[ThreadStack, ...]:
+    """What `faulthandler` wrote. The main thread comes first and is never left out; half a line at the end is."""
+    found: list[tuple[str, bool, list[str]]] = []
+    for line in text.splitlines():
+        if heading := _THREAD.match(line):
+            identity = int(heading[2], 16)
+            name = heading[3] or ("main" if identity == main_thread else f"0x{identity:x}")
+            found.append((name, identity == main_thread, []))
+        elif found and (frame := _FRAME.match(line)):
+            frames = found[-1][2]
+            if len(frames) < MAX_FRAMES:
+                frames.append(f"{frame[1]}:{frame[2]} {frame[3]}"[:MAX_TEXT])
+    found.sort(key=lambda each: not each[1])
+    return tuple(
+        ThreadStack(name=name[:MAX_TEXT], frames=tuple(frames), is_main=is_main)
+        for name, is_main, frames in found[:MAX_THREADS]
+    )
+
+
+def read_facts(pid: int) -> Facts:
+    """State `X` for a process that is gone."""
+    stat = _read(f"/proc/{pid}/stat")
+    if not stat:
+        return Facts("X")
+    fields = stat[stat.rindex(")") + 2 :].split()
+    io = dict(line.split(": ", 1) for line in _read(f"/proc/{pid}/io").splitlines() if ": " in line)
+    return Facts(
+        state=fields[0],
+        wait_channel=_wait_channel(pid),
+        kernel_stack=tuple(_read(f"/proc/{pid}/stack").splitlines()[:MAX_KERNEL_FRAMES]),
+        cpu_seconds=(int(fields[11]) + int(fields[12])) / _TICKS,
+        io_bytes=int(io.get("rchar", "0")) + int(io.get("wchar", "0")),
+        major_faults=int(fields[9]),
+    )
+
+
+def describe_children(pid: int) -> tuple[str, ...]:
+    """A line for each process below the worker."""
+    if not pid:
+        return ()
+    return tuple(map(_describe, descendants(pid)[:MAX_CHILDREN]))
+
+
+def _describe(process: Process) -> str:
+    facts = read_facts(process.pid)
+    name = _read(f"/proc/{process.pid}/comm").strip()
+    return f"{process.pid} {facts.state} {facts.wait_channel or '-'} cpu={facts.cpu_seconds:.2f} {name}"[:MAX_TEXT]
+
+
+def _wait_channel(pid: int) -> str:
+    channel = _read(f"/proc/{pid}/wchan").strip()
+    return "" if channel == "0" else channel[:MAX_TEXT]
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether this signal would be handled: its default is to kill."""
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) & (1 << (number - 1)))
+    return False
+
+
+def _read(path: str) -> str:
+    """Empty if it is gone, or not for us: the kernel stack is the superuser's."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(65536)
+    except OSError:
+        return ""

@@ -1,0 +1,294 @@
+"""
+Watches the workers of this node: how far they are, who stands still, and, when the master wants to look, what all of them are doing.
+
+Nothing is polled while training runs: the next look at the pages is due when the first worker would have been in its phase for longer
+than it has learned to expect. Nothing here acts on workers. What is found goes to the master, which sees all nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from dlrover.agent.config import WatchConfig
+from dlrover.agent.native_stacks import NativeStacks
+from dlrover.agent.seats import Facts, Seat
+from dlrover.core.phases import PhaseBook, Seen, StallWatch
+from dlrover.protocol.messages import Incarnation, NodeId, Round, WorldSpec
+from dlrover.protocol.watch_messages import (
+    LookTaken,
+    NodeEvent,
+    ProgressReport,
+    TakeLook,
+    WatchObservation,
+    WatchOrder,
+    WorkerDump,
+)
+
+log = logging.getLogger("dlrover.agent")
+
+_DUMP_TIMEOUT = 1.0
+"""Seconds for workers to write their stacks. One that holds the interpreter lock writes them all the same; one that is stopped never."""
+_DUMP_LOOK = 0.02
+_MAX_ORDERS = 256
+_LONGEST_WAIT = 60.0
+_MAX_METRICS_FILE = 65536
+
+
+class Watch:
+    """One per agent. The worker groups take their seats here; the agent connects it to the master."""
+
+    def __init__(self, config: WatchConfig, *, runtime_dir: str = "", book: PhaseBook | None = None) -> None:
+        self._config = config
+        self._metrics_file = os.path.join(runtime_dir, "runtime_metrics.json") if runtime_dir else ""
+        self._book = book or PhaseBook()
+        self._native = NativeStacks()
+        self._round = Round(0)
+        self._seats: list[Seat] = []
+        self._stalls = StallWatch(self._book)
+        self._changed = asyncio.Event()
+        self._observe: Callable[[WatchObservation], None] = lambda _observation: None
+        self._who: Callable[[], tuple[NodeId, Incarnation]] = lambda: (NodeId(-1), Incarnation(0))
+        self._orders: dict[int, None] = {}
+        """Numbers of those that were taken up, oldest first."""
+        self._looks: set[asyncio.Task[None]] = set()
+        self._told_step: int | None = None
+
+    def connect(
+        self, observe: Callable[[WatchObservation], None], who: Callable[[], tuple[NodeId, Incarnation]]
+    ) -> None:
+        self._observe, self._who = observe, who
+
+    # The workers of a round.
+
+    def open_round(self, world: WorldSpec) -> None:
+        self.close_round()
+        self._round = world.round
+        self._stalls = StallWatch(self._book)
+        self._told_step = None
+        if self._metrics_file and os.path.exists(self._metrics_file):
+            os.unlink(self._metrics_file)  # of the round before: its step may have been lost
+        self._seats = [
+            Seat(local_rank=local, global_rank=world.first_global_rank + local)
+            for local in range(world.local_world_size)
+        ]
+        self._changed.set()
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """What that worker needs to take its seat."""
+        if local_rank >= len(self._seats):
+            return {}
+        return {
+            **self._seats[local_rank].environment(),
+            "DLROVER_DUMP_SIGNAL": str(self._config.dump_signal),
+            "DLROVER_PROGRESS_HOOKS": "1" if self._config.has_hooks else "0",
+            "DLROVER_CANARY_EVERY": str(self._config.canary_every),
+        }
+
+    def started(self, local_rank: int, pid: int) -> None:
+        if local_rank < len(self._seats):
+            self._seats[local_rank].pid = pid
+        self._changed.set()
+
+    def close_round(self) -> None:
+        """All workers have ended. What they taught stays."""
+        self._book.close_round([seat.read().buckets for seat in self._seats])
+        for look in self._looks:
+            look.cancel()
+        for seat in self._seats:
+            seat.close()
+        self._seats = []
+
+    # Progress.
+
+    def report(self) -> None:
+        """Tell the master how far everybody is."""
+        if not self._seats:
+            return
+        node, incarnation = self._who()
+        stalled = self._stalls.stalled
+        self._read_metrics_file()
+        self._observe(
+            ProgressReport(
+                node=node,
+                incarnation=incarnation,
+                round=self._round,
+                workers=tuple(
+                    seat.progress(
+                        is_stalled=seat.local_rank in stalled,
+                        told_step=self._told_step if seat.local_rank == 0 else None,
+                    )
+                    for seat in self._seats
+                ),
+            )
+        )
+
+    @property
+    def told_step(self) -> int | None:
+        """What the historical file of runtime metrics says, if the script writes one."""
+        self._read_metrics_file()
+        return self._told_step
+
+    def _read_metrics_file(self) -> None:
+        if not self._metrics_file:
+            return
+        try:
+            with open(self._metrics_file, encoding="utf-8", errors="replace") as file:
+                said = json.loads(file.read(_MAX_METRICS_FILE))
+        except (OSError, ValueError):
+            return  # none, or just being written
+        step = said.get("step") if isinstance(said, dict) else None
+        if isinstance(step, int) and not isinstance(step, bool) and 0 < step < 1 << 62:
+            self._told_step = step
+
+    async def run(self) -> None:
+        """Never returns; cancel it."""
+        try:
+            while True:
+                self._changed.clear()
+                wait = self._look_at_pages()
+                try:
+                    async with asyncio.timeout(wait):
+                        await self._changed.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            for look in list(self._looks):
+                look.cancel()
+
+    def _look_at_pages(self) -> float | None:
+        """Seconds until it is due again; None: until something changes."""
+        seen = {}
+        for seat in self._seats:
+            reading = seat.read()
+            if seat.pid and reading.pid:
+                seen[seat.local_rank] = Seen(
+                    phase=reading.phase,
+                    since=reading.since_ns / 1e9,
+                    num_changes=reading.num_changes,
+                    has_stepped=reading.step is not None,
+                    counts=reading.buckets[reading.phase],
+                )
+        if not self._seats:
+            return None
+        has_changed, wait = self._stalls.see(seen, time.monotonic())
+        if has_changed:
+            stalled = [self._seats[rank].global_rank for rank in self._stalls.stalled]
+            log.info("stalled ranks: %s", stalled or "none")
+            self.report()
+        return min(wait, _LONGEST_WAIT)
+
+    # Looks.
+
+    def take_order(self, order: WatchOrder) -> None:
+        if order.id in self._orders:
+            return
+        self._orders[order.id] = None
+        if len(self._orders) > _MAX_ORDERS:
+            del self._orders[next(iter(self._orders))]
+        self._spawn(self._take_look(order.order))
+
+    async def _take_look(self, order: TakeLook) -> None:
+        for number in range(2):
+            is_current = order.round == self._round
+            workers: tuple[WorkerDump, ...] = ()
+            began_at = time.monotonic()
+            if is_current:
+                workers = await self.dump(is_second=number == 1)
+            node, incarnation = self._who()
+            self._observe(
+                LookTaken(node=node, incarnation=incarnation, look=order.look, number=number, workers=workers)
+            )
+            if number == 0:
+                left = max(order.again_after, 0.1)
+                if is_current:
+                    await self._native.sample([seat.pid for seat in self._seats if seat.pid], within=left - 0.3)
+                await asyncio.sleep(max(0.0, began_at + left - time.monotonic()))
+
+    async def dump(self, *, is_second: bool = False) -> tuple[WorkerDump, ...]:
+        """
+        What all workers are doing now.
+
+        Writing stacks takes a worker some processor time and output. What it used is therefore read after the first dump and before the
+        second, so that between the two only its own doings count.
+        """
+        seats = list(self._seats)
+        facts = [seat.facts() for seat in seats]
+        asked = [seat for seat in seats if seat.ask_for_stacks()]
+        await _written(asked)
+        if not is_second:
+            facts = [_later_use(before, seat.facts()) for before, seat in zip(facts, seats, strict=True)]
+        stalled = self._stalls.stalled
+        return tuple(
+            seat.dump(
+                known,
+                seat.stacks() if seat in asked else (),
+                is_stalled=seat.local_rank in stalled,
+                native=self._native.of(seat.pid) if is_second else (),
+            )
+            for seat, known in zip(seats, facts, strict=True)
+        )
+
+    def note_stuck(self, pids: Sequence[int]) -> None:
+        """These will be killed soon because they do not end: write down what they are doing."""
+        seats = [seat for seat in self._seats if seat.pid in pids]
+        if seats:
+            self._spawn(self._log_stuck(seats))
+
+    async def _log_stuck(self, seats: list[Seat]) -> None:
+        asked = [seat for seat in seats if seat.ask_for_stacks()]
+        await _written(asked)
+        node, incarnation = self._who()
+        for seat in seats:
+            dump = seat.dump(seat.facts(), seat.stacks() if seat in asked else (), is_stalled=True)
+            text = describe(dump)
+            log.warning("global rank %d does not end and will be killed: %s", seat.global_rank, text)
+            self._observe(
+                NodeEvent(
+                    node=node,
+                    incarnation=incarnation,
+                    level="warn",
+                    name="stuck-worker",
+                    text=text[:2048],
+                    rank=seat.global_rank,
+                )
+            )
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._looks.add(task)
+        task.add_done_callback(self._looks.discard)
+
+
+def describe(dump: WorkerDump) -> str:
+    """On a few lines, for a log."""
+    main = next((thread for thread in dump.threads if thread.is_main), None)
+    lines = [f"pid {dump.pid} state {dump.state} in {dump.wait_channel or 'no wait'}, stacks from {dump.source}"]
+    lines += [f"  {frame}" for frame in (main.frames[:12] if main is not None else ())]
+    return "\n".join([*lines, *(f"  child {child}" for child in dump.children[:8])])
+
+
+async def _written(seats: Sequence[Seat]) -> None:
+    """Until the dumps of these do not grow any more; nothing else says that one is complete."""
+    sizes = [0] * len(seats)
+    until = time.monotonic() + _DUMP_TIMEOUT
+    while seats and time.monotonic() < until:
+        await asyncio.sleep(_DUMP_LOOK)
+        now = [seat.num_dumped() for seat in seats]
+        if now == sizes and all(now):
+            return
+        sizes = now
+
+
+def _later_use(before: Facts, after: Facts) -> Facts:
+    """State and wait channel from before we disturbed it, use of resources from after."""
+    return before._replace(
+        cpu_seconds=max(before.cpu_seconds, after.cpu_seconds),
+        io_bytes=max(before.io_bytes, after.io_bytes),
+        major_faults=max(before.major_faults, after.major_faults),
+    )

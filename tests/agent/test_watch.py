@@ -1,0 +1,240 @@
+"""The agent's half of watching: real processes that stand still in different ways, and what can be told of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from dlrover.agent.config import WatchConfig
+from dlrover.agent.seats import parse_stacks
+from dlrover.agent.watch import Watch
+from dlrover.core.phases import Patience, PhaseBook
+from dlrover.protocol.messages import Incarnation, NodeId, Round
+from dlrover.protocol.watch_messages import (
+    LookTaken,
+    NodeEvent,
+    Phase,
+    ProgressReport,
+    TakeLook,
+    WatchObservation,
+    WatchOrder,
+    WorkerDump,
+)
+from tests.agent.lab import make_world, start_process, until
+
+T = TypeVar("T")
+
+WORKER = """
+    import itertools, os, signal, sys, threading
+    from dlrover.trainer import environment, handlers, phases, watching
+    handlers.announce()
+    watching.install(environment.read(os.environ))
+    lock = threading.Lock()
+    lock.acquire()
+
+    def wait_for_a_lock():
+        lock.acquire()
+
+    def hold_the_interpreter():
+        sum(itertools.repeat(0))
+
+    def read_the_next_line():
+        sys.stdin.readline()
+
+    writer = phases.current()
+    for _ in range(20):
+        writer.leave(writer.enter(phases.DATA), phases.AFTER_DATA)
+    writer.set_step(20, 0)
+    if "override" in sys.argv:
+        signal.signal(int(os.environ["DLROVER_DUMP_SIGNAL"]), lambda *_: None)
+    print("ready", flush=True)
+    with phases.span(phases.BACKWARD):
+        {"lock": wait_for_a_lock, "gil": hold_the_interpreter}.get(sys.argv[1], read_the_next_line)()
+    read_the_next_line()
+"""
+
+
+class Lab:
+    def __init__(self, tmp_path: Path) -> None:
+        short = Patience(least=0.1, first_step=0.1, start=0.1, unlearned=0.1, factor=1.0)
+        self.watch = Watch(WatchConfig(), runtime_dir=str(tmp_path), book=PhaseBook(short))
+        self.watch.connect(self._on_observation, lambda: (NodeId(7), Incarnation(3)))
+        self.observed: list[WatchObservation] = []
+        self._script = tmp_path / "worker.py"
+        self._script.write_text(textwrap.dedent(WORKER))
+        self.workers: list[subprocess.Popen[str]] = []
+
+    def _on_observation(self, observation: WatchObservation) -> None:
+        self.observed.append(observation)
+
+    async def start(self, *modes: str) -> None:
+        self.watch.open_round(make_world(len(modes), round=Round(4), first_global_rank=10))
+        for local_rank, mode in enumerate(modes):
+            environ = {**os.environ, **self.watch.environment(local_rank), "DLROVER_AGENT_SOCKET": "none"}
+            worker = start_process(
+                sys.executable,
+                str(self._script),
+                *mode.split(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environ,
+            )
+            self.workers.append(worker)
+            self.watch.started(local_rank, worker.pid)
+        for worker in self.workers:
+            assert worker.stdout is not None
+            assert await asyncio.to_thread(worker.stdout.readline) == "ready\n"
+
+    def poke(self, number: int) -> None:
+        stdin = self.workers[number].stdin
+        assert stdin is not None
+        stdin.write("\n")
+        stdin.flush()
+
+    async def observes(self, kind: type[T], like: Callable[[T], bool] = lambda _: True) -> T:
+        def found() -> T | None:
+            return next((each for each in self.observed if isinstance(each, kind) and like(each)), None)
+
+        result: T = await until(found)
+        return result
+
+    async def look(self, round_: int = 4, *, number: int = 1) -> tuple[LookTaken, LookTaken]:
+        order = TakeLook(look=number, round=Round(round_), again_after=0.1)
+        self.watch.take_order(WatchOrder(id=number, expires_in=30.0, order=order))
+        first = await self.observes(LookTaken, lambda each: each.look == number and each.number == 0)
+        second = await self.observes(LookTaken, lambda each: each.look == number and each.number == 1)
+        return first, second
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+            worker.communicate()
+        self.watch.close_round()
+
+
+@pytest.fixture
+async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
+    lab = Lab(tmp_path)
+    running = asyncio.create_task(lab.watch.run())
+    yield lab
+    running.cancel()
+    await asyncio.wait({running})
+    lab.close()
+
+
+def frames(dump: WorkerDump) -> str:
+    return "\n".join(next(thread.frames for thread in dump.threads if thread.is_main))
+
+
+async def test_a_worker_that_stays_in_its_phase_is_told_of_at_once_and_so_is_one_that_moves_again(lab: Lab) -> None:
+    await lab.start("line", "line")
+    report = await lab.observes(ProgressReport, lambda each: all(worker.is_stalled for worker in each.workers))
+    assert (report.node, report.incarnation, report.round) == (7, 3, 4)
+    assert [worker.global_rank for worker in report.workers] == [10, 11]
+    assert {worker.phase for worker in report.workers} == {Phase.BACKWARD}
+    assert report.workers[0].step == 20
+    assert report.workers[0].pid == lab.workers[0].pid
+    assert 0.1 <= report.workers[0].phase_seconds < 60
+    lab.observed.clear()
+    lab.poke(1)
+    await lab.observes(ProgressReport, lambda each: [w.phase for w in each.workers] == [Phase.BACKWARD, Phase.FORWARD])
+
+
+async def test_a_look_tells_what_each_is_doing_however_it_stands_still(lab: Lab) -> None:
+    await lab.start("lock", "gil", "line", "line override")
+    lab.workers[2].send_signal(signal.SIGSTOP)
+    await until(lambda: _state(lab.workers[2].pid) == "T")
+    first, second = await lab.look()
+    assert (first.node, first.incarnation) == (7, 3)
+    waiting, holding, stopped, overridden = first.workers
+    assert "wait_for_a_lock" in frames(waiting)
+    assert (waiting.state, waiting.source) == ("S", "faulthandler")
+    assert waiting.progress is not None
+    assert waiting.progress.phase is Phase.BACKWARD
+    # The signal finds even a thread that lets nobody else run.
+    assert "hold_the_interpreter" in frames(holding)
+    assert (stopped.state, stopped.source, stopped.threads) == ("T", "none", ())
+    # Whoever has its own use for the signal does not get it.
+    assert (overridden.source, overridden.threads) == ("none", ())
+    assert overridden.state == "S"
+    # Between the two only what they did themselves counts.
+    again = second.workers[0]
+    assert (again.cpu_seconds, again.io_bytes, again.major_faults) == (
+        waiting.cpu_seconds,
+        waiting.io_bytes,
+        waiting.major_faults,
+    )
+    assert frames(again) == frames(waiting)
+    assert second.workers[1].cpu_seconds >= holding.cpu_seconds
+    assert all(worker.poll() is None for worker in lab.workers)
+
+
+async def test_an_order_is_run_once_and_only_for_the_round_it_means(lab: Lab) -> None:
+    await lab.start("line")
+    first, second = await lab.look(round_=3, number=5)
+    assert first.workers == second.workers == ()
+    lab.observed.clear()
+    lab.watch.take_order(WatchOrder(id=5, expires_in=30.0, order=TakeLook(look=6, round=Round(4))))
+    await lab.look(number=7)
+    assert not [each for each in lab.observed if isinstance(each, LookTaken) and each.look == 6]
+
+
+async def test_a_worker_that_does_not_end_is_written_about_before_it_is_killed(
+    lab: Lab, caplog: pytest.LogCaptureFixture
+) -> None:
+    await lab.start("lock")
+    lab.watch.note_stuck([lab.workers[0].pid])
+    event = await lab.observes(NodeEvent)
+    assert (event.name, event.rank, event.level) == ("stuck-worker", 10, "warn")
+    assert "wait_for_a_lock" in event.text
+    assert "wait_for_a_lock" in caplog.text
+
+
+async def test_the_historical_file_is_read_where_the_script_says_nothing_else(lab: Lab, tmp_path: Path) -> None:
+    file = tmp_path / "runtime_metrics.json"
+    file.write_text('{"step": 900}')  # of a former round
+    await lab.start("line")
+    assert not file.exists()
+    for text, step in (("{broken", None), ('{"step": "9"}', None), ('{"step": 41, "timestamp": 1}', 41)):
+        file.write_text(text)
+        assert lab.watch.told_step == step
+
+
+async def test_nothing_of_a_round_is_left(lab: Lab) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        lab.watch.open_round(make_world(4))
+    lab.watch.close_round()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_stacks_are_read_as_python_writes_them() -> None:
+    text = textwrap.dedent(
+        """\
+        Thread 0x00007f01 (most recent call first):
+          File "/a b.py", line 3 in wait
+          File "/b.py", line 4 in <module>
+
+        Current thread 0x00007f02 (most recent call first):
+          File "/c.py", line 5 in f
+          <no Python frame>
+          File "/d.py", li"""
+    )
+    main, other = parse_stacks(text, 0x7F02)
+    assert (main.is_main, main.frames) == (True, ("/c.py:5 f",))
+    assert other.frames == ("/a b.py:3 wait", "/b.py:4 <module>")
+    assert parse_stacks("\\xff\\x00 rubbish", 1) == ()
+    assert len(parse_stacks("Thread 0x1 (most recent call first):\n" * 100, 1)) == 32
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
