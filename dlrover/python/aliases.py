@@ -46,6 +46,10 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         )
     },
     "dlrover.python.common.log": {"default_logger": f"{_CONSTANTS}:default_logger"},
+    "dlrover.python.training_event": {
+        name: f"dlrover.trainer.events:{name}"
+        for name in ("DLRoverAgentEvent", "DLRoverMasterEvent", "TrainerProcess", "WarningType")
+    },
     "dlrover.python.common.multi_process": {
         name: f"{_SHARED}:{name}"
         for name in (

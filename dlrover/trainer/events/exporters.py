@@ -1,0 +1,187 @@
+"""
+Where events go: a file per process, the console, or OpenTelemetry; at once, or by a thread with a bounded queue.
+
+The file of a process is `events_<rank>_<pid>.log`; `events_<rank>.log` is a link to that of the newest process of the rank, which is what followers
+look for. A process that was forked begins a file of its own with its first event.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import IO, Protocol
+
+from dlrover.trainer.events.event import Event
+from dlrover.trainer.events.settings import EventSettings
+
+CLOSE_TIMEOUT = 10.0
+TELL_DROPS_EVERY = 60.0
+OWN_LOG = "dlrover.events"
+"""The event system's own log; it never reaches the user's."""
+
+
+class Exporter(Protocol):
+    def export(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TextFileExporter:
+    def __init__(self, settings: EventSettings, form: Callable[[Event], str]) -> None:
+        self._settings = settings
+        self._form = form
+        self._lock = threading.Lock()  # guards the file, which all threads of the process write to
+        self._file: IO[bytes] | None = None
+        self._pid = 0
+        self._size = 0
+
+    @property
+    def path(self) -> str:
+        return os.path.join(self._settings.file_dir, f"events_{self._settings.rank}_{os.getpid()}.log")
+
+    def export(self, event: Event) -> None:
+        data = self._form(event).encode(errors="backslashreplace") + b"\n"
+        with self._lock:
+            if self._file is None or self._pid != os.getpid():
+                self._open()
+            assert self._file is not None
+            if self._size and self._size + len(data) > self._settings.max_file_bytes:
+                self._rotate()
+            self._file.write(data)
+            self._size += len(data)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None and self._pid == os.getpid():
+                self._file.close()
+            self._file = None
+
+    def _open(self) -> None:
+        os.makedirs(self._settings.file_dir, exist_ok=True)
+        path = self.path
+        self._file = _appending(path)
+        self._pid = os.getpid()
+        self._size = os.fstat(self._file.fileno()).st_size
+        link = os.path.join(self._settings.file_dir, f"events_{self._settings.rank}.log")
+        fresh = f"{link}.{self._pid}"
+        try:
+            os.symlink(os.path.basename(path), fresh)
+            os.replace(fresh, link)
+        except OSError:
+            pass  # a convenience only
+
+    def _rotate(self) -> None:
+        assert self._file is not None
+        self._file.close()
+        os.replace(self.path, f"{self.path}.1")
+        self._file = _appending(self.path)
+        self._size = 0
+
+
+def _appending(path: str) -> IO[bytes]:
+    """Without a buffer: a line is one write, also when the process is killed in the next moment."""
+    return open(path, "ab", buffering=0)
+
+
+class ConsoleExporter:
+    def __init__(self, form: Callable[[Event], str]) -> None:
+        self._form = form
+
+    def export(self, event: Event) -> None:
+        sys.stdout.write(self._form(event) + "\n")
+
+    def close(self) -> None:
+        """The console is not ours."""
+
+
+class AsyncExporter:
+    """A thread writes; who reports never waits. What does not fit into the queue is dropped and counted."""
+
+    def __init__(self, inner: Exporter, size: int) -> None:
+        self._inner = inner
+        self._size = size
+        self.num_dropped = 0
+        self.num_errors = 0
+        self._told_at = 0.0
+        self._start()
+
+    def _start(self) -> None:
+        self._pid = os.getpid()
+        self._queue: queue.Queue[Event | None] = queue.Queue(self._size)
+        self._thread = threading.Thread(target=self._work, name="dlrover-events", daemon=True)
+        self._thread.start()
+
+    def export(self, event: Event) -> None:
+        if self._pid != os.getpid():
+            self._start()  # threads do not survive a fork
+        try:
+            self._queue.put_nowait(event)
+        except queue.Full:
+            self.num_dropped += 1
+            if time.monotonic() - self._told_at >= TELL_DROPS_EVERY:
+                self._told_at = time.monotonic()
+                own_log().warning("dropped events so far: %d (queue of %d is full)", self.num_dropped, self._size)
+
+    @property
+    def metrics(self) -> dict[str, int]:
+        return {
+            "queue_size": self._queue.qsize(),
+            "queue_capacity": self._size,
+            "dropped": self.num_dropped,
+            "errors": self.num_errors,
+        }
+
+    def close(self) -> None:
+        if self._pid == os.getpid():
+            try:
+                self._queue.put(None, timeout=CLOSE_TIMEOUT)
+                self._thread.join(CLOSE_TIMEOUT)
+            except queue.Full:
+                pass
+            lost = self._queue.qsize() if self._thread.is_alive() else 0
+            if lost or self.num_dropped or self.num_errors:
+                own_log().warning("at the end: %d lost, %s", lost, self.metrics)
+        self._inner.close()
+
+    def _work(self) -> None:
+        while (event := self._queue.get()) is not None:
+            try:
+                self._inner.export(event)
+            except Exception as error:  # the edge of this thread: the next event may do better
+                self.num_errors += 1
+                own_log().warning("event not exported: %r", error)
+
+
+def build_exporter(settings: EventSettings) -> Exporter:
+    form = Event.as_json if settings.text_formatter == "JSON" else Event.as_line
+    exporter: Exporter
+    if settings.event_exporter == "CONSOLE":
+        exporter = ConsoleExporter(form)
+    elif settings.event_exporter == "OTLP":
+        from dlrover.trainer.events.opentelemetry import OpenTelemetryExporter
+
+        exporter = OpenTelemetryExporter()
+    else:
+        exporter = TextFileExporter(settings, form)
+    return AsyncExporter(exporter, settings.queue_size) if settings.async_exporter else exporter
+
+
+def own_log() -> logging.Logger:
+    return logging.getLogger(OWN_LOG)
+
+
+def configure_own_log(settings: EventSettings) -> None:
+    log = own_log()
+    log.propagate = False
+    if log.handlers:
+        return
+    name = f"events_sys_{settings.rank}_{os.getpid()}.log"
+    handler = logging.FileHandler(os.path.join(settings.file_dir, name), encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG if settings.debug_mode else logging.INFO)
