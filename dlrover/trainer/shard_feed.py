@@ -29,6 +29,7 @@ from dlrover.protocol.data_messages import (
     DatasetSpec,
     DatasetState,
     ExchangeShards,
+    ExtendStream,
     RegisterDataset,
     RestoreDataset,
     Shard,
@@ -93,6 +94,12 @@ class ShardFeed:
         """Records of a taken shard that are consumed."""
         self._is_ended = False
         self._is_closed = False
+        self._is_closing = False
+        """What comes now is not wanted any more."""
+        self._is_stirred = False
+        """There is more than when the master was asked last."""
+        self._is_reading = False
+        """Somebody here has asked for a shard: others that only report must not hold any."""
         self._num_waiting = 0
         self._trouble: DLRoverError | None = None
         self._ahead = float(self._fixed_ahead or FEWEST_AHEAD)
@@ -109,6 +116,7 @@ class ShardFeed:
         """
         end_at = None if timeout is None else time.monotonic() + timeout
         with self._live():
+            self._is_reading = True
             while not self._queue:
                 if self._trouble is not None:
                     raise self._trouble
@@ -158,12 +166,31 @@ class ShardFeed:
                 if shard.id in self._taken:
                     self._unused.append(shard.id)
                     self._forget(shard)
+                    self._is_ended = False  # it will come again, perhaps to us
             self._news.notify_all()
 
     def waive(self, reason: str) -> None:
         """The rest is left unread on purpose: the job does not fail for it."""
         with self._live():
             self._waived = reason
+            self._news.notify_all()
+
+    def extend(self, ends: dict[str, int], *, is_over: bool = False) -> None:
+        """Of a stream that grows: partitions reach this far now. Who waits here looks at once."""
+        round_, local_rank = self._who
+        partitions = dict.fromkeys(ends, 0)
+        self._ask(
+            ExtendStream(
+                dataset=self.spec.name,
+                partitions=partitions,
+                ends=ends,
+                is_over=is_over,
+                round=round_,
+                local_rank=local_rank,
+            )
+        )
+        with self._live():
+            self._is_stirred = True
             self._news.notify_all()
 
     # Around reading.
@@ -211,9 +238,10 @@ class ShardFeed:
 
     def close(self) -> None:
         """Tell what is to be told and give back what is not needed; a moment is given to that."""
-        if self._pid != os.getpid():
+        if self._pid != os.getpid() or self._is_closed:
             return
         with self._news:
+            self._is_closing = True
             self._unused += [shard.id for shard in self._queue]
             self._unused += list(self._taken)
             self._queue.clear()
@@ -229,7 +257,7 @@ class ShardFeed:
 
     @property
     def _num_wanted(self) -> int:
-        if self._is_ended:
+        if self._is_ended or self._is_closing or not self._is_reading:
             return 0
         return max(0, round(self._ahead) - len(self._queue))
 
@@ -304,15 +332,22 @@ class ShardFeed:
         assert isinstance(given, ShardsGiven), given
         with self._news:
             del self._unanswered[: self._told]
-            self._queue.extend(given.shards)
+            if self._is_closing:
+                self._unused += [shard.id for shard in given.shards]
+            else:
+                self._queue.extend(given.shards)
             self._hand_back(given.recalled)
             self._is_ended = self._is_ended or given.supply is Supply.END
             self._news.notify_all()
             if given.supply is Supply.WAIT:
                 # Others hold the rest. They may come any time; meanwhile our own reports go on.
                 until = time.monotonic() + min(given.retry_after, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)
-                while not (self._has_news or self._is_closed) and (left := until - time.monotonic()) > 0:
+                while (
+                    not (self._has_news or self._is_closed or self._is_stirred)
+                    and (left := until - time.monotonic()) > 0
+                ):
                     self._news.wait(left)
+            self._is_stirred = False
 
     def _hand_back(self, recalled: Iterable[int]) -> None:
         """Somebody has nothing to do: what we have not begun is theirs."""
