@@ -355,6 +355,7 @@ class Launcher:
             log_file=self._master_log,
             topology_querier=self._settings.topology_querier,
             topology_sorter=self._settings.topology_sorter,
+            reports=self._settings.log.log_dir or self._settings.journal or self._directory.path,
             parent_death=True,
             parent_pid=os.getpid(),
         )

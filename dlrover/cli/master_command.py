@@ -22,10 +22,11 @@ from dlrover.cli.environment import read_environment
 from dlrover.cli.launcher import EXIT_USAGE, Programs
 from dlrover.cli.processes import SignalInbox
 from dlrover.cli.runtime_dir import NodeDirectory, user_root
-from dlrover.cli.settings import check_plugin
+from dlrover.cli.settings import check_plugin, watch_terms
 from dlrover.protocol.addresses import LOOPBACK, Address, TlsConfig
 from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.fleet_messages import FleetSpec
+from dlrover.protocol.watch_messages import WatchTerms
 
 STOP_TIMEOUT = 5.0
 
@@ -39,9 +40,6 @@ _LATER = (
     ("--pending-fail-strategy", "1"),
     ("--service-type", "grpc"),
     ("--pre-check-ops", "[]"),
-    ("--hang-detection", "1"),
-    ("--hang-downtime", "5"),
-    ("--max-hang-downtime", "120"),
     ("--xpu-type", "nvidia"),
     ("--task-process-timeout", "1800"),
     ("--training-elastic-mode", "base"),
@@ -102,6 +100,7 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
             platform="" if fleet is None else options.platform,
             platform_options=platform_options,
             fleet=fleet,
+            watch=_watch(options),
             ready_file=os.path.join(directory.path, "master.ready"),
             parent_death=True,
             parent_pid=os.getpid(),
@@ -115,6 +114,18 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
     finally:
         seat.close()
         directory.remove()
+
+
+def _watch(options: argparse.Namespace) -> WatchTerms | None:
+    """None: as the nodes were started."""
+    given = (options.hang_detection, options.hang_downtime, options.max_hang_downtime)
+    if given == (None, None, None):
+        return None
+    defaults = (2, 5.0, 120.0)
+    strategy, downtime, longest = (
+        default if value is None else value for value, default in zip(given, defaults, strict=True)
+    )
+    return watch_terms(int(strategy), downtime, longest)
 
 
 def _fleet(options: argparse.Namespace) -> FleetSpec | None:
@@ -208,6 +219,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--tls-key", default="", metavar="FILE", help="its key")
     add("--topology-querier", default="", metavar="MODULE::CLASS", help="plug-in that knows the switches above a host")
     add("--topology-sorter", default="", metavar="MODULE::CLASS", help="plug-in that orders the nodes of a world")
+    add(
+        "--hang-detection", type=int, metavar="0|1|2", help="what follows a hang: log, tell people, restart workers (2)"
+    )
+    add("--hang-downtime", type=float, metavar="MINUTES", help="without proof of a hang workers restart after this (5)")
+    add("--max-hang-downtime", type=float, metavar="MINUTES", help="the same for phases that take long (120)")
     for name, harmless in _LATER:
         add(name, default=harmless, help=argparse.SUPPRESS)
     return parser

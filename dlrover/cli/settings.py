@@ -21,6 +21,7 @@ from dlrover.protocol.check_messages import CheckTerms
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import Detection, JobTerms, Limits, RestartPolicy
 from dlrover.protocol.peer_messages import LARGEST_GROUP, MOST_COPIES
+from dlrover.protocol.watch_messages import HangStrategy, WatchTerms
 
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
 
@@ -103,6 +104,9 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
             detection=_detection(parsed),
             standby=_standby(parsed),
             check=_check(parsed, limits, notes),
+            watch=watch_terms(
+                parsed.integer("hang_detection"), parsed.number("hang_downtime"), parsed.number("max_hang_downtime")
+            ),
         ),
         entry=read_entry(parsed),
         local_world_size=parse_nproc("auto" if is_automatic else parsed.text("nproc_per_node")),
@@ -385,6 +389,20 @@ def _snapshot_parity(parsed: Parsed) -> tuple[int, int]:
     if parsed.integer("snapshot_replicas"):
         raise ConfigError("--snapshot-parity and --snapshot-replicas: give one of the two, they protect from the same.")
     return int(k), int(m)
+
+
+def watch_terms(strategy: int, downtime: float, max_downtime: float) -> WatchTerms:
+    """From the historical options, in minutes. Raises `ConfigError`."""
+    if strategy not in tuple(HangStrategy):
+        raise ConfigError(f"--hang-detection {strategy}: give 0 (log only), 1 (tell people) or 2 (restart workers).")
+    for option, minutes in (("--hang-downtime", downtime), ("--max-hang-downtime", max_downtime)):
+        if not 0 < minutes < float("inf"):
+            raise ConfigError(f"{option} {minutes:g}: give a number of minutes above 0.")
+    return WatchTerms(
+        strategy=HangStrategy(strategy),
+        hang_timeout=downtime * 60.0,
+        longest_timeout=max(downtime, max_downtime) * 60.0,
+    )
 
 
 def _standby(parsed: Parsed) -> int:

@@ -14,6 +14,7 @@ from dlrover.protocol.check_messages import CheckResult
 from dlrover.protocol.data_messages import DatasetState, Storage
 from dlrover.protocol.fleet_messages import FleetNodeStatus, NodeExit
 from dlrover.protocol.messages import JobStatus, NodeStatus
+from dlrover.protocol.watch_messages import PastVerdict
 
 
 def show(status: JobStatus, console: Console) -> None:
@@ -29,6 +30,9 @@ def show(status: JobStatus, console: Console) -> None:
     beside = f", {status.num_standby} standby, {status.num_pending} pending" if has_others else ""
     say(f"nodes {status.min_nodes}:{status.max_nodes}{scaled}{beside}")
     say(f"because: {status.verdict}")
+    if status.newest_verdict is not None:
+        for line in verdict_lines(status.newest_verdict, status.now):
+            say(line)
     if status.shortage:
         say(f"waits for the platform: {status.shortage}")
     console.print(_agents(status.nodes))
@@ -68,6 +72,18 @@ def _dataset_lines(data: DatasetState, now: int) -> list[str]:
         words.append(f"the rest is left out: {data.waived}")
     lines = [f"data {spec.name} ({spec.task_type.name.lower()}): {', '.join(words)}"]
     return lines + [f"data {spec.name}: UNREADABLE, set aside: {each}" for each in data.set_aside]
+
+
+def verdict_lines(past: PastVerdict, now: int) -> list[str]:
+    """What the diagnosis has found last."""
+    verdict = past.verdict
+    ranks = ", ".join(str(culprit.global_rank) for culprit in verdict.culprits[:8] if culprit.global_rank >= 0)
+    who = f" of rank {ranks}" if ranks else ""
+    often = f", {past.count} times" if past.count > 1 else ""
+    acted = f"; {verdict.action.value}" if past.has_acted else ""
+    age = _ago(now, max(past.at, past.last_at))
+    head = f"diagnosis: {verdict.fault.value}{who} in round {past.round}{age}{often}{acted} ({verdict.confidence:.0%} sure)"
+    return [head, *(f"  {sentence}" for sentence in verdict.evidence[:3])]
 
 
 def checkpoint_lines(status: JobStatus) -> list[str]:

@@ -12,6 +12,7 @@ from dlrover.protocol.addresses import LOOPBACK, TlsConfig, is_loopback
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.fleet_messages import FleetSpec
 from dlrover.protocol.messages import JobEnd
+from dlrover.protocol.watch_messages import WatchTerms
 
 EXIT_USAGE = 2
 EXIT_PORT_IN_USE = 3
@@ -60,6 +61,10 @@ class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Where events are kept as JSON lines; empty: beside the journal."""
     event_reporters: tuple[str, ...] = ()
     """Who is told of events besides: `log`, `file:PATH`, a URL, or `module::Class`."""
+    reports: str = ""
+    """Directory for what people may want to read after a fault: autopsies. Empty: that of the journal."""
+    watch: WatchTerms | None = None
+    """When hangs are looked at and acted upon, instead of what the nodes were started with."""
     parent_death: bool = False
     """End (as by SIGTERM) when the process that started us ends."""
     parent_pid: int = 0

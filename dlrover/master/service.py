@@ -18,11 +18,13 @@ from dlrover.master.bookkeeper import Bookkeeper
 from dlrover.master.clock import MasterClock
 from dlrover.master.config import EXIT_STOPPED, MasterConfig, Ready, announce, read_token, tell_end
 from dlrover.master.desk import Desk
+from dlrover.master.diagnosticians import UserDiagnosticians
 from dlrover.master.event_reporters import build_reporters
 from dlrover.master.events import EventLog, events_file
 from dlrover.master.fleet_keeper import FleetKeeper
 from dlrover.master.keeper import Keeper
 from dlrover.master.topology import Topology
+from dlrover.master.watch import WatchKeeper
 from dlrover.platforms.base import Platform
 from dlrover.platforms.registry import build_platform
 from dlrover.protocol.errors import ConfigError
@@ -53,13 +55,23 @@ async def serve(config: MasterConfig) -> int:
     job = await keeper.restore()
     events = EventLog(Path(config.events_file) if config.events_file else events_file(Path(config.journal)), reporters)
     books = Bookkeeper(events)
-    desk = Desk(keeper, job, MasterClock(job.now), job_name=config.job_name, topology=topology, books=books)
+    clock = MasterClock(job.now)
+    desk = Desk(keeper, job, clock, job_name=config.job_name, topology=topology, books=books)
     fleet = None if platform is None else _fleet_keeper(config, platform, desk)
     await desk.begin(keeper.master_epoch)
     await server.start(desk)
     working = asyncio.ensure_future(desk.run())
     telling = asyncio.ensure_future(events.run())
-    keeping = [] if fleet is None else [asyncio.ensure_future(fleet.run())]
+    watch = WatchKeeper(
+        desk,
+        clock,
+        job_name=config.job_name,
+        directory=Path(config.reports) if config.reports else Path(config.journal).parent,
+        terms=config.watch,
+        plugins=UserDiagnosticians.load(),
+    )
+    keeping = [asyncio.ensure_future(watch.run())]
+    keeping += [] if fleet is None else [asyncio.ensure_future(fleet.run())]
     loop.add_signal_handler(signal.SIGUSR1, _end_job, desk)
     announce(config, Ready(port=port, pid=os.getpid(), master_epoch=keeper.master_epoch))
     log.info(

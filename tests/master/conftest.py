@@ -43,6 +43,7 @@ from dlrover.protocol.messages import (
 )
 from dlrover.protocol.rpc import AgentChannel, ask
 from dlrover.protocol.serving import MasterServer
+from dlrover.protocol.watch_messages import WatchOrder
 
 TOKEN = "token of the test"
 TWO_NODES = JobTerms(limits=Limits(min_nodes=2, max_nodes=2))
@@ -73,6 +74,7 @@ class Agent:
         self.node_rank = NodeRank(-1)
         self.attachments: asyncio.Queue[Attached] = asyncio.Queue()
         self.levels: asyncio.Queue[Desired] = asyncio.Queue()
+        self.orders: asyncio.Queue[WatchOrder] = asyncio.Queue()
         self.channel = AgentChannel(
             address,
             token=token,
@@ -80,6 +82,7 @@ class Agent:
             attach=self._attach,
             on_attached=self._on_attached,
             on_desired=self.levels.put_nowait,
+            on_order=self.orders.put_nowait,
         )
         self.running = asyncio.ensure_future(self.channel.run())
 

@@ -1,0 +1,231 @@
+"""
+The watch's hands: it brings what the desk hears to the watch, and what the watch wants to nodes, to the job, to the log and to a file.
+
+One task, which sleeps until something is heard or a deadline of the watch passes. Nothing in here may harm the job: what nodes tell was validated by the
+decoder, plug-ins of users run in threads with a time limit, and a file that cannot be written costs a line in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from dlrover.core.diagnosis.picture import Failed, scene_of
+from dlrover.core.diagnosis.watch import Act, AskNode, Publish, Tell, Watch
+from dlrover.core.turn import Outcome
+from dlrover.master.clock import MasterClock
+from dlrover.master.desk import Desk
+from dlrover.master.diagnosticians import UserDiagnosticians
+from dlrover.protocol.errors import DLRoverError
+from dlrover.protocol.fleet_messages import NodePhase, NodesListed
+from dlrover.protocol.messages import Command, JobTerms, Micros, NodeId, Reply, ReportFailure
+from dlrover.protocol.watch_messages import (
+    AskDiagnosis,
+    Autopsy,
+    FaultFound,
+    HangFound,
+    PastVerdict,
+    WatchObservation,
+    WatchTerms,
+)
+
+log = logging.getLogger(__name__)
+
+LONGEST_NAP = 60.0
+MAX_REPORTS = 20
+"""Autopsies that are kept on disk by one master."""
+
+
+class WatchKeeper:
+    def __init__(
+        self,
+        desk: Desk,
+        clock: MasterClock,
+        *,
+        job_name: str,
+        directory: Path,
+        terms: WatchTerms | None = None,
+        plugins: UserDiagnosticians | None = None,
+    ) -> None:
+        """`directory`: where autopsies go. `terms`: instead of what the job's nodes say."""
+        self._desk = desk
+        self._clock = clock
+        self._job_name = job_name
+        self._directory = directory
+        self._terms = terms
+        self._plugins = UserDiagnosticians() if plugins is None else plugins
+        self._watch = Watch(job_name=job_name)
+        self._wake = asyncio.Event()
+        self._scene_key: tuple[object, ...] = ()
+        self._written: list[Path] = []
+        self._told: dict[asyncio.Future[Reply], HangFound | FaultFound] = {}
+        heard_before = desk.on_observation
+
+        def observed(observation: WatchObservation, now: Micros) -> None:
+            heard_before(observation, now)
+            self._observed(observation, now)
+
+        desk.on_observation = observed
+        desk.on_decided.append(self._decided)
+        desk.answers[AskDiagnosis] = lambda question: self._watch.diagnosis(question.last)
+        desk.newest_verdict = lambda: self._watch.newest
+
+    @property
+    def watch(self) -> Watch:
+        """To look at."""
+        return self._watch
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._follow())
+                if self._plugins:
+                    group.create_task(self._plugins.run(lambda: self._watch.picture, self._hear_plugin))
+        finally:
+            self._plugins.close()
+
+    async def _follow(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._nap()):
+                    await self._wake.wait()
+            self._wake.clear()
+            self._step()
+
+    def _nap(self) -> float:
+        deadline = self._watch.next_deadline()
+        if deadline is None:
+            return LONGEST_NAP
+        return min(LONGEST_NAP, max(0.0, (deadline - self._clock.now()) / 1e6))
+
+    def _step(self) -> None:
+        now = self._clock.now()
+        self._follow_job(now)
+        lost: list[NodeId] = []
+        for effect in self._watch.tick(now):
+            match effect:
+                case AskNode(node=node, order=order):
+                    if not self._desk.order(node, order):
+                        lost.append(node)
+                case Act(command=command):
+                    self._act(command)
+                case Tell(past=past):
+                    _log_verdict(past)
+                case Publish(autopsy=autopsy):
+                    self._publish(autopsy)
+        if lost:
+            self._watch.lost(lost)
+
+    def _follow_job(self, now: Micros) -> None:
+        """The scene is as large as the world: it is drawn anew only when something in it has changed."""
+        state = self._desk.job.state
+        rdzv = state.rendezvous
+        is_over = state.end is not None
+        key = (rdzv.round, rdzv.is_active, len(rdzv.finished), is_over, state.master_epoch, state.terms is None)
+        if key == self._scene_key:
+            return
+        self._scene_key = key
+        terms = (JobTerms() if state.terms is None else state.terms).watch if self._terms is None else self._terms
+        self._watch.follow(scene_of(state), terms, now)
+
+    # What comes in.
+
+    def _observed(self, observation: WatchObservation, now: Micros) -> None:
+        self._follow_job(now)
+        self._watch.hear(observation, now)
+        self._wake.set()
+
+    def _decided(self, command: Command, outcome: Outcome, now: Micros) -> None:
+        match command:
+            case ReportFailure():
+                self._hear_failure(command, now)
+            case NodesListed():
+                self._hear_nodes(command)
+        self._wake.set()
+
+    def _hear_failure(self, report: ReportFailure, now: Micros) -> None:
+        state = self._desk.job.state
+        incident, node = state.restarts.incident, state.nodes.live.get(report.node)
+        if node is None or incident is None or incident.round != report.round:
+            return
+        first = incident.first
+        holder = state.nodes.holder(first.node_rank)
+        self._follow_job(now)
+        self._watch.hear_failure(
+            Failed(
+                at=now,
+                round=report.round,
+                node=node.id if holder is None else holder.id,
+                node_rank=first.node_rank,
+                step=incident.step,
+                failures=report.failures,
+                first=first,
+            )
+        )
+
+    def _hear_nodes(self, listed: NodesListed) -> None:
+        """Nodes of the platform that run as the same rank."""
+        counts: dict[str, int] = {}
+        for node in listed.nodes:
+            if node.phase is NodePhase.RUNNING:
+                what = f"{node.node_type.value} {node.rank}"
+                counts[what] = counts.get(what, 0) + 1
+        self._watch.hear_duplicates({what: count for what, count in counts.items() if count > 1})
+
+    def _hear_plugin(self, verdict: object) -> None:
+        checked = self._plugins.check(verdict)
+        if checked is not None:
+            self._watch.hear_verdict(checked, self._clock.now())
+            self._wake.set()
+
+    # What goes out.
+
+    def _act(self, command: HangFound | FaultFound) -> None:
+        answer = self._desk.tell(command)
+        self._told[answer] = command
+        answer.add_done_callback(self._acted)
+
+    def _acted(self, answer: asyncio.Future[Reply]) -> None:
+        command = self._told.pop(answer)
+        if answer.cancelled():
+            return
+        error = answer.exception()
+        if isinstance(error, DLRoverError):
+            log.info("finding refused fault=%s reason=%s", command.verdict.fault.value, error)
+        elif error is not None:
+            raise error
+
+    def _publish(self, autopsy: Autopsy) -> None:
+        name = f"{self._job_name or 'job'}-autopsy-{autopsy.round}-{len(self._written) + 1}.md"
+        path = self._directory / name.replace("/", "_")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(autopsy.text, encoding="utf-8")
+        except OSError as error:
+            log.warning("autopsy not written file=%s reason=%s", path, error.strerror)
+            return
+        self._watch.autopsy = replace(autopsy, file=str(path))
+        self._written.append(path)
+        if len(self._written) > MAX_REPORTS:
+            self._written[-MAX_REPORTS - 1].unlink(missing_ok=True)
+        log.warning("autopsy file=%s\n%s", path, autopsy.text)
+
+
+def _log_verdict(past: PastVerdict) -> None:
+    verdict = past.verdict
+    log.warning(
+        "diagnosis fault=%s by=%s ranks=%s confidence=%.2f action=%s count=%d: %s %s",
+        verdict.fault.value,
+        verdict.diagnostician,
+        ",".join(str(culprit.global_rank) for culprit in verdict.culprits[:16]) or "-",
+        verdict.confidence,
+        verdict.action.value,
+        past.count,
+        " ".join(verdict.evidence[:3]),
+        verdict.reasoning,
+    )
