@@ -90,7 +90,9 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
     from dlrover.agent.worker_socket import WorkerSocket
     from dlrover.protocol.errors import ConfigError
 
-    tree = ProcessTree(keep=lambda: spawner.zygote_pids, cgroups=cgroups)
+    disks = (config.runtime_dir, os.getcwd(), config.log.log_dir, config.watch.log_file)
+    watch = Watch(config.watch, runtime_dir=config.runtime_dir, disks=[path for path in disks if os.path.exists(path)])
+    tree = ProcessTree(keep=lambda: {*spawner.zygote_pids, *watch.helper_pids}, cgroups=cgroups)
     output = WorkerOutput(config.log, role=config.role, run_id=config.run_id, runtime_dir=config.runtime_dir)
     socket = await WorkerSocket.open(config.runtime_dir)
     launcher_pid = os.getppid()
@@ -104,7 +106,6 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             bytes_per_second=config.snapshot_write_limit * 1e6,
         )
     )
-    watch = Watch(config.watch, runtime_dir=config.runtime_dir)
     socket.tell_of_snapshots(saver)
     saver.tell_trainers_by(socket.tell_trainers)
 

@@ -14,6 +14,7 @@ import re
 import signal
 from dataclasses import dataclass
 
+from dlrover.agent.log_patterns import find_node_error, node_error_in
 from dlrover.agent.process_tree import Exit
 from dlrover.protocol.messages import MAX_FAILURE_BYTES, FailureKind, Micros, WorkerFailure
 from dlrover.protocol.signals import signal_name
@@ -72,6 +73,10 @@ class Evidence:
     """By how much the cgroup's oom_kill counter grew while it ran."""
     has_stepped: bool = False
     """A step was reported in its round: the script itself is sound."""
+    training_log: str = ""
+    """File that the script logs to beside its streams."""
+    node_errors: tuple[str, ...] = ()
+    """Texts of the user's that say the node is broken."""
     hosts_coordinator: bool = False
     """It binds the coordinator's port."""
 
@@ -81,6 +86,11 @@ def describe_failure(evidence: Evidence) -> WorkerFailure:
     traceback = recorded.traceback if recorded else last_traceback(evidence.log_tail)
     exception = recorded.message if recorded and recorded.message else last_line(traceback)
     kind = classify(evidence, exception)
+    node_error = ""
+    if kind is not FailureKind.STOPPED_BY_US:
+        node_error = find_node_error(evidence.log_tail.splitlines(), evidence.node_errors) or node_error_in(
+            evidence.training_log, evidence.node_errors
+        )
     return WorkerFailure(
         global_rank=evidence.global_rank,
         local_rank=evidence.local_rank,
@@ -95,6 +105,7 @@ def describe_failure(evidence: Evidence) -> WorkerFailure:
         log_tail=keep_tail(evidence.log_tail, MAX_FAILURE_BYTES // 2 - 8192),
         log_file=evidence.log_file,
         error_file=evidence.error_file if recorded else "",
+        node_error=one_line(node_error),
     )
 
 

@@ -28,6 +28,12 @@ class NativeStacks:
         beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
         self._program = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
         self._frames: dict[int, tuple[str, ...]] = {}
+        self._running: dict[int, None] = {}
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of samplers that run now."""
+        return tuple(self._running)
 
     def of(self, pid: int) -> tuple[str, ...]:
         return self._frames.get(pid, ())
@@ -52,12 +58,14 @@ class NativeStacks:
             )  # fmt: skip
         except OSError:
             return ()
+        self._running[process.pid] = None
         try:
             async with asyncio.timeout(within):
                 output, _ = await process.communicate()
         except TimeoutError:
             return ()
         finally:
+            self._running.pop(process.pid, None)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()  # whom it traced goes on
         return main_frames(output[:_MAX_OUTPUT])

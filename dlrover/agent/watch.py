@@ -17,6 +17,7 @@ from typing import Any
 
 from dlrover.agent.config import WatchConfig
 from dlrover.agent.native_stacks import NativeStacks
+from dlrover.agent.resources import ResourceMonitor
 from dlrover.agent.seats import Facts, Seat
 from dlrover.core.phases import PhaseBook, Seen, StallWatch
 from dlrover.protocol.messages import Incarnation, NodeId, Round, WorldSpec
@@ -43,7 +44,15 @@ _MAX_METRICS_FILE = 65536
 class Watch:
     """One per agent. The worker groups take their seats here; the agent connects it to the master."""
 
-    def __init__(self, config: WatchConfig, *, runtime_dir: str = "", book: PhaseBook | None = None) -> None:
+    def __init__(
+        self,
+        config: WatchConfig,
+        *,
+        runtime_dir: str = "",
+        book: PhaseBook | None = None,
+        disks: Sequence[str] | None = None,
+    ) -> None:
+        """`disks`: paths whose file systems the job writes to; None: the resources of this node are not watched."""
         self._config = config
         self._metrics_file = os.path.join(runtime_dir, "runtime_metrics.json") if runtime_dir else ""
         self._book = book or PhaseBook()
@@ -58,6 +67,19 @@ class Watch:
         """Numbers of those that were taken up, oldest first."""
         self._looks: set[asyncio.Task[None]] = set()
         self._told_step: int | None = None
+        self._monitor: ResourceMonitor | None = None
+        if disks is not None:
+            self._monitor = ResourceMonitor(
+                workers=lambda: {seat.pid: seat.global_rank for seat in self._seats if seat.pid},
+                paths=disks,
+                observe=lambda observation: self._observe(observation),
+                who=lambda: self._who(),
+            )
+
+    @property
+    def helper_pids(self) -> tuple[int, ...]:
+        """Processes of ours that are no part of the training."""
+        return (*self._native.pids, *(() if self._monitor is None else self._monitor.helper_pids))
 
     def connect(
         self, observe: Callable[[WatchObservation], None], who: Callable[[], tuple[NodeId, Incarnation]]
@@ -100,6 +122,7 @@ class Watch:
         self._book.close_round([seat.read().buckets for seat in self._seats])
         for look in self._looks:
             look.cancel()
+        self._looks.clear()
         for seat in self._seats:
             seat.close()
         self._seats = []
@@ -148,6 +171,7 @@ class Watch:
 
     async def run(self) -> None:
         """Never returns; cancel it."""
+        monitoring = None if self._monitor is None else asyncio.create_task(self._monitor.run(), name="resources")
         try:
             while True:
                 self._changed.clear()
@@ -158,8 +182,8 @@ class Watch:
                 except TimeoutError:
                     continue
         finally:
-            for look in list(self._looks):
-                look.cancel()
+            for task in (*self._looks, *(() if monitoring is None else (monitoring,))):
+                task.cancel()
 
     def _look_at_pages(self) -> float | None:
         """Seconds until it is due again; None: until something changes."""

@@ -296,6 +296,8 @@ class WorkerGroup:
                     was_signalled=not self._failed_by_itself(worker),
                     num_oom_kills=count_oom_kills() - self._num_oom_kills,
                     has_stepped=self.step is not None,
+                    training_log=self._config.watch.log_file,
+                    node_errors=self._config.watch.node_errors,
                     hosts_coordinator=worker.global_rank == 0,
                 )
             )

@@ -261,6 +261,9 @@ def calls_for_another_node(incident: Incident, decision: Decision) -> bool:
 
 
 def is_device_fault(failure: WorkerFailure) -> bool:
+    """Whether another try on the same node makes no sense: its device, or its log, says so."""
+    if failure.node_error:
+        return True
     return failure.kind is FailureKind.EXIT_CODE and failure.exit_code in DEVICE_FAULT_CODES
 
 

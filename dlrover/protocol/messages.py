@@ -255,6 +255,8 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     log_tail: str = ""
     log_file: str = ""
     error_file: str = ""
+    node_error: str = ""
+    """The line of its log that says the node is broken; empty: none does."""
 
 
 class WorldSpec(Struct, frozen=True, kw_only=True):
