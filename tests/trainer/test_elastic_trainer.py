@@ -144,3 +144,40 @@ def test_a_scaler_sees_a_real_optimizer() -> None:
             optimizer.zero_grad()
     assert len(heard) == 2
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.1
+
+
+def test_the_state_of_a_prepared_scheduler_is_torchs_own() -> None:
+    net = model()
+    plain = torch.optim.SGD(net.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
+    before = set(scheduler.state_dict())
+    _, prepared = ElasticTrainer(net, max_workers=1).prepare(plain, scheduler)
+    assert set(prepared.state_dict()) == before
+    assert isinstance(prepared, torch.optim.lr_scheduler.ExponentialLR)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_state_in_the_middle_of_an_epoch_goes_on_with_any_number_of_workers(num_ranks: int) -> None:
+    def begin(ranks: int) -> tuple[ElasticTrainer, ElasticDistributedSampler]:
+        sampler = ElasticDistributedSampler(data(), ranks, 0, seed=9)
+        trainer = ElasticTrainer(model(), max_workers=FULL)
+        trainer.deal(sampler, BATCH)
+        return trainer, sampler
+
+    trainer, sampler = begin(1)
+    for number, _ in enumerate(DataLoader(data(), BATCH, sampler=sampler), 1):
+        with trainer.step(fix_total_batch_size=True):
+            pass
+        if trainer.num_steps == 2:
+            break
+        if number == 1:
+            with pytest.raises(RuntimeError, match="half done"):
+                trainer.state_dict()
+    state = trainer.state_dict()
+    assert (state["num_steps"], state["sampler"]["completed_num"]) == (2, 2 * BATCH * FULL)
+    again, rest = begin(num_ranks)
+    again.load_state_dict(state)
+    assert again.num_steps == 2
+    assert rest.num_samples * FULL == SIZE - 2 * BATCH * FULL
+    with pytest.raises(Exception, match="for 4 workers, this one is for 8"):
+        ElasticTrainer(model(), max_workers=8).load_state_dict(state)

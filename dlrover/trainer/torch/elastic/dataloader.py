@@ -70,6 +70,8 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
         batches = ElasticBatchSampler(sampler, batch_size, drop_last)
         super().__init__(dataset, batch_sampler=batches, **options)
         self._elastic_sampler = sampler if isinstance(sampler, ElasticDistributedSampler) else None
+        if self._elastic_sampler is not None:
+            self._elastic_sampler.is_counted = True
         self._batches = batches
         self.load_config(self.config_file)
         self._write_back()

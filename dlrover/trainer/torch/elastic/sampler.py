@@ -48,7 +48,9 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
         """The caller's step at which `_completed` was right."""
         self._former_lengths: list[int] = []
         """Records per rank of the epochs that this process went through since then: for callers that count on through epochs."""
-        self._num_batches = 0
+        self._num_batches = self._num_used = 0
+        self.is_counted = False
+        """Whether a loader counts the batches."""
         self._num_ranks = num_replicas
         self._batch_size = 0
         """Records that one replica gets in turn; 0: every rank is one replica."""
@@ -105,7 +107,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
             self._former_lengths.clear()
         super().set_epoch(epoch)
         self._completed = 0
-        self._num_batches = 0
+        self._num_batches = self._num_used = 0
         self._recount()
 
     def state_dict(self, iter_step: int | None = None, micro_batch_size: int | None = None) -> dict[str, Any]:
@@ -116,7 +118,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
         arguments the batches count that `count_batch` was told of.
         """
         if iter_step is None:
-            completed = self._completed + self._num_batches
+            completed = self._completed + self._num_counted
         else:
             if micro_batch_size is None or micro_batch_size < 1 or iter_step < 0:
                 raise ValueError("state_dict needs both a step and a batch size of at least 1, or neither.")
@@ -133,8 +135,17 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
         }
 
     def count_batch(self, size: int) -> None:
-        """A batch of that size has been used on every rank."""
-        self._num_batches += size * self.num_replicas
+        """A batch of that size has been used on every rank; where a rank stands in for several, one of theirs."""
+        self._num_batches += 1
+        if not self._batch_size:
+            self._num_used += size * self.num_replicas
+
+    @property
+    def _num_counted(self) -> int:
+        """Records of the epoch that were used since the restored state: of ranks that take turns, in whole steps."""
+        if not self._batch_size:
+            return self._num_used
+        return self._num_batches // len(self.roles) * self._batch_size * self.num_replicas
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there, with the replicas of today. States of the original are read, too. Raises ConfigError for another dataset."""
@@ -154,7 +165,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
         self._completed = max(0, completed)
         self._counted_from = int(state.get("iter_step", 0))
         self._former_lengths.clear()
-        self._num_batches = 0
+        self._num_batches = self._num_used = 0
         self._recount()
 
     def _steps_of_epoch(self, iter_step: int, batch_size: int) -> int:

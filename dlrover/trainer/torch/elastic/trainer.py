@@ -50,7 +50,9 @@ class ElasticTrainer:
         """Whether there are gradients of a step that is not done: they must not be cleared."""
         self._hooks: list[Any] = []
         self.num_steps = 0
-        """Steps of the optimizer so far."""
+        """Steps of the optimizer so far; a restored state counts on."""
+        self._sampler: ElasticDistributedSampler | None = None
+        self._micro_batch_size = 0
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -67,7 +69,7 @@ class ElasticTrainer:
         _gate(optimizer, "zero_grad", lambda: not self._is_accumulating)
         if lr_scheduler is None:
             return optimizer
-        _gate(lr_scheduler, "step", lambda: self._is_last)
+        _gate_class(lr_scheduler, "step", lambda: self._is_last)
         return optimizer, lr_scheduler
 
     @contextlib.contextmanager
@@ -80,6 +82,8 @@ class ElasticTrainer:
         no_sync = getattr(self._model, "no_sync", None)
         with contextlib.nullcontext() if self._is_last or no_sync is None else no_sync():
             yield
+        if self._sampler is not None and not self._sampler.is_counted:
+            self._sampler.count_batch(self._micro_batch_size)
         if self._is_last:
             self._micro_step = 0
             self.num_steps += 1
@@ -93,6 +97,27 @@ class ElasticTrainer:
     def deal(self, sampler: ElasticDistributedSampler, micro_batch_size: int) -> None:
         """Let every rank read what it stands in for. To be called before the loader is iterated."""
         sampler.play(self.max_workers, micro_batch_size)
+        self._sampler, self._micro_batch_size = sampler, micro_batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Between two steps: where the training stands, also in the middle of an epoch, for any number of workers."""
+        if self._micro_step:
+            raise RuntimeError("A step is half done: take the state after it, when the optimizer has stepped.")
+        state: dict[str, Any] = {"num_steps": self.num_steps, "max_workers": self.max_workers}
+        if self._sampler is not None:
+            state["sampler"] = self._sampler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there. The batch of a step stays what it was: a job for another number of workers is refused."""
+        if state["max_workers"] != self.max_workers:
+            raise ConfigError(
+                f"The state is of a job for {state['max_workers']} workers, this one is for {self.max_workers}: its steps would have "
+                "another batch. Give the same largest number of nodes, or max_workers."
+            )
+        self.num_steps = int(state["num_steps"])
+        if self._sampler is not None and "sampler" in state:
+            self._sampler.load_state_dict(state["sampler"])
 
     def _note_step(self) -> None:
         self._is_accumulating = False
@@ -125,6 +150,18 @@ def _configured_workers() -> int:
     where = environment.current()
     num_nodes = int(os.environ.get("WORKER_NUM") or 0) or (0 if where is None else where.max_nodes)
     return num_nodes * int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def _gate_class(owner: Any, name: str, is_open: Any) -> None:
+    """The same by a class of its own for one object: a scheduler's `state_dict` is all that hangs on the object."""
+    base = type(owner)
+    inner = getattr(base, name)
+
+    def gated(self: Any, *args: Any, **options: Any) -> Any:
+        return inner(self, *args, **options) if is_open() else None
+
+    names = {name: gated, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    owner.__class__ = type(base.__name__, (base,), names)
 
 
 def _gate(owner: Any, name: str, is_open: Any, then: Any = None) -> None:
