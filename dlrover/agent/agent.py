@@ -571,6 +571,8 @@ class Agent:
             self._news.set()
 
     def _on_outcome(self, round_: Round, outcome: Finished | Failed) -> None:
+        if self._watch is not None:
+            self._watch.report()  # before the round ends: what its workers did last is known only now
         if isinstance(outcome, Finished):
             self._finished_round, self._finished_at = round_, time.monotonic()
             self._tell(ReportFinished(node=self._node, incarnation=self._incarnation, round=round_, step=outcome.step))

@@ -70,6 +70,7 @@ class Seat:
             global_rank=self.global_rank,
             pid=self.pid,
             step=told_step if reading.step is None else reading.step,
+            num_steps=reading.num_steps,
             phase=reading.phase,
             phase_seconds=reading.seconds_in_phase(now_ns),
             seconds={phase: ns / 1e9 for phase, ns in reading.phase_ns.items() if ns},

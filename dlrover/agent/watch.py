@@ -118,7 +118,8 @@ class Watch:
         self._changed.set()
 
     def close_round(self) -> None:
-        """All workers have ended. What they taught stays."""
+        """All workers have ended. What they taught stays, and what they did last is told."""
+        self.report()
         self._book.close_round([seat.read().buckets for seat in self._seats])
         for look in self._looks:
             look.cancel()

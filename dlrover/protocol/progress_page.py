@@ -30,6 +30,8 @@ assert PHASE_NS + len(PHASES) <= 30, "more phases than the page has room for"
 assert BUCKETS + len(PHASES) * NUM_BUCKETS <= SIZE // 8, "more phases than the page has room for"
 MAIN_THREAD = 30
 """Its identity, as Python's dumps of stacks name it."""
+NUM_STEPS = 31
+"""Done by this worker, however they are numbered."""
 
 # Bytes: offset and room.
 OPERATION = (256, 32)
@@ -57,6 +59,7 @@ class Reading(NamedTuple):
     phase: Phase
     since_ns: int
     step: int | None
+    num_steps: int
     step_seconds: float
     num_changes: int
     """Grows with every change of phase: whoever sees another number has seen progress."""
@@ -128,6 +131,7 @@ def decode(copy: bytes, now_ns: int) -> Reading:
         phase=PHASES[index],
         since_ns=words[SINCE],
         step=None if words[STEP] == NO_STEP else words[STEP],
+        num_steps=max(0, words[NUM_STEPS]),
         step_seconds=max(0, words[STEP_NS]) / 1e9,
         num_changes=words[NUM_CHANGES],
         phase_ns=phase_ns,

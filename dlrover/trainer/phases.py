@@ -109,8 +109,13 @@ class PhaseWriter:
         words = self.words
         if source < words[layout.STEP_SOURCE]:
             if source == layout.INFERRED and words[layout.STEP_SOURCE] == layout.TOLD:
+                words[layout.NUM_STEPS] += 1
                 self._write_step(words[layout.STEP] + 1)
             return
+        if source == layout.REPORTED != words[layout.STEP_SOURCE]:
+            words[layout.NUM_STEPS] = 1  # the hooks may have counted it, too
+        elif source != layout.TOLD and words[layout.STEP] != step:
+            words[layout.NUM_STEPS] += 1
         words[layout.STEP_SOURCE] = source
         self._write_step(step)
 
