@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -19,6 +21,7 @@ from dlrover.protocol.descriptors import open_standard_descriptors
 from dlrover.protocol.errors import ConfigError, DLRoverError
 
 if TYPE_CHECKING:
+    from dlrover.cli.history import History
     from dlrover.protocol.addresses import TlsConfig
     from dlrover.protocol.codec import Question
     from dlrover.protocol.fleet_messages import ScaleReplicas
@@ -32,6 +35,9 @@ ASK_TIMEOUT = 10.0
 
 Job = Annotated[str, typer.Argument(help="Name of a job on this host; not needed if only one runs.")]
 Address = Annotated[str, typer.Option("--addr", "--master-addr", help="Master's HOST:PORT, or DLROVER_MASTER_ADDR.")]
+JobOrJournal = Annotated[
+    str, typer.Argument(help="Name of a job on this host (not needed if only one runs), or the file of a journal.")
+]
 TokenFile = Annotated[str, typer.Option("--token-file", help="File with the job token, or DLROVER_JOB_TOKEN.")]
 TlsCa = Annotated[str, typer.Option("--tls-ca", help="Certificates (PEM) that the master's must come from: use TLS.")]
 TlsCert = Annotated[str, typer.Option("--tls-cert", help="Our certificate (PEM), where the master asks for one.")]
@@ -81,6 +87,89 @@ def status(
     reply = _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), AskStatus())
     assert isinstance(reply, JobStatus), f"the master answered a question for its status with {type(reply).__name__}"
     _show(reply, is_json=is_json)
+
+
+@app.command()
+def events(
+    job: JobOrJournal = "",
+    addr: Address = "",
+    token_file: TokenFile = "",
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
+    is_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    limit: Annotated[int, typer.Option("--limit", help="So many, the newest.")] = 200,
+    trace: Annotated[str, typer.Option("--trace", help="Write the whole job there as a trace for Perfetto.")] = "",
+    training_events: Annotated[
+        str, typer.Option("--training-events", help="Directory with events of training processes, for --trace.")
+    ] = "",
+) -> None:
+    """Show what happened in a job: running, or from its journal."""
+    from dlrover.cli.events_command import asked, of_journal, print_events
+    from dlrover.cli.trace import build_trace, write_trace
+
+    tls = _tls(tls_ca, tls_cert, tls_key)
+    if trace:
+        history = _history(job, addr, token_file, tls)
+        _write(
+            lambda: write_trace(Path(trace), build_trace(history, Path(training_events) if training_events else None))
+        )
+        typer.echo(f"{trace}: open it in https://ui.perfetto.dev or chrome://tracing.")
+    elif os.path.isfile(job):
+        print_events(of_journal(Path(job), limit), is_json=is_json)
+    else:
+        try:
+            print_events(asked(_asker(job, addr, token_file, tls), limit=limit, follow=follow), is_json=is_json)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+
+@app.command()
+def top(
+    job: Job = "",
+    addr: Address = "",
+    token_file: TokenFile = "",
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    once: Annotated[bool, typer.Option("--once", help="Print it once, as where there is no terminal.")] = False,
+) -> None:
+    """Watch a running job: goodput, what each node does, its newest events. Ctrl-C ends it."""
+    from rich.console import Console
+
+    from dlrover.cli.top import show
+
+    show(_asker(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key)), Console(), once=once)
+
+
+@app.command()
+def report(
+    job: JobOrJournal = "",
+    addr: Address = "",
+    token_file: TokenFile = "",
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    output: Annotated[str, typer.Option("--output", "-o", help="File to write; none: standard output.")] = "",
+    is_html: Annotated[bool, typer.Option("--html", help="A page with plots that needs nothing else.")] = False,
+    is_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Markdown, the default unless the file is .html.")
+    ] = False,
+) -> None:
+    """Write a post-mortem of a job: where its time went, each fault with its cause and cost, what happened."""
+    from dlrover.cli.post_mortem import as_html, as_markdown
+
+    if is_html and is_markdown:
+        raise ConfigError("Give --html or --markdown, not both.")
+    history = _history(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key))
+    wants_html = is_html or (not is_markdown and output.endswith((".html", ".htm")))
+    text = as_html(history) if wants_html else as_markdown(history)
+    if output:
+        _write(lambda: Path(output).write_text(text, encoding="utf-8"))
+        typer.echo(f"{output} written.")
+    else:
+        sys.stdout.write(text)
 
 
 @app.command()
@@ -271,6 +360,11 @@ def _tls(ca: str, cert: str, key: str) -> TlsConfig | None:
 
 
 def _ask(job: str, addr: str, token_file: str, tls: TlsConfig | None, body: Question) -> Reply:
+    return _asker(job, addr, token_file, tls)(body)
+
+
+def _asker(job: str, addr: str, token_file: str, tls: TlsConfig | None) -> Callable[[Question], Reply]:
+    """Finds the master once; each call asks it one thing."""
     import asyncio
 
     from dlrover.cli.discovery import read_token_file
@@ -284,7 +378,7 @@ def _ask(job: str, addr: str, token_file: str, tls: TlsConfig | None, body: Ques
         found = _find_local_job(job)
         address, tls = found.address, tls or found.tls
         token = token or read_token_file(found.token_file)
-    return asyncio.run(ask(address, body, token=token, tls=tls, timeout=ASK_TIMEOUT))
+    return lambda body: asyncio.run(ask(address, body, token=token, tls=tls, timeout=ASK_TIMEOUT))
 
 
 class _LocalJob(NamedTuple):
@@ -293,6 +387,7 @@ class _LocalJob(NamedTuple):
     address: str
     token_file: str
     tls: TlsConfig | None
+    directory: str
 
 
 def _find_local_job(job: str) -> _LocalJob:
@@ -301,7 +396,7 @@ def _find_local_job(job: str) -> _LocalJob:
 
     living, _ = list_nodes(user_root(read_environment(os.environ)))
     jobs = {
-        owner.job_name: _LocalJob(owner.master_addr, os.path.join(path, TOKEN_FILE), owner.tls)
+        owner.job_name: _LocalJob(owner.master_addr, os.path.join(path, TOKEN_FILE), owner.tls, path)
         for path, owner in living
         if owner.master_addr
     }
@@ -310,6 +405,37 @@ def _find_local_job(job: str) -> _LocalJob:
         what = f"No job {job} of yours runs on this host" if job else "Name a job, or give --addr HOST:PORT"
         raise ConfigError(f"{what}. Running here: {names}.")
     return jobs[job] if job else next(iter(jobs.values()))
+
+
+def _history(job: str, addr: str, token_file: str, tls: TlsConfig | None) -> History:
+    """From the journal where we can read it, else from what the master knows."""
+    from dlrover.cli.history import ask_history, read_history
+
+    if os.path.isfile(job):
+        return read_history(Path(job))
+    if not addr and (journal := _journal_of(_find_local_job(job))) is not None:
+        return read_history(journal)
+    return ask_history(_asker(job, addr, token_file, tls))
+
+
+def _journal_of(local: _LocalJob) -> Path | None:
+    """None: the job's master runs elsewhere."""
+    import msgspec
+
+    from dlrover.master.config import MasterConfig
+
+    try:
+        config = msgspec.json.decode(Path(local.directory, "master.json").read_bytes(), type=MasterConfig)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return Path(config.journal) if os.path.isfile(config.journal) else None
+
+
+def _write(write: Callable[[], object]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}. Give a file that can be written.") from error
 
 
 def _scale_replicas(text: str) -> ScaleReplicas:

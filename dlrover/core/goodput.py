@@ -312,7 +312,8 @@ def class_of(state: JobState, node: Node) -> TimeClass | None:
             return None
         case Join():
             is_stopping = rdzv.world is not None and rdzv.is_member(node.id)
-            return TimeClass.STOPPING if is_stopping else TimeClass.RENDEZVOUS
+            # Who has not joined yet is not ready: its zygote imports.
+            return TimeClass.STOPPING if is_stopping else TimeClass.START_UP
         case Wait():
             return TimeClass.IDLE if rdzv.is_active else TimeClass.RENDEZVOUS
         case JoinCheck() | Check():

@@ -66,7 +66,7 @@ from dlrover.protocol.messages import (
     TellNode,
 )
 from dlrover.protocol.serving import AgentStream
-from dlrover.protocol.watch_messages import PastVerdict, WatchObservation, WatchOrder
+from dlrover.protocol.watch_messages import AskActivity, PastVerdict, WatchObservation, WatchOrder
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class Desk:
         """Takes what nodes tell of themselves besides being alive."""
         self.on_decided: list[Callable[[Command, Outcome, Micros], None]] = []
         """Hear what was decided, when it is durable: for those who watch, and change nothing."""
-        self.answers: dict[type[Query], Callable[[Any], Reply]] = {}
+        self.answers: dict[type[Query], Callable[[Any], Reply]] = {AskActivity: self._books.activity}
         """Questions about what is not in the job: others in this process know it."""
         self.newest_verdict: Callable[[], PastVerdict | None] = _no_verdict
         """Of the diagnosis, for the status."""

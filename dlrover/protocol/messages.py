@@ -63,7 +63,15 @@ from dlrover.protocol.identity import Round as Round
 from dlrover.protocol.kv_messages import AnyKvCommand, AnyKvQuery, KvReply
 from dlrover.protocol.peer_messages import AskPeers, Peers
 from dlrover.protocol.sync_messages import AnySyncCommand, AnySyncQuery, SyncReply
-from dlrover.protocol.watch_messages import AskDiagnosis, Diagnosis, PastVerdict, WatchCommand, WatchTerms
+from dlrover.protocol.watch_messages import (
+    Activity,
+    AskActivity,
+    AskDiagnosis,
+    Diagnosis,
+    PastVerdict,
+    WatchCommand,
+    WatchTerms,
+)
 
 PROTOCOL_VERSION = 1
 """Grows when an old peer would misunderstand a new one. New fields with defaults do not count."""
@@ -691,6 +699,7 @@ Query = (
     | AskDiagnosis
     | AskGoodput
     | AskEvents
+    | AskActivity
 )
 
 
@@ -761,6 +770,7 @@ Reply = (
     | Diagnosis
     | GoodputStatus
     | Events
+    | Activity
 )
 
 

@@ -395,3 +395,29 @@ class Diagnosis(Struct, tag=True, frozen=True, kw_only=True):
     verdicts: tuple[PastVerdict, ...] = ()
     """Oldest first."""
     autopsy: Autopsy | None = None
+
+
+# What nodes are doing right now, for people.
+
+
+class AskActivity(Struct, tag=True, frozen=True, kw_only=True):
+    """The newest that nodes told of themselves."""
+
+
+class NodeActivity(Struct, frozen=True, kw_only=True):
+    node: NodeId
+    phase: Phase | None = None
+    """Of the worker that has been in its phase for longest."""
+    step: int | None = None
+    step_seconds: float = 0.0
+    is_stalled: bool = False
+    cpu: float | None = None
+    """Cores in use; None: not told."""
+    memory_mb: float | None = None
+    memory_limit_mb: float = 0.0
+    metrics: dict[str, float] = {}
+    """Of its first worker that reports any."""
+
+
+class Activity(Struct, tag=True, frozen=True, kw_only=True):
+    nodes: tuple[NodeActivity, ...] = ()

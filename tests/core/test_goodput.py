@@ -43,14 +43,14 @@ class TestBooking:
         scene.at(32).join("a")
         scene.at(33).join("b")
         scene.at(40)
-        assert seconds_of(scene, 0) == {T.RENDEZVOUS: 11.0, T.COMPUTE: 27.0, T.STOPPING: 2.0}
-        assert seconds_of(scene, 1) == {T.RENDEZVOUS: 10.0, T.COMPUTE: 27.0, T.STOPPING: 3.0}
+        assert seconds_of(scene, 0) == {T.START_UP: 10.0, T.RENDEZVOUS: 1.0, T.COMPUTE: 27.0, T.STOPPING: 2.0}
+        assert seconds_of(scene, 1) == {T.START_UP: 10.0, T.COMPUTE: 27.0, T.STOPPING: 3.0}
 
     def test_running_time_is_split_as_the_workers_tell(self) -> None:
         scene = a_job("a")
         scene.at(20)
         account(scene, "a", {T.START_UP: 3, T.DATA_WAIT: 1, T.COMPUTE: 6}, step=6)
-        assert seconds_of(scene) == {T.RENDEZVOUS: 10, T.START_UP: 3, T.DATA_WAIT: 1, T.COMPUTE: 6}
+        assert seconds_of(scene) == {T.START_UP: 13, T.DATA_WAIT: 1, T.COMPUTE: 6}
         assert scene.job.goodput(scene.now).goodput == pytest.approx(6 / 20)
         assert scene.job.goodput(scene.now).goodput_since_start == pytest.approx(6 / 7)
 
@@ -61,13 +61,13 @@ class TestBooking:
         account(scene, "a", {T.START_UP: 3, T.COMPUTE: 7})
         scene.at(40)
         account(scene, "a", {T.START_UP: 3, T.COMPUTE: 17, T.CHECKPOINT: 10})
-        assert seconds_of(scene) == {T.RENDEZVOUS: 10, T.START_UP: 3, T.COMPUTE: 17, T.CHECKPOINT: 10}
+        assert seconds_of(scene) == {T.START_UP: 13, T.COMPUTE: 17, T.CHECKPOINT: 10}
 
     def test_nobody_can_account_for_more_time_than_there_was(self) -> None:
         scene = a_job("a")
         scene.at(20)
         account(scene, "a", {T.COMPUTE: 1e9})
-        assert seconds_of(scene) == {T.RENDEZVOUS: 10, T.COMPUTE: 10}
+        assert seconds_of(scene) == {T.START_UP: 10, T.COMPUTE: 10}
         agent = scene.agents["a"]
         for millis in ((-1,), (2**60,)):
             accounts = (NodeAccount(agent.node, agent.incarnation, Round(1), None, millis),)
@@ -82,7 +82,7 @@ class TestBooking:
         account(scene, "a", {T.START_UP: 10, T.DATA_WAIT: 5, T.COMPUTE: 15})
         scene.at(44).fail("a", failure(at=44))
         scene.join("a")
-        assert seconds_of(scene) == {T.RENDEZVOUS: 10, T.START_UP: 10, T.DATA_WAIT: 6, T.COMPUTE: 18}
+        assert seconds_of(scene) == {T.START_UP: 20, T.DATA_WAIT: 6, T.COMPUTE: 18}
 
     def test_the_last_words_of_killed_workers_count_although_they_come_late(self) -> None:
         scene = a_job("a")
@@ -90,18 +90,18 @@ class TestBooking:
         scene.at(20.5)
         account(scene, "a", {T.START_UP: 4, T.COMPUTE: 6})
         scene.at(21).join("a")
-        assert seconds_of(scene) == {T.RENDEZVOUS: 10, T.START_UP: 4, T.COMPUTE: 6, T.STOPPING: 1}
+        assert seconds_of(scene) == {T.START_UP: 14, T.COMPUTE: 6, T.STOPPING: 1}
 
     def test_a_lost_node_is_down_since_it_was_last_seen(self) -> None:
         scene = a_job("a", "b", join_timeout=600)
         scene.at(20).break_stream("b")
         scene.tick(25)
         scene.at(60)
-        assert seconds_of(scene, 1) == {T.RENDEZVOUS: 10, T.COMPUTE: 10, T.DOWN: 40}
+        assert seconds_of(scene, 1) == {T.START_UP: 10, T.COMPUTE: 10, T.DOWN: 40}
         scene.at(61).attach("c", rank=1)
         scene.rejoin("a", "c")
         scene.at(70)
-        assert seconds_of(scene, 1) == {T.RENDEZVOUS: 10, T.COMPUTE: 19, T.DOWN: 41}
+        assert seconds_of(scene, 1) == {T.START_UP: 10, T.COMPUTE: 19, T.DOWN: 41}
 
     def test_standby_is_idle_and_replaces_a_place(self) -> None:
         scene = Scene(terms(2, standby=1))
@@ -124,7 +124,7 @@ class TestBooking:
         scene.attach("a")
         scene.at(40)
         account(scene, "a", {T.START_UP: 2, T.COMPUTE: 28}, step=9)
-        assert seconds_of(scene) == {T.RENDEZVOUS: 10, T.START_UP: 2, T.COMPUTE: 28}
+        assert seconds_of(scene) == {T.START_UP: 12, T.COMPUTE: 28}
         again = replay(None, scene.journal).job
         assert again.goodput(scene.now) == scene.job.goodput(scene.now)
         assert Job.decode(again.encode()).goodput(scene.now) == scene.job.goodput(scene.now)
@@ -155,7 +155,7 @@ class TestFaults:
         assert "boom" in fault.cause
         assert fault.seconds == {T.START_UP: 2, T.RESTORE: 2, T.REDO: 4, T.STOPPING: 2}
         assert (fault.stood_still, fault.recovered_after) == (1, 11)
-        assert status.beginning == {T.RENDEZVOUS: 20, T.START_UP: 8}
+        assert status.beginning == {T.START_UP: 28}
         saved = {each.choice: each.seconds for each in status.counterfactuals}
         assert saved == {"save-every-step": 4}
 
@@ -215,7 +215,7 @@ class TestProgress:
         scene, ledger = a_job("a"), ProgressLedger()
         told = {Phase.START: 2.0, Phase.DATA: 1.0, Phase.FORWARD: 3.0, Phase.BACKWARD: 2.0, Phase.CHECKPOINT: 1.0}
         hear(scene.at(20), ledger, "a", told, step=5, num_steps=5)
-        expected = {T.RENDEZVOUS: 10, T.START_UP: 3, T.DATA_WAIT: 1, T.COMPUTE: 5, T.CHECKPOINT: 1}
+        expected = {T.START_UP: 13, T.DATA_WAIT: 1, T.COMPUTE: 5, T.CHECKPOINT: 1}
         assert seconds_of(scene) == expected  # the second between the round and the first worker is start-up
 
     def test_steps_done_before_are_done_again(self) -> None:
@@ -227,7 +227,7 @@ class TestProgress:
         for name in ("a", "b"):
             hear(scene.at(30), ledger, name, {Phase.FORWARD: 10.0}, step=16, num_steps=10)
         for rank in (0, 1):
-            assert seconds_of(scene, rank) == {T.RENDEZVOUS: 10, T.COMPUTE: 16, T.REDO: 4}
+            assert seconds_of(scene, rank) == {T.START_UP: 10, T.COMPUTE: 16, T.REDO: 4}
 
     def test_a_new_master_goes_on_where_the_old_one_booked(self) -> None:
         scene, ledger = a_job("a"), ProgressLedger()
