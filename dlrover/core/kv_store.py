@@ -162,7 +162,7 @@ class KvStore(Struct):
         growth = 0
         for key, value in items.items():
             old = values.get(key)
-            growth += _weight(key, value) - (0 if old is None else _weight(key, old))
+            growth += _weight(key, value) if old is None else len(value) - len(old)
         self._check_growth(growth)
         self.size_bytes += growth
         if items:
@@ -222,7 +222,8 @@ def topics_of(command: AnyKvCommand) -> tuple[str, ...]:
     """What questions may wait for that the command has brought."""
     match command:
         case KvSet(items=items):
-            return tuple(topic(command.round, key) for key in items)
+            start = topic(command.round, "")
+            return tuple([start + key for key in items])
         case KvAdd(key=key) | KvAppend(key=key) | KvCompareSet(key=key) | KvPush(key=key):
             return (topic(command.round, key),)
         case KvDelete() | KvPop():
@@ -260,7 +261,7 @@ def _check_round(round_: Round, state: JobState) -> None:
 
 def _check_items(items: dict[str, bytes]) -> None:
     for key, value in items.items():
-        if len(key.encode()) > MAX_KEY_BYTES:
+        if _size(key) > MAX_KEY_BYTES:
             raise Rejected(f"A key has at most {MAX_KEY_BYTES} bytes; {_shown(key)} is longer.", code="kv-too-large")
         if len(value) > MAX_VALUE_BYTES:
             raise Rejected(
@@ -309,7 +310,12 @@ def _shown(key: str) -> str:
 
 
 def _weight(key: str, value: bytes) -> int:
-    return len(key.encode()) + len(value) + ENTRY_BYTES
+    return _size(key) + len(value) + ENTRY_BYTES
+
+
+def _size(key: str) -> int:
+    """In UTF-8, without making it where that can be told."""
+    return len(key) if key.isascii() else len(key.encode())
 
 
 _ENCODER = msgspec.msgpack.Encoder()
