@@ -179,6 +179,18 @@ def request_save(course: Course, reason: str) -> None:
     tell_all(course)
 
 
+def give_up_history(course: Course) -> None:
+    """
+    The ranks went on with an older model. A checkpoint of what they gave up must not become the newest: nobody could tell any more what
+    its model had read.
+    """
+    room, data = course.state.checkpoints, course.state.data
+    gone = [each for each in room.attempts.values() if data.last_shared(each.step, each.round) < each.step]
+    for attempt in gone:
+        if sentence := _give_up(course, attempt, "the ranks have gone on with an older model since", None):
+            course.say(sentence)
+
+
 def expire(course: Course, number: int) -> str:
     """The deadline of an attempt: the sentence that says what was given up; empty if nothing was."""
     room = course.state.checkpoints
@@ -222,6 +234,12 @@ def _shard_written(command: ShardWritten, course: Course) -> Reply:
         what = "was committed" if outcome.is_committed else f"was given up: {outcome.reason.rstrip('.')}"
         code = "attempt-committed" if outcome.is_committed else "attempt-over"
         raise Rejected(f"The save of step {command.step} is over; it {what}.", code=code)
+
+    if state.data.last_shared(command.step, command.round) < command.step:
+        raise Rejected(
+            f"The save of step {command.step} in round {command.round} is over: the ranks have gone on with an older model since.",
+            code="attempt-over",
+        )
 
     attempt = known or _begin(course, command, key)
     attempt.writers[command.shard] = node.id

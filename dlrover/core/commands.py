@@ -119,6 +119,7 @@ def _master_started(command: MasterStarted, course: Course) -> Reply:
     state.sync.master_restarted(state.now, course.now)
     state.check.master_restarted(state.now, course.now)
     state.checkpoints.master_restarted(state.now, course.now)
+    state.data.master_restarted(state.now, course.now)
     if state.drains_at is not None:
         state.drains_at = after_outage(state.drains_at, state.now, course.now)
     if state.fleet is not None:

@@ -647,6 +647,10 @@ class Course:
             return ExitReason.DATA_UNFINISHED, f"{sentence} {missing}"
         return ExitReason.COMPLETED, f"{sentence} {data_progress.left_out(self.state.data)}".rstrip()
 
+    def model_restored(self) -> None:
+        """The ranks of the round have said which model they go on with."""
+        checkpoints.give_up_history(self)
+
     def wants_end(self, reason: ExitReason, sentence: str) -> None:
         """The job ends when everything that follows from the command is known."""
         if self.ending is None and self.state.end is None:

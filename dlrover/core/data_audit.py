@@ -87,6 +87,8 @@ class _Ledger:
         """Epoch; those before it are trusted."""
         self._owed: list[Range] | None = None
         """Of the first epoch; None: all of it."""
+        self._starts = dict(spec.partitions)
+        """Of a stream: where the books began."""
         self._num_trusted = 0
         self.num_returns = 0
 
@@ -97,6 +99,7 @@ class _Ledger:
         ledger._owed = [*books.returned, *books.held_ranges(), *([] if books.is_stream else books.fresh_ranges())]
         ledger._seen = [(step, each) for step, ranges in books.provisional.items() for each in ranges]
         ledger._owed += [each for _, each in ledger._seen]
+        ledger._starts = dict(books.offsets)
         ledger._num_trusted = books.num_committed
         ledger.num_returns = books.num_returns
         ledger._given = {id_: books.shard(id_) for id_ in books.held}
@@ -125,7 +128,7 @@ class _Ledger:
 
     def finding(self, books: Dataset) -> Finding:
         seen = sorted((each for _, each in self._seen), key=lambda each: (each.key, each.start))
-        twice = list(_overlapping(seen))
+        twice = list(overlapping(seen))
         # Shards for evaluation and prediction may be given to two workers: whoever is quicker counts.
         repeated = twice if self.spec.task_type is TaskType.TRAINING else []
         owed = self._owed_until(books)
@@ -135,13 +138,13 @@ class _Ledger:
             *(each.range for each in books.set_aside),
         ]
         open_ += [] if books.is_stream else books.fresh_ranges()
-        missing = _subtract(owed, [*seen, *open_])
+        missing = subtract(owed, [*seen, *open_])
         return Finding(
             dataset=self.spec.name,
             num_seen=sum(each.size for each in seen) - sum(each.size for each in twice),
             num_owed=sum(each.size for each in owed),
-            repeated=tuple(map(_said, repeated)),
-            missing=tuple(map(_said, missing)),
+            repeated=tuple(map(said, repeated)),
+            missing=tuple(map(said, missing)),
             num_trusted=self._num_trusted,
             num_set_aside=sum(each.range.size for each in books.set_aside),
             is_complete=books.is_complete,
@@ -150,13 +153,14 @@ class _Ledger:
     def _owed_until(self, books: Dataset) -> list[Range]:
         """Everything that was to be read in the epochs up to the newest one."""
         if books.is_stream:
-            starts = {part: self.spec.partitions.get(part, 0) for part in books.offsets}
-            return [Range(0, starts[part], end, part) for part, end in books.offsets.items() if end > starts[part]]
+            starts = {part: self._starts.get(part, 0) for part in books.offsets}
+            since = [Range(0, starts[part], end, part) for part, end in books.offsets.items() if end > starts[part]]
+            return [*(self._owed or []), *since]
         first = [Range(self._begins_at, 0, self.spec.size)] if self._owed is None else list(self._owed)
         return first + [Range(epoch, 0, self.spec.size) for epoch in range(self._begins_at + 1, books.epoch + 1)]
 
 
-def _overlapping(ranges: list[Range]) -> Iterator[Range]:
+def overlapping(ranges: list[Range]) -> Iterator[Range]:
     """The parts of sorted ranges that others before them cover already."""
     ends: dict[tuple[int, str, int], int] = {}
     for each in ranges:
@@ -166,7 +170,7 @@ def _overlapping(ranges: list[Range]) -> Iterator[Range]:
         ends[each.key] = max(end, each.end)
 
 
-def _subtract(wanted: list[Range], found: list[Range]) -> list[Range]:
+def subtract(wanted: list[Range], found: list[Range]) -> list[Range]:
     """What of the first is in none of the second."""
     by_key: dict[tuple[int, str, int], list[Range]] = {}
     for each in sorted(found, key=lambda each: each.start):
@@ -185,6 +189,6 @@ def _subtract(wanted: list[Range], found: list[Range]) -> list[Range]:
     return left
 
 
-def _said(each: Range) -> str:
+def said(each: Range) -> str:
     where = f" of partition {each.partition}" if each.partition else ""
     return f"{each.start} to {each.end - 1}{where} in epoch {each.epoch}"

@@ -19,6 +19,7 @@ from msgspec import Struct
 from dlrover.core.data_checkpoint import read_checkpoint, read_states, write_checkpoint, write_states
 from dlrover.core.data_progress import state_of
 from dlrover.core.datasets import Dataset, Reader
+from dlrover.core.nodes import after_outage
 from dlrover.core.turn import NotYet, micros
 from dlrover.protocol.data_messages import (
     MAX_DATASETS,
@@ -53,7 +54,8 @@ if TYPE_CHECKING:
     from dlrover.core.state import JobState
 
 RESTORE_PATIENCE = 120.0
-"""Seconds of a round for which shards are held back until the ranks say which model they go on with."""
+"""Seconds from the first worker that asks for which shards are held back until the ranks say which model they go on with."""
+MAX_RESTORED = 64
 LOOK_AGAIN = 1.0
 """Seconds after which a worker that got nothing shall ask again."""
 _LARGEST = 2**53
@@ -64,8 +66,12 @@ class DataBooks(Struct):
     lease_looks: dict[int, Micros] = {}
     """When leases that run out by time are looked at next, by number of the dataset."""
     restored: dict[Round, int] = {}
-    """The step that the ranks of the newest such round restored."""
-    round_began_at: Micros = Micros(0)
+    """
+    The steps that the ranks of rounds restored, oldest first. Only those that tell how far two histories are shared: one that went back
+    further makes all before it superfluous.
+    """
+    held_back_since: Micros | None = None
+    """When somebody first had to wait in this round for the word about its model; None: nobody did."""
     folded: int = NO_STEP
     """The newest step of a checkpoint in storage: what its model contains is not listed any more."""
     awaited: dict[str, str] = {}
@@ -80,6 +86,24 @@ class DataBooks(Struct):
             )
         return dataset
 
+    def note_restored(self, round_: Round, step: int) -> None:
+        kept = {former: at for former, at in self.restored.items() if at < step}
+        self.restored = kept | {round_: step}
+        if len(self.restored) > MAX_RESTORED:
+            # Of the oldest two the older step counts: then less is taken for shared than could be, never more.
+            (_, least), (second, _), *others = self.restored.items()
+            self.restored = {second: least} | dict(others)
+
+    def last_shared(self, step: int, round_: Round) -> int:
+        """The last step up to which a model of that step, trained in that round, has the history that counts now."""
+        return min([step, *(at for later, at in self.restored.items() if later > round_)])
+
+    def master_restarted(self, last_command_at: Micros, now: Micros) -> None:
+        """Nobody could say anything meanwhile."""
+        if self.held_back_since is not None:
+            ends_at = after_outage(Micros(self.held_back_since + micros(RESTORE_PATIENCE)), last_command_at, now)
+            self.held_back_since = Micros(ends_at - micros(RESTORE_PATIENCE))
+
 
 # What happens around.
 
@@ -87,7 +111,7 @@ class DataBooks(Struct):
 def round_began(course: Course, round_: Round) -> None:
     """Workers of older rounds are gone, and with them their leases."""
     books = course.state.data
-    books.round_began_at = course.now
+    books.held_back_since = None
     for dataset in books.datasets.values():
         dataset.pace = []
         dataset.end_leases([reader for reader in dataset.all_readers() if reader.round < round_])
@@ -104,9 +128,7 @@ def checkpoint_committed(course: Course, step: int, round_: Round) -> None:
     A model of this step is in storage: what it contains is never read again. If it was saved before the ranks went back to an older
     step, only what both histories share counts.
     """
-    for restored_round, restored_step in course.state.data.restored.items():
-        if round_ < restored_round:
-            step = min(step, restored_step)
+    step = course.state.data.last_shared(step, round_)
     course.state.data.folded = max(course.state.data.folded, step)
     for dataset in course.state.data.datasets.values():
         if dataset.spec.task_type is TaskType.TRAINING:
@@ -119,10 +141,7 @@ def state_for_manifest(state: JobState, step: int, round_: Round) -> str:
     a later one is in storage already, so that nobody can tell any more.
     """
     books = state.data
-    is_given_up = any(
-        round_ < restored_round and step > restored for restored_round, restored in books.restored.items()
-    )
-    if is_given_up or step < books.folded:
+    if books.last_shared(step, round_) < step or step < books.folded:
         return ""
     datasets = [each for each in books.datasets.values() if each.spec.task_type is TaskType.TRAINING]
     return write_states(datasets, step) if datasets else ""
@@ -235,12 +254,14 @@ def _is_held_back(command: ExchangeShards, dataset: Dataset, course: Course) -> 
     books = course.state.data
     if not command.round or dataset.spec.task_type is not TaskType.TRAINING:
         return False
-    if not dataset.provisional:
+    if not dataset.is_stepped:
         dataset.restored_round = max(dataset.restored_round, command.round)  # no model has anything to say about it
         return False
     if dataset.restored_round >= command.round or command.round in books.restored:
         return False
-    if course.now - books.round_began_at < micros(RESTORE_PATIENCE):
+    if books.held_back_since is None:
+        books.held_back_since = course.now
+    if course.now - books.held_back_since < micros(RESTORE_PATIENCE):
         return True
     dataset.restored_round = command.round
     course.say(
@@ -271,7 +292,7 @@ def _restore_agreed(command: RestoreAgreed, course: Course) -> Reply:
         return Done()
 
     books = state.data
-    books.restored = {command.round: command.step}
+    books.note_restored(command.round, command.step)
     told = _told_states(command, course)
     is_behind = command.step < books.folded
     books.folded = min(books.folded, command.step)
@@ -288,12 +309,13 @@ def _restore_agreed(command: RestoreAgreed, course: Course) -> Reply:
                 f"The model of step {command.step} is older than a checkpoint in storage, and nothing tells what it had read of {name!r}: "
                 "what was read up to that checkpoint is not read again."
             )
-        strange = dataset.restore(command.step, command.claims.get(name, ()))
+        strange = dataset.restore(command.step, command.claims.get(name, ()), round_=command.round)
         if strange:
             course.say(
                 f"The model of step {command.step} says that it has seen {len(strange)} ranges of {name!r} that were never given out: "
                 "it was trained by other books. They may be read again."
             )
+    course.model_restored()
     return Done()
 
 
@@ -307,12 +329,13 @@ def _told_states(command: RestoreAgreed, course: Course) -> dict[str, str]:
 
 
 def _is_other(dataset: Dataset, told: str, step: int) -> bool:
-    """Whether the books, taken back to the step, would differ from what its checkpoint says; of one history both count the same."""
-    later = sum(each.size for at, ranges in dataset.provisional.items() if at > step for each in ranges)
+    """Whether the books, taken back to the step, would differ from what its checkpoint says."""
     try:
-        return read_checkpoint(told, dataset).num_consumed != dataset.num_consumed - later
+        said = read_checkpoint(told, dataset)
+        ours = read_checkpoint(write_checkpoint(dataset, step, most_listed=0), dataset)
     except Rejected:
         return True
+    return said.num_consumed != ours.num_consumed or said.places_left() != ours.places_left()
 
 
 def _return_to(course: Course, known: Dataset, content: str) -> bool:
@@ -325,6 +348,7 @@ def _return_to(course: Course, known: Dataset, content: str) -> bool:
     # Numbers are never used again: late words must not fit.
     restored.number, restored.last_id = known.number, known.last_id
     restored.restored_round, restored.num_returns = known.restored_round, known.num_returns + 1
+    restored.is_stepped = known.is_stepped
     course.state.data.datasets[known.spec.name] = restored
     course.say(
         f"Dataset {known.spec.name!r} goes back to where the restored model had read: {restored.num_consumed} records are in it, "
@@ -342,6 +366,7 @@ def _restore_dataset(command: RestoreDataset, course: Course) -> Reply:
     # Numbers are never used again: late words must not fit.
     restored.number, restored.last_id = known.number, known.last_id
     restored.restored_round, restored.num_returns = command.round, known.num_returns + 1
+    restored.is_stepped = known.is_stepped
     books.datasets[command.dataset] = restored
     return state_of(restored)
 
@@ -399,7 +424,13 @@ def _ask_dataset(query: AskDataset, state: JobState) -> Reply | NotYet:
 
 
 def _ask_checkpoint(query: AskDataCheckpoint, state: JobState) -> Reply | NotYet:
-    return DataCheckpoint(write_checkpoint(state.data.find(query.dataset), query.step))
+    dataset = state.data.find(query.dataset)
+    if query.round not in (0, state.rendezvous.round):
+        raise Rejected(
+            f"A worker of round {query.round} asks what its model has not seen; the newest round is {state.rendezvous.round}.",
+            code="stale-round",
+        )
+    return DataCheckpoint(write_checkpoint(dataset, query.step))
 
 
 # Checks: nothing has changed when one of them fails.

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from dlrover.core.datasets import Dataset, Range
+from dlrover.core.datasets import Dataset, Range, SetAside
 from dlrover.protocol.data_messages import MAX_STATE_BYTES, NO_STEP
 from dlrover.protocol.errors import Rejected
 
@@ -52,6 +52,7 @@ class _Written(Struct, kw_only=True):
     is_over: bool = False
     num_consumed: int = 0
     listings: dict[str, list[int]] = {}
+    set_aside: list[SetAside] = []
 
 
 class _States(Struct, kw_only=True):
@@ -110,6 +111,7 @@ def write_checkpoint(dataset: Dataset, step: int = NO_STEP, *, most_listed: int 
         is_over=dataset.is_over,
         num_consumed=dataset.num_consumed - sum(each.size for each in later),
         listings={str(number): list(records) for number, records in dataset.listings.items()},
+        set_aside=dataset.set_aside,
     )
     return msgspec.json.encode(written).decode()
 
@@ -130,7 +132,7 @@ def read_checkpoint(content: str, known: Dataset) -> Dataset:
             f"The dataset checkpoint of {known.spec.name!r} cannot be read ({type(error).__name__}: {error}). Nothing has changed.",
             code="malformed",
         ) from error
-    for each in restored.returned:
+    for each in [*restored.returned, *(aside.range for aside in restored.set_aside)]:
         _check_range(each, restored)
     return restored
 
@@ -159,6 +161,7 @@ def _read_ours(content: str, known: Dataset) -> Dataset:
         returned=list(reversed(written.ranges)),
         num_consumed=written.num_consumed,
         num_committed=written.num_consumed,
+        set_aside=written.set_aside,
     )
     restored.listings = {int(number): tuple(records) for number, records in written.listings.items()}
     return restored

@@ -149,6 +149,8 @@ class Dataset(Struct):
     typical: int = 0
     """Microseconds from the giving of a shard to its end, lately."""
     outdone: dict[int, Outdone] = {}
+    is_stepped: bool = False
+    """Its readers name the steps of their model: so they will say which model a round goes on with."""
 
     # What there is.
 
@@ -213,6 +215,17 @@ class Dataset(Struct):
             order = _order_of(self.num_shards, self.spec.seed, each.epoch)
             place = order.place_of(each.start // self.spec.shard_size)
         return each.epoch, each.partition, each.listing, place, each.start
+
+    def places_left(self) -> tuple[object, ...]:
+        """What nobody has consumed, the same for books that say it in other pieces."""
+        pieces = sorted([*self.returned, *self.held_ranges()], key=lambda each: (each.key, each.start))
+        joined: list[Range] = []
+        for each in pieces:
+            if joined and joined[-1].key == each.key and joined[-1].end == each.start:
+                joined[-1] = _joined(joined[-1], each)
+            else:
+                joined.append(each)
+        return tuple(joined), self.epoch, self.cursor, tuple(sorted(self.offsets.items())), self.num_left
 
     # How fast it goes.
 
@@ -328,6 +341,7 @@ class Dataset(Struct):
         if step == NO_STEP:
             self.num_committed += taken.size
         else:
+            self.is_stepped = True
             _append(self.provisional.setdefault(step, []), taken)
 
     def _note_duration(self, micros: int) -> None:
@@ -414,16 +428,19 @@ class Dataset(Struct):
 
     # Models that come back, and models that are safe.
 
-    def restore(self, step: int, claims: Iterable[Claim] = ()) -> list[Claim]:
+    def restore(self, step: int, claims: Iterable[Claim] = (), *, round_: Round | None = None) -> list[Claim]:
         """
         Go on with the model of this step. Gives the claims that cannot be: their ranges were never taken, so these are not the
         books that the model was trained by.
+
+        What workers of this round hold stays with them: it is in no model, and they are about to read it.
         """
         undone = [each for later in sorted(self.provisional) if later > step for each in self.provisional[later]]
         self.provisional = {at: ranges for at, ranges in self.provisional.items() if at <= step}
         self.num_consumed -= sum(each.size for each in undone)
         self.pace, self.waived = [], ""
-        self._return([*undone, *(self._let_go(id_) for id_ in list(self.held))])
+        former = [id_ for reader in self.all_readers() if reader.round != round_ for id_ in reader.ids]
+        self._return([*undone, *(self._let_go(id_) for id_ in former)])
         return [claim for claim in claims if claim.step <= step and not self._claim(claim)]
 
     def commit(self, step: int) -> None:

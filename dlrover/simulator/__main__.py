@@ -132,6 +132,7 @@ def _report(totals: Totals, jobs: int) -> None:
         + ", ".join(f"{reason or 'not waited for'} {count:,}" for reason, count in sorted(totals.by_reason.items()))
     )
     print("faults: " + ", ".join(f"{kind} {count:,}" for kind, count in sorted(totals.by_kind.items())))
+    print(f"data: {totals.num_records:,} records in models, {totals.num_read_out:,} datasets read to the end")
     print(f"slowest recovery after the faults stopped: {totals.slowest_recovery:.0f} s")
     if totals.is_interrupted:
         print("interrupted: this is what was done until then")

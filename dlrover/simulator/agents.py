@@ -47,6 +47,7 @@ from dlrover.protocol.messages import (
     WorkerFailure,
     WorldSpec,
 )
+from dlrover.simulator.data import is_of_data
 from dlrover.simulator.events import SECOND, micros, span
 from dlrover.simulator.network import CLOSE, KEEPALIVE, PULSE, Connection, Downward, Link
 from dlrover.simulator.saves import is_of_saves
@@ -323,6 +324,8 @@ class VirtualAgent:
                     if number in self.waiting and is_known:
                         self.sim.store.answered(self.waiting[number], body)
                         self.sim.saves.answered(self.waiting[number], body)
+                        if self.sim.data is not None:
+                            self.sim.data.answered(self, number, self.waiting[number], body)
                     self._settled(number)
                 case Refusal(id=number, retry_after=None):
                     if number < 0:
@@ -422,7 +425,9 @@ class VirtualAgent:
 
     def _refused(self, sequence: int, code: str) -> None:
         command = self.waiting.pop(sequence, None)
-        if sequence == self._goodbye_sequence:
+        if self.sim.data is not None and is_of_data(command):
+            self.sim.data.refused(self, sequence)
+        elif sequence == self._goodbye_sequence:
             self._heard_goodbye()
         elif command is not None and not self.is_leaving:
             self._mend(command, code)

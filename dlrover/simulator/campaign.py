@@ -132,6 +132,8 @@ class Totals:
         self.num_masters = 0
         self.num_rounds = 0
         self.num_alarms = 0
+        self.num_records = 0
+        self.num_read_out = 0
         self.node_hours = 0.0
         self.slowest_recovery = 0.0
         self.by_kind: dict[str, int] = {}
@@ -151,6 +153,8 @@ class Totals:
         self.num_masters += outcome.num_masters
         self.num_rounds += outcome.num_rounds
         self.num_alarms += outcome.num_alarms
+        self.num_records += outcome.num_records
+        self.num_read_out += outcome.is_read_out
         self.node_hours += outcome.node_hours
         self.slowest_recovery = max(self.slowest_recovery, outcome.recovery)
         self.by_reason[outcome.reason] = self.by_reason.get(outcome.reason, 0) + 1

@@ -3,7 +3,7 @@ What must never happen, as checks from outside the core.
 
 Each check looks at the state of the job and at what the simulation knows of the real world, and returns a sentence when
 something is wrong. `AFTER_COMMAND` runs on what a command touched, `IN_FULL` on everything, now and then and at the end.
-A room that joins the core adds its checks to these tables; data and checkpoints (I3, I4) will.
+Those of checkpoints (I4) and data (I3) stand with what they are compared with, in `saves` and `data`.
 
 * I1 one world is active, and a node is in at most one.
 * I2 a world has at least the minimum, at most the maximum, a multiple of the unit, and distinct ranks.
@@ -232,6 +232,9 @@ def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
         case ExitReason.PENDING_TIMEOUT:
             if calm > sim.bound:
                 return f"the platform was well for {calm / SECOND:.0f} s: {end.message}"
+        case ExitReason.DATA_UNFINISHED:
+            if sim.data is None:
+                return f"the job has no data: {end.message}"
         case _ if end.first_failure is None and job.state.fleet is not None:
             if not sim.ledger.node_failures and not sim.ledger.num_lost_nodes:
                 return f"no node was lost and none had failed: {end.message}"

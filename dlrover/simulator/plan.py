@@ -41,6 +41,10 @@ class Result(Struct, frozen=True, kw_only=True):
     """Nodes that were given up, and workers that were killed for having slept too long."""
     recovery: float
     """Seconds from the end of the faults to the next step: 0 if they did not stop it, or if it had ended."""
+    num_records: int = 0
+    """Of a dataset, in the newest model."""
+    is_read_out: bool = False
+    """Nothing of it is left to read."""
     reason: str
     """Why the job ended; empty if it was not waited for."""
     trace: str

@@ -47,6 +47,8 @@ class SaveTraffic:
         self._sim = simulation
         self._chance = random.Random(f"{simulation.plan.seed}/saves")
         self._num_attempts = 0
+        self._steps: dict[str, tuple[int, Round]] = {}
+        """Step and round of each attempt; round 0: that of whoever writes."""
         self._shards: dict[str, int] = {}
         """How many each attempt has."""
         self._written: dict[str, dict[int, None]] = {}
@@ -57,37 +59,45 @@ class SaveTraffic:
 
     def stir(self) -> None:
         """Something is about to go wrong: let a save be under way."""
+        self.begin(step=self._num_attempts + 1, round_=Round(0))
+
+    def begin(self, *, step: int, round_: Round) -> str:
+        """The name of the attempt; empty: there is nobody who could write. `round_`: of the world; 0: of any."""
         running = [
             node.agent
             for node in self._sim.nodes
             if node.agent is not None and node.agent.group is not None and node.agent.group.is_up
+            if not round_ or node.agent.group.world.round == round_
         ]
         writers = [agent for agent in running if agent.is_attached and not agent.is_leaving and agent.incarnation]
         if not writers:
-            return
+            return ""
         self._num_attempts += 1
         attempt = f"a{self._num_attempts}"
+        self._steps[attempt] = (step, round_)
         chosen = self._chance.sample(writers, min(MOST_WRITERS, len(writers)))
         self._shards[attempt] = len(chosen)
         self._written[attempt] = {}
         for shard, agent in enumerate(chosen):
             self._sim.events.after(span(self._chance, *WRITING), self._write, agent, attempt, shard)
+        return attempt
 
     def _write(self, agent: VirtualAgent, attempt: str, shard: int) -> None:
         if not agent.is_alive or agent.group is None:
             return
         self._written[attempt][shard] = None
+        step, round_ = self._steps[attempt]
         agent.tell_soon(
             ShardWritten(
                 node=agent.id,
                 incarnation=agent.incarnation,
                 directory=DIRECTORY,
                 target=attempt,
-                step=self._num_attempts,
+                step=step,
                 attempt=attempt,
                 shard=shard,
                 num_shards=self._shards[attempt],
-                round=Round(agent.group.world.round),
+                round=round_ or agent.group.world.round,
                 digest="d",
             )
         )
@@ -123,6 +133,8 @@ class SaveTraffic:
             )
             return
         self._committed[duty.attempt] = None
+        if self._sim.data is not None:
+            self._sim.data.persisted(duty.attempt, duty.data_state)
         agent.tell(
             CheckpointCommitted(
                 node=node, incarnation=incarnation, directory=DIRECTORY, attempt=duty.attempt, step=duty.step

@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.protocol.check_messages import CheckTerms
+from dlrover.protocol.data_messages import DatasetSpec, Storage
 from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec
 from dlrover.protocol.messages import Detection, JobTerms, Limits, RestartPolicy
 
@@ -71,6 +72,8 @@ class Shape(Struct, frozen=True, kw_only=True):
     bad_odds: float = 0.1
     """With a check: how often a node is broken, and how often it is slow."""
     has_store_traffic: bool = False
+    dataset: DatasetSpec | None = None
+    """What the workers read; None: nothing that anybody counts."""
 
     @property
     def num_nodes(self) -> int:
@@ -140,15 +143,17 @@ def draw_large_shape(chance: random.Random, hours: float, *, size: int) -> Shape
 FLEET_ODDS = 0.25
 CHECK_ODDS = 0.15
 STORE_ODDS = 0.2
+DATA_ODDS = 0.2
 
 
 def add_rooms(chance: random.Random, shape: Shape) -> Shape:
-    """Some jobs have a fleet, or a node check, or workers that use the store."""
+    """Some jobs have a fleet, or a node check, or workers that use the store, or a dataset."""
     if chance.random() < FLEET_ODDS:
         shape = replace(shape, fleet=draw_fleet(chance, shape))
     if chance.random() < CHECK_ODDS:
         shape = replace(shape, check=draw_check(chance), bad_odds=chance.choice([0.0, 0.05, 0.2]))
-    return replace(shape, has_store_traffic=chance.random() < STORE_ODDS)
+    shape = replace(shape, has_store_traffic=chance.random() < STORE_ODDS)
+    return replace(shape, dataset=draw_dataset(chance)) if chance.random() < DATA_ODDS else shape
 
 
 def draw_fleet(chance: random.Random, shape: Shape) -> FleetSpec:
@@ -163,6 +168,24 @@ def draw_fleet(chance: random.Random, shape: Shape) -> FleetSpec:
         remove_exited=chance.random() < 0.7,
         pending_timeout=chance.choice([600.0, 900.0, 0.0]),
         failure_window=chance.choice([60.0, 3600.0]),
+    )
+
+
+def draw_dataset(chance: random.Random) -> DatasetSpec:
+    """Each way to cut one, of some dozens to some hundreds of records."""
+    storage = chance.choice(list(Storage))
+    is_stream = storage is Storage.STREAM
+    return DatasetSpec(
+        name="clicks",
+        size=chance.randint(20, 150),
+        shard_size=chance.randint(2, 20),
+        num_epochs=1 if is_stream else chance.randint(1, 3),
+        is_required=chance.choice([None, False]),
+        shuffle=not is_stream and chance.random() < 0.7,
+        seed=chance.randrange(1000),
+        storage=storage,
+        partitions={f"p{part}": chance.randrange(100) for part in range(chance.randint(1, 4))} if is_stream else {},
+        max_errors=chance.choice([0, 3]),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from dlrover.core.job import Job
 from dlrover.core.sequence import Batch, CoreFault, JournalCorrupt
+from dlrover.protocol.data_messages import RestoreAgreed
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import LaunchNode, MigrateNode, NodePhase, Resource, ScaleJob
 from dlrover.protocol.messages import (
@@ -31,6 +32,7 @@ from dlrover.protocol.messages import (
 from dlrover.simulator.agents import MASTER_GRACE, Group, VirtualAgent, VirtualNode
 from dlrover.simulator.checks import CheckRuns
 from dlrover.simulator.cloud import VirtualCloud
+from dlrover.simulator.data import DataTraffic
 from dlrover.simulator.events import SECOND, Chance, Events, span
 from dlrover.simulator.faults import FAULTS, Fault
 from dlrover.simulator.invariants import Touched, Violation, bound_of, check_command, check_in_full, is_stale
@@ -84,6 +86,8 @@ class Simulation:
         self.checks = CheckRuns(self)
         self.store = StoreTraffic(self)
         self.saves = SaveTraffic(self)
+        dataset = plan.shape.dataset
+        self.data = None if dataset is None else DataTraffic(self, dataset)
         self.check_began_at = 0
         self.num_journals_lost = 0
         self.bound = bound_of(plan.shape)
@@ -167,9 +171,12 @@ class Simulation:
         self.store.check(job)
         self.saves.check(job)
         # A simulation that was cut off may have ended in the middle of a turn.
+        data = self.data
         is_replayed = (self.plan.is_thorough or self.plan.seed % REPLAY_EVERY == 0) and not self.plan.is_cut_off
         if is_replayed and self.journal.restore_from_the_beginning().encode() != job.encode():
             raise Violation("I5", "a replay of the whole journal leads to another state")
+        if data is not None:
+            data.check_end(job, is_audited=is_replayed)
         return Result(
             seed=self.plan.seed,
             num_faults=sum(self._by_kind.values()),
@@ -182,6 +189,8 @@ class Simulation:
             num_masters=self._num_masters,
             num_alarms=self.ledger.num_alarms,
             recovery=self._recovery / SECOND,
+            num_records=0 if data is None else data.num_records,
+            is_read_out=data is not None and data.is_read_out(job),
             reason="" if job.end is None else job.end.reason.value,
             trace=f"{self.journal.trace}-{self.events.num_past:x}-{self.events.now:x}",
         )
@@ -203,9 +212,14 @@ class Simulation:
     def _inject(self, fault: Fault) -> None:
         if self._has_quiet or self.is_over:
             return
-        if self.shape.has_store_traffic:
+        # It shall hit while commands are under way, or while they are written.
+        if self.data is not None:
+            self.data.stir()
+        elif self.shape.has_store_traffic:
             self.saves.stir()
-            self.store.stir()  # it shall hit while commands are under way, or while they are written
+        if self.shape.has_store_traffic:
+            self.store.stir()
+        if self.shape.has_store_traffic or self.data is not None:
             self.events.after(span(self.chance.disk, 0.0, STIRRED), self._hit, fault)
         else:
             self._hit(fault)
@@ -443,10 +457,13 @@ class Simulation:
                 raise Violation("fleet", f"the job is over, and nobody asked for the removal of node {id_}")
 
     def lose_journal(self, *, downtime: int) -> bool:
-        """What was known only to the journal is known to nobody now. That a job had ended cannot be told again, though."""
+        """
+        What was known only to the journal is known to nobody now. That a job had ended cannot be told again, though, nor
+        what was read of its data.
+        """
         master = self.master
         is_late = self._ended_at is not None or self.training.best_step >= self.shape.num_steps
-        if master is None or not master.is_alive or not self._is_serving or is_late:
+        if master is None or not master.is_alive or not self._is_serving or is_late or self.data is not None:
             return False
         master.downtime = downtime
         self.master_died(master, durable=None, why="and its journal is lost")
@@ -505,9 +522,12 @@ class Simulation:
             is_repeated=is_repeated,
             had_end=job.end is not None,
         )
+        is_new_model = isinstance(command, RestoreAgreed) and command.round not in state.data.restored
         try:
             ticket = master.sequence.stage(command, now, origin)
         except Rejected as error:
+            if self.data is not None and master is self.master:
+                self.data.was_refused(job, command, error.code)
             if job.number != number or (before and job.encode() != before):
                 raise Violation(
                     "I6", f"{type(command).__name__} was refused ({error.code}) and changed the job"
@@ -527,6 +547,8 @@ class Simulation:
             if not had_check and state.check.cycle is not None:
                 self.check_began_at = self.events.now
             check_command(self, job, touched)
+            if self.data is not None and is_new_model:
+                self.data.agreed(job, command)
             if self.plan.is_thorough:
                 check_in_full(self, job)
         return ticket
@@ -691,6 +713,8 @@ class Simulation:
         if self._quiet_at is not None:
             self._recovery = self.events.now - self._quiet_at
             self._quiet_at = None
+        if self.data is not None:
+            self.data.world_began(coordinator)
         others = [each for each in self.training.worlds if each != coordinator and self.training.is_training(each)]
         for world in [*others, coordinator] if others else []:  # who wakes up late may be the older one
             self.events.after(OVERLAP, self._check_overlap, world)

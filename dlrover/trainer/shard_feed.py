@@ -218,7 +218,7 @@ class ShardFeed:
         return reply
 
     def checkpoint(self, step: int = NO_STEP) -> str:
-        reply = self._ask(AskDataCheckpoint(dataset=self.spec.name, step=step))
+        reply = self._ask(AskDataCheckpoint(dataset=self.spec.name, step=step, round=self._who[0]))
         assert isinstance(reply, DataCheckpoint), reply
         return reply.content
 

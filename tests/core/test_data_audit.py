@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from dlrover.core.data_audit import Audit, Finding
 from dlrover.core.job import Job
 from dlrover.core.sequence import walk
-from dlrover.protocol.data_messages import Claim, Consumption, DatasetSpec, ExchangeShards, Shard
+from dlrover.protocol.data_messages import Claim, Consumption, DatasetSpec, ExchangeShards, Shard, Storage
 from dlrover.protocol.messages import RestartPolicy
 from tests.core.scene import terms
 from tests.core.test_data_books import SPEC, Reading
@@ -120,6 +120,21 @@ def test_a_return_to_a_checkpoint_counts_from_there(scene: Reading) -> None:
     finding = audited(scene)
     assert finding.is_clean, finding
     assert (finding.num_trusted, finding.num_seen) == (30, 70)
+
+
+def test_a_stream_that_went_back_counts_from_there() -> None:
+    spec = DatasetSpec(name="d", size=60, shard_size=10, storage=Storage.STREAM, partitions={"p": 5})
+    scene = Reading(terms(2)).begin("a", "b", spec=spec)
+    [shard] = scene.take("a")
+    scene.consume("a", shard)
+    text = scene.checkpoint()
+    [shard] = scene.take("a")
+    scene.consume("a", shard)
+    scene.go_back("a", text)
+    finish(scene)
+    finding = audited(scene)
+    assert finding.is_clean, finding
+    assert (finding.num_trusted, finding.num_seen) == (10, 50)
 
 
 def test_lists_of_the_original_are_counted(scene: Reading) -> None:

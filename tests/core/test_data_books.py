@@ -7,9 +7,9 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from dlrover.core.data_books import RESTORE_PATIENCE
+from dlrover.core.data_books import MAX_RESTORED, RESTORE_PATIENCE, DataBooks, state_for_manifest
 from dlrover.core.sequence import replay
-from dlrover.protocol.checkpoint_messages import CheckpointCommitted
+from dlrover.protocol.checkpoint_messages import CheckpointCommitted, ShardWritten
 from dlrover.protocol.data_messages import (
     MAX_SHARDS_AT_ONCE,
     AskDataCheckpoint,
@@ -32,7 +32,7 @@ from dlrover.protocol.data_messages import (
     TaskType,
 )
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Round
+from dlrover.protocol.messages import MasterStarted, Round
 from tests.core.scene import Scene, terms
 
 SPEC = DatasetSpec(name="d", size=100, shard_size=10)
@@ -234,13 +234,123 @@ def test_a_checkpoint_of_a_history_that_was_given_up_counts_as_far_as_that_is_sh
     assert (scene.state().num_committed, scene.state().num_consumed) == (10, 20)
 
 
+def test_a_checkpoint_of_a_history_that_was_given_up_twice_counts_no_further(scene: Reading) -> None:
+    old = scene.round
+    for step, shard in enumerate(scene.take("a", 3), 1):
+        scene.consume("a", shard, step=step)
+    for restored in (1, 2):
+        scene.new_round("a", "b")
+        scene.restored("a", restored)
+        [shard] = scene.take("a")
+        scene.consume("a", shard, step=restored + 1)
+    commit(scene, 3, old)
+    assert (scene.state().num_committed, scene.state().num_consumed) == (10, 30)
+
+
+def shard_written(scene: Reading, step: int, round_: Round, attempt: str, shard: int = 0, num_shards: int = 2) -> None:
+    agent = scene.agents["a"]
+    scene.send(
+        "a",
+        ShardWritten(
+            node=agent.node, incarnation=agent.incarnation, directory="/c", target="t", step=step, attempt=attempt,
+            shard=shard, num_shards=num_shards, round=round_, digest="d",
+        ),
+    )  # fmt: skip
+
+
+def test_saves_of_a_history_that_was_given_up_become_no_checkpoints(scene: Reading) -> None:
+    old = scene.round
+    for step, shard in enumerate(scene.take("a", 3), 1):
+        scene.consume("a", shard, step=step)
+    shard_written(scene, 1, old, "kept")
+    shard_written(scene, 3, old, "under-way")
+    scene.new_round("a", "b")
+    scene.restored("a", 1)
+    assert [each.attempt for each in scene.job.state.checkpoints.attempts.values()] == ["kept"]
+    shard_written(scene, 1, old, "kept", shard=1)
+    for attempt in ("under-way", "new"):
+        with pytest.raises(Rejected) as caught:
+            shard_written(scene, 3, old, attempt, shard=1)
+        assert caught.value.code == "attempt-over"
+
+
+def test_two_histories_that_count_the_same_are_told_apart(scene: Reading) -> None:
+    _, second = scene.take("a", 2)
+    scene.consume("a", second, step=1)
+    text = state_for_manifest(scene.job.state, 1, scene.round)
+    scene.new_round("a", "b")
+    scene.restored("a", -1)
+    [first] = [shard for shard in scene.take("a", 2) if shard.start == 0]
+    scene.consume("a", first, step=1)
+    scene.new_round("a", "b")
+    scene.restored("a", 1, data_state=text)
+    assert places(scene.take("a", 2)) == [(0, 10), (20, 30)]
+
+
+def test_a_commit_on_the_masters_word_counts_in_the_round_of_its_save(scene: Reading) -> None:
+    scene.new_round("a", "b")
+    scene.restored("a", 0)
+    [shard] = scene.take("a")
+    scene.consume("a", shard, step=1)
+    agent = scene.agents["a"]
+    what = {"node": agent.node, "incarnation": agent.incarnation, "directory": "/c", "attempt": "one", "step": 1}
+    scene.send("a", ShardWritten(**what, target="t", shard=0, num_shards=1, round=scene.round, digest="d"))  # type: ignore[arg-type]
+    scene.send("a", CheckpointCommitted(**what))  # type: ignore[arg-type]
+    assert scene.state().num_committed == 10
+
+
+def test_only_so_many_restored_models_are_remembered_and_the_oldest_with_caution() -> None:
+    books = DataBooks()
+    for number in range(1, 3 * MAX_RESTORED):
+        books.note_restored(Round(number), 10 * number)
+    assert len(books.restored) == MAX_RESTORED
+    assert books.last_shared(10**6, Round(0)) == 10
+    assert books.last_shared(10**6, Round(1)) == 10
+    assert books.last_shared(10**6, Round(3 * MAX_RESTORED - 2)) == 10 * (3 * MAX_RESTORED - 1)
+    books.note_restored(Round(1000), 5)
+    assert books.restored == {Round(1000): 5}
+
+
+def test_what_a_worker_of_the_round_holds_already_stays_with_it(scene: Reading) -> None:
+    [early] = scene.take("b")  # no model has seen anything, so it need not wait
+    scene.restored("a", -1)
+    scene.consume("b", early, step=1)
+    assert (scene.state().num_doing, scene.state().num_consumed) == (0, 10)
+
+
+def test_who_tells_steps_waits_for_the_model_also_if_all_is_final(scene: Reading) -> None:
+    [shard] = scene.take("a")
+    scene.consume("a", shard, step=1)
+    commit(scene, 1, scene.round)
+    scene.new_round("a", "b")
+    assert not scene.take("b"), "the ranks may go back to an older checkpoint"
+    scene.restored("a", 1)
+    assert scene.take("b")
+
+
 def test_nobody_waits_for_ever_for_the_word_about_the_model(scene: Reading) -> None:
     [shard] = scene.take("a")
     scene.consume("a", shard, step=1)
     scene.new_round("a", "b")
     scene.at(RESTORE_PATIENCE + 1)
+    assert not scene.take("b"), "the workers may have needed so long to start"
+    scene.at(2 * RESTORE_PATIENCE)
+    assert not scene.take("b")
+    scene.at(2 * RESTORE_PATIENCE + 2)
     assert scene.take("b")
     assert "Nobody said which model" in scene.job.state.verdict
+
+
+def test_while_the_master_is_away_nobody_can_say_which_model_it_is(scene: Reading) -> None:
+    [shard] = scene.take("a")
+    scene.consume("a", shard, step=1)
+    scene.new_round("a", "b")
+    assert not scene.take("b")
+    scene.at(RESTORE_PATIENCE + 100)
+    scene.do(MasterStarted(2, "a-job"))
+    assert not scene.take("b")
+    scene.restored("a", 0)
+    assert scene.take("b")[0].start == shard.start
 
 
 def test_scripts_without_steps_never_wait(scene: Reading) -> None:
@@ -371,6 +481,22 @@ def test_a_checkpoint_brings_back_what_its_model_had_not_seen(scene: Reading) ->
     assert (state.num_todo, state.num_consumed) == (90, 10)
     refused(scene, "stale-lease", consumed=(Consumption(three.id, 1),))
     assert places(scene.take("a", 2)) == places([two, three])
+
+
+def test_a_checkpoint_keeps_what_was_set_aside(scene: Reading) -> None:
+    for _ in range(4):
+        [shard] = scene.take("a")
+        scene.exchange("a", failed=(ShardError(shard.id, "broken line 7"),))
+    state = scene.go_back("a", scene.checkpoint())
+    assert (state.num_todo, state.num_set_aside) == (90, 10)
+
+
+def test_a_worker_of_an_older_round_gets_no_checkpoint(scene: Reading) -> None:
+    old = scene.round
+    scene.new_round("a", "b")
+    with pytest.raises(Rejected) as caught:
+        scene.job.ask(AskDataCheckpoint(dataset="d", step=1, round=old))
+    assert caught.value.code == "stale-round"
 
 
 def test_the_text_is_what_the_original_reads(scene: Reading) -> None:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from dlrover.core import (
     checkpoints,
     course,
+    data_checkpoint,
     fleet_settling,
     kv_store,
     life_cycle,
@@ -28,6 +29,8 @@ from dlrover.core import (
 )
 from dlrover.core.check_cycle import CheckCycle
 from dlrover.core.checkpoints import SaveAttempt
+from dlrover.core.data_books import DataBooks
+from dlrover.core.datasets import Dataset
 from dlrover.core.fleet import Fleet, FleetNode
 from dlrover.core.nodes import Nodes
 from dlrover.core.observations import Observations
@@ -210,6 +213,35 @@ def dead_nodes_shall_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(checkpoints, "lose", lambda course, node: None)
 
 
+def a_model_keeps_its_future(patch: pytest.MonkeyPatch) -> None:
+    """What was read after the restored step counts as seen."""
+    patch.setattr(Dataset, "restore", lambda dataset, step, claims=(), *, round_=None: [])
+
+
+def leases_outlive_their_round(patch: pytest.MonkeyPatch) -> None:
+    original = Dataset._return
+    patch.setattr(Dataset, "_return", lambda dataset, ranges: original(dataset, list(ranges)[:-1]))
+
+
+def a_dead_branch_makes_records_final(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DataBooks, "last_shared", lambda books, step, round_: 10**6)
+
+
+def a_checkpoint_forgets_what_is_being_read(patch: pytest.MonkeyPatch) -> None:
+    original = data_checkpoint.write_checkpoint
+
+    def write(dataset: Dataset, step: int, *, most_listed: int) -> str:
+        return original(replace(dataset, held={}), step, most_listed=most_listed)
+
+    patch.setattr(data_checkpoint, "write_checkpoint", write)
+
+
+def a_restored_model_takes_everything_back(patch: pytest.MonkeyPatch) -> None:
+    """Also what workers of the very round have just been given."""
+    original = Dataset.restore
+    patch.setattr(Dataset, "restore", lambda dataset, step, claims=(), *, round_=None: original(dataset, step, claims))
+
+
 @pytest.mark.parametrize(
     ("mutation", "invariants"),
     [
@@ -238,11 +270,16 @@ def dead_nodes_shall_commit(patch: pytest.MonkeyPatch) -> None:
         (questions_are_answered_at_once, {"KV"}),
         (one_shard_makes_a_checkpoint, {"I4"}),
         (dead_nodes_shall_commit, {"I4"}),
+        (a_model_keeps_its_future, {"I3"}),
+        (leases_outlive_their_round, {"I3"}),
+        (a_dead_branch_makes_records_final, {"I3"}),
+        (a_checkpoint_forgets_what_is_being_read, {"I3"}),
+        (a_restored_model_takes_everything_back, {"I3"}),
     ],
 )
 def test_a_broken_promise_is_noticed(mutation: Mutation, invariants: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     mutation(monkeypatch)
-    rooms = {"KV": "has_store_traffic", "I4": "has_store_traffic", "check": "check", "fleet": "fleet"}
+    rooms = {"KV": "has_store_traffic", "I3": "dataset", "I4": "has_store_traffic", "check": "check", "fleet": "fleet"}
     room = next((rooms[name] for name in sorted(invariants) if name in rooms), "")
     failure = first_failure(room)
     assert failure.invariant in invariants, failure.sentence

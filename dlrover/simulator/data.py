@@ -1,0 +1,434 @@
+"""
+Data that workers read while things go wrong, and what has to be true of it (I3).
+
+The workers of a world take shards, consume them step by step, say so, and take snapshots of their model once all of that is confirmed.
+When a world ends its model is gone but for its newest snapshot, or for a checkpoint in storage; the next world goes on with one of
+these, says which, and reads. What is in each model is kept here, by what its workers really read: the books of the job
+have no say in it.
+
+So whenever ranks agree on a model, and at the end, everything that the model contains and everything that the books still have to
+give out must be the epochs so far, each place exactly once. And no worker of a world that goes on is ever told that its lease is
+not its own.
+
+Steps here are beats of the data, not those of `training`: a few dozen of them read a dataset to its end, and the fault that is about
+to happen finds some of their messages under way.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from dlrover.core.data_audit import Audit, overlapping, said, subtract
+from dlrover.core.datasets import Dataset, Range
+from dlrover.core.job import Job
+from dlrover.core.sequence import walk
+from dlrover.protocol.data_messages import (
+    Consumption,
+    DataCommand,
+    DatasetSpec,
+    ExchangeShards,
+    RegisterDataset,
+    RestoreAgreed,
+    Shard,
+    ShardError,
+    ShardsGiven,
+    Supply,
+)
+from dlrover.protocol.messages import AgentCommand, Command, ExitReason, Reply, Round
+from dlrover.simulator.events import micros, span
+from dlrover.simulator.invariants import Violation
+
+if TYPE_CHECKING:
+    from dlrover.simulator.agents import VirtualAgent
+    from dlrover.simulator.simulation import Simulation
+
+NUM_BEATS = 60
+"""Of a job that nothing disturbs."""
+MOST_READERS = 3
+"""That read in one step; the others' turn comes in another one."""
+MOST_LOCAL_RANKS = 2
+ERROR_ODDS = 0.01
+"""How often the data of a shard cannot be read."""
+GATHER_ODDS = 0.2
+"""How often what was consumed is not told at once."""
+SAVE_ODDS = 0.3
+"""How often a storage save is under way when something goes wrong."""
+GO_BACK_ODDS = 0.05
+"""How often somebody wants a world to begin with an older checkpoint."""
+NUM_STORED = 3
+"""Checkpoints that the storage keeps."""
+
+
+class Model(Struct, frozen=True, kw_only=True):
+    """The state of one step, with everything that it has seen."""
+
+    step: int
+    round: int
+    content: tuple[tuple[int, Range], ...]
+
+
+SCRATCH = Model(step=-1, round=0, content=())
+
+
+class Stored(Struct, frozen=True):
+    model: Model
+    text: str
+    """What it has not seen, as its manifest says."""
+
+
+class Reader:
+    """One worker."""
+
+    def __init__(self, agent: VirtualAgent, local_rank: int) -> None:
+        self.agent = agent
+        self.incarnation = agent.incarnation
+        self.local_rank = local_rank
+        self.shards: list[Shard] = []
+        self.done: dict[int, int] = {}
+        self.untold: list[Consumption] = []
+        self.failed: list[ShardError] = []
+        self.unused: list[int] = []
+        self.num_told = 0
+        """Consumption that is under way to the master."""
+        self.is_asking = False
+        self.has_registered = False
+        self.is_ended = False
+        """There is nothing more to read."""
+
+
+class ReadingWorld:
+    """The workers of one round."""
+
+    def __init__(
+        self, first: VirtualAgent, model: Model, text: str, readers: list[Reader], *, is_explicit: bool
+    ) -> None:
+        self.first = first
+        """On its node is global rank 0, which speaks for all."""
+        assert first.group is not None, "nobody runs"
+        self.round = first.group.world.round
+        self.model = model
+        self.text = text
+        """Of a checkpoint in storage."""
+        self.is_explicit = is_explicit
+        """Somebody named that checkpoint."""
+        self.step = max(0, model.step)
+        self.content = list(model.content)
+        self.readers = readers
+        self.has_told = False
+        self.is_restored = False
+        """The job knows the model."""
+        self.is_spoiled = False
+        """Somebody was refused: no snapshot is taken any more."""
+
+    @property
+    def is_confirmed(self) -> bool:
+        return not any(reader.untold or reader.num_told for reader in self.readers)
+
+
+class DataTraffic:
+    """Owned by the simulation of a job that has a dataset."""
+
+    def __init__(self, simulation: Simulation, spec: DatasetSpec) -> None:
+        self._sim = simulation
+        self._spec = spec
+        self._chance = random.Random(f"{simulation.plan.seed}/data")
+        self._pace = micros(simulation.plan.hours * 3600 / NUM_BEATS * self._chance.choice([0.3, 1.0, 2.0]))
+        self._worlds: dict[str, ReadingWorld] = {}
+        """By coordinator, the newest last."""
+        self._models: dict[Round, Model] = {}
+        """With which the ranks of a round go on."""
+        self._told: dict[tuple[str, int], tuple[ReadingWorld, Reader | None]] = {}
+        """By agent process and number of the command: who waits for the answer."""
+        self._memory: Model = SCRATCH
+        """The newest snapshot; `SCRATCH`: there is none."""
+        self._holders: dict[int, None] = {}
+        """Launches in whose memory it is."""
+        self._stored: dict[str, Stored] = {}
+        """Checkpoints in storage, by attempt."""
+        self._saving: dict[str, Model] = {}
+        self._goal: Stored | None = None
+        """Somebody wants this one: worlds begin with it until one has taken a snapshot."""
+
+    # Worlds.
+
+    def world_began(self, coordinator: str) -> None:
+        """All its workers run and have found a model."""
+        agents = [node.agent for node in self._sim.nodes if node.agent is not None and node.agent.runs(coordinator)]
+        spoken_for = [agent for agent in agents if agent.group is not None]
+        first = next((agent for agent in spoken_for if _is_first(agent)), None)
+        if first is None or first.group is None:
+            return
+        num_ranks = min(MOST_LOCAL_RANKS, self._sim.shape.local_world_size)
+        readers = [Reader(agent, rank) for agent in spoken_for for rank in range(num_ranks)]
+        model, text = self._choose(self._sim.training.worlds[coordinator].started)
+        world = ReadingWorld(first, model, text, readers, is_explicit=self._goal is not None)
+        self._worlds[coordinator] = world
+        for old in list(self._worlds)[:-4]:
+            del self._worlds[old]
+        self._models[world.round] = model
+        self._sim.note(f"round {world.round} goes on with the model of step {model.step}{' and its text' * bool(text)}")
+        self._sim.events.after(span(self._chance, 0.0, 1.0), self._beat, coordinator, world)
+
+    def _choose(self, started: dict[int, None]) -> tuple[Model, str]:
+        """The model of a new world, and what its checkpoint says of the data: nothing if it is from memory."""
+        is_kept = self._sim.shape.has_replicas or not any(launch not in started for launch in self._holders)
+        if not is_kept:
+            self._memory, self._holders = SCRATCH, {}
+        if self._goal is None and self._stored and self._chance.random() < GO_BACK_ODDS:
+            told = [each for each in self._stored.values() if each.text]
+            self._goal = self._chance.choice(told) if told else None
+        if self._goal is not None:
+            self._memory, self._holders = SCRATCH, {}
+            return self._goal.model, self._goal.text
+        if self._memory is SCRATCH and self._stored:
+            newest = max(self._stored.values(), key=_order)
+            return newest.model, newest.text
+        return self._memory, ""
+
+    # Reading.
+
+    def stir(self) -> None:
+        """Something is about to go wrong: be in the middle of something."""
+        if not self._worlds:
+            return
+        coordinator, world = next(reversed(self._worlds.items()))
+        if self._sim.training.is_training(coordinator):
+            self._step(world)
+            if self._chance.random() < SAVE_ODDS:
+                self._begin_save(world)
+
+    def _beat(self, coordinator: str, world: ReadingWorld) -> None:
+        running = self._sim.training.worlds.get(coordinator)
+        if running is None or running.is_over or world.is_spoiled:
+            return
+        if self._sim.training.is_training(coordinator):
+            self._step(world)
+        if not (world.is_confirmed and all(reader.is_ended for reader in world.readers)):
+            self._sim.events.after(
+                span(self._chance, 0.5, 1.5) * self._pace // 1_000_000, self._beat, coordinator, world
+            )
+
+    def _step(self, world: ReadingWorld) -> None:
+        """One step of the model, in which some workers read."""
+        if world.is_spoiled:
+            return
+        if not world.has_told:
+            self._tell_model(world)
+        world.step += world.is_restored
+        readers = world.readers
+        for reader in readers if len(readers) <= MOST_READERS else self._chance.sample(readers, MOST_READERS):
+            if reader.agent.frozen_since is not None or reader.agent.incarnation != reader.incarnation:
+                continue
+            if world.is_restored and reader.shards:
+                self._read(world, reader)
+            if not reader.is_asking and (not reader.untold or self._chance.random() > GATHER_ODDS):
+                self._exchange(world, reader)
+
+    def _tell_model(self, world: ReadingWorld) -> None:
+        world.has_told = True
+        self._tell(world, None, world.first, self._register(world.first, world, 0))
+        told = RestoreAgreed(
+            step=world.model.step,
+            data_state=world.text,
+            is_explicit=world.is_explicit,
+            **_who(world.first, world),
+        )
+        self._tell(world, None, world.first, told)
+
+    def _read(self, world: ReadingWorld, reader: Reader) -> None:
+        shard = reader.shards[0]
+        start = shard.start + reader.done.get(shard.id, 0)
+        if self._chance.random() < ERROR_ODDS:
+            reader.shards.pop(0)
+            reader.failed.append(ShardError(shard.id, "cannot be read"))
+            reader.is_ended = False
+            return
+        count = self._chance.randint(1, shard.end - start)
+        place = Range(shard.epoch, start, start + count, shard.partition, shard.listing)
+        world.content.append((world.step, place))
+        reader.untold.append(Consumption(shard.id, count, world.step))
+        reader.done[shard.id] = reader.done.get(shard.id, 0) + count
+        if start + count == shard.end:
+            reader.shards.pop(0)
+
+    def _exchange(self, world: ReadingWorld, reader: Reader) -> None:
+        """One message for everything, one at a time, as the real reader does."""
+        want = 0 if reader.is_ended else max(0, self._chance.randint(1, 3) - len(reader.shards))
+        if not reader.has_registered:
+            reader.has_registered = True
+            self._tell(world, None, reader.agent, self._register(reader.agent, world, reader.local_rank))
+        if not (want or reader.untold or reader.failed or reader.unused):
+            return
+        message = ExchangeShards(
+            dataset=self._spec.name,
+            local_rank=reader.local_rank,
+            consumed=tuple(reader.untold),
+            failed=tuple(reader.failed),
+            unused=tuple(reader.unused),
+            want=want,
+            **_who(reader.agent, world),
+        )
+        reader.num_told = len(reader.untold)
+        reader.untold, reader.failed, reader.unused = [], [], []
+        reader.is_asking = True
+        self._tell(world, reader, reader.agent, message)
+
+    def _register(self, agent: VirtualAgent, world: ReadingWorld, local_rank: int) -> RegisterDataset:
+        return RegisterDataset(dataset=self._spec.name, spec=self._spec, local_rank=local_rank, **_who(agent, world))
+
+    def _tell(self, world: ReadingWorld, reader: Reader | None, agent: VirtualAgent, command: AgentCommand) -> None:
+        self._told[agent.life, agent.tell(command)] = (world, reader)
+
+    def answered(self, agent: VirtualAgent, number: int, command: AgentCommand, reply: Reply) -> None:
+        world, reader = self._told.pop((agent.life, number), (None, None))
+        if world is None or not _is_running(agent, world):
+            return  # nobody is left who would hear it
+        if isinstance(command, RestoreAgreed):
+            world.is_restored = True
+        elif reader is not None and isinstance(reply, ShardsGiven):
+            self._hear(reader, reply)
+            self._take_snapshot(agent, world)
+
+    def _hear(self, reader: Reader, given: ShardsGiven) -> None:
+        reader.num_told = 0
+        reader.is_asking = False
+        reader.is_ended = reader.is_ended or given.supply is Supply.END
+        for shard in [each for each in reader.shards if each.id in given.recalled and each.id not in reader.done]:
+            reader.shards.remove(shard)
+            reader.unused.append(shard.id)
+        reader.shards.extend(given.shards)
+
+    def refused(self, agent: VirtualAgent, number: int) -> None:
+        world, _ = self._told.pop((agent.life, number), (None, None))
+        if world is not None:
+            world.is_spoiled = True
+
+    def was_refused(self, job: Job, command: Command, code: str) -> None:
+        """In the core. Workers whose world goes on have done nothing that could be refused."""
+        if not isinstance(command, DataCommand):
+            return
+        node, rdzv = job.state.nodes.live.get(command.node), job.state.rendezvous
+        is_current = node is not None and node.incarnation == command.incarnation and rdzv.is_member(node.id)
+        if is_current and rdzv.is_active and rdzv.round == command.round and job.end is None:
+            raise Violation("I3", f"{type(command).__name__} of a world that goes on was refused: {code}")
+
+    # Models.
+
+    def _take_snapshot(self, agent: VirtualAgent, world: ReadingWorld) -> None:
+        """Of the whole model, as soon as nothing that it has seen can be unknown to the job."""
+        group = agent.group
+        is_training = group is not None and self._sim.training.is_training(group.world.coordinator)
+        if not is_training or world.is_spoiled or not world.is_restored or not world.is_confirmed:
+            return
+        if group is None or world.step == world.model.step:
+            return
+        world.model = Model(step=world.step, round=world.round, content=tuple(world.content))
+        self._memory, self._goal = world.model, None
+        self._holders = dict(self._sim.training.worlds[group.world.coordinator].started)
+
+    def _begin_save(self, world: ReadingWorld) -> None:
+        if world.model.round == world.round:
+            attempt = self._sim.saves.begin(step=world.model.step, round_=world.round)
+            if attempt:
+                self._saving[attempt] = world.model
+
+    def persisted(self, attempt: str, text: str) -> None:
+        """The storage has it, perhaps for the second time."""
+        if attempt in self._saving:
+            self._stored[attempt] = Stored(self._saving[attempt], text)
+            oldest_first = sorted(self._stored, key=lambda each: _order(self._stored[each]))
+            for old in oldest_first[:-NUM_STORED]:
+                del self._stored[old]
+
+    # What must be true.
+
+    def agreed(self, job: Job, command: Command) -> None:
+        """The ranks of a round have told their model: it and the books must fit."""
+        assert isinstance(command, RestoreAgreed), "no model is told by anything else"
+        self._check_fits(job.state.data.datasets[self._spec.name], self._models[command.round])
+
+    @property
+    def num_records(self) -> int:
+        """In the newest model."""
+        return sum(place.size for _, place in self._memory.content)
+
+    @property
+    def _num_owed(self) -> int:
+        return self._spec.size * max(1, self._spec.num_epochs)
+
+    @property
+    def _is_required(self) -> bool:
+        return self._spec.is_required is not False
+
+    def is_read_out(self, job: Job) -> bool:
+        books = job.state.data.datasets.get(self._spec.name)
+        return books is not None and books.is_complete
+
+    def check_end(self, job: Job, *, is_audited: bool) -> None:
+        """Of the newest model. Nobody reads any more, so what is held counts as unread."""
+        if self._spec.name not in job.state.data.datasets:
+            return
+        model = self._memory
+        if model is not SCRATCH:
+            left = Job.decode(job.encode()).state.data.datasets[self._spec.name]
+            left.restore(model.step)
+            self._check_fits(left, model)
+        books, end = job.state.data.datasets[self._spec.name], job.end
+        is_all_seen = self.num_records == self._num_owed and not books.set_aside
+        if end is not None and end.reason is ExitReason.COMPLETED and not books.is_complete and self._is_required:
+            raise Violation("I3", f"the job has completed, and its data are not read: {end.message}")
+        if end is not None and end.reason is ExitReason.DATA_UNFINISHED and is_all_seen:
+            raise Violation("I3", f"all data are in the model: {end.message}")
+        if is_audited:
+            self._audit()
+
+    def _check_fits(self, books: Dataset, model: Model) -> None:
+        held = [each.range for each in books.held.values()]
+        left = [*books.returned, *held, *(each.range for each in books.set_aside)]
+        left += [] if books.is_stream else books.fresh_ranges()
+        seen = [place for _, place in model.content]
+        everything = sorted([*seen, *left], key=lambda each: (each.key, each.start))
+        if twice := list(overlapping(everything)):
+            raise Violation("I3", f"step {model.step} and what is left have records twice: {said(twice[0])}")
+        if books.is_stream:
+            owed = [Range(0, self._spec.partitions[part], end, part) for part, end in books.offsets.items()]
+        else:
+            owed = [Range(epoch, 0, self._spec.size) for epoch in range(books.epoch + 1)]
+        if missing := subtract(owed, everything):
+            raise Violation("I3", f"neither step {model.step} nor what is left has these records: {said(missing[0])}")
+
+    def _audit(self) -> None:
+        """What `dlrover data audit` says of the journal."""
+        job = Job()
+        audit = Audit({})
+        for step in walk(job, self._sim.journal.archive):
+            audit.follow(step.record.command, step.outcome.reply, job.state.data.datasets)
+        for finding in audit.findings(job.state.data.datasets):
+            if not finding.is_clean:
+                raise Violation("I3", f"the audit finds {finding.repeated or finding.missing}")
+
+
+def _who(agent: VirtualAgent, world: ReadingWorld) -> dict[str, Any]:
+    return {"node": agent.id, "incarnation": agent.incarnation, "round": world.round}
+
+
+def _order(stored: Stored) -> tuple[int, int]:
+    """In which checkpoints follow each other."""
+    return stored.model.round, stored.model.step
+
+
+def _is_first(agent: VirtualAgent) -> bool:
+    return agent.group is not None and agent.group.world.group_rank == 0
+
+
+def _is_running(agent: VirtualAgent, world: ReadingWorld) -> bool:
+    """Whether its workers of that world are there."""
+    group = agent.group
+    return agent.is_alive and group is not None and group.world.round == world.round and not group.is_stopping
+
+
+def is_of_data(command: AgentCommand | None) -> bool:
+    return isinstance(command, DataCommand)
