@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 from dlrover.trainer.stand_in import StandIn  # noqa: E402
 from dlrover.trainer.torch.elastic.dataloader import ElasticDataLoader  # noqa: E402
 from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler  # noqa: E402
+from dlrover.trainer.torch.elastic.trainer import LOOK_EVERY, ElasticTrainer  # noqa: E402
 from dlrover.trainer.torch.elastic_dataset import ElasticDataset  # noqa: E402
 
 NUMBERS = list(range(40))
@@ -131,3 +132,47 @@ def test_a_dataset_goes_back_to_its_state() -> None:
     assert sorted(first + rest) == [index * index for index in range(16)]
     assert dataset.get_epoch() == 0
     dataset.close()
+
+
+def test_processes_that_read_ahead_change_with_the_next_epoch(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    data = loader(path)
+    config(path, version=1, num_workers=1, pin_memory=False)
+    data.load_config()
+    assert (data.num_workers, data.prefetch_factor, data.get_batch_size()) == (1, 2, 4)
+    assert sorted(int(record) for batch in data for record in batch) == NUMBERS
+    config(path, version=2, num_workers=0)
+    data.load_config()
+    assert (data.num_workers, data.prefetch_factor) == (0, None)
+    assert len(list(data)) == 10
+
+
+@pytest.mark.parametrize("section", [{"version": "new"}, {"version": 1, "batch_size": []}, 7])
+def test_a_file_that_says_something_impossible_changes_nothing(tmp_path: Path, section: Any) -> None:
+    path = tmp_path / "c.json"
+    data = loader(path)
+    path.write_text(json.dumps({"dataloader": section}))
+    data.load_config()
+    assert data.get_batch_size() == 4
+
+
+def test_a_trainer_lets_its_loader_follow_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    data = loader(path, batch_size=1)
+    trainer = ElasticTrainer(torch.nn.Linear(1, 1), data, max_workers=1)
+    config(path, version=1, batch_size=5)
+    sizes = []
+    for batch in data:
+        with trainer.step():
+            sizes.append(len(batch))
+    assert sizes == [1] * LOOK_EVERY + [5] * 4
+
+
+def test_a_batch_that_is_held_constant_does_not_change(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    sampler = ElasticDistributedSampler(NUMBERS, 1, 0)
+    data = loader(path, sampler=sampler)
+    ElasticTrainer(torch.nn.Linear(1, 1), max_workers=4).deal(sampler, 4)
+    config(path, version=1, batch_size=8)
+    data.load_config()
+    assert data.get_batch_size() == 4

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
 from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler
@@ -28,6 +29,17 @@ log = logging.getLogger("dlrover.trainer.data")
 
 CONFIG_FILE = "/tmp/dlrover/auto_paral_config.json"
 """Where the agent's tuner writes, unless DLROVER_PARAL_CONFIG_PATH says otherwise."""
+_PREFETCH = 2
+"""torch's own number of batches ahead, where none was given because nobody read ahead."""
+
+
+class _Wish(Struct, frozen=True):
+    """What the file wants of the loader; -1: it does not say."""
+
+    version: int = 0
+    batch_size: int = 0
+    num_workers: int = -1
+    pin_memory: int = -1
 
 
 class ElasticBatchSampler(BatchSampler):  # type: ignore[misc]  # torch is not followed
@@ -49,6 +61,9 @@ class ElasticBatchSampler(BatchSampler):  # type: ignore[misc]  # torch is not f
 
 
 class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not followed
+    num_workers: int
+    prefetch_factor: int | None
+
     def __init__(
         self,
         dataset: Any,
@@ -95,16 +110,38 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
             self._batches.batch_size = batch_size
 
     def load_config(self, config_file: str | None = None) -> None:
-        """Take over what is newer in the file than what was taken before. A file that is not there or broken changes nothing."""
-        section = _read(config_file or self.config_file).get("dataloader") or {}
-        version, batch_size = int(section.get("version") or 0), int(section.get("batch_size") or 0)
+        """
+        Take over what is newer in the file than what was taken before. A file that is not there or broken changes nothing. All ranks call it
+        at the same step: they take what rank 0 has read.
+        """
+        wish = _wish_in(_read(config_file or self.config_file))
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            version, batch_size = _agreed(version, batch_size)
-        if version > self._version:
-            self._version = version
-            if batch_size > 0 and batch_size != self._batches.batch_size:
-                log.info("batches have %d records from now on, version %d", batch_size, version)
-                self._batches.batch_size = batch_size
+            wish = _agreed(wish)
+        if wish.version > self._version:
+            self._version = wish.version
+            self._set_batch_size(wish.batch_size)
+            self._set_workers(wish.num_workers, wish.pin_memory)
+
+    def _set_batch_size(self, batch_size: int) -> None:
+        if batch_size <= 0 or batch_size == self._batches.batch_size:
+            return
+        if self._elastic_sampler is not None and self._elastic_sampler.is_played:
+            log.warning(
+                "batches keep their %d records: the trainer holds the batch of the full world constant",
+                self.get_batch_size(),
+            )
+            return
+        log.info("batches have %d records from now on, version %d", batch_size, self._version)
+        self._batches.batch_size = batch_size
+
+    def _set_workers(self, num_workers: int, pin_memory: int) -> None:
+        """From the next epoch on: processes that read ahead for this one are not disturbed."""
+        if num_workers >= 0 and num_workers != self.num_workers and not self.persistent_workers:
+            log.info("%d processes read ahead from the next epoch on, version %d", num_workers, self._version)
+            self.num_workers = num_workers
+            self.prefetch_factor = (self.prefetch_factor or _PREFETCH) if num_workers else None
+        if pin_memory >= 0:
+            self.pin_memory = bool(pin_memory)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch stands: everything that was yielded counts as used."""
@@ -146,13 +183,27 @@ def _read(path: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _agreed(version: int, batch_size: int) -> tuple[int, int]:
+def _wish_in(config: dict[str, Any]) -> _Wish:
+    section = config.get("dataloader") or {}
+    try:
+        return _Wish(
+            version=int(section.get("version") or 0),
+            batch_size=int(section.get("batch_size") or 0),
+            num_workers=int(section.get("num_workers", -1)),
+            pin_memory=int(section.get("pin_memory", -1)),
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        log.warning("the parallel-config file says something impossible of the loader and changes nothing: %s", error)
+        return _Wish()
+
+
+def _agreed(wish: _Wish) -> _Wish:
     """What rank 0 has read: files of several nodes need not change at the same moment."""
-    told = torch.tensor([version, batch_size], dtype=torch.int64)
+    told = torch.tensor([wish.version, wish.batch_size, wish.num_workers, wish.pin_memory], dtype=torch.int64)
     if dist.get_backend() == "nccl":
         told = told.cuda()
     dist.broadcast(told, src=0)
-    return int(told[0]), int(told[1])
+    return _Wish(*(int(each) for each in told))
 
 
 def _size_of(batch: Any, default: int) -> int:

@@ -67,6 +67,11 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
         self._recount()
 
     @property
+    def is_played(self) -> bool:
+        """Whether batches have a fixed size, because ranks take turns."""
+        return self._batch_size > 0
+
+    @property
     def roles(self) -> range:
         """The replicas that this rank plays."""
         return (

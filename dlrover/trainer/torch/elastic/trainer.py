@@ -29,12 +29,20 @@ import torch.distributed as dist
 from dlrover.protocol.errors import ConfigError
 from dlrover.trainer import environment
 from dlrover.trainer.progress import report
+from dlrover.trainer.torch.elastic.dataloader import ElasticDataLoader
 from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler
+
+LOOK_EVERY = 20
+"""Steps after which the parallel-config file is looked at: the ranks tell each other then, which costs a message."""
 
 
 class ElasticTrainer:
     def __init__(self, model: torch.nn.Module, dataloader: Any = None, *, max_workers: int | None = None) -> None:
-        """`max_workers`: of the full world; by default the most nodes (`--nnodes`, or WORKER_NUM) with LOCAL_WORLD_SIZE workers each."""
+        """
+        An `ElasticDataLoader` given here follows the parallel-config file by itself, every `LOOK_EVERY` steps on all ranks together.
+
+        `max_workers`: of the full world; by default the most nodes (`--nnodes`, or WORKER_NUM) with LOCAL_WORLD_SIZE workers each.
+        """
         is_grouped = dist.is_available() and dist.is_initialized()
         self._world_size = dist.get_world_size() if is_grouped else 1
         self._rank = dist.get_rank() if is_grouped else 0
@@ -88,6 +96,8 @@ class ElasticTrainer:
             self._micro_step = 0
             self.num_steps += 1
             report(self.num_steps)
+            if self.num_steps % LOOK_EVERY == 0 and isinstance(self._dataloader, ElasticDataLoader):
+                self._dataloader.load_config()
 
     def reset(self) -> None:
         """Count steps from 0 again; an accumulation that was begun is forgotten."""
