@@ -106,6 +106,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             bytes_per_second=config.snapshot_write_limit * 1e6,
         )
     )
+    watch.read_tail = output.tail_of
     socket.tell_of_snapshots(saver)
     saver.tell_trainers_by(socket.tell_trainers)
 

@@ -58,6 +58,24 @@ class WorkerFiles:
             raw = _read_tail(self.log_file)
         return raw.decode("utf-8", "replace")
 
+    def tails(self, max_bytes: int) -> tuple[str, str]:
+        """The last of all its streams that can be read, and a note about them, for people who look while it runs."""
+        parts = []
+        kept = {copy.number: bytes(copy.tail) for copy in self.copies}
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            path = os.path.join(os.path.dirname(self.log_file), f"{name}.log") if self.log_file else ""
+            raw = kept.get(number) or (_read_tail(path) if path and os.path.exists(path) else b"")
+            if raw:
+                parts.append((name, raw))
+        if not parts:
+            return "", "nothing yet, or it prints straight to the console: start the job with --tee 3 to keep a log"
+        share = max_bytes // len(parts)
+        texts = [raw[-share:].decode("utf-8", "replace") for _, raw in parts]
+        if len(parts) == 1:
+            return texts[0], parts[0][0]
+        headed = [f"--- {name} ---\n{text}" for (name, _), text in zip(parts, texts, strict=True)]
+        return "\n".join(headed), " and ".join(name for name, _ in parts)
+
 
 class WorkerOutput:
     """Console and log files of this node's workers, over all attempts."""
@@ -101,6 +119,13 @@ class WorkerOutput:
                 "Give a directory with room that this user may write to as --log-dir, or drop --redirects and --tee."
             ) from error
         return self._current
+
+    def tail_of(self, local_rank: int, max_bytes: int) -> tuple[str, str]:
+        """The last that a worker of now printed, and where that comes from. Reads files: not for the event loop."""
+        files = next((each for each in self._current if each.local_rank == local_rank), None)
+        if files is None:
+            return "", "its streams are not open now"
+        return files.tails(max(0, min(max_bytes, TAIL_BYTES)))
 
     async def drain(self, files: WorkerFiles, timeout: float = 1.0) -> None:
         """

@@ -25,6 +25,8 @@ from dlrover.protocol.watch_messages import (
     LookTaken,
     NodeEvent,
     ProgressReport,
+    SendTail,
+    TailSent,
     TakeLook,
     WatchObservation,
     WatchOrder,
@@ -67,6 +69,8 @@ class Watch:
         """Numbers of those that were taken up, oldest first."""
         self._looks: set[asyncio.Task[None]] = set()
         self._told_step: int | None = None
+        self.read_tail: Callable[[int, int], tuple[str, str]] | None = None
+        """Gives the last that the worker of a local rank printed, up to so many bytes, and a note about it. May block."""
         self._monitor: ResourceMonitor | None = None
         if disks is not None:
             self._monitor = ResourceMonitor(
@@ -216,7 +220,19 @@ class Watch:
         self._orders[order.id] = None
         if len(self._orders) > _MAX_ORDERS:
             del self._orders[next(iter(self._orders))]
-        self._spawn(self._take_look(order.order))
+        match order.order:
+            case TakeLook():
+                self._spawn(self._take_look(order.order))
+            case SendTail():
+                self._spawn(self._send_tail(order.order))
+
+    async def _send_tail(self, order: SendTail) -> None:
+        local = next((seat.local_rank for seat in self._seats if seat.global_rank == order.global_rank), None)
+        text, note = "", f"rank {order.global_rank} is not here now"
+        if local is not None and self.read_tail is not None:
+            text, note = await asyncio.to_thread(self.read_tail, local, order.max_bytes)
+        node, incarnation = self._who()
+        self._observe(TailSent(node=node, incarnation=incarnation, request=order.request, text=text, note=note))
 
     async def _take_look(self, order: TakeLook) -> None:
         for number in range(2):

@@ -191,6 +191,8 @@ class Launcher:
             process_tree().become_subreaper()
             if self._place.is_ours:
                 self._start_master()
+                if self._settings.watching.dashboard_port >= 0:
+                    say(f"dashboard: `dlrover dashboard {self._job_name}` prints a link to it")
             else:
                 self._look_for_master()
             reap_in_passing(self._root)  # leftovers of others, now that nothing waits for us
@@ -356,6 +358,7 @@ class Launcher:
             topology_querier=self._settings.topology_querier,
             topology_sorter=self._settings.topology_sorter,
             reports=self._settings.log.log_dir or self._settings.journal or self._directory.path,
+            **msgspec.structs.asdict(self._settings.watching),
             parent_death=True,
             parent_pid=os.getpid(),
         )

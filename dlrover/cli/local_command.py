@@ -287,6 +287,8 @@ class LocalJob:
                 "each node has its own network namespace: it reaches the other nodes and the master, nothing else "
                 "(--netns off shares this machine's network)"
             )
+        if plan.settings.watching.dashboard_port >= 0:
+            self._display.say(f"dashboard: `dlrover dashboard {plan.job_name}` prints a link to it")
         if plan.log_dir:
             self._display.say(f"output of the nodes: {plan.log_dir}")
 
@@ -332,6 +334,7 @@ class LocalJob:
             },
             job_uid=self._job_uid,
             fleet=self._plan.fleet,
+            **msgspec.structs.asdict(self._plan.settings.watching),
             parent_death=True,
             parent_pid=os.getpid(),
         )

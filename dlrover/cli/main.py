@@ -287,10 +287,18 @@ def restart(
     tls_cert: TlsCert = "",
     tls_key: TlsKey = "",
     reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover restart",
+    is_workers: Annotated[
+        bool, typer.Option("--workers", help="Only the workers, on the nodes that are there.")
+    ] = False,
 ) -> None:
-    """Replace all worker nodes of a job by new ones, once."""
+    """Replace all worker nodes of a job by new ones, once; or start only its workers again."""
     from dlrover.protocol.fleet_messages import RestartJob
+    from dlrover.protocol.steering_messages import RestartWorkers
 
+    if is_workers:
+        _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), RestartWorkers(reason=reason))
+        typer.echo("The job's workers stop and start again.")
+        return
     _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), RestartJob(reason=reason))
     typer.echo("The job's nodes are being replaced.")
 
@@ -310,6 +318,54 @@ def save(
 
     _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), RequestSave(reason=reason))
     typer.echo("The trainers are asked; `dlrover status` shows when a checkpoint is committed.")
+
+
+@app.command()
+def relaunch(
+    node: Annotated[int, typer.Option("--node", help="Number of the node, as in `dlrover status`.")],
+    cordon: Annotated[bool, typer.Option("--cordon", help="Its machine gets no node of this job any more.")] = False,
+    job: Job = "",
+    addr: Address = "",
+    token_file: TokenFile = "",
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover relaunch",
+) -> None:
+    """Exchange a node of a job for a new one of its platform, at once."""
+    from dlrover.protocol.identity import NodeId
+    from dlrover.protocol.steering_messages import RelaunchNode
+
+    command = RelaunchNode(node=NodeId(node), reason=reason, is_cordoned=cordon)
+    _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), command)
+    typer.echo(f"Node {node} is being exchanged.")
+
+
+@app.command()
+def dashboard(
+    job: Job = "",
+    addr: Address = "",
+    token_file: TokenFile = "",
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    is_read_only: Annotated[
+        bool, typer.Option("--read-only", help="A link for looking only; it can be shared, and used again.")
+    ] = False,
+) -> None:
+    """Print a link that opens the page of a job in a browser. It works once, for ten minutes."""
+    import time
+
+    from dlrover.master.web.access import one_time_link, read_only_token
+    from dlrover.protocol.messages import AskStatus, JobStatus
+
+    address, token, tls = _reach(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key))
+    reply = _ask_at(address, token, tls, AskStatus())
+    assert isinstance(reply, JobStatus), f"the master answered a question for its status with {type(reply).__name__}"
+    if not reply.dashboard:
+        raise ConfigError(f"Job {reply.job_name} has no dashboard. Start it with --enable-dashboard.")
+    secret = read_only_token(token) if is_read_only else one_time_link(token, time.time())
+    typer.echo(f"{reply.dashboard}?token={secret}")
 
 
 @app.command()
@@ -365,11 +421,22 @@ def _ask(job: str, addr: str, token_file: str, tls: TlsConfig | None, body: Ques
 
 def _asker(job: str, addr: str, token_file: str, tls: TlsConfig | None) -> Callable[[Question], Reply]:
     """Finds the master once; each call asks it one thing."""
+    reached = _reach(job, addr, token_file, tls)
+    return lambda body: _ask_at(*reached, body)
+
+
+def _ask_at(address: str, token: str, tls: TlsConfig | None, body: Question) -> Reply:
     import asyncio
 
+    from dlrover.protocol.rpc import ask
+
+    return asyncio.run(ask(address, body, token=token, tls=tls, timeout=ASK_TIMEOUT))
+
+
+def _reach(job: str, addr: str, token_file: str, tls: TlsConfig | None) -> tuple[str, str, TlsConfig | None]:
+    """Address of the job's master, token, and how to trust it."""
     from dlrover.cli.discovery import read_token_file
     from dlrover.cli.environment import read_environment
-    from dlrover.protocol.rpc import ask
 
     environment = read_environment(os.environ)
     token = read_token_file(token_file) if token_file else environment.job_token
@@ -378,7 +445,7 @@ def _asker(job: str, addr: str, token_file: str, tls: TlsConfig | None) -> Calla
         found = _find_local_job(job)
         address, tls = found.address, tls or found.tls
         token = token or read_token_file(found.token_file)
-    return lambda body: asyncio.run(ask(address, body, token=token, tls=tls, timeout=ASK_TIMEOUT))
+    return address, token, tls
 
 
 class _LocalJob(NamedTuple):

@@ -23,12 +23,15 @@ from dlrover.cli.launcher import EXIT_USAGE, Programs
 from dlrover.cli.processes import SignalInbox
 from dlrover.cli.runtime_dir import NodeDirectory, user_root
 from dlrover.cli.settings import check_plugin, watch_terms
+from dlrover.cli.watching import Watching
 from dlrover.protocol.addresses import LOOPBACK, Address, TlsConfig
 from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.fleet_messages import FleetSpec
 from dlrover.protocol.watch_messages import WatchTerms
 
 STOP_TIMEOUT = 5.0
+_YES = ("true", "1", "yes")
+_NO = ("false", "0", "no")
 
 _LATER_PLATFORMS = ("k8s", "pyk8s", "ray", "volcano")
 # Options of the original's master that nothing here answers yet: (name, takes a value, the value that asks for
@@ -44,8 +47,6 @@ _LATER = (
     ("--task-process-timeout", "1800"),
     ("--training-elastic-mode", "base"),
     ("--dynamic-failover-extension", ""),
-    ("--enable-dashboard", "false"),
-    ("--dashboard-port", "8080"),
     ("--group-affinity", ""),
 )
 
@@ -101,6 +102,7 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
             platform_options=platform_options,
             fleet=fleet,
             watch=_watch(options),
+            **msgspec.structs.asdict(_watching(options)),
             ready_file=os.path.join(directory.path, "master.ready"),
             parent_death=True,
             parent_pid=os.getpid(),
@@ -109,6 +111,8 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
         with SignalInbox((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)) as inbox:
             pid = processes.spawn((*(programs or Programs()).master, "--config", path), os.environ)
             hint = "" if token else f", token in {token_file}"
+            if config.dashboard_port >= 0:
+                say_block(f"dlrover master: `dlrover dashboard {options.job_name}` prints a link to the dashboard")
             say_block(f"dlrover master: job {options.job_name} at {address}{hint}; set DLROVER_MASTER_ADDR={address}")
             return _wait(pid, inbox)
     finally:
@@ -168,6 +172,19 @@ def _read(path: str, option: str) -> bytes:
         raise ConfigError(f"{option} {path}: {error.strerror}.") from error
 
 
+def _watching(options: argparse.Namespace) -> Watching:
+    word = options.enable_dashboard.lower()
+    if word not in (*_YES, *_NO):
+        raise ConfigError(f"--enable-dashboard {options.enable_dashboard}: give true or false.")
+    return Watching.of(
+        is_enabled=word in _YES,
+        port=options.dashboard_port,
+        host=options.dashboard_host,
+        metrics_port=options.metrics_port,
+        metrics_host=options.metrics_host,
+    )
+
+
 def _tls(options: argparse.Namespace) -> TlsConfig | None:
     """Whoever gives any of the files wants TLS: an open master instead would be a bad surprise."""
     files = {name: getattr(options, f"tls_{name}") for name in ("ca", "cert", "key")}
@@ -224,6 +241,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--hang-downtime", type=float, metavar="MINUTES", help="without proof of a hang workers restart after this (5)")
     add("--max-hang-downtime", type=float, metavar="MINUTES", help="the same for phases that take long (120)")
+    add(
+        "--enable-dashboard",
+        nargs="?",
+        const="true",
+        default="false",
+        metavar="true|false",
+        help="serve a page about the job",
+    )
+    add(
+        "--dashboard-port", type=_port, default=8080, help="port of the page (8080; 0, or if it is taken: any free one)"
+    )
+    add("--dashboard-host", default=LOOPBACK, help=f"address of the page ({LOOPBACK}; :: or 0.0.0.0 for all)")
+    add("--metrics-port", type=_port, default=-1, help="port of /metrics for Prometheus (only on the page's port)")
+    add("--metrics-host", default=LOOPBACK, help=f"address of /metrics ({LOOPBACK})")
     for name, harmless in _LATER:
         add(name, default=harmless, help=argparse.SUPPRESS)
     return parser

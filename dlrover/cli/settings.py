@@ -17,6 +17,7 @@ from msgspec import Struct
 from dlrover.agent.config import Entry, EntryKind, LogConfig, Streams, TlsConfig, WatchConfig
 from dlrover.cli.environment import Environment, read_environment
 from dlrover.cli.options import Origin, Parsed, nearest, parse, unavailable
+from dlrover.cli.watching import Watching
 from dlrover.protocol.check_messages import CheckTerms
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import Detection, JobTerms, Limits, RestartPolicy
@@ -55,6 +56,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     journal: str = ""
     job_token_file: str = ""
+    watching: Watching = Watching()
 
     is_standalone: bool = False
     rdzv_endpoint: str = ""
@@ -137,6 +139,7 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
         signals=parse_signals(parsed.text("signals_to_handle")),
         journal=_journal(parsed.text("journal")),
         job_token_file=parsed.text("job_token_file"),
+        watching=_watching(parsed),
         is_standalone=parsed.flag("standalone"),
         rdzv_endpoint=parsed.text("rdzv_endpoint"),
         rdzv_id="" if rdzv_id == "none" else rdzv_id,
@@ -402,6 +405,18 @@ def watch_terms(strategy: int, downtime: float, max_downtime: float) -> WatchTer
         strategy=HangStrategy(strategy),
         hang_timeout=downtime * 60.0,
         longest_timeout=max(downtime, max_downtime) * 60.0,
+    )
+
+
+def _watching(parsed: Parsed) -> Watching:
+    is_enabled = parsed.flag("enable_dashboard") or parsed.is_given("dashboard_port")
+    metrics = parsed.integer("metrics_port") if parsed.values["metrics_port"] is not None else -1
+    return Watching.of(
+        is_enabled=is_enabled,
+        port=parsed.integer("dashboard_port"),
+        host=parsed.text("dashboard_host"),
+        metrics_port=metrics,
+        metrics_host=parsed.text("metrics_host"),
     )
 
 

@@ -26,6 +26,7 @@ from dlrover.core import (
     hangs,
     kv_store,
     node_check,
+    steering,
     sync_points,
 )
 from dlrover.core import restarts as blame
@@ -530,5 +531,6 @@ HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
     **data_books.HANDLERS,
     **goodput.HANDLERS,
     **hangs.HANDLERS,
+    **steering.HANDLERS,
 }
 """A test holds it against the union of commands."""

@@ -458,6 +458,11 @@ class Course:
             if not is_running(state, node) and node.id not in rdzv.take_up.claims:
                 self.dismiss(node, Leave("the job was scaled down", 0))
 
+    def restart_workers(self, reason: str) -> None:
+        """The members of the world stop their workers and meet again. Nobody failed, so nobody's budget pays."""
+        self.say(f"{reason[0].upper()}{reason[1:]}.")
+        self._open(StopCause.MEMBERSHIP, reason)
+
     def _open(
         self,
         cause: StopCause,

@@ -211,10 +211,19 @@ def stop_waiting_for_server(course: Course, node_id: PlatformId) -> None:
             course.say(f"{life_cycle.capitalised(wait.node.label)} did not come in time; the workers go on without it.")
 
 
-def _exchange_at_once(course: Course, old: FleetNode, resource: Resource) -> FleetNode:
+def relaunch_node(course: Course, node: FleetNode, why: str, cordoned: str) -> None:
+    """A new node for its rank, now. `cordoned`: the machine that shall get none any more; empty: whichever."""
+    if cordoned:
+        life_cycle.fleet_of(course).avoid(cordoned)
+    _exchange_at_once(course, node, node.resource, why, cordoned)
+
+
+def _exchange_at_once(
+    course: Course, old: FleetNode, resource: Resource, why: str = "another node takes its place", cordoned: str = ""
+) -> FleetNode:
     fleet = life_cycle.fleet_of(course)
     was_in_use = old.id in fleet.servers.current
-    life_cycle.let_go(course, old, "another node takes its place")
+    life_cycle.let_go(course, old, why, cordoned)
     heir = fleet.holder(old.node_type, old.rank)
     if heir is not None:
         return heir  # it was being exchanged anyway

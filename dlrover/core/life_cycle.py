@@ -96,14 +96,14 @@ def end_node(
     _release_ended(course, node)
 
 
-def let_go(course: Course, node: FleetNode, why: str) -> None:
+def let_go(course: Course, node: FleetNode, why: str, cordoned: str = "") -> None:
     """A node that nobody wants any more, without any blame: it is stopped, and never replaced."""
     fleet = fleet_of(course)
     fleet.release(node, course.now)
     agent = unlink(course, node)
     if agent is not None:
         course.lose(agent, NodeLife.GONE, f"{node.label} is let go: {why}")
-    fleet.remove(node, Removal(why))
+    fleet.remove(node, Removal(why, cordon_host=cordoned))
 
 
 def hear_node_error(course: Course, node: FleetNode, exit_reason: NodeExit, message: str) -> None:

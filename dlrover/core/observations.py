@@ -121,6 +121,10 @@ class Observations:
         """The newest step each node told of."""
         return {node: seen.step for node, seen in sorted(self._seen.items()) if seen.step is not None}
 
+    def last_heard(self) -> dict[NodeId, Micros]:
+        """When each node was last heard of."""
+        return {node: seen.last_seen_at for node, seen in self._seen.items()}
+
     def snapshot_steps(self) -> dict[NodeId, int]:
         """The newest step that each node has in memory."""
         return {node: seen.snapshot_step for node, seen in self._seen.items() if seen.snapshot_step is not None}

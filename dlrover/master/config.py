@@ -65,6 +65,13 @@ class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Directory for what people may want to read after a fault: autopsies. Empty: that of the journal."""
     watch: WatchTerms | None = None
     """When hangs are looked at and acted upon, instead of what the nodes were started with."""
+    dashboard_port: int = -1
+    """Of the page; 0: any free one; -1: there is none. Needs a token file, and the extra `dashboard`."""
+    dashboard_host: str = LOOPBACK
+    """Address of the page. Loopback by default: who wants to see it from elsewhere forwards the port, or says so."""
+    metrics_port: int = -1
+    """Of /metrics for Prometheus alone; 0: any free one; -1: it is only on the page's port, if there is a page."""
+    metrics_host: str = LOOPBACK
     parent_death: bool = False
     """End (as by SIGTERM) when the process that started us ends."""
     parent_pid: int = 0
@@ -77,6 +84,9 @@ class Ready(Struct, frozen=True, kw_only=True):
     port: int
     pid: int
     master_epoch: int
+    dashboard: str = ""
+    """Address of the page; empty: there is none."""
+    metrics: str = ""
 
 
 def read_config(path: Path) -> MasterConfig:

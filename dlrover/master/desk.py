@@ -137,6 +137,8 @@ class Desk:
         """Questions about what is not in the job: others in this process know it."""
         self.newest_verdict: Callable[[], PastVerdict | None] = _no_verdict
         """Of the diagnosis, for the status."""
+        self.dashboard = ""
+        """Address of the page, for the status."""
 
     # The seam towards the wire.
 
@@ -186,6 +188,22 @@ class Desk:
         self._enqueue(work)
         assert work.answer is not None
         return await work.answer
+
+    def last_heard(self) -> dict[NodeId, Micros]:
+        """When each attached node was last heard of, by the job's clock."""
+        return self._observations.last_heard()
+
+    def now(self) -> Micros:
+        return self._clock.now()
+
+    @property
+    def num_in_work(self) -> int:
+        return self._num_in_work
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds between two heartbeats of a node."""
+        return self._patience.heartbeat
 
     def order(self, node: NodeId, order: WatchOrder) -> bool:
         """Tell a node what to do now. False when it is not attached."""
@@ -494,6 +512,7 @@ class Desk:
             nodes=tuple(nodes),
             checkpoints=checkpoints,
             newest_verdict=self.newest_verdict(),
+            dashboard=self.dashboard,
             now=self._clock.now(),
         )
 

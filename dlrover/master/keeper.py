@@ -34,6 +34,8 @@ class Keeper:
         self._journal = journal
         self._is_local = network_filesystem(journal.path) is None
         self._replay_seconds = 0.0
+        self.on_commit: Callable[[float], None] | None = None
+        """Hears how many seconds each commit took."""
 
     @classmethod
     async def open(cls, path: Path, *, job_name: str, max_pages: int = 0) -> Keeper:
@@ -77,9 +79,12 @@ class Keeper:
         return job
 
     async def append(self, batch: Batch) -> None:
+        began_at = time.monotonic()
         await self._run(
             lambda: self._journal.append(batch.first_number, batch.records, master_epoch=batch.master_epoch)
         )
+        if self.on_commit is not None:
+            self.on_commit(time.monotonic() - began_at)
 
     async def check_fence(self) -> None:
         if self._is_local:

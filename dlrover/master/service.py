@@ -12,7 +12,9 @@ import logging
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from dlrover.master.bookkeeper import Bookkeeper
 from dlrover.master.clock import MasterClock
@@ -30,6 +32,9 @@ from dlrover.platforms.registry import build_platform
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import JobEnd, StopJob
 from dlrover.protocol.serving import MasterServer
+
+if TYPE_CHECKING:
+    from dlrover.master.observatory import Observatory
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +63,7 @@ async def serve(config: MasterConfig) -> int:
     clock = MasterClock(job.now)
     desk = Desk(keeper, job, clock, job_name=config.job_name, topology=topology, books=books)
     fleet = None if platform is None else _fleet_keeper(config, platform, desk)
+    observatory = _observatory(config, desk, keeper, token)
     await desk.begin(keeper.master_epoch)
     await server.start(desk)
     working = asyncio.ensure_future(desk.run())
@@ -73,7 +79,12 @@ async def serve(config: MasterConfig) -> int:
     keeping = [asyncio.ensure_future(watch.run())]
     keeping += [] if fleet is None else [asyncio.ensure_future(fleet.run())]
     loop.add_signal_handler(signal.SIGUSR1, _end_job, desk)
-    announce(config, Ready(port=port, pid=os.getpid(), master_epoch=keeper.master_epoch))
+    ready = Ready(port=port, pid=os.getpid(), master_epoch=keeper.master_epoch)
+    if observatory is not None:
+        await observatory.start()
+        desk.dashboard = observatory.dashboard
+        ready = replace(ready, dashboard=observatory.dashboard, metrics=observatory.metrics)
+    announce(config, ready)
     log.info(
         "serving job=%s address=%s port=%d master_epoch=%d journal=%s token=%s tls=%s",
         config.job_name,
@@ -97,6 +108,8 @@ async def serve(config: MasterConfig) -> int:
         _tell_end(config, desk.finished.result())
         if fleet is not None:
             await fleet.drain()
+    if observatory is not None:
+        await observatory.stop()
     # Nothing is decided any more: that our own going closes the streams says nothing about the nodes.
     working.cancel()
     telling.cancel()
@@ -128,6 +141,20 @@ def _fleet_keeper(config: MasterConfig, platform: Platform, desk: Desk) -> Fleet
     desk.on_intent = fleet.take
     log.info("platform=%s capabilities=%s", config.platform, platform.capabilities)
     return fleet
+
+
+def _observatory(config: MasterConfig, desk: Desk, keeper: Keeper, token: str) -> Observatory | None:
+    """None: nobody wants to watch. Raises ConfigError."""
+    if config.dashboard_port < 0 and config.metrics_port < 0:
+        return None
+    if not token:
+        raise ConfigError("A dashboard or metrics need a job token: give a token file, or leave both out.")
+    from dlrover.master.observatory import Observatory  # late: a master that nobody watches serves sooner
+
+    observatory = Observatory(config, desk, token)
+    keeper.on_commit = observatory.meters.committed
+    desk.on_observation = observatory.observe
+    return observatory
 
 
 def _end_job(desk: Desk) -> None:

@@ -17,10 +17,22 @@ from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import MigrateNode, RestartJob, ResumeJob, ScaleJob, ScaleReplicas, SuspendJob
 from dlrover.protocol.frames import Answer, FromAgent, FromMaster, Refusal
 from dlrover.protocol.messages import MAX_MESSAGE_BYTES, Query, StopJob
+from dlrover.protocol.steering_messages import SteeringCommand
 
 T = TypeVar("T")
 
-Question = Query | StopJob | ScaleJob | ScaleReplicas | MigrateNode | SuspendJob | ResumeJob | RestartJob | RequestSave
+Question = (
+    Query
+    | StopJob
+    | ScaleJob
+    | ScaleReplicas
+    | MigrateNode
+    | SuspendJob
+    | ResumeJob
+    | RestartJob
+    | RequestSave
+    | SteeringCommand
+)
 """What a one-shot client may ask."""
 
 

@@ -62,6 +62,7 @@ from dlrover.protocol.identity import PlatformId as PlatformId
 from dlrover.protocol.identity import Round as Round
 from dlrover.protocol.kv_messages import AnyKvCommand, AnyKvQuery, KvReply
 from dlrover.protocol.peer_messages import AskPeers, Peers
+from dlrover.protocol.steering_messages import SteeringCommand
 from dlrover.protocol.sync_messages import AnySyncCommand, AnySyncQuery, SyncReply
 from dlrover.protocol.watch_messages import (
     Activity,
@@ -629,6 +630,7 @@ Command = (
     | RequestSave
     | WatchCommand
     | AccountGoodput
+    | SteeringCommand
 )
 AgentCommand = (
     Attach
@@ -654,6 +656,7 @@ AgentCommand = (
     | ReportCheck
     | AnyCheckpointCommand
     | RequestSave
+    | SteeringCommand
 )
 """What may come from outside. The rest is injected by the master's own shell."""
 
@@ -750,6 +753,8 @@ class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
     checkpoints: CheckpointStatus = CheckpointStatus()
     newest_verdict: PastVerdict | None = None
     """Of the diagnosis; None: nothing was ever wrong."""
+    dashboard: str = ""
+    """Address of the job's page; empty: there is none."""
     now: Micros = Micros(0)
     """The master's clock when it answered: what the instants in here are to be compared with; 0: not told."""
     datasets: tuple[DatasetState, ...] = ()

@@ -211,7 +211,18 @@ class NodeEvent(Struct, tag=True, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
 
 
-WatchObservation = ProgressReport | ResourceReport | LookTaken | NodeEvent
+class TailSent(Struct, tag=True, frozen=True, kw_only=True):
+    """The answer to `SendTail`."""
+
+    node: NodeId
+    incarnation: Incarnation
+    request: int
+    text: str
+    note: str = ""
+    """Where it comes from, or why there is none."""
+
+
+WatchObservation = ProgressReport | ResourceReport | LookTaken | NodeEvent | TailSent
 
 
 # Terms of watching.
@@ -260,12 +271,20 @@ class TakeLook(Struct, tag=True, frozen=True, kw_only=True):
     again_after: float = 2.0
 
 
+class SendTail(Struct, tag=True, frozen=True, kw_only=True):
+    """Somebody wants to see the last that a worker printed."""
+
+    request: int
+    global_rank: int
+    max_bytes: int = 65536
+
+
 class WatchOrder(Struct, frozen=True, kw_only=True):
     """`id` is unique in the life of one master; an agent that has seen it does nothing."""
 
     id: int
     expires_in: float
-    order: TakeLook
+    order: TakeLook | SendTail
 
 
 # Findings and verdicts.

@@ -1,0 +1,129 @@
+"""What Prometheus reads: documented, bounded, and true."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from dlrover.core.turn import Outcome
+from dlrover.master.exposition import MAX_HEAD, Exposition
+from dlrover.master.lookout import Lookout
+from dlrover.master.meters import MAX_NODES, METRICS, Meters
+from dlrover.protocol.checkpoint_messages import CheckpointCommitted, ShardWritten
+from dlrover.protocol.messages import Done, Micros, Round
+from tests.master.page_lab import NOW, StandInJob, a_failure, a_progress, a_status, a_usage
+
+ROOT = Path(__file__).parents[2]
+NAMES = {metric.name for metric in METRICS}
+
+
+def watched(num_nodes: int = 4) -> tuple[Lookout, Meters]:
+    job = StandInJob(a_status(num_nodes))
+    lookout = Lookout(job)
+    for node in range(num_nodes):
+        lookout.observe(a_progress(node), NOW)
+        lookout.observe(a_usage(node), NOW)
+    return lookout, Meters(lookout, last_heard=job.last_heard, num_in_work=lambda: 3)
+
+
+def samples(text: bytes) -> dict[tuple[str, tuple[str, ...]], float]:
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+async def test_the_numbers_are_those_of_the_job() -> None:
+    lookout, meters = watched()
+    lookout.hear(a_failure(), Outcome(Done()), NOW)
+    saved = {"directory": "/d", "step": 7, "attempt": "a"}
+    shard = ShardWritten(**saved, target="/d/7", shard=0, num_shards=1, round=Round(1), digest="")
+    meters.hear(shard, Outcome(Done()), NOW)
+    meters.hear(CheckpointCommitted(**saved), Outcome(Done()), Micros(NOW + 2_000_000))
+    meters.committed(0.002)
+    found = samples(await meters.render())
+    assert found["dlrover_job_stage", ("running",)] == 1
+    assert found["dlrover_job_stage", ("stopped",)] == 0
+    assert found["dlrover_nodes", ("alive",)] == 4
+    assert found["dlrover_round", ()] == 3
+    assert found["dlrover_worker_failures_total", ("signal",)] == 1
+    assert found["dlrover_step", ()] == 1000
+    assert found["dlrover_training_metric", ("loss",)] == 1.5
+    assert found["dlrover_node_heartbeat_age_seconds", ("2",)] == 2
+    assert found["dlrover_node_cpu_cores", ("3",)] == 4
+    assert found["dlrover_device_utilization_ratio", ("0", "0")] == 0.8
+    assert found["dlrover_dataset_records", ("train", "consumed")] == 500
+    assert found["dlrover_checkpoint_step", ("/data/checkpoints",)] == 900
+    assert found["dlrover_checkpoint_commit_seconds_sum", ()] == 2
+    assert found["dlrover_checkpoints_total", ("committed",)] == 1
+    assert found["dlrover_journal_commit_seconds_bucket", ("0.0025",)] == 1
+    assert found["dlrover_requests_in_work", ()] == 3
+    assert found["dlrover_workers", ("forward",)] == 3
+
+
+async def test_beyond_a_thousand_nodes_only_sums_are_told() -> None:
+    few = len(samples(await watched(8)[1].render()))
+    _, meters = watched(MAX_NODES + 1)
+    found = samples(await meters.render())
+    assert len(found) < few
+    assert found["dlrover_heartbeat_age_seconds_max", ()] == 2
+
+
+async def test_strange_names_are_quoted_and_cut() -> None:
+    lookout, meters = watched()
+    report = a_progress(0)
+    worker = report.workers[0].__class__(local_rank=0, global_rank=0, metrics={'a"b\nc\\' * 100: float("nan")})
+    lookout.metrics.clear()
+    lookout.observe(
+        report.__class__(node=report.node, incarnation=report.incarnation, round=report.round, workers=(worker,)), NOW
+    )
+    found = [labels for name, labels in samples(await meters.render()) if name == "dlrover_training_metric"]
+    assert found == [(('a"b\nc\\' * 100)[:200],)]
+
+
+def test_the_docs_and_the_grafana_dashboard_name_what_exists() -> None:
+    page = (ROOT / "docs/metrics.md").read_text()
+    assert set(re.findall(r"`(dlrover_\w+)`", page)) == NAMES
+    for metric in METRICS:
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{metric.name}`"))
+        assert all(f"`{label}`" in row for label in metric.labels), row
+    board = (ROOT / "deploy/grafana-dashboard.json").read_text()
+    json.loads(board)
+    used = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\bdlrover_\w+", board)}
+    assert used <= NAMES
+    assert len(used) > 20
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /metrics HTTP/1.1\r\nAuthorization: Bearer yes\r\n\r\n", b"200"),
+        (b"GET /metrics HTTP/1.1\r\nAuthorization: Bearer no\r\n\r\n", b"401"),
+        (b"GET /metrics HTTP/1.1\r\n\r\n", b"401"),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", b"404"),
+        (b"GET /../etc/passwd HTTP/1.1\r\n\r\n", b"404"),
+        (b"\xff\xfe\x00rubbish\r\n\r\n", b"404"),
+        (b"GET /metrics HTTP/1.1\r\nA: " + b"x" * 2 * MAX_HEAD + b"\r\n\r\n", b"431"),
+    ],
+)
+async def test_a_scrape_needs_the_token_and_rubbish_gets_an_answer(sent: bytes, status: bytes) -> None:
+    async def render() -> bytes:
+        return b"numbers\n"
+
+    exposition = Exposition(render, lambda token: token == "yes")
+    port = await exposition.start("127.0.0.1", 0)
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        answer = await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+    finally:
+        exposition.stop()
+    assert answer.split(b" ")[1] == status
+    assert (b"numbers" in answer) == (status == b"200")
