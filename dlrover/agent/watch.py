@@ -1,7 +1,7 @@
 """
 Watches the workers of this node: how far they are, who stands still, and, when the master wants to look, what all of them are doing.
 
-Nothing is polled while training runs: the next look at the pages is due when the first worker would have been in its phase for longer
+No page is looked at more often than a stall could begin: the next look is due when the first worker could have been in a phase for longer
 than it has learned to expect. Nothing here acts on workers. What is found goes to the master, which sees all nodes.
 """
 

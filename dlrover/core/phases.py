@@ -92,6 +92,11 @@ class PhaseBook:
                         (old + 1) // 2 + new for old, new in zip(known, additional, strict=True)
                     )
 
+    @property
+    def least(self) -> float:
+        """Seconds before which nobody is stalled, in whatever phase."""
+        return self._patience.least
+
     def look_after(self, phase: Phase, counts: Sequence[int], *, has_stepped: bool) -> float:
         """Seconds in this phase after which a worker with this histogram of it is stalled."""
         patience = self._patience
@@ -165,7 +170,8 @@ class StallWatch:
                 self._stalled[rank] = seen.num_changes
                 has_changed = True
                 left = self._recheck
-            wakes.append(left)
+            # It may enter a phase with less patience at once; nothing tells us, so no look is further away than the least patience.
+            wakes.append(min(left, self._book.least))
         for rank in [rank for rank in self._stalled if rank not in workers]:
             del self._stalled[rank]
             has_changed = True

@@ -97,6 +97,6 @@ def test_a_worker_that_is_gone_is_not_stalled() -> None:
     assert watch.stalled == ()
 
 
-def test_nobody_is_woken_while_everything_is_new() -> None:
+def test_the_next_look_is_as_near_as_a_stall_could_be_in_a_phase_that_begins_now() -> None:
     _, wait = StallWatch(PhaseBook()).see({0: seen(Phase.START, since=0.0, has_stepped=False)}, now=1.0)
-    assert wait == pytest.approx(Patience().start - 1)
+    assert wait == pytest.approx(Patience().least)

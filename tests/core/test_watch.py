@@ -262,3 +262,14 @@ def test_innermost_frames_decide_who_waits() -> None:
     lab.look(*others(dump(1, ("/job/train.py:12 backward_hook", *IN_BACKWARD), Phase.BACKWARD)))
     assert lab.ranks() == [1]
     assert acted(lab).verdict.fault is FaultClass.DEADLOCK
+
+
+def test_only_a_debugger_that_stays_has_stopped_a_rank(lab: Lab) -> None:
+    """Native stacks are sampled between the dumps, by something that stops the process for a moment."""
+    passing = tuple(dump(rank, IN_ALL_REDUCE, Phase.COLLECTIVE) for rank in range(4))
+    lab.look(*passing, second=(replace(passing[0], state="t"), *passing[1:]))
+    assert lab.told()[-1].fault is FaultClass.NETWORK
+    lab.after(10)
+    lab.look(replace(passing[0], state="t"), *passing[1:])
+    assert acted(lab).verdict.fault is FaultClass.STOPPED
+    assert lab.ranks() == [0]

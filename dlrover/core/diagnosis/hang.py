@@ -51,6 +51,8 @@ class Sight(Struct, frozen=True, kw_only=True):
     """There are two dumps."""
     is_moving: bool = False
     """It is elsewhere than before, or in another step."""
+    is_traced: bool = False
+    """A debugger held it at both dumps. At one of them it may have been our own sampler of native stacks."""
     cpu: float = 0.0
     """Cores in use between the dumps, its own processes included."""
     io_bytes: int = 0
@@ -109,6 +111,7 @@ def see(node: NodeId, first: WorkerDump | None, second: WorkerDump, interval: fl
         rank=second.global_rank,
         second=second,
         is_compared=True,
+        is_traced=first.state == second.state == "t",
         is_moving=stacks.signature(first) != stacks.signature(second) or _has_gone_on(first, second),
         cpu=max(0.0, used) / max(interval, 0.1),
         io_bytes=max(0, second.io_bytes - first.io_bytes),
@@ -141,7 +144,7 @@ def _judge(sights: Sequence[Sight]) -> Finding:
         text = f"{_subject(ended)} {_is(ended)} dead: the process has ended."
         return _blame(FaultClass.DEAD, ended, (text,), 0.99, is_proof=True, is_urgent=True)
     stopped = [sight for sight in sights if sight.second.state == "T"]
-    traced = [sight for sight in sights if sight.second.state == "t" and sight.is_compared]
+    traced = [sight for sight in sights if sight.is_traced]
     if stopped or traced:
         by = "by a signal" if stopped else "by a debugger"
         text = f"{_subject(stopped or traced)} {_is(stopped or traced)} stopped {by} (state {'T' if stopped else 't'})."
