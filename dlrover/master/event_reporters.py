@@ -92,7 +92,7 @@ class WebhookReporter:
             self._lose("its queue is full")
 
     def close(self) -> None:
-        """What waits is sent once more, for as long as one attempt may take."""
+        """What waits is sent without pauses between attempts, for as long as one of them may take."""
         self._closing.set()
         try:
             self._queue.put_nowait(None)
@@ -116,8 +116,8 @@ class WebhookReporter:
                     return
             except (URLError, OSError, ValueError) as error:
                 why = str(error)
-            if attempt + 1 < HOOK_ATTEMPTS and self._closing.wait(self._pause * 2**attempt):
-                break
+            if attempt + 1 < HOOK_ATTEMPTS:
+                self._closing.wait(self._pause * 2**attempt)
         self._lose(why)
 
     def _lose(self, why: str) -> None:

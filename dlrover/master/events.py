@@ -48,9 +48,11 @@ class EventLog:
         self._room_at: Micros | None = None
         self._num_dropped = 0
         self._num_untold = 0
+        self._waiting = 0  # questions
         self._news = asyncio.Condition()
         self._wake = asyncio.Event()
         self._is_broken = False
+        self._has_written = False
         self._notice: asyncio.Task[None] | None = None
 
     def add(self, told: JobEvent) -> JobEvent:
@@ -106,18 +108,17 @@ class EventLog:
 
     async def run(self) -> None:
         """Until cancelled: writes what gathers, in a thread."""
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="events") as thread:
-            try:
-                while True:
-                    await self._wake.wait()
-                    self._wake.clear()
-                    await asyncio.get_running_loop().run_in_executor(thread, self._deliver, self._take())
-            finally:
-                self._deliver(self._take())
-                for reporter in self._reporters:
-                    reporter.close()
-
-    _waiting = 0
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="events")
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                await asyncio.shield(asyncio.wrap_future(thread.submit(self._deliver, self._take())))
+        finally:
+            thread.shutdown(wait=True)  # what it has begun is a few lines
+            self._deliver(self._take())
+            for reporter in self._reporters:
+                reporter.close()
 
     def _notify(self) -> None:
         if self._notice is None or self._notice.done():
@@ -134,7 +135,8 @@ class EventLog:
     def _deliver(self, events: list[JobEvent]) -> None:
         if self._path is not None and events:
             try:
-                _append(self._path, events)
+                _append(self._path, events, is_first=not self._has_written)
+                self._has_written = True
                 self._is_broken = False
             except OSError as error:
                 if not self._is_broken:
@@ -185,8 +187,10 @@ def _decode(lines: Sequence[bytes]) -> list[JobEvent]:
     return found
 
 
-def _append(path: Path, events: list[JobEvent]) -> None:
+def _append(path: Path, events: list[JobEvent], *, is_first: bool) -> None:
     data = b"".join(_ENCODER.encode(each) + b"\n" for each in events)
+    if is_first:
+        data = b"\n" + data  # a former master may have been killed in the middle of a line
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         size = os.fstat(descriptor).st_size
