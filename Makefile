@@ -61,6 +61,9 @@ bench-checkpoint: $(STAMP) ## saves and restores of 0.25 and 1 GB: ours, torch's
 bench-goodput: $(STAMP) ## goodput with a worker killed every 30 s: ours, torchrun, dlrover 0.6.1 (about 35 minutes)
 	$(BIN)/python benchmarks/goodput.py --json goodput.json
 
+bench-monitoring: $(STAMP) ## what watching costs: a step with and without the hooks, each hook, the agent's share (about 1 minute)
+	$(BIN)/python benchmarks/monitoring.py
+
 chaos: $(STAMP) ## slow fault tests that are not part of `make test`
 	$(BIN)/python -m pytest -m chaos
 

@@ -24,6 +24,7 @@ from dlrover.protocol.messages import Incarnation, NodeId, Round, WorldSpec
 from dlrover.protocol.watch_messages import (
     LookTaken,
     NodeEvent,
+    Phase,
     ProgressReport,
     SendTail,
     TailSent,
@@ -124,7 +125,8 @@ class Watch:
     def close_round(self) -> None:
         """All workers have ended. What they taught stays, and what they did last is told."""
         self.report()
-        self._book.close_round([seat.read().buckets for seat in self._seats])
+        readings = [seat.read() for seat in self._seats]
+        self._book.close_round([{phase: reading.buckets(phase) for phase in Phase} for reading in readings])
         for look in self._looks:
             look.cancel()
         self._looks.clear()
@@ -201,7 +203,7 @@ class Watch:
                     since=reading.since_ns / 1e9,
                     num_changes=reading.num_changes,
                     has_stepped=reading.step is not None,
-                    counts=reading.buckets[reading.phase],
+                    counts=reading.buckets(reading.phase),
                 )
         if not self._seats:
             return None

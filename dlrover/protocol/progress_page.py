@@ -73,7 +73,14 @@ class Reading(NamedTuple):
     cursor: str
     digest: str
     digest_step: int | None
-    buckets: dict[Phase, tuple[int, ...]]
+    copy: bytes
+    """Of the whole page."""
+
+    def buckets(self, phase: Phase) -> tuple[int, ...]:
+        """How many stretches of this phase lasted how long; the core says what a bucket means."""
+        start = BUCKETS + PHASES.index(phase) * NUM_BUCKETS
+        counts = tuple(memoryview(self.copy).cast("q")[start : start + NUM_BUCKETS])
+        return counts if min(counts) >= 0 else (0,) * NUM_BUCKETS
 
     def seconds_in_phase(self, now_ns: int) -> float:
         return max(0, now_ns - self.since_ns) / 1e9
@@ -142,17 +149,12 @@ def decode(copy: bytes, now_ns: int) -> Reading:
         cursor=_text(copy, *CURSOR) or (f"batch {words[NUM_BATCHES]}" if words[NUM_BATCHES] > 0 else ""),
         digest=_text(copy, *DIGEST),
         digest_step=None if words[DIGEST_STEP] == NO_STEP else words[DIGEST_STEP],
-        buckets={phase: _buckets(words, number) for number, phase in enumerate(PHASES)},
+        copy=copy,
     )
 
 
 def _word(copy: bytes, index: int) -> int:
     return int.from_bytes(copy[index * 8 : index * 8 + 8], "little", signed=True)
-
-
-def _buckets(words: memoryview, number: int) -> tuple[int, ...]:
-    start = BUCKETS + number * NUM_BUCKETS
-    return tuple(max(0, count) for count in words[start : start + NUM_BUCKETS])
 
 
 def _collective(copy: bytes, words: memoryview) -> Collective | None:

@@ -31,6 +31,9 @@ from dlrover.protocol.spawning import ForkWorker
 from dlrover.trainer import environment, watching
 
 EXIT_CANNOT_START = 127
+_COLD_CODE = (
+    b"import sys; sys.path[:1] = [p for p in sys.path[:1] if p]; from dlrover.trainer.worker import main; main()"
+)
 
 _OWN_FILE = __file__
 _DEFAULT_ON_START = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -112,6 +115,10 @@ def _execute(order: ForkWorker) -> NoReturn:
     for number in _IGNORED_BY_PYTHON:
         signal.signal(number, signal.SIG_DFL)
     command = command_line(order)
+    is_ours = order.kind in ("script", "module") and os.fsdecode(order.interpreter) == sys.executable
+    if is_ours and b"DLROVER_PROGRESS_PAGE" in order.environ:
+        # Through our own entry, because somebody watches: the script sees no difference.
+        command = [order.interpreter, b"-u", b"-c", _COLD_CODE, order.kind.encode(), order.target, *order.args]
     os.execvpe(command[0], command, order.environ)
 
 
@@ -361,11 +368,23 @@ def _say_nothing(*_details: object) -> None:
     return None
 
 
-if __name__ == "__main__":
-    # The functions of the importable module, so that the frames it hides are its own.
-    from dlrover.trainer import handlers, worker
+def main() -> None:
+    """In a process of its own: KIND TARGET ARGS."""
+    from dlrover.trainer import handlers
 
     handlers.announce()
+    kind, target, args = sys.argv[1], sys.argv[2], sys.argv[3:]
+    if kind in ("script", "module"):
+        shown = [sys.executable, "-u", *(["-m"] if kind == "module" else []), target, *args]
+        sys.orig_argv[:] = shown
+        show_as(b" ".join(map(os.fsencode, shown)))
+    run(kind, target, args)
+
+
+if __name__ == "__main__":
+    # The functions of the importable module, so that the frames it hides are its own.
+    from dlrover.trainer import worker
+
     if sys.argv[1] == "function" and sys.path and not sys.flags.safe_path:
         del sys.path[0]
-    worker.run(sys.argv[1], sys.argv[2], sys.argv[3:])
+    worker.main()

@@ -14,8 +14,10 @@ from typing import TypeVar
 
 import pytest
 
-from dlrover.agent.config import WatchConfig
-from dlrover.agent.seats import parse_stacks
+from dlrover.agent.config import EntryKind, WatchConfig
+from dlrover.agent.process_tree import ProcessTree
+from dlrover.agent.seats import Seat, parse_stacks
+from dlrover.agent.spawner import Spawner
 from dlrover.agent.watch import Watch
 from dlrover.core.phases import Patience, PhaseBook
 from dlrover.protocol.messages import Incarnation, NodeId, Round
@@ -29,7 +31,7 @@ from dlrover.protocol.watch_messages import (
     WatchOrder,
     WorkerDump,
 )
-from tests.agent.lab import make_world, start_process, until
+from tests.agent.lab import environment, make_world, run_plainly, run_worker, start_process, until, write
 
 T = TypeVar("T")
 
@@ -42,12 +44,15 @@ WORKER = """
     lock.acquire()
 
     def wait_for_a_lock():
+        print("ready", flush=True)
         lock.acquire()
 
     def hold_the_interpreter():
+        print("ready", flush=True)
         sum(itertools.repeat(0))
 
     def read_the_next_line():
+        print("ready", flush=True)
         sys.stdin.readline()
 
     writer = phases.current()
@@ -56,7 +61,6 @@ WORKER = """
     writer.set_step(20, 0)
     if "override" in sys.argv:
         signal.signal(int(os.environ["DLROVER_DUMP_SIGNAL"]), lambda *_: None)
-    print("ready", flush=True)
     with phases.span(phases.BACKWARD):
         {"lock": wait_for_a_lock, "gil": hold_the_interpreter}.get(sys.argv[1], read_the_next_line)()
     read_the_next_line()
@@ -215,6 +219,30 @@ async def test_nothing_of_a_round_is_left(lab: Lab) -> None:
         lab.watch.open_round(make_world(4))
     lab.watch.close_round()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("kind", [EntryKind.SCRIPT, EntryKind.MODULE])
+async def test_a_script_that_is_watched_from_a_cold_start_sees_no_difference(
+    cold_spawner: Spawner, tree: ProcessTree, tmp_path: Path, kind: EntryKind
+) -> None:
+    script = write(
+        tmp_path / "facts.py",
+        "import sys; print(sys.argv, sys.orig_argv, sys.path, __name__, __file__, sorted(globals())); sys.exit(3)",
+    )
+    seat = Seat(local_rank=0, global_rank=0)
+    try:
+        environ = environment(PYTHONPATH=os.getcwd(), DLROVER_AGENT_SOCKET="none", **seat.environment())
+        target = script if kind is EntryKind.SCRIPT else "facts"
+        ended = await run_worker(
+            cold_spawner, tree, target, "a b", scratch=tmp_path, kind=kind, environ=environ, cwd=str(tmp_path)
+        )
+        options = [] if kind is EntryKind.SCRIPT else ["-m"]
+        plain = run_plainly(target, "a b", scratch=tmp_path, environ=environ, options=options, cwd=str(tmp_path))
+        assert (ended.code, ended.stdout, ended.stderr) == (3, plain.stdout, plain.stderr)
+        reading = seat.read()
+        assert (reading.pid, reading.phase) == (ended.pid, Phase.END)
+    finally:
+        seat.close()
 
 
 def test_stacks_are_read_as_python_writes_them() -> None:

@@ -47,7 +47,7 @@ def test_every_nanosecond_is_in_one_phase(page: ProgressPage) -> None:
     assert reading.pid == os.getpid()
     assert reading.num_changes == 3
     assert sum(reading.phase_ns.values()) == now_ns - reading.started_at_ns
-    assert {phase: sum(counts) for phase, counts in reading.buckets.items() if any(counts)} == {
+    assert {phase: sum(counts) for phase in Phase if any(counts := reading.buckets(phase))} == {
         Phase.START: 1,
         Phase.DATA: 1,
         Phase.FORWARD: 1,
@@ -61,7 +61,7 @@ def test_the_worker_counts_in_the_buckets_that_the_agent_reads(
     clock = iter([1_000, 1_000 + ns])
     monkeypatch.setattr(phases, "_now", lambda: next(clock))
     PhaseWriter(page.path).enter(phases.DATA)
-    counts = read(page).buckets[Phase.START]
+    counts = read(page).buckets(Phase.START)
     assert [index for index, count in enumerate(counts) if count] == [min(bucket_of(ns), layout.NUM_BUCKETS - 1)]
 
 
