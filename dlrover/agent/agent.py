@@ -119,6 +119,10 @@ class Exchange(Protocol):
 
     address: str
 
+    @property
+    def copied_step(self) -> int | None:
+        """The newest step of which other nodes keep what this one has."""
+
     async def enter(
         self,
         world: WorldSpec,
@@ -715,6 +719,7 @@ class Agent:
                         incarnation=self._incarnation,
                         step=self._step(),
                         snapshot_step=self._snapshot_step(),
+                        copied_step=None if self._exchange is None else self._exchange.copied_step,
                     )
                 )
                 if self._watch is not None:

@@ -98,6 +98,8 @@ class Replicas:
         """In this round."""
         self._protected: dict[int, PinnedSlot] = {}
         """By shard: the newest slot of ours that the whole group has protected by parity."""
+        self._copied: dict[str, int | None] = {}
+        """By segment of which others shall keep something: the newest step in this round of which they do."""
         self._told: set[str] = set()
 
     # Towards the agent.
@@ -118,6 +120,12 @@ class Replicas:
         if name.path not in self._pushing and not is_alone:
             task = self._pushing[name.path] = asyncio.create_task(self._push_offered(name.path), name="copies")
             task.add_done_callback(lambda _: self._pushing.pop(name.path, None))
+
+    @property
+    def copied_step(self) -> int | None:
+        """The newest step of which other nodes keep copies or parity of all our shards; None where nobody is to, or does not yet."""
+        steps = [step for step in self._copied.values() if step is not None]
+        return min(steps) if steps and len(steps) == len(self._copied) else None
 
     def close(self) -> None:
         self._server.close()
@@ -154,6 +162,8 @@ class Replicas:
             if request is None or request.num_shards == 1:
                 return  # every node has the same: nothing to copy
             copies = max(self._config.copies, request.replica_count)
+            if copies or self._config.num_data:
+                self._copied.setdefault(name.path, None)
             is_copied = copies > 0 and await self._copy(pinned, request, copies)
             is_protected = self._config.num_data > 0 and await self._protect(pinned, request)
         finally:
@@ -161,6 +171,7 @@ class Replicas:
                 release(pinned)
         if is_copied or is_protected:
             self._told.clear()
+            self._copied[name.path] = name.step
             if self._world is not None and pinned.record.round == self._world.round:
                 # Not what a former round saved: its lost shards may be needed until this one has saved.
                 self._num_pushed += 1
@@ -283,7 +294,7 @@ class Replicas:
     async def _enter(self, world: WorldSpec, node: NodeId, node_rank: NodeRank, ask: Call) -> None:
         home = self._home_for(node_rank)
         self._ask, self._node, self._world = ask, node, world
-        self._peers, self._num_pushed = {}, 0
+        self._peers, self._num_pushed, self._copied = {}, 0, {}
         self._store.enter(world.round, home)
         former, self._members = self._members, (node,)
         if world.group_world_size == 1:

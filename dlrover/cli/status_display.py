@@ -92,6 +92,9 @@ def checkpoint_lines(status: JobStatus) -> list[str]:
     lines = []
     if known.snapshot_step is not None:
         lines.append(f"snapshot in memory: step {known.snapshot_step}")
+    if known.copied_step is not None:
+        lag = max(0, (known.snapshot_step or 0) - known.copied_step)
+        lines.append(f"on other nodes, too: step {known.copied_step}" + (f", {lag} steps behind" if lag else ""))
     lines += [
         f"checkpoint: step {each.step} in {each.directory}{_ago(status.now, each.at)}" for each in known.committed
     ]

@@ -34,6 +34,8 @@ class Seen(Struct):
     step: int | None = None
     snapshot_step: int | None = None
     """What it has in memory now; unlike the step it may go back."""
+    copied_step: int | None = None
+    """What others keep of it."""
 
 
 class Observations:
@@ -81,6 +83,7 @@ class Observations:
         if heartbeat.step is not None and (seen.step is None or heartbeat.step > seen.step):
             seen.step = heartbeat.step
         seen.snapshot_step = heartbeat.snapshot_step
+        seen.copied_step = heartbeat.copied_step
 
     def forget(self, node: NodeId) -> None:
         """Its stream broke or it left: the job has its own deadline for that."""
@@ -128,6 +131,10 @@ class Observations:
     def snapshot_steps(self) -> dict[NodeId, int]:
         """The newest step that each node has in memory."""
         return {node: seen.snapshot_step for node, seen in self._seen.items() if seen.snapshot_step is not None}
+
+    def copied_steps(self) -> dict[NodeId, int]:
+        """The newest step of each node of which others keep what it has."""
+        return {node: seen.copied_step for node, seen in self._seen.items() if seen.copied_step is not None}
 
     def _silent_at(self, node: NodeId, seen: Seen) -> Micros:
         begins_at = max(seen.last_seen_at, self._started_at)

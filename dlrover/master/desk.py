@@ -506,7 +506,10 @@ class Desk:
         steps = self._observations.steps()
         nodes = (replace(node, step=steps.get(node.node, node.step)) for node in status.nodes)
         in_memory = self._observations.snapshot_steps().values()
-        checkpoints = replace(status.checkpoints, snapshot_step=min(in_memory, default=None))
+        copied = self._observations.copied_steps().values()
+        checkpoints = replace(
+            status.checkpoints, snapshot_step=min(in_memory, default=None), copied_step=min(copied, default=None)
+        )
         return replace(
             status,
             nodes=tuple(nodes),

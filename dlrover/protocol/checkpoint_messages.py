@@ -242,6 +242,8 @@ class CheckpointTrouble(Struct, frozen=True, kw_only=True):
 class CheckpointStatus(Struct, frozen=True, kw_only=True):
     snapshot_step: int | None = None
     """The newest that every node of the world has told of having in memory."""
+    copied_step: int | None = None
+    """The newest that would survive the loss of a node without storage. None: no node has told of copies on others."""
     committed: tuple[CommittedCheckpoint, ...] = ()
     """The newest of each directory."""
     num_under_way: int = 0

@@ -788,6 +788,8 @@ class Heartbeat(Struct, tag=True, frozen=True, kw_only=True):
     step: int | None = None
     snapshot_step: int | None = None
     """The newest step of which all local shards are in memory."""
+    copied_step: int | None = None
+    """The newest of which other nodes keep copies or parity of all local shards; None also where nobody is to keep any."""
 
 
 Observation = Heartbeat

@@ -1,13 +1,15 @@
 """
 How files become a checkpoint, so that a cut at any instant leaves either the old one or the new one, whole.
 
-    every rank      1  writes its files into  TARGET.tmp-ATTEMPT/  and syncs them
-                    2  writes its manifest there, syncs the directories
+    every rank      1  writes its files into  TARGET.tmp-ATTEMPT/
+                    2  writes its manifest there under another name, syncs all that with the directories, and gives it its name
     the committer   3  compares the set of manifests with the set of ranks, and the files with the manifests
-                    4  writes the global manifest there, syncs
+                    4  writes the global manifest there, and the tracker files under other names, syncs all that
                     5  renames the directory to TARGET, syncs the parent
-                    6  writes the tracker files, ours first, the framework's last, each replaced atomically
+                    6  gives the tracker files their names, ours first, then the framework's, and syncs the parent after each
                     7  removes what TARGET was before
+
+A sync lasts as long for many files as for one, so they are waited for four or five times and not once for each file.
 
 A step that is saved again changes places with the old directory in one system call; where the file system cannot do that, the old one is
 set aside first, and `locate` finds whichever of the two is whole. Attempts have ids, so what a former one left behind is never taken
@@ -102,14 +104,29 @@ def stage(storage: Storage, attempt: Attempt) -> str:
     return path
 
 
-def finish_rank(storage: Storage, attempt: Attempt, manifest: RankManifest) -> str:
-    """The rank's files are written and synced: say so. Their names become durable here. Gives the manifest's digest."""
+def finish_rank(
+    storage: Storage, attempt: Attempt, manifest: RankManifest, *, is_synced: bool = True, is_alone: bool = False
+) -> str:
+    """
+    The rank's files are written: say so. Their names become durable here, and they themselves where they were not `is_synced`. Gives the manifest's
+    digest.
+
+    Of a rank that `is_alone` the manifest's own name is left to the committer, who syncs the same directory.
+    """
     assert (manifest.step, manifest.attempt) == (attempt.step, attempt.attempt), "a manifest of another attempt"
     path = attempt.staging_path(storage)
-    for directory in _directories_of(path, (file.path for file in manifest.files)):
-        storage.sync_directory(directory)
+    name = join(path, rank_manifest_name(manifest.global_rank))
     content = encode_manifest(manifest)
-    storage.write_atomic(join(path, rank_manifest_name(manifest.global_rank)), content)
+    if not isinstance(storage, Renaming):
+        storage.write_atomic(name, content)
+        return digest_of(content)
+    files = [file.path for file in manifest.files]
+    prepared = storage.prepare(name, content)
+    unsynced = [] if is_synced else [join(path, file) for file in files]
+    storage.sync([*unsynced, prepared, *_directories_of(path, files)])
+    storage.replace(prepared, name)  # not earlier: whoever sees it may take the files for durable
+    if not is_alone:
+        storage.sync([parent_of(name)])
     return digest_of(content)
 
 
@@ -143,19 +160,65 @@ def commit(
     as they are; they do, too, if they name a later save of the same process.
     """
     target = attempt.target_path
+    tracking = _Tracking(storage, attempt, trackers)
     manifest = committed_manifest(storage, attempt)
-    if manifest is None:
-        try:
-            manifest = _commit_staged(storage, attempt, set(expected_ranks), data_state, digest)
-        except (ManifestInvalid, FileNotFoundError):
-            manifest = committed_manifest(storage, attempt)  # another committer was quicker: the staged files are gone
-            if manifest is None:
-                raise
-    if is_newest and not _is_newer_tracked(storage, attempt):
-        for tracker in (Tracker(TRACKER, str(attempt.step)), *trackers):
-            storage.write_atomic(join(attempt.directory, tracker.name), tracker.content.encode())
+    try:
+        if manifest is None:
+            prepared = tracking.prepare() if is_newest else []
+            try:
+                manifest = _commit_staged(storage, attempt, set(expected_ranks), data_state, digest, prepared)
+            except (ManifestInvalid, FileNotFoundError):
+                manifest = committed_manifest(
+                    storage, attempt
+                )  # another committer was quicker: the staged files are gone
+                if manifest is None:
+                    raise
+        if is_newest and not _is_newer_tracked(storage, attempt):
+            tracking.write()
+    finally:
+        tracking.clear()
     _remove_leftovers(storage, attempt)
     return Committed(target, manifest)
+
+
+class _Tracking:
+    """The tracker files of a commit: written beside the old ones before it, and named after it."""
+
+    def __init__(self, storage: Storage, attempt: Attempt, trackers: Sequence[Tracker]) -> None:
+        self._storage, self._directory = storage, attempt.directory
+        self._contents = {
+            join(attempt.directory, each.name): each.content.encode()
+            for each in (Tracker(TRACKER, str(attempt.step)), *trackers)
+        }
+        self._prepared: dict[str, str] = {}
+
+    def prepare(self) -> list[str]:
+        """What has to be synced before `write`."""
+        if isinstance(self._storage, Renaming):
+            for path, content in self._contents.items():
+                self._prepared[path] = self._storage.prepare(path, content)
+        return list(self._prepared.values())
+
+    def write(self) -> None:
+        """Ours first and durable, then the framework's. The checkpoint that they name is durable."""
+        storage = self._storage
+        if not isinstance(storage, Renaming):
+            for path, content in self._contents.items():
+                storage.write_atomic(path, content)
+            return
+        if not self._prepared:
+            storage.sync(self.prepare())
+        ours, *others = self._contents
+        for group in filter(None, ([ours], others)):
+            for path in group:
+                storage.replace(self._prepared.pop(path), path)
+            storage.sync([self._directory])
+
+    def clear(self) -> None:
+        """What was not needed."""
+        for prepared in self._prepared.values():
+            with contextlib.suppress(OSError):
+                self._storage.remove_file(prepared)
 
 
 def committed_manifest(storage: Storage, attempt: Attempt) -> GlobalManifest | None:
@@ -165,8 +228,14 @@ def committed_manifest(storage: Storage, attempt: Attempt) -> GlobalManifest | N
 
 
 def _commit_staged(
-    storage: Storage, attempt: Attempt, expected_ranks: set[int], data_state: str, digest: str
+    storage: Storage,
+    attempt: Attempt,
+    expected_ranks: set[int],
+    data_state: str,
+    digest: str,
+    to_sync: Sequence[str] = (),
 ) -> GlobalManifest:
+    """`to_sync` is synced on the way."""
     staged = staged_manifests(storage, attempt)
     manifest = join_manifests(staged, expected_ranks, data_state)
     _refuse_another_job(storage, attempt, staged)
@@ -178,10 +247,14 @@ def _commit_staged(
         )
     staging = attempt.staging_path(storage)
     check_sizes(storage, staging, manifest)
-    storage.write_atomic(join(staging, GLOBAL_NAME), encode_manifest(manifest))
-    if isinstance(storage, Renaming):
-        _put_in_place(storage, staging, attempt.target_path, attempt, is_there=_exists(storage, attempt.target_path))
-        storage.sync_directory(attempt.directory)
+    name = join(staging, GLOBAL_NAME)
+    if not isinstance(storage, Renaming):
+        storage.write_atomic(name, encode_manifest(manifest))
+        return manifest
+    storage.replace(storage.prepare(name, encode_manifest(manifest)), name)  # torn by a cut it would count for nothing
+    storage.sync([name, parent_of(name), *to_sync])
+    _put_in_place(storage, staging, attempt.target_path, attempt, is_there=_exists(storage, attempt.target_path))
+    storage.sync([attempt.directory])
     return manifest
 
 
@@ -267,7 +340,8 @@ def delete_checkpoint(storage: Storage, path: str) -> None:
     if read_global_manifest(storage, path) is not None:
         manifest = join(path, GLOBAL_NAME)
         storage.remove_file(manifest)
-        storage.sync_directory(parent_of(manifest))
+        if isinstance(storage, Renaming):
+            storage.sync([parent_of(manifest)])
     storage.remove_tree(path)
 
 

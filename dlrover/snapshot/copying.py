@@ -37,6 +37,19 @@ class Span(NamedTuple):
     num_bytes: int
 
 
+class Blocks:
+    """
+    Spans made ready to be copied, as often as one likes: of a state that is saved again and again from and to the same places this is done once.
+    """
+
+    def __init__(self, spans: Iterable[Span], stream: Stream | None) -> None:
+        self.stream = stream
+        self.bundles: _Bundles = () if stream is not None else _bundles(spans)
+        numbers = _blocks(spans) if stream is not None else []
+        self.table = (ctypes.c_uint64 * len(numbers))(*numbers)
+        self.num_blocks = len(numbers) // 3 if stream is not None else len(self.bundles)
+
+
 class Copier:
     """Threads that copy spans, for one user at a time; `close` ends them."""
 
@@ -58,12 +71,17 @@ class Copier:
         work.run()
         work.wait()
 
-    def copy_now(self, spans: Iterable[Span]) -> None:
-        """Copy a little, in this thread alone."""
-        for target, source, num_bytes in spans:
-            self._copy_one(target, source, num_bytes)
+    def blocks(self, spans: Iterable[Span]) -> Blocks:
+        """For `copy_now` and `start`."""
+        return Blocks(list(spans), self._stream)
 
-    def start(self, spans: Iterable[Span], num_helpers: int | None = None) -> CopyInProgress:
+    def copy_now(self, blocks: Blocks) -> None:
+        """Copy a little, in this thread alone."""
+        work = self._work_for(blocks)
+        work.run()
+        work.wait()
+
+    def start(self, spans: Iterable[Span] | Blocks, num_helpers: int | None = None) -> CopyInProgress:
         """
         Copy in the background, by as many threads as there are or by `num_helpers`, which may be 0: then nothing happens before
         `CopyInProgress.finish`. The memory must stay as it is until then.
@@ -75,10 +93,11 @@ class Copier:
     def close(self) -> None:
         self._pool.shutdown(wait=True)
 
-    def _work_for(self, spans: Iterable[Span]) -> _Work:
-        if self._stream is not None:
-            return _StreamedWork(_blocks(spans), self._stream)
-        return _BundledWork(_bundles(spans), self._copy_one)
+    def _work_for(self, spans: Iterable[Span] | Blocks) -> _Work:
+        blocks = spans if isinstance(spans, Blocks) else self.blocks(spans)
+        if blocks.stream is not None:
+            return _StreamedWork(blocks, blocks.stream)
+        return _BundledWork(blocks.bundles, self._copy_one)
 
     def _start(self, work: _Work, num_helpers: int) -> None:
         if os.getpid() != self._pid:  # threads do not survive a fork
@@ -149,10 +168,9 @@ class _Work(abc.ABC):
 class _StreamedWork(_Work):
     """By the loop, which needs no interpreter between two blocks."""
 
-    def __init__(self, blocks: Sequence[int], stream: Stream) -> None:
-        super().__init__(len(blocks) // 3)
-        self._stream = stream
-        self._table = (ctypes.c_uint64 * len(blocks))(*blocks)
+    def __init__(self, blocks: Blocks, stream: Stream) -> None:
+        super().__init__(blocks.num_blocks)
+        self._stream, self._table = stream, blocks.table
         self._counter = ctypes.c_uint64(0)
 
     def run(self) -> None:

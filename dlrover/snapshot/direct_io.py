@@ -56,6 +56,8 @@ class WriteOptions(Struct, frozen=True, kw_only=True):
     """Once set, the limit counts no more: the training that it protects has ended. Seen within half a second."""
     deadline_at: float | None = None
     """On the monotonic clock; checked between units of 8 MiB."""
+    is_synced: bool = True
+    """False: the caller syncs the file, perhaps with others."""
     nice: int = 0
     """Added to the writing threads' niceness, so that they leave the processors to the training."""
 
@@ -86,7 +88,7 @@ def write_file(
     stop: threading.Event | None = None,
 ) -> WrittenFile:
     """
-    Write and sync a file that consists of the pieces, with zeros between them.
+    Write a file that consists of the pieces, with zeros between them, and sync it.
 
     `on_progress` gets the number of bytes written so far, from the writing threads. After an error the file is whatever it is: the
     caller writes into a staging directory and removes that.
@@ -104,7 +106,7 @@ def write_file(
         everything = sorted([*pieces, *late(sums)], key=lambda piece: piece.offset)
         gaps = _gaps([(start, len(content)) for start, content in direct], total_bytes)
         work.run([_Unit(start, _Gather(everything, start, length)) for start, length in gaps])
-        target.sync()
+        target.end(is_synced=options.is_synced)
     return WrittenFile(total_bytes, work.combined_sum())
 
 
@@ -349,10 +351,11 @@ class _Target:
                 continue
             content, offset = content[written:], offset + written
 
-    def sync(self) -> None:
+    def end(self, *, is_synced: bool) -> None:
         os.ftruncate(self._fd, self._total_bytes)
-        os.fsync(self._fd)
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if is_synced:
+            os.fsync(self._fd)
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _leave_direct(self) -> None:
         """Same descriptor number, so that other threads go on."""

@@ -47,7 +47,7 @@ def write_kind(
     options: WriteOptions | None = None,
     stop: threading.Event | None = None,
 ) -> WrittenFile:
-    """Write and sync one file of a snapshot; its directory exists."""
+    """Write one file of a snapshot, and sync it unless the options say otherwise; its directory exists."""
     image = file_image(contents, entry, data)
     if isinstance(storage, LocalStorage):
         return write_file(path, *image, options=options, stop=stop)

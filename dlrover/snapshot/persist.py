@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.checksum import best_algorithm, chunk_checksums
@@ -190,6 +191,8 @@ def persist(
     attempt = request.as_attempt()
     before = read_global_manifest(storage, attempt.target_path)
     staging = stage(storage, attempt)
+    is_synced = not isinstance(storage, LocalStorage)
+    options = replace(options or WriteOptions(), is_synced=is_synced)  # all files together, at the end
     try:
         files = []
         for entry in contents.files:
@@ -199,7 +202,8 @@ def persist(
             storage.make_directory(parent_of(path))
             written = write_kind(storage, path, contents, entry, pinned.data, options=options, stop=stop)
             files.append(FileRecord(entry.path, written.size_bytes, written.crc32, part=entry.name, kind=entry.kind))
-        return finish_rank(storage, attempt, _manifest(pinned, request, contents, files, before))
+        manifest = _manifest(pinned, request, contents, files, before)
+        return finish_rank(storage, attempt, manifest, is_synced=is_synced, is_alone=request.num_shards == 1)
     except BaseException:
         _forget_shard(storage, attempt, request)
         raise

@@ -1,9 +1,10 @@
 """
 Where checkpoints are kept: a local (or mounted) directory, or whatever fsspec reaches.
 
-The interface is small on purpose. Everything that must survive a power cut is said explicitly: a file is durable when `write` returned, its *name*
-when the directory was synced, and a rename likewise. Object stores have no rename, but what they store is durable and
-named at once: only what is `Renaming` too can move a directory, and whoever wants to has to ask (`isinstance`).
+The interface is small on purpose. What an object store has taken is durable and named at once. On a disk everything that must survive a power cut is
+said explicitly: a file is durable when `write` returned, its *name* when the directory was synced, and a rename likewise. A sync costs the
+disk's patience and hardly more for many files than for one, so they are asked for together. Only what is `Renaming` can do all that, and
+move a directory; whoever wants to has to ask (`isinstance`).
 
 Paths are strings with `/`, also for URLs.
 """
@@ -17,6 +18,7 @@ import os
 import posixpath
 import secrets
 import shutil
+import stat
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -25,11 +27,12 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from msgspec import Struct
 
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.direct_io import UNIT_BYTES, WrittenFile, file_crc32
+from dlrover.snapshot.direct_io import UNIT_BYTES, WrittenFile, file_crc32, run_in_threads
 
 Read = TypeVar("Read")
 UNKNOWN_SIZE = -1
 """Of a file in a storage that tells no sizes."""
+_SYNC_THREADS = 8
 
 
 class StoredName(Struct, frozen=True, order=True):
@@ -62,12 +65,20 @@ class Storage(Protocol):
         """Nothing happens when there is none."""
 
     def remove_tree(self, path: str) -> None: ...
-    def sync_directory(self, path: str) -> None: ...
 
 
 @runtime_checkable
 class Renaming(Protocol):
     """What a storage can do besides where directories can be renamed at once. Elsewhere files are written where they belong."""
+
+    def prepare(self, path: str, content: bytes) -> str:
+        """Write what shall replace a small file beside it, and say where; not durable yet."""
+
+    def replace(self, prepared: str, path: str) -> None:
+        """Give it the name: readers see the old or the new content; also after a power cut, if it was synced before."""
+
+    def sync(self, paths: Iterable[str]) -> None:
+        """Make files, and the names in directories, durable; all at the same time."""
 
     def rename(self, source: str, target: str) -> None:
         """The target must not exist."""
@@ -116,14 +127,34 @@ class LocalStorage:
             os.fsync(file.fileno())
 
     def write_atomic(self, path: str, content: bytes) -> None:
+        prepared = self.prepare(path, content)
+        try:
+            self.sync([prepared])
+            self.replace(prepared, path)
+        except BaseException:
+            self.remove_file(prepared)
+            raise
+        self.sync([parent_of(path)])
+
+    def prepare(self, path: str, content: bytes) -> str:
         temporary = f"{path}.new-{secrets.token_hex(4)}"
         try:
-            self.write(temporary, [content])
-            os.replace(temporary, path)
+            with open(temporary, "wb") as file:
+                file.write(content)
         except BaseException:
             self.remove_file(temporary)
             raise
-        self.sync_directory(parent_of(path))
+        return temporary
+
+    def replace(self, prepared: str, path: str) -> None:
+        os.replace(prepared, path)
+
+    def sync(self, paths: Iterable[str]) -> None:
+        """The file system's journal takes what several threads want at a time in one turn."""
+        left = list(dict.fromkeys(paths))
+        if len(left) > 1:
+            run_in_threads(lambda: _sync_some(left), min(len(left), _SYNC_THREADS))
+        _sync_some(left)
 
     def read(self, path: str) -> bytes:
         with open(path, "rb") as file:
@@ -177,15 +208,29 @@ class LocalStorage:
                     times.append(os.lstat(os.path.join(parent, name)).st_mtime)
         return max(0.0, time.time() - max(times))
 
-    def sync_directory(self, path: str) -> None:
-        fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+def _sync_some(left: list[str]) -> None:
+    """Until none is left; several threads share the list."""
+    while True:
         try:
-            os.fsync(fd)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
-                raise
-        finally:
-            os.close(fd)
+            path = left.pop()
+        except IndexError:
+            return
+        _sync(path)
+
+
+def _sync(path: str) -> None:
+    fd = os.open(path or ".", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # nobody reads it soon
+    except OSError as error:
+        is_directory = stat.S_ISDIR(os.fstat(fd).st_mode)
+        if not is_directory or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise  # only directories of some network file systems cannot, and need not
+    finally:
+        os.close(fd)
 
 
 def _stored_name(entry: os.DirEntry[str]) -> StoredName | None:
@@ -259,6 +304,3 @@ class FsspecStorage:
             self._files.rm(path, recursive=True)
         except FileNotFoundError:
             return
-
-    def sync_directory(self, path: str) -> None:
-        """What an object store has taken is durable."""

@@ -102,7 +102,7 @@ class PosixDiskStorage(CheckpointStorage):
         except BaseException:
             LocalStorage().remove_file(temporary)
             raise
-        LocalStorage().sync_directory(os.path.dirname(target))
+        LocalStorage().sync([os.path.dirname(target)])
 
     def read(self, path: AnyPath, mode: str = "r") -> str | bytes:
         try:
@@ -289,9 +289,6 @@ class UserStorage:
 
     def remove_tree(self, path: str) -> None:
         self._call("safe_rmtree", path)
-
-    def sync_directory(self, path: str) -> None:
-        """What the storage has taken is its own to keep."""
 
     def _call(self, name: str, *args: Any) -> Any:
         try:

@@ -90,6 +90,7 @@ def test_a_job_that_does_not_save_says_nothing_of_checkpoints() -> None:
 def test_checkpoints_are_shown_with_their_age_and_the_last_trouble() -> None:
     checkpoints = CheckpointStatus(
         snapshot_step=120,
+        copied_step=118,
         committed=(CommittedCheckpoint(directory="/shared/run", step=100, at=Micros(40_000_000)),),
         num_under_way=1,
         trouble=CheckpointTrouble(
@@ -98,6 +99,7 @@ def test_checkpoints_are_shown_with_their_age_and_the_last_trouble() -> None:
     )
     text = shown(checkpoints=checkpoints, now=Micros(100_000_000))
     assert "snapshot in memory: step 120" in text
+    assert "on other nodes, too: step 118, 2 steps behind" in text
     assert "checkpoint: step 100 in /shared/run, 60 s ago" in text
     assert "checkpoints being written: 1" in text
     assert "step 110 in /shared/run on here, 100 s ago, 3 times in a row: [Errno 28] No space left" in text

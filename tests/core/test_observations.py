@@ -186,6 +186,7 @@ def test_what_a_node_has_in_memory_is_what_it_told_last() -> None:
     observations = Observations(micros(0))
     observations.attached(NodeId(1), Incarnation(1), micros(0))
     for step in (7, 5):  # a training that went back
-        beat = Heartbeat(node=NodeId(1), incarnation=Incarnation(1), step=9, snapshot_step=step)
+        beat = Heartbeat(node=NodeId(1), incarnation=Incarnation(1), step=9, snapshot_step=step, copied_step=step)
         observations.heard(beat, micros(1))
         assert observations.snapshot_steps() == {NodeId(1): step}
+        assert observations.copied_steps() == {NodeId(1): step}

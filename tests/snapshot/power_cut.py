@@ -73,6 +73,10 @@ class Disk:
             at = below
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
+        self._create(path, chunks)
+        self.sync([path])
+
+    def _create(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         directory, name = self._parent(path)
         self._step(f"create {path}")
         file = File()
@@ -80,15 +84,21 @@ class Disk:
         for chunk in chunks:
             self._step(f"write {path}")
             file.content += bytes(chunk)
-        self._step(f"fsync {path}")
-        file.durable = file.content
 
     def write_atomic(self, path: str, content: bytes) -> None:
-        self.write(path + ".new", [content])
+        prepared = self.prepare(path, content)
+        self.sync([prepared])
+        self.replace(prepared, path)
+        self.sync([parent_of(path)])
+
+    def prepare(self, path: str, content: bytes) -> str:
+        self._create(path + ".new", [content])
+        return path + ".new"
+
+    def replace(self, prepared: str, path: str) -> None:
         directory, name = self._parent(path)
-        self._step(f"rename {path}.new")
-        directory.change(_move(name + ".new", name))
-        self.sync_directory(parent_of(path))
+        self._step(f"rename {prepared}")
+        directory.change(_move(prepared.rsplit("/", 1)[1], name))
 
     def read(self, path: str) -> bytes:
         directory, name = self._parent(path)
@@ -143,10 +153,16 @@ class Disk:
         if node is not None:
             self.remove_file(path)
 
-    def sync_directory(self, path: str) -> None:
-        self._step(f"sync {path}")
-        directory = self._directory(path)
-        directory.durable, directory.log = dict(directory.now), []
+    def sync(self, paths: Iterable[str]) -> None:
+        """In any order: the one that was named last comes first, so that nobody relies on it."""
+        for path in reversed(list(paths)):
+            self._step(f"sync {path}")
+            above, name = path.rsplit("/", 1)
+            node = self._directory(above).now[name] if name else self.root
+            if isinstance(node, File):
+                node.durable = node.content
+            else:
+                node.durable, node.log = dict(node.now), []
 
     def _step(self, what: str) -> None:
         if len(self.steps) == self.cut_before:

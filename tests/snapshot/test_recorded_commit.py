@@ -101,7 +101,7 @@ class Tape:
             return False
         self.disk.make_directory(path)
         if path == "/ckpt":  # the directory of all checkpoints is made once, long before
-            self.disk.sync_directory("/")
+            self.disk.sync(["/"])
         return True
 
     def _rename(self, arguments: str, texts: list[bytes], at: str, result: int) -> bool:

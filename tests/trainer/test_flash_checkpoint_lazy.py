@@ -14,13 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from dlrover.snapshot.copying import Copier
+from dlrover.snapshot.layout import plan_state
 from dlrover.snapshot.segment import Segment, segment_paths
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, own_ranks
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
-from dlrover.trainer.torch.flash_checkpoint.frozen import freeze
+from dlrover.trainer.torch.flash_checkpoint.frozen import freeze, freeze_again
 from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY_FROM_BYTES, reason_against
 from dlrover.trainer.torch.flash_checkpoint.skeleton import make_skeleton
+from dlrover.trainer.torch.flash_checkpoint.tensors import TorchTensors
 from tests.trainer.test_flash_checkpoint import assert_same
 
 WIDTH = 256
@@ -370,12 +372,19 @@ def test_only_a_state_of_plain_things_can_be_held_still():
     assert frozen is not None
     assert_same(frozen.parts, parts)
     assert frozen.parts["part"] is not parts["part"]
-    assert frozen.looks_like(freeze(parts).forgotten())
+    last = frozen.forgotten()
+    again = freeze_again(parts, last)
+    assert again is not None
+    assert_same(again.parts, parts)
+    assert again.parts["part"] is not parts["part"]
     renamed = {"part": OrderedDict(model=weight, bound=[weight, (1, "x", None)], lr=0.5)}
     moved = {"part": OrderedDict(model=weight.clone(), tied=[weight, (1, "x", None)], lr=0.5)}
     turned = {"part": OrderedDict(model=weight, tied=[(1, "x", None), weight], lr=0.5)}
-    for other in (renamed, moved, turned):
-        assert not frozen.looks_like(freeze(other))
+    exchanged = {"part": OrderedDict(model=0.5, tied=[weight, (1, "x", None)], lr=weight)}
+    more = {"part": parts["part"], "other": {}}
+    reshaped = {"part": OrderedDict(model=weight[:2], tied=[weight, (1, "x", None)], lr=0.5)}
+    for other in (renamed, moved, turned, exchanged, more, reshaped):
+        assert freeze_again(other, last) is None
     assert freeze({"part": {"object": object()}}) is None
     assert freeze({"part": {"sparse": torch.eye(3).to_sparse()}}) is None
 
@@ -404,6 +413,18 @@ def test_a_state_that_is_held_still_has_the_same_pickle(state):
     skeleton, expected = make_skeleton(frozen.parts["part"]), make_skeleton(copy.copy(state))
     assert skeleton.content == expected.content
     assert [each._cdata for each in skeleton.storages] == [each._cdata for each in expected.storages]
+
+
+@settings(max_examples=150, deadline=None)
+@given(plain_states, plain_states)
+def test_a_state_that_looks_like_the_last_one_is_laid_out_like_it(state, other):
+    first = freeze({"part": state})
+    assert freeze_again({"part": state}, first.forgotten()) is not None
+    again = freeze_again({"part": other}, first.forgotten())
+    if again is not None:
+        assert make_skeleton(again.parts["part"]).content == make_skeleton(copy.copy(other)).content
+        plans = [plan_state(each, TorchTensors()) for each in (state, other)]
+        assert plans[0] == plans[1]
 
 
 def test_the_shards_of_fsdp2_are_copied_lazily(tmp_path):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 
 from dlrover.core.cadence import BUDGET, Cadence, Measurements, Plan, make_plan
 from dlrover.protocol.errors import ConfigError
@@ -57,6 +58,15 @@ class SaveCadence:
         if said:
             return StorageType.DISK if said == "storage" else StorageType.MEMORY
         return None
+
+    def save_if_due(self, step: int, save: Callable[[StorageType], SaveResult]) -> SaveResult | None:
+        """Save this step if it is time. None: it is not."""
+        storage_type = self.due(step)
+        if storage_type is None:
+            return None
+        result = save(storage_type)
+        self.saved(result, storage_type)
+        return result
 
     def saved(self, result: SaveResult, storage_type: StorageType) -> None:
         if result:

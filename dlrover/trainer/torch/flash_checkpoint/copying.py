@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 from dlrover.snapshot.contents import Contents, FileEntry, decode_contents, encode_contents
-from dlrover.snapshot.copying import PIECE_BYTES, Copier, Span, address_of
+from dlrover.snapshot.copying import PIECE_BYTES, Blocks, Copier, CopyInProgress, Span, address_of
 from dlrover.snapshot.layout import Layout, Plan, plan_state
 from dlrover.snapshot.segment import PinnedSlot, SegmentWriter, SlotInWriting, SlotName
 from dlrover.trainer.torch.flash_checkpoint.device_copies import DeviceCopies, DevicePair
-from dlrover.trainer.torch.flash_checkpoint.frozen import Frozen, freeze
+from dlrover.trainer.torch.flash_checkpoint.frozen import Frozen, freeze, freeze_again
 from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY_FROM_BYTES, Block, Changed, Guard, Memory
 from dlrover.trainer.torch.flash_checkpoint.live import fresh_storage, live_storages
 from dlrover.trainer.torch.flash_checkpoint.parts import restore_part, skeleton_of
@@ -32,6 +32,7 @@ from dlrover.trainer.torch.flash_checkpoint.tensors import TorchTensors
 
 META_GUESS_PER_TENSOR = 512
 META_GUESS_BASE = 64 * 1024
+_MAX_ROUTES = 8
 
 
 def room_for_names(num_tensors: int) -> int:
@@ -47,8 +48,8 @@ class StateWriter:
         self._meta_bytes = 0
         self._unnamed_bytes = 0
         self._turn = 0
-        self._last: tuple[Frozen, Plan, list[_Source]] | None = None
-        """How the last lazy state looked and was laid out, without anything that keeps its memory."""
+        self._last: _Known | None = None
+        """How the last lazy state looked and was laid out."""
 
     def reserve(self, parts: Mapping[str, object]) -> memoryview:
         """Room for a state like this; the returned memory is worth pre-faulting."""
@@ -90,7 +91,7 @@ class StateWriter:
             state = self._look_at(parts, is_freezing=bool(lazy_memory))
             for _ in range(3):  # a first guess of the room may be too small; then it is known
                 plan = state.plan
-                slot = self.segments.begin(plan.layout.data_length + self._unnamed_bytes, self._guess_meta(plan))
+                slot = self.segments.begin(state.data_length + self._unnamed_bytes, self._guess_meta(plan))
                 if slot is None:
                     return None
                 header = _Header(step, round_, paths or {}, extra or {})
@@ -105,48 +106,67 @@ class StateWriter:
         raise AssertionError("the state changed its size while it was saved; another thread works on it")
 
     def _look_at(self, parts: Mapping[str, object], *, is_freezing: bool) -> _State:
+        last = self._last
+        if is_freezing and last is not None and (again := freeze_again(parts, last.looks)) is not None:
+            return _State(again.parts, last.plan, last.storages_of(again.tensors), last.sources, True, last)
         frozen = freeze(parts) if is_freezing else None
-        if frozen is not None and self._last is not None and frozen.looks_like(self._last[0]):
-            _, plan, sources = self._last
-            return _State(frozen.parts, plan, frozen.storages, sources, is_frozen=True)
         adapter = TorchTensors()
         plan = plan_state(parts, adapter)
         sources = [_source(number, adapter.storages[identity]) for identity, number in plan.numbers.items()]  # type: ignore[index]
         if frozen is None:
-            return _State(parts, plan, adapter.storages, sources, is_frozen=False)
-        self._last = (frozen.forgotten(), plan, sources)
-        return _State(frozen.parts, plan, adapter.storages, sources, is_frozen=True)
+            return _State(parts, plan, adapter.storages, sources, False)
+        is_on_cpu = all(source.is_on_cpu for source in sources)
+        self._last = _Known(frozen.forgotten(), plan, sources) if is_on_cpu else None
+        return _State(frozen.parts, plan, adapter.storages, sources, True, self._last)
 
     def _fill(
         self, slot: SlotInWriting, state: _State, header: _Header, lazy_memory: Collection[Memory]
     ) -> PendingSave | None:
         """None: the slot is too small for what only the pickles know."""
+        routes = self._routes_into(slot, state, lazy_memory)
+        is_described_later = bool(routes.guarded) and state.is_frozen and self._meta_bytes > 0
+        with _Transfer(self.copier, routes.eager, state.storages):
+            description = None if is_described_later else _describe(state, header)
+        if description is not None:
+            self._learn(description, state.plan)
+            if not description.fits(slot):
+                return None
+            if description.unnamed:
+                unnamed = [_source(number, storage) for number, storage in description.unnamed]
+                alive = {storage._cdata: storage for _, storage in description.unnamed}
+                with _Transfer(self.copier, _route(self.copier, slot.data, description.layout, unnamed, alive), alive):
+                    pass
+        self._turn += 1
+        guard = Guard(routes.guarded, self._turn)
+        transfer = _Transfer(self.copier, routes.lazy, state.storages, num_helpers=0)
+
+        def describe() -> _Description:
+            return description if description is not None else self._describe_later(state, header)
+
+        return PendingSave(slot, transfer, guard, state, header, describe)
+
+    def _routes_into(self, slot: SlotInWriting, state: _State, lazy_memory: Collection[Memory]) -> _Routes:
+        known = None if state.known is None else state.known.routes.get(slot.address)
+        if known is not None and known.lazy_memory == lazy_memory:
+            return known
         lazy: list[_Source] = []
         eager: list[_Source] = []
         for source in state.sources:
             memory = (source.address, source.num_bytes)
             is_lazy = source.num_bytes >= LAZY_FROM_BYTES and source.is_on_cpu and memory in lazy_memory
             (lazy if is_lazy else eager).append(source)
-        layout = state.plan.layout
-        is_described_later = bool(lazy) and state.is_frozen and self._meta_bytes > 0
-        with _Transfer(self.copier, slot.data, layout, eager, state.storages):
-            description = None if is_described_later else _describe(state, header)
-        if description is not None:
-            self._learn(description, state.plan)
-            if not description.fits(slot):
-                return None
-            unnamed = [_source(number, storage) for number, storage in description.unnamed]
-            alive = {storage._cdata: storage for _, storage in description.unnamed}
-            with _Transfer(self.copier, slot.data, description.layout, unnamed, alive):
-                pass
-        self._turn += 1
-        guard = Guard(_blocks(slot.data, layout, lazy), self._turn)
-        transfer = _Transfer(self.copier, slot.data, layout, lazy, state.storages, num_helpers=0)
-
-        def describe() -> _Description:
-            return description if description is not None else self._describe_later(state, header)
-
-        return PendingSave(slot, transfer, guard, state, header, describe)
+        data, layout = slot.data, state.plan.layout
+        found = _Routes(
+            lazy_memory,
+            _route(self.copier, data, layout, eager, state.storages),
+            _route(self.copier, data, layout, lazy, state.storages),
+            _blocks(data, layout, lazy),
+        )
+        if state.known is not None:
+            if len(state.known.routes) >= _MAX_ROUTES:  # of files that were outgrown
+                state.known.routes.clear()
+            state.known.routes[slot.address] = found
+        return found
 
     def _describe_later(self, state: _State, header: _Header) -> _Description:
         description = _describe(state, header)
@@ -178,6 +198,21 @@ def _source(number: int, storage: torch.UntypedStorage) -> _Source:
     return _Source(storage._cdata, number, storage.data_ptr(), storage.nbytes(), is_on_cpu)
 
 
+class _Known:
+    """All that is known of a lazy state when it is saved again, without anything that keeps its memory. Only for memory of the host."""
+
+    def __init__(self, looks: Frozen, plan: Plan, sources: list[_Source]) -> None:
+        self.looks, self.plan, self.sources = looks, plan, sources
+        self.data_length = plan.layout.data_length
+        self.routes: dict[int, _Routes] = {}
+        """By address of the slot."""
+        self._large = {facts[3]: index for index, facts in enumerate(looks.facts) if facts[4] >= LAZY_FROM_BYTES}
+
+    def storages_of(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+        """What may be copied later and has to stay alive, by identity."""
+        return {identity: tensors[index].untyped_storage() for identity, index in self._large.items()}
+
+
 class _State(NamedTuple):
     parts: Mapping[str, object]
     plan: Plan
@@ -186,6 +221,12 @@ class _State(NamedTuple):
     sources: list[_Source]
     is_frozen: bool
     """Nobody else can change its containers."""
+    known: _Known | None = None
+    """What the next save of it may use again, or this one does."""
+
+    @property
+    def data_length(self) -> int:
+        return self.plan.layout.data_length if self.known is None else self.known.data_length
 
 
 class _Header(NamedTuple):
@@ -309,7 +350,7 @@ def load_state(
         data = pinned.data
         targets = [_source(number, storages[number]) for number in numbers]
         alive = {storage._cdata: storage for storage in storages.values()}
-        with _Transfer(copier, data, contents.layout, targets, alive, out_of_slot=True):
+        with _Transfer(copier, _route(copier, data, contents.layout, targets, alive, out_of_slot=True), (alive, data)):
             parts = {
                 entry.name: restore_part(entry.kind, contents.pickles[entry.name], _chooser(entry, storages))
                 for entry in wanted
@@ -351,52 +392,77 @@ def _blocks(data: memoryview, layout: Layout, sources: Sequence[_Source]) -> lis
     ]
 
 
+class _Route(NamedTuple):
+    """Storages and their places in a slot, ready to be copied."""
+
+    blocks: Blocks
+    devices: list[DevicePair]
+    num_bytes: int
+    out_of_slot: bool
+
+
+class _Routes(NamedTuple):
+    """Of a state into a slot."""
+
+    lazy_memory: Collection[Memory]
+    eager: _Route
+    lazy: _Route
+    guarded: list[Block]
+    """The same as the lazy ones."""
+
+
+def _route(
+    copier: Copier,
+    data: memoryview,
+    layout: Layout,
+    sources: Sequence[_Source],
+    storages: Mapping[int, torch.UntypedStorage],
+    *,
+    out_of_slot: bool = False,
+) -> _Route:
+    start = address_of(data) if data.nbytes else 0
+    places = layout.storages
+    spans = []
+    devices = []
+    total = 0
+    for identity, number, address, num_bytes, is_on_cpu in sources:
+        total += num_bytes
+        if not num_bytes:
+            continue
+        offset = places[number].offset
+        if not is_on_cpu:
+            devices.append(DevicePair(data[offset : offset + num_bytes], storages[identity]))
+        elif out_of_slot:
+            spans.append(Span(address, start + offset, num_bytes))
+        else:
+            spans.append(Span(start + offset, address, num_bytes))
+    return _Route(copier.blocks(spans), devices, total, out_of_slot)
+
+
 class _Transfer(contextlib.AbstractContextManager["_Transfer"]):
     """Storages on their way into the slot or out of it, while the body of the `with` runs."""
 
-    def __init__(
-        self,
-        copier: Copier,
-        data: memoryview,
-        layout: Layout,
-        sources: Sequence[_Source],
-        storages: Mapping[int, torch.UntypedStorage],
-        *,
-        out_of_slot: bool = False,
-        num_helpers: int | None = None,
-    ) -> None:
-        start = address_of(data) if data.nbytes else 0
-        places = layout.storages
-        spans = []
-        on_devices = []
-        self.num_bytes = 0
-        for identity, number, address, num_bytes, is_on_cpu in sources:
-            self.num_bytes += num_bytes
-            if not num_bytes:
-                continue
-            offset = places[number].offset
-            if not is_on_cpu:
-                on_devices.append(DevicePair(data[offset : offset + num_bytes], storages[identity]))
-            elif out_of_slot:
-                spans.append(Span(address, start + offset, num_bytes))
-            else:
-                spans.append(Span(start + offset, address, num_bytes))
-        self.copier = copier
-        if num_helpers is None and self.num_bytes < PIECE_BYTES:  # to wake another thread would take longer
-            copier.copy_now(spans)
-            spans = []
-        self._copy = copier.start(spans, num_helpers)
-        self._alive = (storages, data)  # until the copy has ended
-        self._device_copies = DeviceCopies(on_devices, out_of_slot=out_of_slot) if on_devices else None
+    def __init__(self, copier: Copier, route: _Route, alive: object, *, num_helpers: int | None = None) -> None:
+        """`alive` keeps the memory until the copy has ended."""
+        self.copier, self._alive = copier, alive
+        self.num_bytes = route.num_bytes
+        self._copy: CopyInProgress | None = None
+        if num_helpers is None and route.num_bytes < PIECE_BYTES:  # to wake another thread would take longer
+            copier.copy_now(route.blocks)
+        else:
+            self._copy = copier.start(route.blocks, num_helpers)
+        self._device_copies = DeviceCopies(route.devices, out_of_slot=route.out_of_slot) if route.devices else None
 
     def add_helpers(self, num_helpers: int) -> None:
-        self._copy.add_helpers(num_helpers)
+        if self._copy is not None:
+            self._copy.add_helpers(num_helpers)
 
     def __exit__(self, *_: object) -> None:
         self.finish()
 
     def finish(self) -> None:
         """Help with what is left and wait for the rest; may be called by several threads, and again."""
-        self._copy.finish()
+        if self._copy is not None:
+            self._copy.finish()
         if self._device_copies is not None:
             self._device_copies.finish()

@@ -67,7 +67,7 @@ class DdpCheckpointer(Checkpointer):
             storage=storage,
             lazy=lazy,
         )
-        self._cadence = SaveCadence(self._engine, checkpoint_interval, overhead_budget)
+        self.cadence = SaveCadence(self._engine, checkpoint_interval, overhead_budget)
 
     def save_checkpoint(
         self,
@@ -111,12 +111,9 @@ class DdpCheckpointer(Checkpointer):
         Save this step if it is time, to memory or to storage. All ranks call this at every step; `state_fn` is only called when
         there is something to save. None: it is not time.
         """
-        storage_type = self._cadence.due(step)
-        if storage_type is None:
-            return None
-        result = self.save_checkpoint(step, state_fn(), storage_type=storage_type)
-        self._cadence.saved(result, storage_type)
-        return result
+        return self.cadence.save_if_due(
+            step, lambda storage_type: self.save_checkpoint(step, state_fn(), storage_type=storage_type)
+        )
 
     def load_checkpoint(self, resume_path: str = "", *, into: dict[str, Any] | None = None) -> dict[str, Any]:
         """

@@ -16,15 +16,19 @@ nothing, and the files are exactly those that DeepSpeed would have written. Deep
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dlrover.core.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.commit import committed_checkpoints, latest_step
 from dlrover.snapshot.manifest import DIRECTORY
+from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.deepspeed_engine import DeepSpeedCheckpointEngine
@@ -138,16 +142,19 @@ class DeepSpeedCheckpointer:
         storage: Any = None,
         num_slots: int = 2,
         replica_count: int = 0,
+        checkpoint_interval: Interval = AUTO,
+        overhead_budget: float = BUDGET,
     ) -> None:
         """
         `engine` is what `deepspeed.initialize` returned. All ranks make this together. `comm_backend` is accepted and not needed: ranks
-        agree over gloo.
+        agree over gloo. The last two are for `save_if_due`.
         """
         if _says(engine, "zero_nvme_offload_optimizer"):
             raise ConfigError(
                 "DeepSpeed's optimizer state is on NVMe here; it is copied as files there, which cannot be kept in memory. Use "
                 "engine.save_checkpoint, or switch the offload to NVMe off."
             )
+        read_interval(checkpoint_interval, overhead_budget)  # before anything exists that would have to be closed
         self.engine = engine
         self._engine = DeepSpeedCheckpointEngine(
             checkpoint_dir,
@@ -158,6 +165,7 @@ class DeepSpeedCheckpointer:
             num_slots=num_slots,
             replica_count=replica_count,
         )
+        self._cadence = SaveCadence(self._engine, checkpoint_interval, overhead_budget)
         self._is_model_holder = _is_first_with(_model_file(engine, "", ""))
         self._lock = threading.Lock()
         """Guards the engine's attributes while ours stand in their place: two saves at a time would restore them wrongly."""
@@ -176,12 +184,13 @@ class DeepSpeedCheckpointer:
         *,
         on_busy: str = "skip",
         exclude_frozen_parameters: bool = False,
+        metric: float | None = None,
     ) -> SaveResult:
         """
         What `engine.save_checkpoint` would write, copied into memory; with DISK the agent writes it afterwards. All ranks call this.
 
         `save_dir` is the directory of checkpoints or one below it. The tag names the checkpoint; its step is the tag where that is a number, else
-        the engine's count of steps.
+        the engine's count of steps. `metric` is how good the state is, for `KeepBest`.
         """
         if not isinstance(storage_type, StorageType):
             raise ValueError(f"storage_type is StorageType.MEMORY or StorageType.DISK, not {storage_type!r}.")
@@ -201,8 +210,8 @@ class DeepSpeedCheckpointer:
         }
         model = os.path.normpath(os.path.join(inside, os.path.basename(_model_file(self.engine, "", tag_name))))
         memory_only = [model] if not self.engine.save_non_zero_checkpoint else []
-        # On every rank: whichever of them the committer looks at says it all.
-        trackers = self._scripts() if is_storage else {}
+        # On every rank, and also for memory: whichever of them the committer looks at says it all, and a break point may write it after all.
+        trackers = self._scripts()
         if save_latest and not inside:
             trackers[LATEST] = tag_name
         elif save_latest and self._engine.shard == 0:
@@ -215,7 +224,30 @@ class DeepSpeedCheckpointer:
             memory_only=memory_only,
             trackers=trackers,
             on_busy=on_busy,
+            metric=metric,
         )
+
+    def save_if_due(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: int | str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> SaveResult | None:
+        """
+        Save this step if it is time, to memory or to storage. All ranks call this at every step. None: it is not time. `options` are those
+        of `save_checkpoint`.
+        """
+        return self._cadence.save_if_due(
+            self._step_of(tag),
+            lambda storage_type: self.save_checkpoint(
+                save_dir, tag, client_state, storage_type=storage_type, **options
+            ),
+        )
+
+    def is_save_requested(self) -> bool:
+        """Whether somebody wants a checkpoint soon; the next save will be one to storage by itself. The same on all ranks."""
+        return self._engine.is_save_requested
 
     def load_checkpoint(
         self,
@@ -296,20 +328,10 @@ class DeepSpeedCheckpointer:
 
     def _scripts(self) -> dict[str, str]:
         """DeepSpeed's conversion scripts, where they are not in the directory yet."""
-        import importlib.util
-
-        if "://" in self._engine.checkpoint_dir or not _says(self.engine, "zero_optimization"):
+        directory = self._engine.checkpoint_dir
+        if "://" in directory or not _says(self.engine, "zero_optimization"):
             return {}
-        package = importlib.util.find_spec("deepspeed")
-        if package is None or package.origin is None:
-            return {}
-        found = {}
-        for script in _SCRIPTS:
-            source = os.path.join(os.path.dirname(package.origin), "utils", script)
-            if os.path.isfile(source) and not os.path.exists(os.path.join(self._engine.checkpoint_dir, script)):
-                with open(source, encoding="utf-8") as file:
-                    found[script] = file.read()
-        return found
+        return {name: text for name, text in _scripts().items() if not os.path.exists(os.path.join(directory, name))}
 
     # Restoring.
 
@@ -391,6 +413,21 @@ class DeepSpeedCheckpointer:
             if checkpoint.manifest.step == newest:
                 return os.path.basename(checkpoint.path)
         return None
+
+
+@functools.cache
+def _scripts() -> dict[str, str]:
+    """As they are installed; read once, because every save asks."""
+    package = importlib.util.find_spec("deepspeed")
+    if package is None or package.origin is None:
+        return {}
+    found = {}
+    for script in _SCRIPTS:
+        source = os.path.join(os.path.dirname(package.origin), "utils", script)
+        if os.path.isfile(source):
+            with open(source, encoding="utf-8") as file:
+                found[script] = file.read()
+    return found
 
 
 def _zero_stage(engine: Any) -> int:

@@ -58,11 +58,21 @@ class FileCheckpointEngine(CheckpointEngine):
         memory_only: Iterable[str] = (),
         trackers: Mapping[str, str] | None = None,
         on_busy: str = "skip",
+        metric: float | None = None,
     ) -> SaveResult:
         """The files of the checkpoint `target`, by their path in it. What is `memory_only` another rank writes to storage."""
         kept = set(memory_only)
         paths = {name: name for name in files if name not in kept}
-        return self.save(step, files, paths, is_storage=is_storage, on_busy=on_busy, target=target, trackers=trackers)
+        return self.save(
+            step,
+            files,
+            paths,
+            is_storage=is_storage,
+            on_busy=on_busy,
+            target=target,
+            trackers=trackers,
+            metric=metric,
+        )
 
     def snapshots(self) -> NodeSnapshots:
         """What is in this node's memory for this job's checkpoints."""

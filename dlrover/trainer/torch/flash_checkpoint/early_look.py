@@ -40,10 +40,15 @@ class EarlyLook:
         if self._thread is not None:
             self._thread.join()
 
-    def take(self, name: SlotName) -> Segment | None:
-        """The segment, mapped privately, if that state was found intact in it; the caller closes it. Given once."""
+    def take_newest(self) -> tuple[SlotName, Segment] | None:
+        """What was found intact, and its segment, mapped privately; the caller closes that. Given once."""
         self.wait()
         found, self._found = self._found, None
+        return found
+
+    def take(self, name: SlotName) -> Segment | None:
+        """The same, if it is that state."""
+        found = self.take_newest()
         if found is None:
             return None
         seen, segment = found
@@ -53,8 +58,7 @@ class EarlyLook:
         return None
 
     def close(self) -> None:
-        self.wait()
-        found, self._found = self._found, None
+        found = self.take_newest()
         if found is not None:
             found[1].close()
 

@@ -86,10 +86,11 @@ class FsdpShardCheckpointer:
         state_dict: Mapping[str, Any] | None = None,
         on_busy: str = "skip",
         lazy: bool | str | None = None,
+        metric: float | None = None,
     ) -> SaveResult:
         """
         Copy the state into memory; it may change again as soon as this returns. With DISK the agent writes the directory `path`
-        afterwards, by default `{checkpoint_dir}/{step}`. All ranks call this.
+        afterwards, by default `{checkpoint_dir}/{step}`. `metric` is how good the state is, for `KeepBest`. All ranks call this.
 
         The older call `save_checkpoint(step, state_dict, path, storage_type)` works as well: then the caller made the state.
         """
@@ -100,7 +101,9 @@ class FsdpShardCheckpointer:
                 path = optimizer
             if isinstance(extra_sd, StorageType):
                 storage_type = extra_sd
-            return self.engine.save_state(step, state_dict, path, storage_type, on_busy=on_busy, lazy=lazy)
+            return self.engine.save_state(
+                step, state_dict, path, storage_type, on_busy=on_busy, lazy=lazy, metric=metric
+            )
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"save_checkpoint takes a model or a state dict, not {type(model).__name__}.")
         if isinstance(optimizer, str) or isinstance(extra_sd, StorageType):
@@ -109,7 +112,7 @@ class FsdpShardCheckpointer:
         state = {**self._state_of(model, optimizer), **_checked_extra(extra_sd, (MODEL, OPTIMIZER))}
         if is_new:
             state[OPTIMIZER] = _made_new(optimizer, state[OPTIMIZER])
-        return self.engine.save_state(step, state, path, storage_type, on_busy=on_busy, lazy=lazy)
+        return self.engine.save_state(step, state, path, storage_type, on_busy=on_busy, lazy=lazy, metric=metric)
 
     def save_if_due(
         self,
@@ -119,12 +122,10 @@ class FsdpShardCheckpointer:
         extra_sd: Mapping[str, Any] | None = None,
     ) -> SaveResult | None:
         """Save this step if it is time, to memory or to storage. All ranks call this at every step. None: it is not time."""
-        storage_type = self._cadence.due(step)
-        if storage_type is None:
-            return None
-        result = self.save_checkpoint(step, model, optimizer, extra_sd, storage_type=storage_type)
-        self._cadence.saved(result, storage_type)
-        return result
+        return self._cadence.save_if_due(
+            step,
+            lambda storage_type: self.save_checkpoint(step, model, optimizer, extra_sd, storage_type=storage_type),
+        )
 
     def load_checkpoint(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, resume_path: str = ""
@@ -213,6 +214,8 @@ class FsdpFullCheckpointer:
         storage: Any = None,
         replica_count: int = 0,
         num_slots: int = 2,
+        checkpoint_interval: Interval = AUTO,
+        overhead_budget: float = BUDGET,
     ) -> None:
         self._inner = DdpCheckpointer(
             checkpoint_dir,
@@ -222,6 +225,8 @@ class FsdpFullCheckpointer:
             storage=storage,
             replica_count=replica_count,
             num_slots=num_slots,
+            checkpoint_interval=checkpoint_interval,
+            overhead_budget=overhead_budget,
         )
 
     def save_checkpoint(
@@ -234,6 +239,7 @@ class FsdpFullCheckpointer:
         storage_type: StorageType = StorageType.DISK,
         *,
         on_busy: str = "skip",
+        metric: float | None = None,
     ) -> SaveResult:
         """As for `FsdpShardCheckpointer`; `path` is a file, by default `{checkpoint_dir}/{step}/rank_0.pt`."""
         ranks = own_ranks()
@@ -249,7 +255,24 @@ class FsdpFullCheckpointer:
             FULL_OPTIMIZER: optimizer_state,
             **_checked_extra(extra_sd, (MODEL, FULL_OPTIMIZER)),
         }
-        return self._inner.save_checkpoint(step, state, path, storage_type, on_busy=on_busy)
+        return self._inner.save_checkpoint(step, state, path, storage_type, on_busy=on_busy, metric=metric)
+
+    def save_if_due(
+        self,
+        step: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        extra_sd: Mapping[str, Any] | None = None,
+    ) -> SaveResult | None:
+        """As for `FsdpShardCheckpointer`."""
+        return self._inner.cadence.save_if_due(
+            step,
+            lambda storage_type: self.save_checkpoint(step, model, optimizer, extra_sd, storage_type=storage_type),
+        )
+
+    def is_save_requested(self) -> bool:
+        """As for `FsdpShardCheckpointer`, on the ranks that save."""
+        return self._inner.is_save_requested()
 
     def load_checkpoint(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, resume_path: str = ""

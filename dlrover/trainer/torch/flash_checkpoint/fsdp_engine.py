@@ -116,6 +116,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
         *,
         on_busy: str = "skip",
         lazy: bool | str | None = None,
+        metric: float | None = None,
     ) -> SaveResult:
         """Copy a state of (D)Tensors and other values into memory; `path` is the directory of the checkpoint."""
         if not isinstance(storage_type, StorageType):
@@ -136,7 +137,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
         part = DcpPart(kept, places)
         planned_after = time.perf_counter() - begun_at
         result = self.save_pieces(
-            step, part, plan.metadata, path=path, storage_type=storage_type, on_busy=on_busy, lazy=lazy
+            step, part, plan.metadata, path=path, storage_type=storage_type, on_busy=on_busy, lazy=lazy, metric=metric
         )
         result.blocking += planned_after
         if result:
@@ -155,6 +156,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
         storage_type: StorageType = StorageType.DISK,
         on_busy: str = "skip",
         lazy: bool | str | None = None,
+        metric: float | None = None,
     ) -> SaveResult:
         """Pieces that have their places already."""
         self._release_readers()
@@ -173,6 +175,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
             target=target,
             links=links,
             lazy=lazy,
+            metric=metric,
         )
 
     def _plan_for(self, items: Sequence[LocalItem], mappings: Mapping[str, Any]) -> SharedPlan:
@@ -290,7 +293,7 @@ class _StateRestorer(Restorer):
             engine.checkpoint_dir, engine.outlet.home, engine.agreement, engine._copier, storage=engine._storage
         )
         self._engine, self._take = engine, take
-        self._memory = LocalMemory(engine.outlet.home)
+        self._memory = LocalMemory(engine.outlet.home, engine._look)
         self._homes: list[str] = []
         """Of all ranks: which node each is on."""
         self._wanted: dict[str, Any] | None = None

@@ -18,16 +18,18 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from dlrover.core.cadence import BUDGET
 from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.commit import committed_checkpoints, delete_checkpoint, latest_step, locate
 from dlrover.snapshot.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.agreement import Ranks, own_ranks
+from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.collecting import FileCollector
@@ -69,16 +71,20 @@ class HfFlashCheckpointer:
         storage: Any = None,
         comm_backend: str = "",
         save_timeout: float = 600,
+        checkpoint_interval: Interval = AUTO,
+        overhead_budget: float = BUDGET,
         **options: Any,
     ) -> None:
         """
-        `comm_backend` is accepted and not needed: ranks agree over gloo. `options` are the engine's own: `num_slots`,
-        `replica_count`, `deletion_strategy`.
+        `comm_backend` is accepted and not needed: ranks agree over gloo. `checkpoint_interval` and `overhead_budget` are for `save_if_due`;
+        `options` are the engine's own: `num_slots`, `replica_count`, `deletion_strategy`.
         """
+        read_interval(checkpoint_interval, overhead_budget)  # before anything exists that would have to be closed
         self.async_save_engine = FileCheckpointEngine(
             os.fspath(checkpoint_dir), save_timeout=save_timeout, storage=storage, **options
         )
         self.checkpoint_dir = self.async_save_engine.checkpoint_dir
+        self.cadence = SaveCadence(self.async_save_engine, checkpoint_interval, overhead_budget)
         self.ckpt_agent = FileCollector(self.checkpoint_dir)
         self._ranks = own_ranks()
         self._firsts: Any = _group_of_first_ranks(self._ranks)
@@ -91,7 +97,9 @@ class HfFlashCheckpointer:
         """Whether it is in memory; the agent writes it from there. `blocking` waits for a free slot instead of skipping the save."""
         return bool(self.save(step, StorageType.DISK, blocking=blocking))
 
-    def save(self, step: int, storage_type: StorageType, *, blocking: bool = False) -> SaveResult:
+    def save(
+        self, step: int, storage_type: StorageType, *, blocking: bool = False, metric: float | None = None
+    ) -> SaveResult:
         """The same, with the reason when it is not."""
         target, files = self._collected(step)
         self.ckpt_agent.clear()
@@ -101,7 +109,24 @@ class HfFlashCheckpointer:
             target=target,
             is_storage=storage_type is StorageType.DISK,
             on_busy="block" if blocking else "skip",
+            metric=metric,
         )
+
+    def save_if_due(self, step: int, collect: Callable[[], object]) -> SaveResult | None:
+        """
+        Save this step if it is time, to memory or to storage. `collect` gives everything to `ckpt_agent.save`; it is only called when there is
+        something to save. All ranks call this at every step. None: it is not time.
+        """
+
+        def save(storage_type: StorageType) -> SaveResult:
+            collect()
+            return self.save(step, storage_type)
+
+        return self.cadence.save_if_due(step, save)
+
+    def is_save_requested(self) -> bool:
+        """Whether somebody wants a checkpoint soon; the next save will be one to storage by itself. The same on all ranks."""
+        return self.async_save_engine.is_save_requested
 
     def wait_latest_checkpoint(self, timeout: float = 1800) -> bool:
         return self.async_save_engine.wait_latest_checkpoint(timeout)
@@ -202,14 +227,28 @@ class HfDeepSpeedCheckpointer(HfFlashCheckpointer):
 class FlashCkptTrainer(Trainer):  # type: ignore[misc]
     """
     As `transformers.Trainer`. With `memory_steps=N` every N-th step is kept in memory, whatever `save_steps` says: after a crash the training goes
-    on from there.
+    on from there. `checkpoint_interval="auto"` (or steps between storage saves, or two numbers, for memory and for storage) saves besides
+    `save_steps` when it is time. A checkpoint that somebody asks for (`dlrover save`) is made at the end of the step.
     """
 
     def __init__(
-        self, *args: Any, memory_steps: int = 0, num_slots: int = 2, replica_count: int = 0, **kwargs: Any
+        self,
+        *args: Any,
+        memory_steps: int = 0,
+        num_slots: int = 2,
+        replica_count: int = 0,
+        checkpoint_interval: Interval | None = None,
+        overhead_budget: float = BUDGET,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        options: dict[str, Any] = {"num_slots": num_slots, "replica_count": replica_count}
+        options: dict[str, Any] = {
+            "num_slots": num_slots,
+            "replica_count": replica_count,
+            "checkpoint_interval": checkpoint_interval or AUTO,
+            "overhead_budget": overhead_budget,
+        }
+        self._is_saving_by_itself = checkpoint_interval is not None
         self.memory_steps = memory_steps
         self._scratch: str | None = None
         self._is_laid_out = False
@@ -274,9 +313,16 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
         self._remove_layout()  # a whole step is done, on all ranks: everything has been read
         has_saved = self.control.should_save
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kwargs)
-        is_due = self.memory_steps > 0 and self.state.global_step % self.memory_steps == 0
-        if is_due and not has_saved and not self._is_native:
-            self._snapshot(model, StorageType.MEMORY, blocking=False)
+        if self._is_native:
+            return
+        step, checkpointer = self.state.global_step, self.flash_checkpointer
+        due = checkpointer.cadence.due(step) if self._is_saving_by_itself else None
+        if due is None and self.memory_steps > 0 and step % self.memory_steps == 0:
+            due = StorageType.MEMORY
+        if checkpointer.is_save_requested():
+            due = StorageType.DISK
+        if due is not None and not has_saved:
+            checkpointer.cadence.saved(self._snapshot(model, due, blocking=False), due)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """The best model may still be on its way to storage, and what is deleted is decided by what is there."""

@@ -40,6 +40,7 @@ LAZY = (True, False, "auto")
 Memory = tuple[int, int]
 """Address and number of bytes."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_KINDS = frozenset(_PLAIN)
 
 
 class Changed(DLRoverError):
@@ -57,6 +58,8 @@ class StepWatch:
         self._before_step = before_step
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._recent: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._known: tuple[list[int], frozenset[Memory]] | None = None
+        """The last survey: by what one sees that nothing has changed since, and its result."""
         self._hook: Any = register_optimizer_step_pre_hook(self._on_step)
 
     def after_save(self) -> None:
@@ -66,24 +69,20 @@ class StepWatch:
         """That have stepped since the last save."""
         return list(self._recent)
 
-    def survey(self) -> tuple[str, set[Memory]]:
+    def survey(self) -> tuple[str, frozenset[Memory]]:
         """Why nothing may be copied lazily now, or, if something may, the memory that only a step which we wait for changes."""
         if "deepspeed" in sys.modules:
-            return "DeepSpeed changes parameters outside of torch's optimizers", set()
+            return "DeepSpeed changes parameters outside of torch's optimizers", frozenset()
         if not self._seen:
-            return "no optimizer of torch has made a step yet", set()
+            return "no optimizer of torch has made a step yet", frozenset()
         if not self._recent:
-            return "no optimizer has passed by torch's hook since the last save", set()
-        owned: set[Memory] = set()
-        others: set[Memory] = set()
-        reasons = []
-        for optimizer in self._seen:
-            reason = reason_against(optimizer)
-            is_ours = not reason and optimizer in self._recent
-            (owned if is_ours else others).update(_memory_of(optimizer))
-            if reason:
-                reasons.append(reason)
-        owned -= others
+            return "no optimizer has passed by torch's hook since the last save", frozenset()
+        looked = [(optimizer, reason_against(optimizer), optimizer in self._recent) for optimizer in self._seen]
+        key = [number for optimizer, reason, is_recent in looked for number in _key_of(optimizer, reason, is_recent)]
+        if self._known is None or self._known[0] != key:
+            self._known = (key, _owned(looked))
+        owned = self._known[1]
+        reasons = [reason for _, reason, _ in looked if reason]
         return ("" if owned else (reasons or ["no optimizer owns anything large"])[0]), owned
 
     def close(self) -> None:
@@ -111,6 +110,31 @@ def reason_against(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
+def _key_of(optimizer: torch.optim.Optimizer, reason: str, is_recent: bool) -> list[int]:
+    """Equal as long as the optimizer has the same tensors in the same memory; to ask this takes a third of what a survey does."""
+    tensors = _tensors_of(optimizer)
+    plain = tensors if _PLAIN_KINDS.issuperset(map(type, tensors)) else _plain(tensors)
+    addresses = [tensor.data_ptr() for tensor in plain]
+    return [id(optimizer), bool(reason), is_recent, *map(id, tensors), *addresses]
+
+
+def _owned(looked: Sequence[tuple[torch.optim.Optimizer, str, bool]]) -> frozenset[Memory]:
+    owned: set[Memory] = set()
+    others: set[Memory] = set()
+    for optimizer, reason, is_recent in looked:
+        (owned if is_recent and not reason else others).update(_memory_of(optimizer))
+    return frozenset(owned - others)
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Its parameters and its state."""
+    tensors = [param for group in optimizer.param_groups for param in group["params"]]
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return tensors
+
+
 def _memory_of(optimizer: torch.optim.Optimizer) -> list[Memory]:
     """
     Of its parameters and its state: where each begins, and its length.
@@ -118,15 +142,17 @@ def _memory_of(optimizer: torch.optim.Optimizer) -> list[Memory]:
     A storage whose begin and length are those of such a tensor belongs to the optimizer as a whole. One that it only has a part of does
     not: other code may change the rest.
     """
-    tensors = [param for group in optimizer.param_groups for param in group["params"]]
-    for state in optimizer.state.values():
-        if isinstance(state, dict):
-            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
     return [
         (tensor.data_ptr(), tensor.nbytes)
-        for tensor in (each if type(each) in _PLAIN else _local_part(each) for each in tensors)
-        if tensor is not None and tensor.layout is torch.strided
+        for tensor in _plain(_tensors_of(optimizer))
+        if tensor.layout is torch.strided
     ]
+
+
+def _plain(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Themselves, or their local parts; without those that we do not know."""
+    found = (each if type(each) in _PLAIN else _local_part(each) for each in tensors)
+    return [tensor for tensor in found if tensor is not None]
 
 
 def _local_part(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -168,11 +194,12 @@ def _places(blocks: Sequence[Block], turn: int) -> Iterator[tuple[Block, int, in
         return
     num_each = max(1, min(MAX_SAMPLES_PER_BLOCK, MAX_SAMPLES // len(blocks)))
     shift = turn * _GOLDEN % 1.0
+    parts = [(index + shift) / num_each for index in range(num_each)]
     for block in blocks:
-        length = min(SAMPLE_BYTES, block.num_bytes)
-        room = block.num_bytes - length
-        for index in range(num_each):
-            yield block, int(room * ((index + shift) / num_each)), length
+        num_bytes = block.num_bytes
+        length = SAMPLE_BYTES if num_bytes >= SAMPLE_BYTES else num_bytes
+        for part in parts:
+            yield block, int((num_bytes - length) * part), length
 
 
 class Staging:

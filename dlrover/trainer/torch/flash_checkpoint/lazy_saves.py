@@ -78,7 +78,8 @@ class LazySaves:
             return False  # a forked child has a copy of this, and no threads
         if staging is not None:
             begun_at = time.perf_counter()
-            staging.finish()
+            if not staging.is_done:
+                staging.finish()
             assert result is not None, "a save under way has a result"
             result.waited += time.perf_counter() - begun_at
             self._staging = None

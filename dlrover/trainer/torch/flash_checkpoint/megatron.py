@@ -23,7 +23,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from dlrover.core.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
+from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.megatron_engine import (
@@ -38,11 +40,16 @@ _LAYOUTS = (
     ("megatron.checkpointing", "megatron.global_vars"),
 )
 
+_OF_CHECKPOINTER = ("storage", "comm_backend", "save_timeout", "replica_count", "deletion_strategy")
+"""Options of a save that are for the checkpointer, which its first call makes."""
+
 
 class MegatronCheckpointer:
     """One per process: what the first call says about directory and storage counts, later ones are ignored."""
 
     _instance: ClassVar[MegatronCheckpointer | None] = None
+    cadence: SaveCadence | None = None
+    """Of `save_checkpoint_if_due`, once that was called."""
 
     def __init__(
         self,
@@ -103,6 +110,7 @@ def save_checkpoint(
     *,
     deletion_strategy: object = None,
     on_busy: str = "skip",
+    metric: float | None = None,
 ) -> SaveResult:
     """Megatron's `save_checkpoint` into memory; with DISK the agent writes `args.save` afterwards. All ranks call it."""
     if not isinstance(storage_type, StorageType):
@@ -119,7 +127,42 @@ def save_checkpoint(
     with collected_saves(args, iteration) as (files, written):
         _call(megatron.save_checkpoint, iteration, model, optimizer, opt_param_scheduler, **options)
     checkpointer.check_first(written)
-    return checkpointer.engine.save(iteration, files, is_storage=storage_type is StorageType.DISK, on_busy=on_busy)
+    is_storage = storage_type is StorageType.DISK
+    return checkpointer.engine.save(iteration, files, is_storage=is_storage, on_busy=on_busy, metric=metric)
+
+
+def save_checkpoint_if_due(
+    iteration: int,
+    model: Any,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    *,
+    checkpoint_interval: Interval = AUTO,
+    overhead_budget: float = BUDGET,
+    **options: Any,
+) -> SaveResult | None:
+    """
+    The same if it is time, to memory or to storage; all ranks call it after every iteration. None: it is not time. `options` are those of
+    `save_checkpoint`; how often, the first call says.
+    """
+    args = find_megatron().get_args()
+    checkpointer = MegatronCheckpointer.singleton_instance(
+        args.save, **{name: options[name] for name in _OF_CHECKPOINTER if name in options}
+    )
+    if checkpointer.cadence is None:
+        checkpointer.cadence = SaveCadence(checkpointer.engine.engine, checkpoint_interval, overhead_budget)
+    return checkpointer.cadence.save_if_due(
+        iteration,
+        lambda storage_type: save_checkpoint(
+            iteration, model, optimizer, opt_param_scheduler, storage_type=storage_type, **options
+        ),
+    )
+
+
+def is_save_requested() -> bool:
+    """Whether somebody wants a checkpoint soon; the next save will be one to storage by itself. The same on all ranks."""
+    found = MegatronCheckpointer._instance
+    return found is not None and found.engine.engine.is_save_requested
 
 
 def load_checkpoint(

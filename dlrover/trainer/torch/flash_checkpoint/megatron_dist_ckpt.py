@@ -19,8 +19,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dlrover.core.cadence import BUDGET
 from dlrover.snapshot import user_deletion
 from dlrover.snapshot.user_storage import get_checkpoint_storage as get_checkpoint_storage
+from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.megatron import Megatron, find_megatron, is_resuming, own_model_file
@@ -57,6 +59,8 @@ class MegatronDistCheckpointer:
     """One per process: what the first call says counts, later ones are ignored."""
 
     _instance: ClassVar[MegatronDistCheckpointer | None] = None
+    cadence: SaveCadence | None = None
+    """Of `save_checkpoint_if_due`, once that was called."""
 
     def __init__(
         self,
@@ -105,6 +109,7 @@ def save_checkpoint(
     *,
     storage: object = None,
     on_busy: str = "skip",
+    metric: float | None = None,
 ) -> SaveResult:
     """All ranks call it, and leave it together."""
     if not isinstance(storage_type, StorageType):
@@ -123,10 +128,43 @@ def save_checkpoint(
     if _has_shares(args, optimizer) and not args.no_save_optim:
         files[_own_optimizer_file()] = parameter_state(optimizer)
     is_storage = storage_type is StorageType.DISK
-    result = checkpointer.engine.save(iteration, files, is_storage=is_storage, on_busy=on_busy)
+    result = checkpointer.engine.save(iteration, files, is_storage=is_storage, on_busy=on_busy, metric=metric)
     if dist.is_initialized():
         dist.barrier()
     return result
+
+
+def save_checkpoint_if_due(
+    iteration: int,
+    model: Any,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    *,
+    checkpoint_interval: Interval = AUTO,
+    overhead_budget: float = BUDGET,
+    **options: Any,
+) -> SaveResult | None:
+    """
+    The same if it is time, to memory or to storage; all ranks call it after every iteration. None: it is not time. `options` are those of
+    `save_checkpoint`; how often, the first call says.
+    """
+    names = ("storage", "comm_backend", "deletion_strategy", "save_timeout")
+    given = {"storage": None, "comm_backend": "", "deletion_strategy": None, "save_timeout": 600.0, **options}
+    checkpointer = _checkpointer(find_megatron().get_args(), **{name: given[name] for name in names})
+    if checkpointer.cadence is None:
+        checkpointer.cadence = SaveCadence(checkpointer.engine.engine, checkpoint_interval, overhead_budget)
+    return checkpointer.cadence.save_if_due(
+        iteration,
+        lambda storage_type: save_checkpoint(
+            iteration, model, optimizer, opt_param_scheduler, storage_type=storage_type, **options
+        ),
+    )
+
+
+def is_save_requested() -> bool:
+    """Whether somebody wants a checkpoint soon; the next save will be one to storage by itself. The same on all ranks."""
+    found = MegatronDistCheckpointer._instance
+    return found is not None and found.engine.engine.is_save_requested
 
 
 def load_checkpoint(

@@ -30,6 +30,7 @@ from dlrover.snapshot.user_storage import meta_for, storage_of
 from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.copying import load_state
+from dlrover.trainer.torch.flash_checkpoint.early_look import check
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
 from dlrover.trainer.torch.flash_checkpoint.restoring import Restorer
 
@@ -120,7 +121,13 @@ class MegatronCheckpointEngine:
         return self.engine.checkpoint_dir
 
     def save(
-        self, iteration: int, files: Mapping[str, object], *, is_storage: bool, on_busy: str = "skip"
+        self,
+        iteration: int,
+        files: Mapping[str, object],
+        *,
+        is_storage: bool,
+        on_busy: str = "skip",
+        metric: float | None = None,
     ) -> SaveResult:
         """`files` by their path in the iteration's directory; ranks without any call this too."""
         return self.engine.save(
@@ -131,6 +138,7 @@ class MegatronCheckpointEngine:
             on_busy=on_busy,
             target=iteration_directory(iteration),
             trackers={TRACKER: str(iteration)},
+            metric=metric,
         )
 
     def delete_by(self, strategy: object) -> None:
@@ -147,6 +155,7 @@ class MegatronCheckpointEngine:
             self.engine.agreement,
             self.engine._copier,
             storage=self._storage,
+            look=self.engine._look,
         )
         restorer.oldest = stored - 1
         try:
@@ -200,7 +209,7 @@ class MegatronCheckpointEngine:
             is_ours = request is not None and request.directory == self.checkpoint_dir
             if not is_ours or name not in [entry.name for entry in contents.files]:
                 return None
-            pinned.verify()
+            check(pinned)
             return load_state(pinned, self.engine._copier, names=[name])[name]
 
     def _stored_iteration(self) -> int:

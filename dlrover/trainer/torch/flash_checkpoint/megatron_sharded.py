@@ -17,7 +17,7 @@ import importlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dlrover.core.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.persist import pin_newest, release
 from dlrover.snapshot.segment import Segment, segment_paths
+from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.dcp import FlashStorageWriter
@@ -56,7 +58,11 @@ class MegatronShardedCheckpointer:
         save_timeout: float = 600,
         replica_count: int = 0,
         num_slots: int = 2,
+        checkpoint_interval: Interval = AUTO,
+        overhead_budget: float = BUDGET,
     ) -> None:
+        """The last two are for `save_if_due`: how often, or "auto", and which part of the training time saves may take then."""
+        read_interval(checkpoint_interval, overhead_budget)  # before anything exists that would have to be closed
         self.engine = _ShardedEngine(
             os.fspath(checkpoint_dir),
             deletion_strategy=deletion_strategy,
@@ -64,6 +70,7 @@ class MegatronShardedCheckpointer:
             replica_count=replica_count,
             num_slots=num_slots,
         )
+        self._cadence = SaveCadence(self.engine, checkpoint_interval, overhead_budget)
 
     def save_checkpoint(
         self,
@@ -82,6 +89,19 @@ class MegatronShardedCheckpointer:
             core.save(sharded_state_dict, folder, sharded_strategy=strategy, **options)
         assert self.engine.last_result is not None, "the strategy has saved"
         return self.engine.last_result
+
+    def save_if_due(self, iteration: int, state_fn: Callable[[], dict[str, Any]], **options: Any) -> SaveResult | None:
+        """
+        Save this iteration if it is time, to memory or to storage. `state_fn` is only called when there is something to save. All ranks call this after
+        every iteration. None: it is not time.
+        """
+        return self._cadence.save_if_due(
+            iteration, lambda storage_type: self.save_checkpoint(iteration, state_fn(), storage_type, **options)
+        )
+
+    def is_save_requested(self) -> bool:
+        """Whether somebody wants a checkpoint soon; the next save will be one to storage by itself. The same on all ranks."""
+        return self.engine.is_save_requested
 
     def load_checkpoint(self, sharded_state_dict: dict[str, Any], **options: Any) -> Any:
         """

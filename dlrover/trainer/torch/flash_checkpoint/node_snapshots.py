@@ -29,6 +29,7 @@ from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName, segment_path
 from dlrover.snapshot.segment_format import SegmentInvalid
 from dlrover.snapshot.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.copying import load_state
+from dlrover.trainer.torch.flash_checkpoint.early_look import check
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
@@ -132,7 +133,7 @@ def _pinned(snapshot: Snapshot) -> Iterator[PinnedSlot]:
         if pinned is None:
             raise SegmentInvalid(f"The snapshot of step {name.step} has been overwritten meanwhile.")
         with pinned:
-            pinned.verify()
+            check(pinned)
             yield pinned
 
 

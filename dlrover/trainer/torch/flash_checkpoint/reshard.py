@@ -28,6 +28,7 @@ from dlrover.snapshot.mirror import copy_paths
 from dlrover.snapshot.persist import SaveRequest, of_present_history, read_request
 from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName, remove_segment, segment_paths
 from dlrover.snapshot.segment_format import SegmentInvalid
+from dlrover.trainer.torch.flash_checkpoint.early_look import EarlyLook, close_behind
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
@@ -93,20 +94,29 @@ def find_saves(sources: Iterable[ShardSource], directory: str) -> dict[str, Save
 class LocalMemory:
     """The snapshots of all ranks of this node, and copies that it keeps for others, pinned from `holdings` to `close`."""
 
-    def __init__(self, home: Path) -> None:
-        self._home = home
+    def __init__(self, home: Path, look: EarlyLook | None = None) -> None:
+        """`look` has perhaps compared one of them with its sums already."""
+        self._home, self._look = home, look
+        self._checked: SlotName | None = None
         self._open: dict[tuple[str, int], tuple[PinnedSlot, Contents, FileEntry]] = {}
         """By attempt and shard."""
         self._segments: list[Segment] = []
 
     def holdings(self, directory: str) -> list[Holding]:
         by_rank: dict[tuple[int, str], list[tuple[SlotName, Segment]]] = {}
-        for path in (*segment_paths(self._home), *copy_paths(self._home)):
-            try:
-                segment = Segment(path, private=True)
-            except (SegmentInvalid, FileNotFoundError):
-                continue
+        seen = None if self._look is None else self._look.take_newest()
+        if seen is not None:
+            self._checked, segment = seen
             self._segments.append(segment)
+        for path in (*segment_paths(self._home), *copy_paths(self._home)):
+            if seen is not None and str(path) == seen[0].path:
+                segment = seen[1]
+            else:
+                try:
+                    segment = Segment(path, private=True)
+                except (SegmentInvalid, FileNotFoundError):
+                    continue
+                self._segments.append(segment)
             own = by_rank.setdefault((segment.owner.global_rank, path.name.split("-")[0]), [])
             own.extend((name, segment) for name in segment.complete_slots())
         found = []
@@ -122,14 +132,15 @@ class LocalMemory:
         pinned, contents, entry = self._open[(holding.attempt, holding.shard)]
         data = pinned.data
         ranges = [_range_of(item, contents, entry, data.nbytes) for item in items]
-        _verify(pinned, data, ranges)
+        if self._checked is None or not _is_in(pinned, self._checked):
+            _verify(pinned, data, ranges)
         return [data[start : start + num_bytes] for start, num_bytes in ranges]
 
     def close(self) -> None:
         for pinned, _contents, _entry in self._open.values():
             pinned.close()
         for segment in self._segments:
-            segment.close()
+            close_behind(segment)
         self._open, self._segments = {}, []
 
     def _hold(self, segment: Segment, name: SlotName, directory: str) -> Holding | None:
@@ -192,6 +203,10 @@ def _range_of(item: DcpItem, contents: Contents, entry: FileEntry, data_bytes: i
     if item.start + item.num_bytes > storage.num_bytes or start + item.num_bytes > data_bytes:
         raise SegmentInvalid(f"The snapshot's table places {item.name} outside of its storage.")
     return start, item.num_bytes
+
+
+def _is_in(pinned: PinnedSlot, name: SlotName) -> bool:
+    return (str(pinned.segment.path), pinned.slot, pinned.record.generation) == (name.path, name.slot, name.generation)
 
 
 def _verify(pinned: PinnedSlot, data: memoryview, ranges: Iterable[tuple[int, int]]) -> None:
