@@ -2,8 +2,8 @@
 Checkpoints: what a save takes from the training, when it is on the disk, and how fast it comes back. Ours, torch.save, torch's distributed
 checkpoint, torchsnapshot and dlrover 0.6.1, against what memory and disk can do at best.
 
-    python benchmarks/checkpoint.py                              0.25 and 1 GB, three rounds, about 40 minutes
-    python benchmarks/checkpoint.py --full --json full.json      4 GB as well, about three hours
+    python benchmarks/checkpoint.py                              0.25 and 1 GB, two rounds, at most 20 minutes
+    python benchmarks/checkpoint.py --full --json full.json      4 GB as well, three rounds, about three hours
     python benchmarks/checkpoint.py --quick                      16 MB, one round, five systems, less than a minute
     python benchmarks/checkpoint.py --markdown full.json         only print the tables of an earlier run
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
@@ -31,7 +32,7 @@ from types import FrameType
 
 import psutil
 from checkpoint_memory import MemoryWatch
-from checkpoint_report import LIMITS, STORAGE_INTERVAL, Case, case_from_json, report
+from checkpoint_report import LIMITS, OUR_SYSTEMS, STORAGE_INTERVAL, Case, case_from_json, report
 from checkpoint_state import shape_for
 from checkpoint_systems import SYSTEMS
 from peers import Launcher, Leftovers, PeerUnavailableError, dlrover_061, ours, torchsnapshot
@@ -40,7 +41,8 @@ from process_tree import adopt_orphans, end, end_descendants
 HERE = Path(__file__).resolve().parent
 WORKER, LIMITS_SCRIPT = HERE / "checkpoint_worker.py", HERE / "checkpoint_limits.py"
 GIGABYTE = 10**9
-TWO_WORKERS_UP_TO = 1.0
+TWO_WORKERS_UP_TO = 0.25
+FULL_TWO_WORKERS_UP_TO = 1.0
 """Gigabytes of state; two trainings with more do not fit into the memory of the development machine."""
 QUICK = ("torch.save", "dcp.async_save thread, cached", "ours plain", "ours", "ours lazy")
 LOOK_EVERY = 0.02
@@ -66,6 +68,10 @@ class Settings:
     num_storage_saves: int
     timeout: float
     is_restoring: bool
+    two_workers_up_to: float = TWO_WORKERS_UP_TO
+    """Gigabytes of state."""
+    ends_at: float = math.inf
+    """On the monotonic clock; no case is begun later."""
 
 
 class Bench:
@@ -73,6 +79,8 @@ class Bench:
         self._settings, self._folder = settings, folder
         self.cases: list[Case] = []
         self.errors: list[str] = []
+        self.late: list[str] = []
+        """What there was no time for."""
         self._places: dict[str, Place] = {}
         for name in systems:
             try:
@@ -81,12 +89,14 @@ class Bench:
                 self.errors.append(f"{name}: {error}")
 
     def run_round(self, number: int, sizes: Sequence[float], worker_counts: Sequence[int]) -> None:
-        names = list(self._places)
+        names = sorted(
+            self._places, key=lambda name: name not in OUR_SYSTEMS
+        )  # should there be no time for all of them
         first = number % max(1, len(names))
         for size in sizes:
             self._try(number, LIMITS, size, 1, self._measure_limits)
             for num_workers in worker_counts:
-                if num_workers > 1 and size > TWO_WORKERS_UP_TO:
+                if num_workers > 1 and size > self._settings.two_workers_up_to:
                     continue
                 for name in names[first:] + names[:first]:
                     self._try(number, name, size, num_workers, self._measure)
@@ -96,6 +106,9 @@ class Bench:
     ) -> None:
         """A system that fails is a result, and is printed as one; it is not tried again."""
         if name != LIMITS and name not in self._places:
+            return
+        if time.monotonic() > self._settings.ends_at:
+            self.late.append(f"round {number + 1}: {num_workers} x {name} with {size:g} GB")
             return
         num_bytes = shape_for(int(size * GIGABYTE)).num_bytes
         case = Case(number, name, size, num_workers, num_bytes)
@@ -272,7 +285,14 @@ def main() -> int:
     adopt_orphans()
     signal.signal(signal.SIGTERM, _leave)
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-bench-", dir=args.dir))
-    settings = Settings(args.saves, args.storage_saves, args.timeout, not args.no_restore)
+    settings = Settings(
+        args.saves,
+        args.storage_saves,
+        args.timeout,
+        not args.no_restore,
+        FULL_TWO_WORKERS_UP_TO if args.full else TWO_WORKERS_UP_TO,
+        time.monotonic() + 60 * args.minutes if args.minutes else math.inf,
+    )
     strangers: list[float] = []
     bench = Bench(args.systems, settings, folder)
     try:
@@ -286,6 +306,8 @@ def main() -> int:
     finally:
         end_descendants(deadline_at=time.monotonic() + 10)
         shutil.rmtree(folder, ignore_errors=True)
+    if bench.late:
+        say(f"No time was left for {len(bench.late)} measurements (--minutes): {'; '.join(bench.late)}")
     machine = machine_line(args.rounds)
     print(report(bench.cases, bench.errors, strangers, machine=machine, interval=args.interval))
     if args.json:
@@ -313,10 +335,16 @@ def machine_line(num_rounds: int) -> str:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="0.25,1", help="of the state in GB (default %(default)s)")
-    parser.add_argument("--full", action="store_true", help="0.25, 1 and 4 GB")
-    parser.add_argument("--rounds", type=int, default=3, help="(default %(default)s)")
+    parser.add_argument("--full", action="store_true", help="0.25, 1 and 4 GB, three rounds, without an end")
+    parser.add_argument("--rounds", type=int, default=2, help="(default %(default)s)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=18.0,
+        help="nothing more is begun after that; 0: no limit (default %(default)s)",
+    )
     parser.add_argument("--saves", type=int, default=5, help="warm saves of a process (default %(default)s)")
-    parser.add_argument("--storage-saves", type=int, default=2, help="of a process and kind (default %(default)s)")
+    parser.add_argument("--storage-saves", type=int, default=1, help="of a process and kind (default %(default)s)")
     parser.add_argument("--workers", default="1,2", help="numbers of workers (default %(default)s)")
     parser.add_argument("--systems", default=";".join(SYSTEMS), help="separated by semicolons (default: all)")
     parser.add_argument("--no-restore", action="store_true", help="leave out restores from storage")
@@ -335,7 +363,7 @@ def parse_args() -> argparse.Namespace:
         args.sizes, args.rounds, args.saves, args.storage_saves = "0.016", 1, 2, 1
         args.workers, args.systems, args.no_restore = "1", ";".join(QUICK), True
     elif args.full:
-        args.sizes = "0.25,1,4"
+        args.sizes, args.rounds, args.minutes = "0.25,1,4", max(args.rounds, 3), 0.0
     try:
         args.sizes = [float(size) for size in args.sizes.split(",")]
         args.workers = [int(count) for count in args.workers.split(",")]

@@ -90,7 +90,9 @@ def test_a_killed_agents_segments_are_adopted(jobs, tmp_path):
     wait_until(lambda: (tmp_path / "holding-0").exists(), explain=lambda: job.err)
     [agent] = jobs.pids("dlrover.agent")
     (tmp_path / "holding-0").unlink()
+    worker = newest_pid(tmp_path)
     kill(agent)
+    wait_until(lambda: not os.path.exists(f"/proc/{worker}"), explain=lambda: job.err)  # it must not go on meanwhile
     (tmp_path / "go").touch()
     assert job.wait() == 0, job.err
     assert lives(tmp_path) == [0, 10]

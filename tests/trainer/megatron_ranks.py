@@ -132,7 +132,10 @@ def replicas() -> None:
     assert torch.load.__module__ == "torch.serialization"
 
     third, its_optimizer = new_model(3)
-    assert megatron.save_checkpoint(20, third, its_optimizer, None, 9.0)
+    how = {"checkpoint_interval": (10, 20), "num_floating_point_operations_so_far": 9.0}
+    assert megatron.save_checkpoint_if_due(20, third, its_optimizer, None, **how)
+    assert megatron.save_checkpoint_if_due(21, third, its_optimizer, None, **how) is None
+    assert not megatron.is_save_requested()
     assert megatron.wait_latest_checkpoint(60)
     dist.barrier()
     files = sorted(str(path.relative_to(args.save)) for path in Path(args.save).rglob("*.pt"))
@@ -208,7 +211,8 @@ def shares() -> None:
         optimizer = Chain(object(), own) if chained else own
         args.consumed_train_samples = 640
         assert megatron_dist_ckpt.save_checkpoint(30, model, optimizer, None, 3.0, storage_type=StorageType.MEMORY)
-        assert megatron_dist_ckpt.save_checkpoint(31, model, optimizer, None, 4.0)
+        how = {"checkpoint_interval": 1, "num_floating_point_operations_so_far": 4.0}
+        assert megatron_dist_ckpt.save_checkpoint_if_due(31, model, optimizer, None, **how)
         assert megatron_dist_ckpt.wait_latest_checkpoint(60)
         dist.barrier()
         for source in ("memory", "storage"):

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from dlrover.protocol.checkpoint_messages import SaveRequested
 from dlrover.protocol.errors import ConfigError
+from dlrover.snapshot.commit import locate
 from dlrover.snapshot.segment import Segment
+from dlrover.snapshot.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.deepspeed import (
     AsyncCheckpointAgent,
     AsyncSaveEngine,
@@ -254,3 +257,25 @@ def test_names_of_the_original_are_there_and_deepspeed_is_not_needed(monkeypatch
     copy = importlib.util.module_from_spec(found)
     found.loader.exec_module(copy)
     assert copy.DeepSpeedCheckpointer.__name__ == "DeepSpeedCheckpointer"
+
+
+def test_it_saves_by_itself_and_on_request(engine, directory):
+    checkpointer = DeepSpeedCheckpointer(engine, directory, checkpoint_interval=(2, 4))
+    try:
+        saved = []
+        for step in range(6):
+            engine.global_steps = step
+            saved.append(bool(checkpointer.save_if_due(directory, client_state={"lr": 0.5})))
+            assert checkpointer.wait_latest_checkpoint(20)
+        assert saved == [True, False, True, False, True, False]
+        assert (directory / "latest").read_text() == "global_step4"
+        assert not checkpointer.is_save_requested()
+        checkpointer.async_save_engine.outlet.save_request = SaveRequested(number=7)  # as the agent tells it
+        assert checkpointer.is_save_requested()
+        engine.global_steps = 6
+        assert checkpointer.save_checkpoint(directory, storage_type=StorageType.MEMORY, metric=0.25)
+        assert checkpointer.wait_latest_checkpoint(20)
+        assert (directory / "latest").read_text() == "global_step6"
+        assert locate(LocalStorage(), str(directory)).manifest.metric == 0.25
+    finally:
+        checkpointer.close()

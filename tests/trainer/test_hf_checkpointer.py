@@ -120,3 +120,22 @@ def test_the_names_and_arguments_of_the_original_are_there(directory):
     made.close()
     for name in ("get_last_checkpoint", "wait_latest_checkpoint"):
         assert callable(getattr(FlashCkptTrainer, name))
+
+
+def test_what_is_due_is_collected_and_saved(directory):
+    checkpointer = HfDdpCheckpointer(directory, checkpoint_interval=2)
+    collected = []
+
+    def collect() -> None:
+        collected.append(step)
+        checkpointer.ckpt_agent.save({"w": torch.arange(3)}, directory / f"checkpoint-{step}" / "pytorch_model.bin")
+
+    try:
+        for step in range(4):
+            assert checkpointer.save_if_due(step, collect)
+            assert checkpointer.wait_latest_checkpoint(20)
+        assert collected == [0, 1, 2, 3]
+        assert sorted(path.name for path in directory.glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-2"]
+        assert not checkpointer.is_save_requested()
+    finally:
+        checkpointer.close()

@@ -49,7 +49,7 @@ class StateWriter:
         self._unnamed_bytes = 0
         self._turn = 0
         self._last: _Known | None = None
-        """How the last lazy state looked and was laid out."""
+        """How the last state looked and was laid out."""
 
     def reserve(self, parts: Mapping[str, object]) -> memoryview:
         """Room for a state like this; the returned memory is worth pre-faulting."""
@@ -88,7 +88,7 @@ class StateWriter:
         then and must not change; all others may.
         """
         with torch.no_grad():
-            state = self._look_at(parts, is_freezing=bool(lazy_memory))
+            state = self._look_at(parts)
             for _ in range(3):  # a first guess of the room may be too small; then it is known
                 plan = state.plan
                 slot = self.segments.begin(state.data_length + self._unnamed_bytes, self._guess_meta(plan))
@@ -105,11 +105,11 @@ class StateWriter:
                 slot.abandon()
         raise AssertionError("the state changed its size while it was saved; another thread works on it")
 
-    def _look_at(self, parts: Mapping[str, object], *, is_freezing: bool) -> _State:
+    def _look_at(self, parts: Mapping[str, object]) -> _State:
         last = self._last
-        if is_freezing and last is not None and (again := freeze_again(parts, last.looks)) is not None:
+        if last is not None and (again := freeze_again(parts, last.looks)) is not None:
             return _State(again.parts, last.plan, last.storages_of(again.tensors), last.sources, True, last)
-        frozen = freeze(parts) if is_freezing else None
+        frozen = freeze(parts)
         adapter = TorchTensors()
         plan = plan_state(parts, adapter)
         sources = [_source(number, adapter.storages[identity]) for identity, number in plan.numbers.items()]  # type: ignore[index]
@@ -199,7 +199,7 @@ def _source(number: int, storage: torch.UntypedStorage) -> _Source:
 
 
 class _Known:
-    """All that is known of a lazy state when it is saved again, without anything that keeps its memory. Only for memory of the host."""
+    """All that is known of a state when it is saved again, without anything that keeps its memory. Only for memory of the host."""
 
     def __init__(self, looks: Frozen, plan: Plan, sources: list[_Source]) -> None:
         self.looks, self.plan, self.sources = looks, plan, sources

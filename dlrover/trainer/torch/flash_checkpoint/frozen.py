@@ -9,7 +9,7 @@ Even to ask torch about a tensor takes its time, and a state has hundreds. The t
 those only what can change is asked, where their memory is and their shape.
 
 Only plain containers and values are copied. A state that has anything else in it (an object of the user's, a subclass of
-Tensor) is pickled before the save returns.
+Tensor) is laid out anew each time, and pickled before the save returns.
 """
 
 from __future__ import annotations
@@ -139,8 +139,10 @@ class _CopyingAgain(_Copying):
     def _note(self, tensor: torch.Tensor) -> None:
         self.tensors.append(tensor)
         for seen, facts in self._expected:  # the next one
-            is_same = seen() is tensor and facts[0] == tensor.data_ptr() and facts[1] == tensor.shape
-            if is_same or facts == _facts_of(tensor):
+            is_it = seen() is tensor
+            if is_it and facts[0] == tensor.data_ptr() and facts[1] == tensor.shape:
+                return
+            if facts == _facts_of(tensor):
                 return
             break
         raise _Differs
