@@ -102,8 +102,8 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        computed_ns = time.monotonic_ns()
         report(step)
+        computed_ns = time.monotonic_ns()
         if step % args.save_every == 0:
             state = {"step": step, "model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
             checkpoint.save(step, state)

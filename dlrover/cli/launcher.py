@@ -566,6 +566,7 @@ class Launcher:
             processes.send(self._master, signal.SIGTERM)
             self._await_exit("_master", self._patience.master)
         self._master = None  # if it is still there, it goes with the rest
+        self._tell_goodput()
         self._sweep()
         if self._seat is not None:
             self._seat.close()
@@ -573,6 +574,21 @@ class Launcher:
     @property
     def _has_other_nodes(self) -> bool:
         return self._place.is_shared and self._settings.terms.limits.max_nodes > 1
+
+    def _tell_goodput(self) -> None:
+        """One line about where the time went, if anything happened: torchrun says nothing, and nor do we without need."""
+        from dlrover.master.config import goodput_file
+        from dlrover.protocol.goodput_messages import GoodputStatus
+
+        try:
+            with open(goodput_file(self._end_file), "rb") as file:
+                goodput = msgspec.json.decode(file.read(), type=GoodputStatus)
+        except (OSError, msgspec.MsgspecError):
+            return  # the job is not over, or its master is elsewhere
+        if goodput.num_faults and self._settings.environment.is_reporting:
+            from dlrover.cli.report import goodput_line
+
+            say(goodput_line(goodput))
 
     def _await_exit(self, child: str, patience: float) -> None:
         """Until that child has ended; a signal ends the patience."""

@@ -21,20 +21,6 @@ MAX_FAULTS = 500
 _BAR = 40
 
 
-def goodput_line(seconds: Mapping[TimeClass, float], goodput: float, since_start: float) -> str:
-    """One line for people: the figure, and where the rest went."""
-    total = sum(seconds.values()) or 1.0
-    rest = sorted(
-        ((value, class_) for class_, value in seconds.items() if class_ is not TimeClass.COMPUTE), reverse=True
-    )
-    others = ", ".join(
-        f"{class_.value} {100 * value / total:.1f} %" for value, class_ in rest[:5] if value / total >= 0.0005
-    )
-    return f"goodput {100 * goodput:.1f} % ({100 * since_start:.1f} % since the first step)" + (
-        f"; {others}" if others else ""
-    )
-
-
 def as_html(history: History) -> str:
     goodput = history.goodput
     begins_at, ends_at = history.begins_at, goodput.now

@@ -11,6 +11,7 @@ import re
 import textwrap
 
 from dlrover.agent.config import AgentResult
+from dlrover.protocol.goodput_messages import GoodputStatus, TimeClass
 from dlrover.protocol.messages import ExitReason, FailureKind, FirstFailure, JobEnd
 from dlrover.protocol.signals import signal_name
 
@@ -47,6 +48,20 @@ def failure_report(job_name: str, result: AgentResult) -> str:
         lines.append(f"First failure: global rank {result.first_failed_rank}, exit code {result.worker_exit_code}")
     lines.append("=" * WIDTH)
     return "\n".join(lines) + "\n"
+
+
+def goodput_line(goodput: GoodputStatus) -> str:
+    """One line for people: the figure, and where the rest went."""
+    total = sum(goodput.seconds.values()) or 1.0
+    others = sorted(((value / total, class_) for class_, value in goodput.seconds.items()), reverse=True)
+    shown = [
+        f"{class_.value} {share:.1%}" for share, class_ in others if class_ is not TimeClass.COMPUTE and share >= 0.0005
+    ]
+    faults = f", {goodput.num_faults} fault{'' if goodput.num_faults == 1 else 's'}" if goodput.num_faults else ""
+    figure = (
+        f"goodput {goodput.goodput:.1%} of {goodput.wall:.1f} s, {goodput.goodput_since_start:.1%} since the first step"
+    )
+    return f"{figure}{faults}" + (f"; {', '.join(shown[:5])}" if shown else "")
 
 
 def _first_failure(first: FirstFailure) -> list[str]:

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dlrover.cli.post_mortem import goodput_line
+from dlrover.cli.report import goodput_line
 from dlrover.protocol.codec import Question
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.goodput_messages import AskEvents, AskGoodput, Events, GoodputStatus, JobEvent
@@ -87,7 +87,7 @@ def view_of(
     )
     lines = [
         head,
-        Text(goodput_line(goodput.seconds, goodput.goodput, goodput.goodput_since_start)),
+        Text(goodput_line(goodput)),
         Text(f"because: {status.verdict}", style="dim"),
     ]
     doing = {node.node_rank: node.doing for node in goodput.nodes}

@@ -11,6 +11,7 @@ from msgspec import Struct
 from dlrover.protocol.addresses import LOOPBACK, TlsConfig, is_loopback
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.fleet_messages import FleetSpec
+from dlrover.protocol.goodput_messages import GoodputStatus
 from dlrover.protocol.messages import JobEnd
 from dlrover.protocol.watch_messages import WatchTerms
 
@@ -128,6 +129,16 @@ def announce(config: MasterConfig, ready: Ready) -> None:
 def tell_end(config: MasterConfig, end: JobEnd) -> None:
     if config.end_file:
         _write_whole(Path(config.end_file), msgspec.json.encode(end))
+
+
+def goodput_file(end_file: str) -> str:
+    """Beside the end of the job: where its time went, `GoodputStatus` as JSON."""
+    return os.path.join(os.path.dirname(end_file), "goodput.json")
+
+
+def tell_goodput(config: MasterConfig, goodput: GoodputStatus) -> None:
+    if config.end_file:
+        _write_whole(Path(goodput_file(config.end_file)), msgspec.json.encode(goodput))
 
 
 def _write_whole(path: Path, data: bytes) -> None:

@@ -205,6 +205,10 @@ class Desk:
         """Seconds between two heartbeats of a node."""
         return self._patience.heartbeat
 
+    def goodput(self) -> GoodputStatus:
+        """Where the time went up to now; for those who may see what is being written."""
+        return self._job.goodput(max(self._clock.now(), self._job.now))
+
     def order(self, node: NodeId, order: WatchOrder) -> bool:
         """Tell a node what to do now. False when it is not attached."""
         line = self._roster.line_of(node)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from dlrover.master.bookkeeper import Bookkeeper
 from dlrover.master.clock import MasterClock
-from dlrover.master.config import EXIT_STOPPED, MasterConfig, Ready, announce, read_token, tell_end
+from dlrover.master.config import EXIT_STOPPED, MasterConfig, Ready, announce, read_token, tell_end, tell_goodput
 from dlrover.master.desk import Desk
 from dlrover.master.diagnosticians import UserDiagnosticians
 from dlrover.master.event_reporters import build_reporters
@@ -30,7 +30,7 @@ from dlrover.master.watch import WatchKeeper
 from dlrover.platforms.base import Platform
 from dlrover.platforms.registry import build_platform
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages import JobEnd, StopJob
+from dlrover.protocol.messages import StopJob
 from dlrover.protocol.serving import MasterServer
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ async def serve(config: MasterConfig) -> int:
         # Fenced, or the journal is lost: say nothing more to anybody, the process ends at once.
         working.result()
     if desk.finished.done():
-        _tell_end(config, desk.finished.result())
+        _tell_end(config, desk)
         if fleet is not None:
             await fleet.drain()
     if observatory is not None:
@@ -164,9 +164,10 @@ def _end_job(desk: Desk) -> None:
     task.add_done_callback(lambda done: log.info("stop asked for outcome=%s", done.exception() or "accepted"))
 
 
-def _tell_end(config: MasterConfig, end: JobEnd) -> None:
+def _tell_end(config: MasterConfig, desk: Desk) -> None:
     try:
-        tell_end(config, end)
+        tell_goodput(config, desk.goodput())
+        tell_end(config, desk.finished.result())  # last: whoever sees it may look for the other
     except OSError as error:
         # The next master of this journal will tell it again; the agents have heard it from us.
         log.error("end of the job not written file=%s reason=%s", config.end_file, error.strerror)
