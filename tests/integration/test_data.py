@@ -116,3 +116,36 @@ def test_twenty_kills_in_three_workers(jobs, tmp_path):
     assert job.process.returncode == 0, job.err
     assert_seen_once(tmp_path)
     assert audit(tmp_path)["num_seen"] == 1800
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_a_directory_that_grows_is_read_once_through_crashes(jobs, tmp_path):
+    """Lines come while workers and the master die; each is in the model once when the marker ends the stream."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+
+    def seen() -> int:
+        return int((tmp_path / "seen").read_text() or 0) if (tmp_path / "seen").exists() else 0
+
+    def write(name: str, numbers: range) -> None:
+        with (folder / name).open("a") as out:
+            out.writelines(f"{number}\n" for number in numbers)
+
+    write("a", range(50))
+    job = jobs.start(
+        "dlrover-run", "--nproc-per-node=2", f"--journal={tmp_path}", SCRIPTS / "tail_steps.py", tmp_path, "200",
+        "--kill-at", "3", "--kill-at", "12",
+    )  # fmt: skip
+    wait_until(lambda: seen() >= 50, 120, lambda: job.err)
+    write("a", range(50, 80))
+    write("b", range(80, 140))
+    wait_until(lambda: seen() >= 140, 120, lambda: job.err)
+    [master] = jobs.pids("dlrover.master")
+    kill(master)
+    write("b", range(140, 200))
+    (folder / "_END").touch()
+    assert job.wait(120) == 0, job.err
+    assert_seen_once(tmp_path)
+    assert audit(tmp_path)["num_seen"] == 200
+    assert len(list(tmp_path.glob("killed-*"))) == 2

@@ -55,7 +55,8 @@ class TabularJob:
         self.checkpoints.mkdir()
         argv = [sys.executable, "-m", "dlrover.cli.main", "local", "--nodes=3", "--netns=off", f"--job-name={JOB}"]
         argv += ["--", f"--journal={folder}", str(EXAMPLE / "train.py"), str(folder / "table.csv")]
-        argv += [f"--batch-size={BATCH}", f"--dir={self.checkpoints}", f"--metrics={folder / 'metrics'}", "--pace=0.5"]
+        argv += [f"--batch-size={BATCH}", f"--dir={self.checkpoints}", f"--metrics={folder / 'metrics'}", "--pace=1"]
+        argv += ["--num-workers=1"]
         self.host = Launched(argv, jobs.env(), folder, "local")
         jobs.launched.append(self.host)
 
@@ -80,20 +81,20 @@ class TabularJob:
         (self.checkpoints / "hurry").touch()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(450)
 def test_kills_and_a_resize_change_neither_the_data_nor_the_loss(jobs, tmp_path):
-    """Three workers; one is killed, a fourth is added, the master is killed."""
+    """Three workers with a process each that reads; one is killed, a fourth is added, the master is killed."""
     write_table(tmp_path / "table.csv")
     job = TabularJob(jobs, tmp_path)
-    job.wait_for_step(2)
+    job.wait_for_step()
     kill(job.lives(1)[-1]["pid"])
     wait_until(lambda: len(job.lives()) == 2, 90, lambda: job.host.err)
     job.scale(4)
-    wait_until(lambda: job.lives()[-1]["world_size"] == 4, 90, lambda: job.host.err)
+    wait_until(lambda: job.lives()[-1]["world_size"] == 4, 150, lambda: job.host.err)
     [master] = jobs.pids("dlrover.master")
     kill(master)
     job.hurry()
-    assert job.host.wait(120) == 0, job.host.err
+    assert job.host.wait(150) == 0, job.host.err
 
     finding = audit(tmp_path)
     assert (finding["num_seen"], finding["is_complete"]) == (2 * SIZE, True)

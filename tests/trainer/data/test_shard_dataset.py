@@ -159,6 +159,7 @@ def test_a_source_that_changes_stops_the_loop_and_loses_nothing(
 
     with pytest.raises(SourceChanged, match="Bring the old"):
         go_on()
+    batches._shutdown_workers()  # collected with the traceback it would wait for some seconds
     data.close()
     found = data._reader.state()
     assert found.num_doing == 0
