@@ -13,13 +13,24 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from dlrover.agent.process_tree import Process, descendants, look_up, send_signal
 from dlrover.protocol.progress_page import ProgressPage, Reading
-from dlrover.protocol.watch_messages import MAX_FRAMES, MAX_TEXT, MAX_THREADS, ThreadStack, WorkerDump, WorkerProgress
+from dlrover.protocol.watch_messages import (
+    MAX_FRAMES,
+    MAX_TEXT,
+    MAX_THREADS,
+    Collective,
+    ThreadStack,
+    WorkerDump,
+    WorkerProgress,
+)
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 MAX_DUMP_BYTES = 1 << 20
 MAX_CHILDREN = 32
+MAX_RECORDED = 16
 MAX_KERNEL_FRAMES = 32
 _THREAD = re.compile(r"^(Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -47,11 +58,16 @@ class Seat:
         self.pid = 0
         self.page = ProgressPage()
         self._dump = os.memfd_create("dlrover-stacks", os.MFD_CLOEXEC)
+        self._record = os.memfd_create("dlrover-collectives", os.MFD_CLOEXEC)
+        self._asked_by, self._asks = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._asks, False)  # nobody may listen; the descriptor of the worker's end stays as it is
 
     def environment(self) -> dict[str, str]:
         return {
             "DLROVER_PROGRESS_PAGE": self.page.path,
             "DLROVER_DUMP_FILE": f"/proc/{os.getpid()}/fd/{self._dump}",
+            "DLROVER_RECORDER_FILE": f"/proc/{os.getpid()}/fd/{self._record}",
+            "DLROVER_RECORDER_PIPE": f"/proc/{os.getpid()}/fd/{self._asked_by}",
         }
 
     def read(self) -> Reading:
@@ -91,8 +107,31 @@ class Seat:
         os.ftruncate(self._dump, 0)
         return send_signal(process, number)
 
+    def ask_for_collectives(self) -> bool:
+        """Whether a thread of the worker was asked for torch's record; it answers if it gets to run."""
+        process = look_up(self.pid) if self.pid else None
+        if process is None or process.state in _DEAF_STATES or not self.read().has_recorder:
+            return False
+        os.ftruncate(self._record, 0)
+        try:
+            return os.write(self._asks, b"?") == 1
+        except BlockingIOError:
+            return False  # it has not answered thousands of questions
+
     def num_dumped(self) -> int:
         return os.fstat(self._dump).st_size
+
+    def has_recorded(self) -> bool:
+        size = os.fstat(self._record).st_size
+        return size > 0 and os.pread(self._record, 1, size - 1) == b"\n"
+
+    def recorded(self) -> tuple[Collective, ...]:
+        raw = os.pread(self._record, MAX_DUMP_BYTES, 0).splitlines()
+        try:
+            found = msgspec.json.decode(raw[-1], type=list[Collective]) if raw else []
+        except msgspec.MsgspecError:
+            return ()
+        return tuple(found[-MAX_RECORDED:])
 
     def stacks(self) -> tuple[ThreadStack, ...]:
         raw = os.pread(self._dump, MAX_DUMP_BYTES, 0)
@@ -111,7 +150,13 @@ class Seat:
         )
 
     def dump(
-        self, facts: Facts, threads: Sequence[ThreadStack], *, is_stalled: bool, native: Sequence[str] = ()
+        self,
+        facts: Facts,
+        threads: Sequence[ThreadStack],
+        *,
+        is_stalled: bool,
+        native: Sequence[str] = (),
+        recorded: Sequence[Collective] = (),
     ) -> WorkerDump:
         return WorkerDump(
             local_rank=self.local_rank,
@@ -125,6 +170,7 @@ class Seat:
             major_faults=facts.major_faults,
             threads=tuple(threads),
             native=tuple(native),
+            recorded=tuple(recorded),
             progress=self.progress(is_stalled=is_stalled),
             data_cursor=self.read().cursor,
             children=describe_children(self.pid),
@@ -133,7 +179,8 @@ class Seat:
 
     def close(self) -> None:
         self.page.close()
-        os.close(self._dump)
+        for descriptor in (self._dump, self._record, self._asked_by, self._asks):
+            os.close(descriptor)
 
 
 def parse_stacks(text: str, main_thread: int) -> tuple[ThreadStack, ...]:

@@ -39,6 +39,7 @@ log = logging.getLogger("dlrover.agent")
 _DUMP_TIMEOUT = 1.0
 """Seconds for workers to write their stacks. One that holds the interpreter lock writes them all the same; one that is stopped never."""
 _DUMP_LOOK = 0.02
+_RECORD_TIMEOUT = 0.3
 _MAX_ORDERS = 256
 _LONGEST_WAIT = 60.0
 _MAX_METRICS_FILE = 65536
@@ -263,7 +264,9 @@ class Watch:
         seats = list(self._seats)
         facts = [seat.facts() for seat in seats]
         asked = [seat for seat in seats if seat.ask_for_stacks()]
+        recording = [seat for seat in seats if seat.ask_for_collectives()]
         await _written(asked)
+        await _recorded(recording)
         if not is_second:
             facts = [_later_use(before, seat.facts()) for before, seat in zip(facts, seats, strict=True)]
         stalled = self._stalls.stalled
@@ -273,6 +276,7 @@ class Watch:
                 seat.stacks() if seat in asked else (),
                 is_stalled=seat.local_rank in stalled,
                 native=self._native.of(seat.pid) if is_second else (),
+                recorded=seat.recorded() if seat in recording else (),
             )
             for seat, known in zip(seats, facts, strict=True)
         )
@@ -326,6 +330,15 @@ async def _written(seats: Sequence[Seat]) -> None:
         if now == sizes and all(now):
             return
         sizes = now
+
+
+async def _recorded(seats: Sequence[Seat]) -> None:
+    """Until these have answered, or had their time: one whose main thread holds the interpreter lock never does."""
+    until = time.monotonic() + _RECORD_TIMEOUT
+    while time.monotonic() < until:
+        if all(seat.has_recorded() for seat in seats):
+            return
+        await asyncio.sleep(_DUMP_LOOK)
 
 
 def _later_use(before: Facts, after: Facts) -> Facts:

@@ -39,6 +39,8 @@ GROUP = (288, 64)
 SHAPE = (352, 96)
 CURSOR = (448, 128)
 DIGEST = (576, 32)
+HAS_RECORDER = 76
+"""A word: the worker answers when it is asked for torch's record of collectives."""
 METRIC_NAMES = (1024, 40)
 METRIC_VALUES = 2560
 """Doubles."""
@@ -68,6 +70,7 @@ class Reading(NamedTuple):
     collective: Collective | None
     metrics: dict[str, float]
     main_thread: int
+    has_recorder: bool
     dump_signal: int
     """That makes the worker write its stacks; 0: nothing does."""
     cursor: str
@@ -145,6 +148,7 @@ def decode(copy: bytes, now_ns: int) -> Reading:
         collective=_collective(copy, words),
         metrics=_metrics(copy, words[NUM_METRICS]),
         main_thread=words[MAIN_THREAD],
+        has_recorder=words[HAS_RECORDER] == 1,
         dump_signal=words[DUMP_SIGNAL] if 0 < words[DUMP_SIGNAL] < 65 else 0,
         cursor=_text(copy, *CURSOR) or (f"batch {words[NUM_BATCHES]}" if words[NUM_BATCHES] > 0 else ""),
         digest=_text(copy, *DIGEST),

@@ -179,6 +179,9 @@ class WorkerDump(Struct, frozen=True, kw_only=True):
     native: tuple[str, ...] = ()
     """Native frames of the main thread, where a sampler is allowed."""
     progress: WorkerProgress | None = None
+    recorded: tuple[Collective, ...] = ()
+    """The newest collectives that torch's own recorder knows, oldest first, those inside backward included. The numbers are torch's: not to be
+    compared with that of `progress`."""
     data_cursor: str = ""
     children: tuple[str, ...] = ()
     """Its own processes (data loading): pid, state and wait channel, one line each."""

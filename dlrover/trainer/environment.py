@@ -39,6 +39,9 @@ class WorkerEnvironment(Struct, frozen=True, kw_only=True):
     dump_file: str = ""
     dump_signal: int = 0
     """When it comes, the stacks of all threads go to `dump_file`; 0: never."""
+    recorder_pipe: str = ""
+    recorder_file: str = ""
+    """When something comes through the pipe, torch's record of collectives goes into the file."""
     has_hooks: bool = False
     """What the worker is doing is found out by hooks in torch."""
     canary_every: int = 0
@@ -63,6 +66,8 @@ def read(environ: Mapping[str, str]) -> WorkerEnvironment | None:
         progress_page=environ.get("DLROVER_PROGRESS_PAGE", ""),
         dump_file=environ.get("DLROVER_DUMP_FILE", ""),
         dump_signal=int(environ.get("DLROVER_DUMP_SIGNAL", "0")),
+        recorder_pipe=environ.get("DLROVER_RECORDER_PIPE", ""),
+        recorder_file=environ.get("DLROVER_RECORDER_FILE", ""),
         has_hooks=environ.get("DLROVER_PROGRESS_HOOKS", "") == "1",
         canary_every=int(environ.get("DLROVER_CANARY_EVERY", "0")),
     )

@@ -27,18 +27,17 @@ def when_imported(name: str, callback: Callback) -> None:
     if finder is None:
         finder = _Finder()
         sys.meta_path.insert(0, finder)
-    finder.waiting[name] = callback
+    finder.waiting.setdefault(name, []).append(callback)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
-        self.waiting: dict[str, Callback] = {}
+        self.waiting: dict[str, list[Callback]] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        callback = self.waiting.get(fullname)
-        if callback is None:
+        if fullname not in self.waiting:
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
@@ -46,7 +45,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None and hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Loader(spec.loader, self, callback)
+                    spec.loader = _Loader(spec.loader, self)
                 return spec
         return None
 
@@ -54,10 +53,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 class _Loader(importlib.abc.Loader):
     """In place of the real one for the time of the import; asking where a module could be found does not count as one."""
 
-    def __init__(self, real: Any, finder: _Finder, callback: Callback) -> None:
+    def __init__(self, real: Any, finder: _Finder) -> None:
         self._real = real
         self._finder = finder
-        self._callback = callback
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -71,8 +69,8 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._real
         self._real.exec_module(module)
-        if self._finder.waiting.pop(module.__name__, None) is not None:
-            _call(self._callback, module)
+        for callback in self._finder.waiting.pop(module.__name__, []):
+            _call(callback, module)
 
 
 def _call(callback: Callback, module: ModuleType) -> None:

@@ -31,7 +31,7 @@ def install(where: environment.WorkerEnvironment | None) -> None:
         _register_dump(writer, where.dump_file, where.dump_signal)
     atexit.register(_end)
     if where.has_hooks:
-        when_imported("torch", lambda torch: _install_torch(torch, where.canary_every))
+        when_imported("torch", lambda torch: _install_torch(torch, where))
 
 
 def _register_dump(writer: phases.PhaseWriter, path: str, number: int) -> None:
@@ -60,8 +60,13 @@ def _end() -> None:
         writer.enter(phases.END)
 
 
-def _install_torch(torch: ModuleType, canary_every: int) -> None:
-    from dlrover.trainer.torch import canary, progress_hooks
+def _install_torch(torch: ModuleType, where: environment.WorkerEnvironment) -> None:
+    from dlrover.trainer.torch import canary, flight_recorder, progress_hooks
 
-    on_step = canary.Canary(canary_every).after_step if canary_every > 0 else None
+    on_step = canary.Canary(where.canary_every).after_step if where.canary_every > 0 else None
     progress_hooks.install(torch, on_step=on_step)
+    if where.recorder_pipe:
+        when_imported(
+            "torch.distributed.distributed_c10d",
+            lambda c10d: flight_recorder.install(c10d, pipe=where.recorder_pipe, file=where.recorder_file),
+        )

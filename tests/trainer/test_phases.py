@@ -102,7 +102,7 @@ def test_a_reader_does_not_wait_for_a_writer_that_was_stopped_in_the_middle(page
 
 
 SCRIPT = """
-import functools, inspect, json, os, pickle, sys, threading
+import functools, inspect, json, os, pickle, sys, threading, time
 from dlrover.trainer import environment, phases, report, watching
 watching.install(environment.read(os.environ))
 assert "torch" not in sys.modules
@@ -183,6 +183,11 @@ with __import__("warnings").catch_warnings(record=True) as caught:
     __import__("warnings").simplefilter("always")
     report(50, loss=torch.tensor(1.5), bad="text")
 notes["warned"] = [str(each.message)[:40] for each in caught]
+# As the agent asks, while we wait as in a collective that hangs.
+os.write(os.open(os.environ["DLROVER_RECORDER_PIPE"], os.O_WRONLY), b"?")
+deadline = time.monotonic() + 30
+while not os.stat(os.environ["DLROVER_RECORDER_FILE"]).st_size and time.monotonic() < deadline:
+    time.sleep(0.01)
 dist.destroy_process_group()
 print(json.dumps(notes))
 """
@@ -250,6 +255,12 @@ def test_torch_tells_what_it_is_doing_and_scripts_see_no_difference(tmp_path: Pa
         assert reading.collective.sequence == 3
         assert not reading.collective.is_inside
         assert len(reading.digest) == 16
+        # torch's own recorder knows the collectives of DDP, too.
+        assert reading.has_recorder
+        recorded = seat.recorded()
+        assert "barrier" in {each.operation for each in recorded}
+        assert {each.shape for each in recorded} >= {"float[2,3]"}
+        assert len({each.sequence for each in recorded}) > 4
         assert reading.cursor.startswith("batch ")
     finally:
         seat.close()
