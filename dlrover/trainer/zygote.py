@@ -220,7 +220,8 @@ class _Zygote:
         except Exception as error:
             # Some builds lack it; the first optimizer of a worker then pays for what it finds.
             print(f"dlrover: torch._dynamo is not preloaded ({type(error).__name__}: {error})", file=sys.stderr)
-        importlib.import_module("dlrover.trainer.torch.progress_hooks")
+        for name in ("progress_hooks", "flight_recorder"):  # what every worker installs
+            importlib.import_module(f"dlrover.trainer.torch.{name}")
         _check_forkable("torch")
         search_path = self._arguments.search_path
         if search_path:

@@ -86,6 +86,9 @@ def _details(sight: Sight) -> list[str]:
     ]
     if dump.data_cursor:
         said.append(f"Data: {dump.data_cursor}.")
+    if dump.recorded:
+        last = "; ".join(f"{say_collective(each)}{'' if each.is_inside else ' (done)'}" for each in dump.recorded[-4:])
+        said.append(f"Last collectives by torch's own numbers, newest last: {last}.")
     said += [f"Its own process: {child}." for child in dump.children[:8]]
     if dump.native and dump.threads:
         said += ["Native frames:", "```", *dump.native[:MAX_SHOWN], "```"]
