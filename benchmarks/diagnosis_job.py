@@ -63,6 +63,7 @@ class Trainer:
         self.leak_mb = 0
         dist.init_process_group("gloo")
         self.second_group = dist.new_group(backend="gloo")
+        self.logging_group = dist.new_group(backend="gloo")
         torch.manual_seed(0)
         torch.set_num_threads(1)
         self.model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 1)))
@@ -101,11 +102,11 @@ class Trainer:
         """A collective of the script's own, as for logging a mean."""
         total = torch.ones(self.tensor_size)
         if self.operation == "skip":
-            dist.barrier()
+            return
+        if self.operation == "broadcast":
+            dist.broadcast(total, 3, group=self.logging_group)
         else:
-            {"all_reduce": dist.all_reduce, "broadcast": lambda tensor: dist.broadcast(tensor, 3)}[self.operation](
-                total
-            )
+            dist.all_reduce(total, group=self.logging_group)
 
     def _last_step(self) -> int:
         try:

@@ -162,7 +162,7 @@ def test_without_proof_it_acts_after_the_hang_timeout_and_not_before(lab: Lab) -
     ("mine", "theirs", "frames", "fault"),
     [
         (inside(9), inside(8), IN_ALL_REDUCE, FaultClass.SKIPPED_COLLECTIVE),
-        (inside(8, "barrier", ""), inside(8), IN_BARRIER, FaultClass.SKIPPED_COLLECTIVE),
+        (inside(8, "barrier", ""), inside(8), IN_BARRIER, FaultClass.MISMATCHED_COLLECTIVE),
         (inside(8, shape="float32[9]"), inside(8), IN_ALL_REDUCE, FaultClass.MISMATCHED_COLLECTIVE),
     ],
 )
@@ -273,3 +273,16 @@ def test_only_a_debugger_that_stays_has_stopped_a_rank(lab: Lab) -> None:
     lab.look(replace(passing[0], state="t"), *passing[1:])
     assert acted(lab).verdict.fault is FaultClass.STOPPED
     assert lab.ranks() == [0]
+
+
+def test_a_rank_in_backward_of_the_next_step_has_skipped_the_collective_that_the_others_are_in(lab: Lab) -> None:
+    def at(rank: int) -> WorkerDump:
+        if rank == 3:
+            done = replace(inside(7), is_inside=False)
+            return dump(3, progress=progress(3, Phase.BACKWARD, step=101, collective=done, phase_seconds=5.8))
+        told = progress(rank, Phase.COLLECTIVE, collective=inside(8), phase_seconds=5.8)
+        return dump(rank, IN_ALL_REDUCE, progress=told)
+
+    lab.look(*(at(rank) for rank in range(4)))
+    assert acted(lab).verdict.fault is FaultClass.SKIPPED_COLLECTIVE
+    assert lab.ranks() == [3]

@@ -16,7 +16,7 @@ from msgspec import Struct
 from dlrover.core.diagnosis import stacks
 from dlrover.core.diagnosis.stacks import say_collective, say_ranks
 from dlrover.protocol.messages import NodeId
-from dlrover.protocol.watch_messages import Culprit, FaultClass, Phase, WorkerDump
+from dlrover.protocol.watch_messages import Collective, Culprit, FaultClass, Phase, WorkerDump
 
 IDLE_CPU = 0.02
 """Cores. Below it a process only turns over in its sleep: threads of libraries that wake up now and then."""
@@ -235,12 +235,33 @@ def _judge_collectives(waiting: Sequence[Sight]) -> Finding:
     sentences = [_what_they_do(common), *(_what_they_do(group) for group in ordered[1:4] if group is not common)]
     is_still = all(sight.is_still and sight.is_overdue for sight in waiting)
     if ours is None or theirs is None:
+        gone_past = _who_went_past(known)
+        if gone_past:
+            sentences.insert(0, f"{_subject(gone_past)} went past a collective that the others are in.")
+            return _blame(FaultClass.SKIPPED_COLLECTIVE, gone_past, tuple(sentences), 0.9, is_proof=is_still)
         return _blame(FaultClass.SKIPPED_COLLECTIVE, odd, tuple(sentences), 0.6)
     is_same_group = ours.group == theirs.group
-    is_same_place = stacks.user_frame(common[0].second) == stacks.user_frame(odd[0].second)
-    is_mismatch = is_same_group and ours.sequence == theirs.sequence and is_same_place
+    is_mismatch = is_same_group and ours.sequence == theirs.sequence
     fault = FaultClass.MISMATCHED_COLLECTIVE if is_mismatch else FaultClass.SKIPPED_COLLECTIVE
     return _blame(fault, odd, tuple(sentences), 0.95 if is_same_group else 0.7, is_proof=is_still and is_same_group)
+
+
+def _who_went_past(known: Sequence[tuple[Sight, Collective | None]]) -> list[Sight]:
+    """Ranks that are in a later step than those inside, and have left out the collective that these are in."""
+    inside = [(sight, collective) for sight, collective in known if collective is not None]
+    if not inside or len({collective.sequence for _, collective in inside}) > 1:
+        return []
+    sight, collective = inside[0]
+    step = None if sight.second.progress is None else sight.second.progress.step
+    past = []
+    for other, own in known:
+        told = other.second.progress
+        if own is not None or told is None or told.step is None or step is None:
+            continue
+        is_left_out = told.collective is None or told.collective.sequence < collective.sequence
+        if told.step > step and is_left_out:
+            past.append(other)
+    return past
 
 
 def _ahead_last(one: list[Sight], other: list[Sight]) -> tuple[list[Sight], list[Sight]]:

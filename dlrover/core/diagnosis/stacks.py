@@ -29,7 +29,7 @@ _ENGINE = (
 )
 """Where C++ runs collectives by itself: gradients, buffers, statistics of batches."""
 _LOADER = "torch/utils/data/"
-_INSIDE = ("/dlrover/", "torch/", "/importlib/", "<frozen")
+_INSIDE = ("/dlrover/", "torch/", "/lib/python3", "<frozen", "/lib64/python3")
 _FRAME = re.compile(r"^(?P<file>.*):(?P<line>\d+) (?P<function>.*)$")
 _CHILD = re.compile(r"^(?P<pid>\d+) (?P<state>\S) \S+(?: cpu=(?P<cpu>[0-9.]+))?")
 

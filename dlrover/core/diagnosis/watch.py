@@ -45,7 +45,8 @@ EPISODE = 600.0
 """Seconds after which the same verdict is news again."""
 SETTLING = 1.0
 """Seconds between two rounds of the diagnosticians: a storm of reports is looked at once."""
-MARGIN = 0.1
+MARGIN = 0.25
+"""Seconds: ranks enter their last phase within a step of each other, and a look shall not come too early by so little."""
 RESTART_COST = 3.0
 """Seconds that a restart is taken to cost before one was measured."""
 
