@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput chaos clean simulate false-alarms
+.PHONY: help setup demo test lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis chaos clean simulate false-alarms
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ bench-node-failover: $(STAMP) ## one of two nodes killed: ours, torchrun, dlrove
 
 bench-checkpoint: $(STAMP) ## saves and restores of 0.25 and 1 GB: ours, torch's, torchsnapshot's, dlrover 0.6.1's (about 40 minutes)
 	$(BIN)/python benchmarks/checkpoint.py --json checkpoint.json
+
+bench-diagnosis: $(STAMP) ## more than 200 faults of 33 kinds in jobs of four workers, and 50 healthy episodes (about 80 minutes)
+	$(BIN)/python benchmarks/diagnosis.py --json diagnosis.json
 
 bench-goodput: $(STAMP) ## goodput with a worker killed every 30 s: ours, torchrun, dlrover 0.6.1 (about 35 minutes)
 	$(BIN)/python benchmarks/goodput.py --json goodput.json

@@ -53,6 +53,8 @@ class MemoryLeak:
     _least_mb = 100.0
 
     def diagnose(self, picture: Picture, now: Micros) -> Iterable[Verdict]:
+        if any(len(record.memory) < self._samples for record in picture.ranks.values()):
+            return  # whether one grows alone only all together can tell
         leaking = [record for record in picture.ranks.values() if self._is_leaking(record)]
         if not leaking or len(leaking) * 2 > max(2, len(picture.ranks)):
             return  # all alike: the model, the cache, or the first minutes
