@@ -1,8 +1,13 @@
-"""What all tests rely on: signals as in an interactive shell."""
+"""What all tests rely on: signals as in an interactive shell, and no test that fails because the machine is busy."""
 
 from __future__ import annotations
 
 import signal
+
+import hypothesis
+
+hypothesis.settings.register_profile("dlrover", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("dlrover")
 
 # Started by nohup, or in the background of a script, this process ignores some signals and all children would inherit that.
 for _number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):

