@@ -211,7 +211,9 @@ class Settling:
         if duty.is_waiting:
             patience = min(request.save_timeout, self._patience_of_leavers)
             wait_until_complete(request, wait=self._stop.wait, patience=patience)
-        finish(request, digest=duty.digest, is_newest=duty.is_newest, data_state=duty.data_state)
+        # The master may not know yet what such a model contains beyond what was confirmed.
+        data_state = "" if request.claims else duty.data_state
+        finish(request, digest=duty.digest, is_newest=duty.is_newest, data_state=data_state)
 
     def _commit_by_files(self, request: SaveRequest, is_adopted: bool) -> None:
         try:

@@ -120,7 +120,7 @@ class _Ledger:
         known = [each for _, each in self._seen]
         for claim in command.claims.get(name, ()):
             if claim.step <= command.step:
-                place = Range(claim.epoch, claim.start, claim.end, claim.partition)
+                place = Range(claim.epoch, claim.start, claim.end, claim.partition, claim.listing)
                 if not any(
                     each.key == place.key and each.start < place.end and place.start < each.end for each in known
                 ):

@@ -546,7 +546,7 @@ class Dataset(Struct):
 
     def _claim(self, claim: Claim) -> bool:
         """Whether all of it is accounted for, after taking back what was returned meanwhile."""
-        wanted = Range(claim.epoch, claim.start, claim.end, claim.partition)
+        wanted = Range(claim.epoch, claim.start, claim.end, claim.partition, claim.listing)
         missing = [wanted]
         for ranges in self.provisional.values():
             missing = [rest for each in missing for rest in _minus(each, ranges)]

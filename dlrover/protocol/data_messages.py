@@ -149,6 +149,7 @@ class Claim(Struct, frozen=True, array_like=True):
     end: int
     step: int
     partition: str = ""
+    listing: int = 0
 
 
 class RestoreAgreed(DataCommand, tag=True, frozen=True, kw_only=True):

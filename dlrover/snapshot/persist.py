@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from dlrover.protocol.data_messages import Claim
 from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.checksum import best_algorithm, chunk_checksums
 from dlrover.snapshot.class_meta import ClassMeta
@@ -87,6 +88,8 @@ class SaveRequest(Struct, frozen=True, kw_only=True):
     storage: ClassMeta | None = None
     """A storage of the user's own, in place of what the directory says."""
     save_timeout: float = 600.0
+    claims: dict[str, tuple[Claim, ...]] = {}
+    """By dataset: records that the model contains and that the master had not confirmed when the snapshot was taken."""
 
     def open_storage(self) -> Storage:
         """Raises ConfigError when the user's own cannot be built here."""

@@ -13,7 +13,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
-from dlrover.protocol.data_messages import RestoreAgreed
+from dlrover.protocol.data_messages import Claim, RestoreAgreed
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages import Round
 from dlrover.trainer import environment
@@ -27,6 +27,7 @@ log = logging.getLogger("dlrover.trainer.data")
 
 FLUSH = 0.2
 """Seconds that a save waits for the master to confirm what was consumed. Usually it has long done so."""
+_GLANCE = 0.005
 _TELL = 60.0
 
 feeds: weakref.WeakSet[ShardFeed] = weakref.WeakSet()
@@ -41,23 +42,55 @@ def _say_last_words() -> None:
 
 def confirm() -> bool:
     """
-    Have everything confirmed that this rank consumed; whether it is. A snapshot of a model whose reports could still be lost must not be
-    taken: its records would be read again by the model itself.
+    Have everything confirmed that this rank consumed; whether it is. A snapshot of a model whose reports could still be lost must say itself
+    what it contains (`unconfirmed`): else its records would be read again by the model itself. While the master is known to be away nobody
+    waits for it.
     """
     end_at = time.monotonic() + FLUSH
-    is_confirmed = [feed.flush(timeout=max(0.0, end_at - time.monotonic())) for feed in list(feeds)]
+    is_confirmed = []
+    for feed in list(feeds):
+        patience = _GLANCE if feed.is_late else max(0.0, end_at - time.monotonic())
+        is_confirmed.append(feed.flush(timeout=patience))
     return all(is_confirmed)
 
 
-def restored(step: int | None, *, data_state: str = "", is_explicit: bool = False, link: Link | None = None) -> None:
+def unconfirmed(step: int) -> dict[str, list[Claim]]:
+    """By dataset: what the model of this step contains, as far as this rank read it and the master may not know."""
+    found: dict[str, list[Claim]] = {}
+    for feed in list(feeds):
+        ranges = found.setdefault(feed.spec.name, [])
+        for claim in sorted(feed.unanswered(), key=_in_order):
+            last = ranges[-1] if ranges else None
+            if claim.step > step:
+                continue
+            if last is not None and _key(last) == _key(claim) and last.end == claim.start:
+                # Neighbours: a model of this step contains both.
+                step_of_both = max(last.step, claim.step)
+                ranges[-1] = Claim(last.epoch, last.start, claim.end, step_of_both, last.partition, last.listing)
+            else:
+                ranges.append(claim)
+    return {name: ranges for name, ranges in found.items() if ranges}
+
+
+def restored(
+    step: int | None,
+    *,
+    claims: dict[str, tuple[Claim, ...]] | None = None,
+    data_state: str = "",
+    is_explicit: bool = False,
+    link: Link | None = None,
+) -> None:
     """
     The ranks of this round go on with the model of this step; None: from scratch. One rank says it for all.
+
+    `claims` are what the ranks could not have confirmed when the snapshot was taken.
 
     `data_state` is what the manifest of its checkpoint says; with `is_explicit` the data go back to that in any case.
     """
     where = environment.current()
     told = RestoreAgreed(
         step=-1 if step is None else step,
+        claims=claims or {},
         data_state=data_state,
         is_explicit=is_explicit,
         round=Round(0) if where is None else where.round,
@@ -67,3 +100,11 @@ def restored(step: int | None, *, data_state: str = "", is_explicit: bool = Fals
         (current_link() if link is None else link).ask(told, timeout=_TELL)
     except (Rejected, Unavailable) as error:
         log.warning("the data cannot be set to step %s of the model: %s", step, error)
+
+
+def _key(claim: Claim) -> tuple[int, str, int]:
+    return claim.epoch, claim.partition, claim.listing
+
+
+def _in_order(claim: Claim) -> tuple[int, str, int, int]:
+    return claim.epoch, claim.partition, claim.listing, claim.start

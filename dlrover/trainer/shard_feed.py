@@ -92,6 +92,8 @@ class ShardFeed:
         """Consumption that the master has not confirmed."""
         self._done: dict[int, int] = {}
         """Records of a taken shard that are consumed."""
+        self.is_late = False
+        """Whether the master did not confirm in time, when it was last waited for."""
         self._is_ended = False
         self._is_closed = False
         self._is_closing = False
@@ -146,7 +148,7 @@ class ShardFeed:
             self._done[shard.id] = self._done.get(shard.id, 0) + count
             self._consumed.append(Consumption(shard.id, count, step))
             if step != NO_STEP:
-                self._unanswered.append(Claim(shard.epoch, start, start + count, step, shard.partition))
+                self._unanswered.append(Claim(shard.epoch, start, start + count, step, shard.partition, shard.listing))
             if start + count == shard.end:
                 self._forget(shard)
             self._news.notify_all()
@@ -207,9 +209,11 @@ class ShardFeed:
             while self._has_news or self._unanswered:
                 left = end_at - time.monotonic()
                 if left <= 0 or self._trouble is not None:
+                    self.is_late = True
                     return False
                 self._news.notify_all()
                 self._news.wait(left)
+            self.is_late = False
             return True
 
     def state(self) -> DatasetState:

@@ -11,6 +11,10 @@ import logging
 import os
 import sys
 
+import msgspec
+import torch.distributed as dist
+
+from dlrover.protocol.data_messages import Claim
 from dlrover.snapshot.class_meta import ClassMeta
 from dlrover.snapshot.commit import committed_checkpoints, read_global_manifest
 from dlrover.snapshot.storage import parent_of
@@ -21,10 +25,34 @@ from dlrover.trainer.torch.flash_checkpoint.restoring import Restored
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
+MAX_CLAIM_BYTES = 256 * 1024
+"""Of all ranks: they have some shards ahead of the master, never many."""
+
 
 def uses_shards() -> bool:
     """Whether the script reads shards on demand: asking the master would cost a restart some milliseconds for nothing."""
     return "dlrover.trainer.shard_feed" in sys.modules
+
+
+def unconfirmed(agreement: Agreement, step: int) -> dict[str, tuple[Claim, ...]] | None:
+    """
+    What the ranks have read for this step and the master has not confirmed, of all ranks together and the same on all of them. None: it is
+    too much to be kept with a snapshot.
+    """
+    if not uses_shards() or agreement.have_all(data_steps.confirm()):
+        return {}
+    own = msgspec.msgpack.encode(data_steps.unconfirmed(step))
+    gathered: list[bytes] = [own]
+    if agreement.group is not None:
+        gathered = [b""] * agreement.ranks.world_size
+        dist.all_gather_object(gathered, own, group=agreement.group)
+    if sum(map(len, gathered)) > MAX_CLAIM_BYTES:
+        return None
+    found: dict[str, tuple[Claim, ...]] = {}
+    for each in gathered:
+        for name, claims in msgspec.msgpack.decode(each, type=dict[str, tuple[Claim, ...]]).items():
+            found[name] = (*found.get(name, ()), *claims)
+    return found
 
 
 def tell_restored(
@@ -37,7 +65,8 @@ def tell_restored(
     if restored is not None and not restored.is_from_memory:
         stored = committed_checkpoints(storage_of(directory, user_storage), directory)
         manifest = next((each.manifest for each in stored if each.manifest.step == step), None)
-    data_steps.restored(step, data_state="" if manifest is None else manifest.data_state)
+    claims = {} if restored is None else restored.claims
+    data_steps.restored(step, claims=claims, data_state="" if manifest is None else manifest.data_state)
 
 
 def tell_resumed(agreement: Agreement, path: str, user_storage: ClassMeta | None) -> None:

@@ -60,6 +60,9 @@ _TRACKER_LOOK_AFTER = 0.1
 class CheckpointEngine:
     """One per process and home: a rank has one set of segments."""
 
+    keeps_claims = True
+    """Whether a snapshot may hold records whose reading the master has not confirmed: who restores it tells of them."""
+
     def __init__(
         self,
         checkpoint_dir: str,
@@ -177,7 +180,8 @@ class CheckpointEngine:
         wanted_lazy = self._lazily.wish(lazy)
         phases.tell_step(step)
         self._agree_late()
-        if data_return.uses_shards() and not self._agreement.have_all(data_steps.confirm()):
+        claims = data_return.unconfirmed(self._agreement, step)
+        if claims is None or (claims and (is_storage or not self.keeps_claims)):
             unsure = Unavailable("the master has not confirmed what was read for it; the next save is tried as usual")
             return self._failed(step, unsure, data_steps.FLUSH)
         share = self._agreement.share
@@ -187,7 +191,7 @@ class CheckpointEngine:
         begun_at = time.perf_counter()
         self.outlet.poll()
         is_inherited = self._waiting is not None and self._waiting.request.is_storage
-        is_storage = is_storage or is_inherited or self.is_save_requested
+        is_storage = is_storage or (not claims and (is_inherited or self.is_save_requested))
         request_number = self._agreement.agreed_request
         self._num_saves += 1
         request = SaveRequest(
@@ -211,6 +215,7 @@ class CheckpointEngine:
             storage=self._storage,
             replica_count=self._replica_count,
             save_timeout=self._save_timeout,
+            claims=claims,
         )
         request.as_attempt()  # a name that the agent could not use is an error here, where somebody can correct it
         result = self._save_now(parts, paths, request, on_busy=on_busy, lazy=wanted_lazy)

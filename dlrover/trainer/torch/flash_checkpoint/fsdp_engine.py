@@ -88,6 +88,8 @@ class _StorageInfo:
 class FsdpCheckpointEngine(CheckpointEngine):
     """One per process. All ranks save, and call everything here together."""
 
+    keeps_claims = False
+
     def __init__(self, checkpoint_dir: str, **options: Any) -> None:
         ranks = own_ranks()
         super().__init__(
@@ -324,6 +326,9 @@ class _StateRestorer(Restorer):
             if self._is_enough(state, is_whole_somewhere=len(save.shards) == save.num_shards):
                 offers[step] = state
         return offers
+
+    def _claims_of(self, name: Any) -> dict[str, Any]:
+        return {}  # none are kept: `keeps_claims`
 
     def _save_number(self, name: Any) -> int:
         return zlib.crc32(name.attempt.encode())

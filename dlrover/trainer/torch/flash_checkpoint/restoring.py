@@ -18,6 +18,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from dlrover.protocol.data_messages import Claim
 from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.checksum import Corrupt
 from dlrover.snapshot.class_meta import ClassMeta
@@ -53,6 +54,8 @@ class Restored(Struct, frozen=True):
     step: int
     is_from_memory: bool
     parts: dict[str, Any]
+    claims: dict[str, tuple[Claim, ...]] = {}
+    """What the model contains of datasets, as far as nobody had confirmed it."""
 
 
 class Restorer:
@@ -93,7 +96,8 @@ class Restorer:
                 parts = self._from_storage(step, names, into)
             if self._agreement.have_all(parts is not None):
                 assert parts is not None, "all ranks have it"
-                return Restored(step, bool(is_memory), parts)
+                claims = self._claims_of(offers[step]) if is_memory else {}
+                return Restored(step, bool(is_memory), parts, claims)
             log.warning("step %d cannot be restored on all ranks; trying the next older one", step)
         if trouble:
             raise ManifestInvalid(f"The checkpoints in {self._directory} cannot be used: {trouble} {_REMEDY}")
@@ -126,6 +130,14 @@ class Restorer:
             request = None
         attempt = "" if request is None else request.attempt
         return int.from_bytes(hashlib.blake2b(attempt.encode(), digest_size=6).digest())
+
+    def _claims_of(self, name: SlotName) -> dict[str, tuple[Claim, ...]]:
+        try:
+            with Segment(name.path) as segment:
+                request = self._request_of(segment, name)
+        except (SegmentInvalid, FileNotFoundError):
+            return {}
+        return {} if request is None else request.claims
 
     def _request_of(self, segment: Segment, name: SlotName) -> SaveRequest | None:
         """None: it is not of this directory, or cut otherwise than we are."""

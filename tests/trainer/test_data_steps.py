@@ -1,0 +1,75 @@
+"""Snapshots of models whose reading the master has not confirmed: they say themselves what they contain."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dlrover.protocol.data_messages import Claim, RestoreAgreed  # noqa: E402
+from dlrover.trainer import data_steps  # noqa: E402
+from dlrover.trainer.sharding_client import ShardingClient  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType  # noqa: E402
+from tests.trainer.test_sharding_client import WatchedLink  # noqa: E402
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> WatchedLink:
+    found = WatchedLink()
+    monkeypatch.setattr(data_steps, "current_link", lambda: found)
+    monkeypatch.setattr(data_steps, "feeds", type(data_steps.feeds)())
+    monkeypatch.setenv("DLROVER_SNAPSHOT_DIR", str(tmp_path / "memory"))
+    (tmp_path / "memory").mkdir()
+    return found
+
+
+def reader(link: WatchedLink) -> ShardingClient:
+    return ShardingClient("d", 4, 1, 40, num_minibatches_per_shard=2, ahead=4, link=link)
+
+
+def test_a_snapshot_taken_while_the_master_is_away_knows_what_it_contains(
+    link: WatchedLink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = reader(link)
+    checkpointer = DdpCheckpointer(tmp_path / "checkpoints")
+    seen = torch.zeros(40, dtype=torch.int64)
+    shards = [client.fetch_shard(), client.fetch_shard()]
+    assert None not in shards
+    link.may_answer.clear()  # it hears nothing and says nothing from here on
+    for step, (shard, begin) in enumerate([(shards[0], 0), (shards[0], 4), (shards[1], 0)], 1):
+        assert shard is not None
+        seen[shard.start + begin : shard.start + begin + 4] += 1
+        client.report_batch_done(4, step=step)
+    assert not data_steps.confirm()
+    began_at = time.monotonic()
+    assert not data_steps.confirm()
+    assert time.monotonic() - began_at < data_steps.FLUSH, "nobody waits for a master that is known to be away"
+    assert data_steps.unconfirmed(2) == {"d": [Claim(0, 0, 8, 2)]}
+    assert not checkpointer.save_checkpoint(3, {"seen": seen}, storage_type=StorageType.DISK), "not to storage"
+    assert checkpointer.save_checkpoint(3, {"seen": seen}, storage_type=StorageType.MEMORY)
+
+    # The worker dies with its reports; the next life restores the snapshot and reads the rest.
+    again = WatchedLink()
+    again.inner = link.inner
+    for feed in list(data_steps.feeds):
+        data_steps.feeds.discard(feed)
+    books = link.inner._data
+    assert books is not None
+    dataset = books._job.state.data.datasets["d"]
+    dataset.end_leases(dataset.all_readers())  # as the end of its round does
+    monkeypatch.setattr(data_steps, "current_link", lambda: again)
+    state = checkpointer.load_checkpoint()
+    checkpointer.close()
+    [told] = [each for each in again.asked if isinstance(each, RestoreAgreed)]
+    assert (told.step, told.claims) == (3, {"d": (Claim(0, 0, 12, 3),)})
+    with reader(again) as client:
+        counts: Counter[int] = Counter({index: int(count) for index, count in enumerate(state["seen"])})
+        while (shard := client.fetch_shard()) is not None:
+            counts.update(range(shard.start, shard.end))
+            client.report_batch_done(shard.end - shard.start, step=4)
+    assert counts == Counter(range(40))
+    link.may_answer.set()
