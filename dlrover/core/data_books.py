@@ -335,6 +335,10 @@ def _is_other(dataset: Dataset, told: str, step: int) -> bool:
         ours = read_checkpoint(write_checkpoint(dataset, step, most_listed=0), dataset)
     except Rejected:
         return True
+    if not said.advance_to(ours.epoch, ours.cursor, ours.offsets):
+        return True
+    if not ours.advance_to(said.epoch, said.cursor, said.offsets):
+        return True
     return said.num_consumed != ours.num_consumed or said.places_left() != ours.places_left()
 
 

@@ -32,6 +32,8 @@ MOST_RECALLED = 16
 SLOW = 2
 """So many times what a shard usually takes: who needs longer is helped by who has nothing to do."""
 MOST_OUTDONE = 4096
+MOST_ADVANCED = 65_536
+"""Shards that are listed to compare two states of a dataset."""
 PACE_MARKS, PACE_INTERVAL = 12, 5_000_000
 """How many points of the recent past the speed of reading is told from, and how many microseconds they are apart."""
 
@@ -215,6 +217,22 @@ class Dataset(Struct):
             order = _order_of(self.num_shards, self.spec.seed, each.epoch)
             place = order.place_of(each.start // self.spec.shard_size)
         return each.epoch, each.partition, each.listing, place, each.start
+
+    def advance_to(self, epoch: int, cursor: int, offsets: dict[str, int]) -> bool:
+        """Let what is fresh up to there be listed as returned; False: that is too much to list."""
+        num_ahead = (epoch - self.epoch) * self.num_shards + cursor - self.cursor
+        if num_ahead > MOST_ADVANCED:
+            return False
+        for _ in range(num_ahead):
+            if self.cursor >= self.num_shards:
+                self.epoch, self.cursor = self.epoch + 1, 0
+            self.returned.append(self._fresh_shard())
+        for part, offset in offsets.items():
+            if part in self.offsets and offset > self.offsets[part]:
+                self.returned.append(Range(0, self.offsets[part], offset, part))
+                self.num_left -= offset - self.offsets[part] if self.num_left > 0 else 0
+                self.offsets[part] = offset
+        return True
 
     def places_left(self) -> tuple[object, ...]:
         """What nobody has consumed, the same for books that say it in other pieces."""
@@ -478,6 +496,9 @@ class Dataset(Struct):
             return None
         if self.cursor >= self.num_shards:
             self.epoch, self.cursor = self.epoch + 1, 0
+        return self._fresh_shard()
+
+    def _fresh_shard(self) -> Range:
         index = self._order().at(self.cursor) if self._shuffles_shards else self.cursor
         self.cursor += 1
         return self._shard_range(index)
