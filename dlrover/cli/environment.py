@@ -54,6 +54,8 @@ class Environment(Struct, frozen=True, kw_only=True):
     """What in a log says that this node is broken."""
     topology_querier: str = ""
     topology_sorter: str = ""
+    event_reporters: tuple[str, ...] = ()
+    """Who is told of the job's events: `log`, `file:PATH`, a URL, or `module::Class`."""
     pod_ip: str = ""
     host_ports: tuple[int, ...] = ()
     interpreter: str = ""
@@ -88,6 +90,7 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         node_errors=_node_errors(environ.get("FAILURE_NODE_ERRORS", "")),
         topology_querier=environ.get("DLROVER_TOPOLOGY_QUERIER", ""),
         topology_sorter=environ.get("DLROVER_TOPOLOGY_SORTER", ""),
+        event_reporters=tuple(part for part in environ.get("DLROVER_EVENT_REPORTERS", "").split(",") if part.strip()),
         platform_node=-1 if platform_node is None else platform_node,
         node_type=NodeType.WORKER if platform_node is None else _node_type(environ.get("NODE_TYPE", "")),
         node_group=-1 if node_group is None else node_group,

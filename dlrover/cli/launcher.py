@@ -357,6 +357,7 @@ class Launcher:
             log_file=self._master_log,
             topology_querier=self._settings.topology_querier,
             topology_sorter=self._settings.topology_sorter,
+            event_reporters=self._settings.environment.event_reporters,
             reports=self._settings.log.log_dir or self._settings.journal or self._directory.path,
             **msgspec.structs.asdict(self._settings.watching),
             parent_death=True,

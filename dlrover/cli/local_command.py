@@ -334,6 +334,7 @@ class LocalJob:
             },
             job_uid=self._job_uid,
             fleet=self._plan.fleet,
+            event_reporters=self._plan.settings.environment.event_reporters,
             **msgspec.structs.asdict(self._plan.settings.watching),
             parent_death=True,
             parent_pid=os.getpid(),

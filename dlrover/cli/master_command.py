@@ -98,6 +98,7 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
             topology_sorter=check_plugin(
                 options.topology_sorter or environment.topology_sorter, option="--topology-sorter"
             ),
+            event_reporters=environment.event_reporters,
             platform="" if fleet is None else options.platform,
             platform_options=platform_options,
             fleet=fleet,
