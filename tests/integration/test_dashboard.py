@@ -1,0 +1,169 @@
+"""The page in a real browser: over a real job that is killed, stopped and steered, and over a thousand nodes that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from dlrover.protocol.steering_messages import RelaunchNode
+from tests.integration.browser import Tab, needs_browser, open_browser
+from tests.integration.jobs import SCRIPTS, kill, wait_until
+from tests.master.page_lab import TOKEN, Page, a_failure, a_status, populate, serve_page
+
+pytestmark = needs_browser
+SCRIPT = SCRIPTS / "shown.py"
+NAME = "<b>job</b>"
+SHOWN = {
+    "#tiles": "restarts",
+    "#legend": "well 1",
+    "#resources": "1 nodes use",
+    "#speed svg": "",
+    "#loss svg": "",
+    "#timeline svg": "rounds",
+    "#goodput": "compute",
+    "#checkpoints": "memory",
+    "#data": "records <b>",
+    "#diagnosis": "nothing was ever wrong",
+    "#failures": "none",
+}
+
+
+def link_of(jobs, *options: str) -> str:
+    argv = [sys.executable, "-m", "dlrover.cli.main", "dashboard", NAME, *options]
+    return subprocess.run(argv, env=jobs.env(), capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+def test_a_real_job_live_through_a_kill_and_all_actions(jobs, tmp_path):
+    options = ["--enable-dashboard", "--dashboard-port=0", "--metrics-port=0", "--nproc-per-node=2", "--tee=3"]
+    job = jobs.start("dlrover-run", *options, f"--rdzv-id={NAME}", f"--log-dir={tmp_path}/logs", SCRIPT, tmp_path)
+    pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    wait_until(lambda: all(path.exists() and path.read_text() for path in pids), explain=lambda: job.err)
+    with open_browser() as browser:
+        link = link_of(jobs)
+        tab = Tab(browser).open(link)
+        assert "token" not in tab.page.url
+        for panel, text in SHOWN.items():
+            tab.page.wait_for_selector(panel)
+            tab.wait_for_text(panel, text)
+        assert tab.text("#name") == NAME
+        tab.page.select_option("#metric", "<i>norm</i>")
+        tab.page.focus("#log-name")
+        tab.page.select_option("#log-name", "worker-0")
+        tab.page.click("#log-show")
+        tab.wait_for_text("#log", "<script>alert('log')</script> red")
+
+        kill(int(pids[1].read_text()))
+        tab.wait_for_text("#failures", "signal 9")
+        tab.wait_for_text("#tiles", "1 restarts")
+        tab.wait_for_text("#events", "worker-failed")
+        tab.wait_for_text("#diagnosis", "Rank 1 ended")
+
+        tab.act("[data-action=save]")
+        tab.wait_for_text("#toast", "goes to storage")
+        tab.wait_for_text("#checkpoints", str(tmp_path / "checkpoints"))
+        tab.act("[data-action=restart-workers]", "why not")
+        tab.wait_for_text("#events", "why not")
+        tab.wait_for_text("#events", "Round 3 starts")
+        tab.page.click("#grid", position={"x": 5, "y": 5})
+        tab.act("#node button:has-text('Relaunch')")
+        tab.wait_for_text("#toast", "started by hand")
+        assert [complaint.rsplit(" ", 1)[1] for complaint in tab.complaints] == ["api/v1/actions/relaunch-node"], (
+            tab.complaints
+        )
+
+        reader = Tab(browser).open(link_of(jobs, "--read-only"))
+        reader.page.wait_for_selector("body.reader")
+        assert not reader.page.is_visible("[data-action=stop]")
+        status = reader.page.evaluate(
+            "fetch('/api/v1/actions/stop', {method: 'POST', body: '{\"confirm\": \"stop\"}'}).then((answer) => answer.status)"
+        )
+        assert status == 403
+        stranger = Tab(browser)
+        assert stranger.page.goto(link).status == 401, "used before"
+        assert NAME not in stranger.page.content()
+
+        tab.act("[data-action=stop]", "seen enough")
+        tab.wait_for_text("#stage", "StoppedByUser")
+    assert job.wait() == 1, job.err
+
+
+@dataclass
+class Thousand:
+    page: Page
+    loop: asyncio.AbstractEventLoop
+
+    def update(self) -> None:
+        asyncio.run_coroutine_threadsafe(self.page.update(), self.loop).result(30)
+
+
+@pytest.fixture
+def thousand() -> Iterator[Thousand]:
+    """Served from a thread of its own: the browser's driver keeps this one busy."""
+    ready, over = threading.Event(), threading.Event()
+    served: list[Thousand] = []
+
+    async def serve() -> None:
+        async with serve_page() as page:
+            populate(page, 1000)
+            await page.update()
+            served.append(Thousand(page, asyncio.get_running_loop()))
+            ready.set()
+            await asyncio.to_thread(over.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert ready.wait(30)
+    yield served[0]
+    over.set()
+    thread.join(30)
+
+
+def test_a_thousand_nodes_in_the_dark_on_a_phone_and_by_keyboard(thousand: Thousand) -> None:
+    page = thousand.page
+    with open_browser() as browser:
+        tab = Tab(browser, color_scheme="dark").open(f"{page.url}/?token={TOKEN}")
+        assert tab.page.get_attribute("#grid", "data-count") == "1000"
+        render = tab.page.evaluate("performance.getEntriesByName('render')[0].duration")
+        print(f"1,000 nodes rendered in {render:.0f} ms")
+        assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 19, 29)"
+
+        tab.page.keyboard.press("Tab")
+        assert tab.page.evaluate("document.activeElement.className") == "skip"
+        tab.page.focus("#grid")
+        for key in ("End", "ArrowLeft", "Enter"):
+            tab.page.keyboard.press(key)
+        tab.wait_for_text("#node h3", "Node rank 998")
+        tab.page.focus("#node button:has-text('Cordon')")
+        tab.page.keyboard.press("Enter")
+        assert tab.page.evaluate("document.activeElement.value") == "no", "the harmless answer has the focus"
+        tab.page.keyboard.press("Escape")
+        tab.page.click("#node button:has-text('Cordon')")
+        tab.page.click("#confirm-yes")
+        tab.wait_for_text("#toast", "gets no node of this job any more")
+        wish = page.job.asked[-1]
+        assert isinstance(wish, RelaunchNode)
+        assert (wish.node, wish.is_cordoned) == (998, True)
+
+        tab.page.fill("#find", "lost")
+        assert tab.page.get_attribute("#grid", "data-count") == "11"
+        tab.page.fill("#find", "")
+        tab.page.click("#table-box summary")
+        assert tab.page.locator("#table tbody tr").count() == 50
+
+        page.job.status = a_status(1000, name="<script>alert(1)</script>", host="<img src=x onerror=alert(2)>")
+        page.fail(a_failure(3, message="<svg onload=alert(3)>", traceback="</pre><script>alert(4)</script>" * 1000))
+        thousand.update()
+        tab.wait_for_text("#name", "<script>")
+        tab.wait_for_text("#failures", "<svg onload=alert(3)>")
+        tab.wait_for_text("#node", "<img src=x onerror=alert(2)>-998")
+        assert tab.page.locator("main script, main img, main svg[onload]").count() == 0
+
+        tab.page.set_viewport_size({"width": 390, "height": 844})
+        assert tab.page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert tab.complaints == []
