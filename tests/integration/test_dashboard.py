@@ -39,6 +39,7 @@ def link_of(jobs, *options: str) -> str:
     return subprocess.run(argv, env=jobs.env(), capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
 
+@pytest.mark.timeout(240)
 def test_a_real_job_live_through_a_kill_and_all_actions(jobs, tmp_path):
     options = ["--enable-dashboard", "--dashboard-port=0", "--metrics-port=0", "--nproc-per-node=2", "--tee=3"]
     job = jobs.start("dlrover-run", *options, f"--rdzv-id={NAME}", f"--log-dir={tmp_path}/logs", SCRIPT, tmp_path)
