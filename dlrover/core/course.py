@@ -329,13 +329,18 @@ class Course:
         self.state.restarts.node_replaced(incident)
         return True
 
-    def finish_node(self, node: Node, round_: Round) -> None:
+    def finish_node(self, node: Node, round_: Round, *, has_more_to_say: bool = False) -> None:
         """All workers of the node ended well in that round: it waits at the exit barrier and is never started again.
 
-        It may tell so late: given up meanwhile, or when the others meet again already, or have met.
+        It may tell so late: given up meanwhile, or when the others meet again already, or have met. `has_more_to_say`: what its workers
+        said of their data before they ended follows, and only then its report.
         """
         rdzv = self.state.rendezvous
-        if self.state.end is not None or node.finished_round:
+        if self.state.end is not None:
+            return
+        if not has_more_to_say and round_ in (node.finished_round, rdzv.round):
+            data_books.workers_ended(self, node.id)
+        if node.finished_round:
             return
         if round_ == rdzv.round and node.id in rdzv.group_ranks:
             rdzv.lost.pop(node.id, None)
@@ -346,17 +351,20 @@ class Course:
             return  # it has a place in a newer world, so it knows that its work was not done
         node.finished_round = round_
         sync_points.leave(self, node.id)
-        data_books.workers_ended(self, node.id)
         node_check.lose(self, node, "", is_blamed=False)
         fleet_agents.agent_finished(self, node)
         self.touch(node.id)
-        if rdzv.is_all_finished():
+        self._end_if_all_finished()
+
+    def _end_if_all_finished(self) -> None:
+        rdzv = self.state.rendezvous
+        if rdzv.is_all_finished() and not any(data_books.is_reading(self.state, node) for node in rdzv.finished):
             self.end_job(ExitReason.COMPLETED, "The workers of all nodes ended well.")
 
     def _hear_finished(self, node: Node, command: Attach) -> None:
         """The report may have been lost with the stream, or with a journal."""
         if command.is_finished and command.running_round:
-            self.finish_node(node, command.running_round)
+            self.finish_node(node, command.running_round, has_more_to_say=True)
 
     def lose(
         self,
@@ -493,6 +501,8 @@ class Course:
         state, rdzv = self.state, self.state.rendezvous
         node_check.advance(self)
         fleet_settling.settle(self)
+        if state.end is None:
+            self._end_if_all_finished()
         if state.end is not None:
             self._finish_job(state.end)
             return

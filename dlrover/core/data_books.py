@@ -74,6 +74,8 @@ class DataBooks(Struct):
     """When somebody first had to wait in this round for the word about its model; None: nobody did."""
     folded: int = NO_STEP
     """The newest step of a checkpoint in storage: what its model contains is not listed any more."""
+    late: dict[Round, int] = {}
+    """The newest step in storage of each round whose checkpoints do not count yet."""
     awaited: dict[str, str] = {}
     """What the restored checkpoint says of datasets that nobody has registered yet."""
 
@@ -123,14 +125,30 @@ def workers_ended(course: Course, node: NodeId) -> None:
         dataset.end_leases(dataset.readers_of(node))
 
 
+def is_reading(state: JobState, node: NodeId) -> bool:
+    """Whether workers of the node have something that they have not told the end of."""
+    return any(node in dataset.readers for dataset in state.data.datasets.values())
+
+
 def checkpoint_committed(course: Course, step: int, round_: Round) -> None:
     """
     A model of this step is in storage: what it contains is never read again. If it was saved before the ranks went back to an older
     step, only what both histories share counts.
+
+    Of a former round: the ranks of this one may have looked into the storage before it was there. Then it counts when they have said
+    what they found.
     """
-    step = course.state.data.last_shared(step, round_)
-    course.state.data.folded = max(course.state.data.folded, step)
-    for dataset in course.state.data.datasets.values():
+    books, newest = course.state.data, course.state.rendezvous.round
+    books.late[round_] = max(step, books.late.get(round_, NO_STEP))
+    if round_ == newest or newest in books.restored:
+        _fold(books)
+
+
+def _fold(books: DataBooks) -> None:
+    late, books.late = books.late, {}
+    step = max((books.last_shared(step, round_) for round_, step in late.items()), default=NO_STEP)
+    books.folded = max(books.folded, step)
+    for dataset in books.datasets.values():
         if dataset.spec.task_type is TaskType.TRAINING:
             dataset.commit(step)
 
@@ -264,6 +282,7 @@ def _is_held_back(command: ExchangeShards, dataset: Dataset, course: Course) -> 
     if course.now - books.held_back_since < micros(RESTORE_PATIENCE):
         return True
     dataset.restored_round = command.round
+    _fold(books)
     course.say(
         f"Nobody said which model round {command.round} goes on with: {command.dataset!r} counts everything as seen that was told so far."
     )
@@ -315,6 +334,7 @@ def _restore_agreed(command: RestoreAgreed, course: Course) -> Reply:
                 f"The model of step {command.step} says that it has seen {len(strange)} ranges of {name!r} that were never given out: "
                 "it was trained by other books. They may be read again."
             )
+    _fold(books)
     course.model_restored()
     return Done()
 

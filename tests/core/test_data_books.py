@@ -32,7 +32,7 @@ from dlrover.protocol.data_messages import (
     TaskType,
 )
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import MasterStarted, Round
+from dlrover.protocol.messages import ExitReason, MasterStarted, Round
 from tests.core.scene import Scene, terms
 
 SPEC = DatasetSpec(name="d", size=100, shard_size=10)
@@ -234,6 +234,17 @@ def test_a_checkpoint_of_a_history_that_was_given_up_counts_as_far_as_that_is_sh
     assert (scene.state().num_committed, scene.state().num_consumed) == (10, 20)
 
 
+def test_a_late_checkpoint_counts_when_the_ranks_have_said_what_they_found(scene: Reading) -> None:
+    old = scene.round
+    for step, shard in enumerate(scene.take("a", 2), 1):
+        scene.consume("a", shard, step=step)
+    scene.new_round("a", "b")
+    commit(scene, 2, old)
+    assert scene.state().num_committed == 0, "they may have looked before it was there"
+    scene.restored("a", 1)
+    assert (scene.state().num_committed, scene.state().num_consumed) == (10, 10)
+
+
 def test_a_checkpoint_of_a_history_that_was_given_up_twice_counts_no_further(scene: Reading) -> None:
     old = scene.round
     for step, shard in enumerate(scene.take("a", 3), 1):
@@ -351,6 +362,33 @@ def test_while_the_master_is_away_nobody_can_say_which_model_it_is(scene: Readin
     assert not scene.take("b")
     scene.restored("a", 0)
     assert scene.take("b")[0].start == shard.start
+
+
+def test_the_last_words_of_workers_that_finished_while_the_master_was_away_are_heard(scene: Reading) -> None:
+    shards = []
+    while taken := scene.take("a", 5):
+        shards += taken
+    for shard in shards[:-1]:
+        scene.consume("a", shard, step=1)
+    scene.finish("b")
+    scene.agents["a"].finished_round = scene.round
+    scene.attach("a")  # it says on arrival that it has finished, and what it has to tell follows
+    assert scene.job.end is None
+    scene.consume("a", shards[-1], step=2)
+    scene.finish("a")
+    assert scene.job.end is not None
+    assert scene.job.end.reason is ExitReason.COMPLETED
+
+
+def test_a_finished_node_that_tells_nothing_more_is_not_waited_for_for_ever(scene: Reading) -> None:
+    scene.take("a")
+    scene.finish("b")
+    scene.agents["a"].finished_round = scene.round
+    scene.attach("a")
+    assert scene.job.end is None
+    scene.at(50).silent("a")
+    assert scene.job.end is not None
+    assert scene.job.end.reason is ExitReason.DATA_UNFINISHED
 
 
 def test_scripts_without_steps_never_wait(scene: Reading) -> None:
