@@ -65,9 +65,12 @@ class NativeStacks:
         except TimeoutError:
             return ()
         finally:
-            self._running.pop(process.pid, None)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()  # whom it traced goes on
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LEAST):
+                    await process.wait()  # not before it is gone
+            self._running.pop(process.pid, None)
         return main_frames(output[:_MAX_OUTPUT])
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import TypeVar
 import pytest
 
 from dlrover.agent.config import EntryKind, WatchConfig
+from dlrover.agent.native_stacks import main_frames
 from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.seats import Seat, parse_stacks
 from dlrover.agent.spawner import Spawner
@@ -243,6 +246,24 @@ async def test_a_script_that_is_watched_from_a_cold_start_sees_no_difference(
         assert (reading.pid, reading.phase) == (ended.pid, Phase.END)
     finally:
         seat.close()
+
+
+def test_native_frames_are_those_of_the_main_thread() -> None:
+    frame = {"name": "poll", "filename": "libc.so", "line": 0}
+    threads = [{"thread_name": "other", "frames": []}, {"thread_name": "MainThread", "frames": [frame] * 100}]
+    assert main_frames(json.dumps(threads).encode()) == ("libc.so:0 poll",) * 64
+    assert main_frames(b"") == main_frames(b"[1]") == main_frames(b'[{"thread_name": "MainThread"}]') == ()
+
+
+@pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy (extra `stacks`) is not installed")
+async def test_native_frames_come_with_the_second_dump_and_the_worker_goes_on(lab: Lab) -> None:
+    await lab.start("lock")
+    order = TakeLook(look=1, round=Round(4), again_after=6.0)
+    lab.watch.take_order(WatchOrder(id=1, expires_in=30.0, order=order))
+    second = await lab.observes(LookTaken, lambda each: each.number == 1)
+    assert "wait_for_a_lock" in "\n".join(second.workers[0].native)
+    assert second.workers[0].state == "S"
+    assert lab.watch.helper_pids == ()
 
 
 def test_stacks_are_read_as_python_writes_them() -> None:
