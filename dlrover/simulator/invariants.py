@@ -10,6 +10,7 @@ Those of checkpoints (I4) and data (I3) stand with what they are compared with, 
 * I5 the state after a replay is the state before the crash, bit for bit.
 * I6 a message of an older incarnation or an older master changes nothing, and no command is applied twice.
 * I7 restarts are charged for failures only, and never beyond the budget.
+* goodput: the classes of each node rank sum to the time it was there.
 * I8 when faults stop and enough nodes exist, the job makes progress within a bounded time, and ends for a reason.
 """
 
@@ -294,6 +295,14 @@ def _snapshot_is_the_state(sim: Simulation, job: Job) -> str | None:
     return None if Job.decode(data).encode() == data else "a decoded snapshot is another state"
 
 
+def _time_is_accounted_for(sim: Simulation, job: Job) -> str | None:
+    goodput = job.state.goodput
+    for rank, place in goodput.places.items():
+        if (total := sum(goodput.totals(place, job.now).values())) != (lived := goodput.lived(place, job.now)):
+            return f"node rank {rank} was there for {lived} us, and its classes sum to {total}"
+    return None
+
+
 def _agents_obey(sim: Simulation, job: Job) -> str | None:
     """Who is attached and undisturbed runs what the master wants, not something older."""
     if sim.calm_for() < sim.bound or job.end is not None:
@@ -352,6 +361,7 @@ IN_FULL: list[tuple[str, Check]] = [
     ("I1", _one_world_is_active),
     ("I1", _each_node_has_one_place),
     ("I5", _snapshot_is_the_state),
+    ("goodput", _time_is_accounted_for),
     ("I8", _agents_obey),
     ("fleet", _intents_are_done),
     ("I8", _calm_brings_progress),
