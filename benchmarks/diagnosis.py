@@ -211,7 +211,7 @@ class Job:
 
 def try_fault(job: Job, name: str, rank: int) -> Result:
     kind, result = KINDS[name], Result(name, rank)
-    job.train(60 if name in ("loss-spike", "slow-rank") else 25)
+    job.train(1000 if name == "loss-spike" else 25)
     known = {_key(past): past.count for past in job.diagnosis().verdicts}
     life = job.life
     at = job.inject(name, rank)

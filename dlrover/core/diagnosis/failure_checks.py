@@ -76,10 +76,11 @@ class CrashLoop:
         newest = _first(picture.failures[-1])
         digest = blame.traceback_digest(newest)
         same = [failed for failed in picture.failures if _is_same(_first(failed), newest, digest)]
-        steps = {failed.step for failed in same}
+        # Who fails before the end of its first step tells of none: it got no further, either.
+        steps = {failed.step for failed in same if failed.step is not None}
         if len(same) < LOOP or len(steps) > 1:
             return
-        where = "" if None in steps else f" at step {picture.failures[-1].step}"
+        where = "".join(f" at step {step}" for step in steps)
         yield conclude(
             self.name,
             FaultClass.CRASH_LOOP,

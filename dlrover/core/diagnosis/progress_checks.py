@@ -80,7 +80,8 @@ class Numerics:
 
 class LossSpike:
     name = "loss_spike"
-    _enough = 20
+    _enough = 8
+    """Reports, one with each heartbeat: less than a minute."""
     _times = 3.0
     _deviations = 10.0
 

@@ -126,6 +126,7 @@ class Watch:
     def hear_failure(self, failed: Failed) -> None:
         self.picture.failures.append(failed)
         self._is_news = True
+        self._next_check_at = Micros(0)  # at once: what the ranks did last is forgotten with the next round
 
     def hear_duplicates(self, duplicates: dict[str, int]) -> None:
         self.picture.duplicates = duplicates
