@@ -81,6 +81,7 @@ def _run(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None) -> Agen
 async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None) -> AgentResult:
     from dlrover.agent.agent import EXIT_BY_SIGNAL, Agent
     from dlrover.agent.devices import resolve_local_world_size
+    from dlrover.agent.failover import Failover
     from dlrover.agent.node_check import CheckTask
     from dlrover.agent.output import WorkerOutput
     from dlrover.agent.process_tree import ProcessTree
@@ -141,6 +142,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             warm_up=spawner.warm_up,
             exchange=replicas,
             watch=watch,
+            failover=Failover.load(config.failover_extension) if config.failover_extension else None,
         )
         socket.relay_to(agent.relay)
         saver.report_to(agent.relay)

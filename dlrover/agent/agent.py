@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from dlrover.agent.config import AgentConfig, AgentResult
 from dlrover.agent.driver import Group, WorkerDriver
+from dlrover.agent.failover import Failover
 from dlrover.agent.node_check import CheckOutcome, CheckRunner, RunTask
 from dlrover.agent.preemption import wait_for_notice
 from dlrover.agent.relay import Call, Relay
@@ -179,12 +180,13 @@ class Agent:
         warm_up: Callable[[float], Awaitable[None]] | None = None,
         exchange: Exchange | None = None,
         watch: Watching | None = None,
+        failover: Failover | None = None,
         connect: Connect = AgentChannel,
         patience: Patience | None = None,
     ) -> None:
         """
         `run_check` is needed where the job's terms ask for a node check. `on_break` is told when workers failed or were stopped for
-        good: what they left in memory may be worth keeping; `promise` says what of it will be written after a farewell. `exchange` has the snapshots of workers ready before they start. `watch` is asked for what workers do. `patience`: by default what the terms say."""
+        good: what they left in memory may be worth keeping; `promise` says what of it will be written after a farewell. `exchange` has the snapshots of workers ready before they start. `watch` is asked for what workers do, `failover` for what shall follow a failure. `patience`: by default what the terms say."""
         detection = config.terms.detection
         self._config = config
         self._patience = patience or Patience(heartbeat=detection.heartbeat, lease=detection.lease)
@@ -195,6 +197,7 @@ class Agent:
         self._promise = promise or (lambda: ())
         self._exchange = exchange
         self._watch = watch
+        self._failover = failover
         self._warm_up = warm_up
         """Waited for before the first join; None when it is over."""
         self._warming: asyncio.Task[None] | None = None
@@ -584,16 +587,24 @@ class Agent:
             return
         for failure in outcome.failures:
             log.warning("global rank %d failed: %s", failure.global_rank, failure.message)
-        self._tell(
-            ReportFailure(
-                node=self._node,
-                incarnation=self._incarnation,
-                round=round_,
-                failures=outcome.failures,
-                step=outcome.step,
-                lived=outcome.lived,
-            )
+        report = ReportFailure(
+            node=self._node,
+            incarnation=self._incarnation,
+            round=round_,
+            failures=outcome.failures,
+            step=outcome.step,
+            lived=outcome.lived,
         )
+        if self._failover is None:
+            self._tell(report)
+        else:
+            task = self._tasks.create_task(self._ask_failover(self._failover, report), name="failover")
+            self._reports.add(task)
+            task.add_done_callback(self._reports.discard)
+
+    async def _ask_failover(self, failover: Failover, report: ReportFailure) -> None:
+        for command in await failover.decide(report, self._node_rank):
+            await self._deliver(command)
 
     def _on_stopped(self, round_: Round) -> None:
         """Before other workers can start, and after those of the round have written their last."""

@@ -48,6 +48,7 @@ class Environment(Struct, frozen=True, kw_only=True):
     is_reporting: bool = True
     """Whether this node tells how the job failed; whoever started all of them tells it once instead."""
     preemption_file: str = ""
+    failover_extension: str = ""
     training_log_file: str = ""
     """Where the script logs, if not to its streams."""
     node_errors: tuple[str, ...] = ()
@@ -86,6 +87,7 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         node_rank_variable=node_rank_variable,
         node_num=_integer(environ, "NODE_NUM", at_least=1),
         preemption_file=environ.get("DLROVER_PREEMPTION_FILE", ""),
+        failover_extension=environ.get("DLROVER_EXTENSION_DYNAMIC_FAILOVER", ""),
         training_log_file=environ.get("TRAINING_LOG_FILE", ""),
         node_errors=_node_errors(environ.get("FAILURE_NODE_ERRORS", "")),
         topology_querier=environ.get("DLROVER_TOPOLOGY_QUERIER", ""),

@@ -238,6 +238,7 @@ class Launcher:
             shutdown_timeout=self._settings.shutdown_timeout,
             master_grace=self._settings.master_grace,
             preemption_file=self._settings.preemption_file,
+            failover_extension=self._settings.failover_extension,
             host_ports=self._settings.environment.host_ports,
             is_virtual_local_rank=self._settings.is_virtual_local_rank,
             platform_node=self._settings.environment.platform_node,

@@ -596,6 +596,14 @@ OUR_OPTIONS: tuple[Option, ...] = (
         metavar="MINUTES",
     ),
     _option(
+        "--dynamic-failover-extension",
+        Kind.TEXT,
+        "",
+        "Plug-in that says what shall follow a failure. Not given: DLROVER_EXTENSION_DYNAMIC_FAILOVER.",
+        group=_OURS,
+        metavar="MODULE::CLASS",
+    ),
+    _option(
         "--topology-querier",
         Kind.TEXT,
         "",

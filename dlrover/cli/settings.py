@@ -44,6 +44,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
     master_grace: float = 600.0
     preemption_file: str = ""
+    failover_extension: str = ""
     is_saving_at_break_points: bool = False
     snapshot_write_limit: float = 0.0
     snapshot_copies: int = 0
@@ -128,6 +129,10 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
         snapshot_parity=_snapshot_parity(parsed),
         snapshot_bandwidth=_at_least_zero("--snapshot-bandwidth", parsed.number("snapshot_bandwidth")),
         preemption_file=_absolute(parsed.text("preemption_file") or environment.preemption_file),
+        failover_extension=check_plugin(
+            parsed.text("dynamic_failover_extension") or environment.failover_extension,
+            option="--dynamic-failover-extension",
+        ),
         topology_querier=check_plugin(
             parsed.text("topology_querier") or environment.topology_querier, option="--topology-querier"
         ),

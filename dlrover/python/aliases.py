@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _STORAGE = "dlrover.snapshot.user_storage"
+_FAILOVER = "dlrover.agent.failover"
 _SHARED = "dlrover.trainer.shared_objects"
 _SAVER = "dlrover.trainer.torch.flash_checkpoint.old_saver"
 _CONSTANTS = "dlrover.trainer.old_constants"
@@ -45,6 +46,8 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
             "get_torch_restart_count",
         )
     },
+    "dlrover.python.common.enums": {"FailoverStrategy": f"{_FAILOVER}:FailoverStrategy"},
+    "dlrover.python.common.failover": {"DynamicFailoverExtension": f"{_FAILOVER}:DynamicAgentFailoverExtension"},
     "dlrover.python.common.log": {"default_logger": f"{_CONSTANTS}:default_logger"},
     "dlrover.python.training_event": {
         name: f"dlrover.trainer.events:{name}"
@@ -89,6 +92,10 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
             "TensorMeta",
         )
     },
+    "dlrover.python.elastic_agent.torch.dynamic_failover": {
+        name: f"{_FAILOVER}:{name}"
+        for name in ("AgentFailureInfo", "DynamicAgentFailoverExtension", "FailoverStrategy")
+    },
     "dlrover.python.elastic_agent.torch.master_kv_store": {
         "MasterKVStore": "dlrover.trainer.torch.kv_store:MasterKVStore"
     },
@@ -107,7 +114,6 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 _CLIENT = "a client of the master for scripts; workers reach the master through their agent"
 _INSIDE = "a class of the original's inside; this implementation is built differently and has no such part"
 _TENSORFLOW = "training with TensorFlow"
-_EXTENSION = "failover extensions in the agent"
 
 MISSING: Mapping[str, Mapping[str, str]] = {
     # old module: {old name: what it belongs to}
@@ -117,8 +123,6 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.common.diagnosis": dict.fromkeys(
         ("ChipMetrics", "CudaLog", "DiagnosisDataType", "TrainingLog"), "diagnosis data"
     ),
-    "dlrover.python.common.enums": {"FailoverStrategy": _EXTENSION},
-    "dlrover.python.common.failover": {"DynamicFailoverExtension": _EXTENSION},
     "dlrover.python.elastic_agent.config.paral_config_tuner": {"ParalConfigTuner": "tuning of parallel settings"},
     "dlrover.python.elastic_agent.master_client": dict.fromkeys(
         ("GlobalMasterClient", "LocalDataset", "LocalMasterClient", "MasterClient", "build_master_client"), _CLIENT
@@ -130,7 +134,6 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     ),
     "dlrover.python.elastic_agent.tensorflow.elastic_ps": {"ElasticPsClient": _TENSORFLOW},
     "dlrover.python.elastic_agent.tensorflow.hooks": {"ElasticDataShardReportHook": _TENSORFLOW},
-    "dlrover.python.elastic_agent.torch.dynamic_failover": {"DynamicAgentFailoverExtension": _EXTENSION},
     "dlrover.python.elastic_agent.torch.training": dict.fromkeys(
         (
             "ElasticTrainingAgent",
