@@ -112,7 +112,7 @@ class _Dialect:
             raise SourceError(f"{path} is not CSV in {self.encoding}: {error.reason} at byte {error.start}.") from error
         try:
             yield from (
-                row for row in csv.reader(io.StringIO(text, newline=""), delimiter=self.delimiter, strict=True) if row
+                row for row in csv.reader(io.StringIO(text, newline="\n"), delimiter=self.delimiter, strict=True) if row
             )
         except csv.Error as error:
             raise SourceError(f"{path} is not CSV: {error}.") from error

@@ -112,10 +112,10 @@ def test_worker_processes_may_be_spawned(source: CsvSource, opened: Opened) -> N
     assert seen == Counter(range(SIZE))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_was_not_used_comes_in_the_next_pass(source: CsvSource, opened: Opened, num_workers: int) -> None:
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+def test_what_was_not_used_comes_in_the_next_pass(source: CsvSource, opened: Opened, options: dict[str, Any]) -> None:
     data = opened(ShardDataset(source, batch_size=4, batches_per_shard=3, link=Link()))
-    loader = DataLoader(data, batch_size=None, num_workers=num_workers)
+    loader = DataLoader(data, batch_size=None, **options)
     seen: Counter[int] = Counter()
     iterator = iter(loader)
     for batch in itertools.islice(iterator, 5):

@@ -99,6 +99,31 @@ def test_an_index_of_any_size_finds_every_record(values: list[str], block: int, 
         assert rows[skip] == [value]
 
 
+@given(
+    st.lists(st.sampled_from(["", "\r", "a", "bc", "d" * 9]), min_size=1, max_size=80),
+    st.integers(1, 40),
+    st.integers(2, 9),
+    st.booleans(),
+)
+def test_an_index_of_plain_lines_finds_every_one(
+    lines: list[str], block: int, most_entries: int, skips_blank: bool
+) -> None:
+    data = "".join(f"{line}\n" for line in lines).encode()
+    before = record_index_module._BLOCK
+    record_index_module._BLOCK = block
+    try:
+        index = RecordIndex(lambda start, end: data[start:end], skips_blank=skips_blank, most_entries=most_entries)
+        index.look(len(data))
+    finally:
+        record_index_module._BLOCK = before
+    wanted = [line for line in lines if line.strip() or not skips_blank]
+    assert index.num_records == len(wanted)
+    for place, line in enumerate(wanted):
+        start, end, skip = index.span(place, place + 1)
+        found = [each for each in data[start:end].decode().split("\n") if each.strip() or not skips_blank]
+        assert found[skip] == line
+
+
 # CSV.
 
 
@@ -148,6 +173,7 @@ def test_a_value_that_does_not_fit_names_its_record(tmp_path: Path) -> None:
         (b"\xff\xfe\xfd,1\n2,3\n", "not CSV in utf-8"),
         (b'a,b\n1,"2\n3,4\n', "not CSV"),
         (b"a,a\n1,2\n", "with the same"),
+        (b"a,b\r1,2\r\n3,4\n", "not CSV"),
         (b"a,b\n1,2,3\n", "3 columns, but 2"),
     ],
 )

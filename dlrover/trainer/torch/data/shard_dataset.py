@@ -48,13 +48,15 @@ class ShardDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is no
         seed: int = 0,
         batches_per_shard: int = 0,
         task_type: TaskType = TaskType.TRAINING,
+        must_finish: bool | None = None,
         collate_fn: Collate | None = None,
         ahead: int = 0,
         link: Link | None = None,
     ) -> None:
         """
         `name`: of the dataset in the job; by default the source's. `num_epochs`: 0: endless. `shuffle`: "records", "shards", or True: what suits the
-        source. `collate_fn`: as of a DataLoader, called with the records of a batch.
+        source. `must_finish`: whether a job that leaves records unread has failed; None: if they are for training. `collate_fn`: as of a
+        DataLoader, called with the records of a batch.
         """
         spec = spec_of(
             source,
@@ -65,6 +67,7 @@ class ShardDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is no
             seed=seed,
             batches_per_shard=batches_per_shard,
             task_type=task_type,
+            is_required=must_finish,
         )
         self._records = SourceRecords(source, spec)
         self._collate = collate_fn

@@ -80,12 +80,16 @@ class StepLoader:
         shuffle: bool | str = False,
         seed: int = 0,
         batches_per_shard: int = 0,
+        must_finish: bool | None = None,
         collate_fn: Collate | None = None,
         loader: type[DataLoader[Any]] = DataLoader,
         link: Link | None = None,
         **options: Any,
     ) -> None:
-        """`loader`: DataLoader, or one like it; `options` are its own: `num_workers`, `pin_memory`..."""
+        """
+        The first arguments are those of `ShardDataset`. `loader`: DataLoader, or one like it; `options` are its own: `num_workers`,
+        `pin_memory`...
+        """
         is_grouped = dist.is_available() and dist.is_initialized()
         self._rank = int(dist.get_rank()) if is_grouped else 0
         self._world_size = int(dist.get_world_size()) if is_grouped else 1
@@ -97,6 +101,7 @@ class StepLoader:
             shuffle=shuffle,
             seed=seed,
             batches_per_shard=batches_per_shard,
+            is_required=must_finish,
         )
         # All register, so that a rank whose files differ is found; only the first takes shards.
         self._reader = ShardReader(source, self._spec, link=link)
