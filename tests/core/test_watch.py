@@ -99,6 +99,7 @@ def test_a_deadlocked_rank_is_acted_upon_after_the_second_dump_and_its_stack_is_
         (dump(2, IN_LOCK, progress=progress(2, Phase.FORWARD, step_seconds=0.0, phase_seconds=9.0)), "its first step"),
         (dump(2, IN_LOCK, progress=progress(2, Phase.FORWARD, is_stalled=False, phase_seconds=9.0)), "not overdue"),
         (dump(2, IN_LOADER, Phase.DATA), "data often come"),
+        (dump(2, ("/usr/lib/python3.11/pdb.py:300 interaction", *IN_LOCK), Phase.FORWARD), "a person debugs it"),
         (dump(2, IN_LOCK, Phase.FORWARD, state="D"), "storage often comes back"),
         (dump(2, IN_LOCK, Phase.FORWARD, phase_seconds=4.9), "a short pause"),
     ],
@@ -271,8 +272,24 @@ def test_only_a_debugger_that_stays_has_stopped_a_rank(lab: Lab) -> None:
     assert lab.told()[-1].fault is FaultClass.NETWORK
     lab.after(10)
     lab.look(replace(passing[0], state="t"), *passing[1:])
-    assert acted(lab).verdict.fault is FaultClass.STOPPED
+    assert lab.told()[-1].fault is FaultClass.STOPPED
     assert lab.ranks() == [0]
+    assert lab.acts() == [], "somebody may be looking for the fault"
+
+
+def test_ranks_that_have_ended_are_no_proof(lab: Lab) -> None:
+    """They may have ended well: what ends badly is reported at once."""
+    gone = replace(dump(1, ()), state="X", pid=0)
+    lab.look(*others(gone))
+    assert (lab.told()[-1].fault, lab.ranks()) == (FaultClass.DEAD, [1])
+    lab.after(10)
+    lab.look(gone, dump(2, IN_LOCK, Phase.FORWARD), dump(0), dump(3))
+    assert lab.ranks() == [2]
+    assert lab.acts() == []
+    lab.after(20)
+    lab.tell(progress(0))
+    lab.answer(0, gone, replace(dump(2, ()), state="T"), dump(0), dump(3))
+    assert acted(lab).verdict.fault is FaultClass.STOPPED
 
 
 def test_a_rank_in_backward_of_the_next_step_has_skipped_the_collective_that_the_others_are_in(lab: Lab) -> None:

@@ -1,7 +1,7 @@
 """
 The judgement over a job that stands still: from two dumps of everybody to a culprit, a class of fault, and whether that is proof.
 
-Proof is what cannot be mistaken for slow work: a process that is stopped or dead; or a rank that rests outside the collective in which the others
+Proof is what cannot be mistaken for slow work: a process that is stopped; or a rank that rests outside the collective in which the others
 wait for it, at the same place in both dumps, without any processor time, input, output or page fault between them, though by its own
 experience it should have gone on long ago. A rank that computes, reads, evaluates or is in its first step may just be slow.
 Everything else is a suspicion, told to people at once and acted upon after the hang timeout only.
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dlrover.core.diagnosis import stacks
 from dlrover.core.diagnosis.stacks import say_collective, say_ranks
@@ -75,9 +76,11 @@ class Sight(Struct, frozen=True, kw_only=True):
 
     @property
     def is_in_long_phase(self) -> bool:
-        """Or in the first step of this life, or nobody knows."""
+        """Or in the first step of this life, or in a debugger, or nobody knows."""
         progress = self.second.progress
-        return progress is None or progress.phase in LONG_PHASES or not progress.step_seconds
+        if progress is None or progress.phase in LONG_PHASES or not progress.step_seconds:
+            return True
+        return stacks.is_debugged(self.second)
 
     @property
     def waits(self) -> bool:
@@ -97,7 +100,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     is_long_phase: bool = False
     """Somebody to blame computes or goes on, if slowly, or is in a phase that is known to take long."""
     is_urgent: bool = False
-    """Proof that needs no second dump: stopped or dead."""
+    """Proof that needs no second dump: stopped."""
 
 
 def see(node: NodeId, first: WorkerDump | None, second: WorkerDump, interval: float) -> Sight:
@@ -123,17 +126,14 @@ def judge(sights: Sequence[Sight], missing: Sequence[int] = ()) -> Finding:
     """`missing`: ranks whose node has not answered."""
     absent = f"Nothing was heard of {say_ranks(missing)} when everybody was asked." if missing else ""
     found = _judge(sights)
-    if absent:
-        found = Finding(
-            fault=found.fault,
-            culprits=found.culprits,
-            evidence=(*found.evidence, absent)[:MAX_SENTENCES],
-            confidence=found.confidence * (1.0 if found.is_urgent else 0.6),
-            is_proof=found.is_urgent,
-            is_urgent=found.is_urgent,
-            is_long_phase=found.is_long_phase,
-        )
-    return found
+    if not absent:
+        return found
+    return replace(
+        found,
+        evidence=(*found.evidence, absent)[:MAX_SENTENCES],
+        confidence=found.confidence * (1.0 if found.is_urgent else 0.6),
+        is_proof=found.is_urgent,
+    )
 
 
 def _judge(sights: Sequence[Sight]) -> Finding:
@@ -141,15 +141,16 @@ def _judge(sights: Sequence[Sight]) -> Finding:
         return Finding(fault=FaultClass.UNKNOWN, culprits=(), evidence=(), confidence=0.0)
     ended = [sight for sight in sights if sight.second.state in "ZXx"]
     if ended:
-        text = f"{_subject(ended)} {_is(ended)} dead: the process has ended."
-        return _blame(FaultClass.DEAD, ended, (text,), 0.99, is_proof=True, is_urgent=True)
+        return _judge_without(ended, [sight for sight in sights if sight not in ended])
     stopped = [sight for sight in sights if sight.second.state == "T"]
     traced = [sight for sight in sights if sight.is_traced]
     if stopped or traced:
         by = "by a signal" if stopped else "by a debugger"
         text = f"{_subject(stopped or traced)} {_is(stopped or traced)} stopped {by} (state {'T' if stopped else 't'})."
         evidence = (text, *_where_others_wait(sights, stopped or traced))
-        return _blame(FaultClass.STOPPED, stopped or traced, evidence, 0.99, is_proof=True, is_urgent=bool(stopped))
+        # Whoever holds a process in a debugger may be looking for the very fault: people have their time.
+        is_proof = bool(stopped)
+        return _blame(FaultClass.STOPPED, stopped or traced, evidence, 0.99, is_proof=is_proof, is_urgent=is_proof)
     waiting = [sight for sight in sights if sight.waits]
     others = [sight for sight in sights if not sight.waits]
     if waiting and others:
@@ -157,6 +158,17 @@ def _judge(sights: Sequence[Sight]) -> Finding:
     if waiting:
         return _judge_collectives(waiting)
     return _judge_all_elsewhere(sights)
+
+
+def _judge_without(ended: Sequence[Sight], rest: Sequence[Sight]) -> Finding:
+    """A process that ended badly is reported by its agent, at once; so these have ended well, or their report is on its way. No proof."""
+    found = _judge(rest)
+    text = f"{_subject(ended)} {'has' if len(ended) == 1 else 'have'} ended."
+    waiting = [sight for sight in rest if sight.waits]
+    if waiting and len(waiting) == len(rest):
+        evidence = (text, _what_they_do(waiting))
+        return _blame(FaultClass.DEAD, ended, evidence, 0.7)
+    return replace(found, evidence=(*found.evidence, text)[:MAX_SENTENCES], is_proof=found.is_urgent)
 
 
 def _judge_outsiders(others: Sequence[Sight], waiting: Sequence[Sight]) -> Finding:

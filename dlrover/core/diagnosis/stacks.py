@@ -28,6 +28,7 @@ _ENGINE = (
     "torch/nn/modules/_functions.py",
 )
 """Where C++ runs collectives by itself: gradients, buffers, statistics of batches."""
+_DEBUGGERS = ("/pdb.py", "/bdb.py", "/ipdb/__main__.py", "/code.py", "/interactiveshell.py")
 _LOADER = "torch/utils/data/"
 _INSIDE = ("/dlrover/", "torch/", "/lib/python3", "<frozen", "/lib64/python3")
 _FRAME = re.compile(r"^(?P<file>.*):(?P<line>\d+) (?P<function>.*)$")
@@ -92,6 +93,11 @@ def is_loading(dump: WorkerDump) -> bool:
     if dump.progress is not None and dump.progress.phase is Phase.DATA:
         return True
     return any(_LOADER in frame.file for frame in frames(dump)[:12])
+
+
+def is_debugged(dump: WorkerDump) -> bool:
+    """Somebody sits at a prompt inside the script."""
+    return any(frame.file.endswith(_DEBUGGERS) or "/debugpy/" in frame.file for frame in frames(dump)[:16])
 
 
 def children_cpu(dump: WorkerDump) -> float:
