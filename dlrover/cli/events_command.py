@@ -50,12 +50,14 @@ def print_events(events: Iterator[JobEvent] | list[JobEvent], *, is_json: bool) 
 def asked(ask: Ask, *, limit: int, follow: bool) -> Iterator[JobEvent]:
     """What the master has kept, then what happens, until the job or the master is gone."""
     seen, away_since = 0, None
-    is_first = True
+    is_first, is_ending = True, False
     while True:
         wait = FOLLOW_WAIT if follow and not is_first else 0.0
         try:
             reply = ask(AskEvents(after=seen, limit=min(limit, MAX_EVENTS_PER_ANSWER) if is_first else 200, wait=wait))
         except Unavailable:
+            if is_ending:
+                return  # the master went with the job
             away_since = away_since or time.monotonic()
             if is_first or time.monotonic() - away_since > MAX_OUTAGE:
                 raise
@@ -66,6 +68,7 @@ def asked(ask: Ask, *, limit: int, follow: bool) -> Iterator[JobEvent]:
         yield from reply.events
         seen = max(seen, reply.newest if is_first else max((event.number for event in reply.events), default=seen))
         is_first = False
+        is_ending = is_ending or any(event.name in ("job-ending", "job-ended") for event in reply.events)
         if not follow or any(event.name == "job-ended" for event in reply.events):
             return
 

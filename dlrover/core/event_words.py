@@ -59,7 +59,9 @@ class EventTeller:
                 labels |= {"nodes": str(len(world.members)), "workers": str(world.world_size)}
             yield event(now, INFO, "round-started", about_round, labels=labels)
         for verdict in outcome.verdicts:
-            if verdict != about_round:
+            if state.end is not None and verdict.endswith(state.end.message):
+                yield event(now, WARN if state.end.exit_code else INFO, "job-ending", verdict)
+            elif verdict != about_round:
                 yield event(now, INFO, "verdict", verdict)
         for effect in outcome.effects:
             match effect:

@@ -12,19 +12,31 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from dlrover.cli import top
+from dlrover.cli.events_command import asked
 from dlrover.cli.history import read_history
 from dlrover.cli.post_mortem import as_html, as_markdown
 from dlrover.cli.report import goodput_line
 from dlrover.cli.trace import build_trace
+from dlrover.core.event_words import event
 from dlrover.core.job import DECISION_VERSION
 from dlrover.master.events import EventLog
 from dlrover.master.journal import Journal
 from dlrover.protocol.codec import Question
-from dlrover.protocol.goodput_messages import SPLIT, AccountGoodput, AskEvents, AskGoodput, NodeAccount, TimeClass
-from dlrover.protocol.messages import AskStatus, Reply
+from dlrover.protocol.errors import Unavailable
+from dlrover.protocol.goodput_messages import (
+    SPLIT,
+    AccountGoodput,
+    AskEvents,
+    AskGoodput,
+    Events,
+    NodeAccount,
+    TimeClass,
+)
+from dlrover.protocol.messages import AskStatus, Micros, Reply
 from dlrover.protocol.watch_messages import Activity, AskActivity, NodeActivity, Phase
 from tests.core.scene import Scene, failure, terms
 
@@ -168,7 +180,7 @@ def test_report_writes_by_the_name_of_the_file(journal: Path, tmp_path: Path) ->
     assert "Traceback" not in refused.stderr
 
 
-async def test_top_prints_once_without_a_terminal(scene: Scene) -> None:
+async def test_top_prints_once_without_a_terminal_and_ends_cleanly_on_ctrl_c(scene: Scene) -> None:
     log = EventLog()
     node = next(iter(scene.job.state.nodes.live))
     activity = Activity(
@@ -194,3 +206,34 @@ async def test_top_prints_once_without_a_terminal(scene: Scene) -> None:
     assert "4.00" in text, "steps per second"
     assert "goodput" in text
     assert goodput_line(scene.job.goodput(scene.now)) in text
+
+    looks = 0
+
+    def interrupted(question: Question) -> Reply:
+        nonlocal looks
+        looks += isinstance(question, AskGoodput)
+        if looks == 3:
+            raise KeyboardInterrupt
+        return ask(question)
+
+    log.add(event(scene.now, "info", "test", "[bold]no markup[/bold]"))
+    terminal = StringIO()
+    top.show(interrupted, Console(file=terminal, width=160, force_terminal=True))
+    assert "[bold]no markup[/bold]" in terminal.getvalue()
+    assert "\x1b[?1049l" in terminal.getvalue(), "the terminal is given back"
+
+
+def test_following_ends_with_the_job_although_its_master_is_gone() -> None:
+    answers = iter(
+        [
+            Events(events=(replace(event(Micros(1), "info", "test", "one"), number=1),), newest=1),
+            Events(events=(replace(event(Micros(2), "info", "job-ending", "over"), number=2),), newest=2),
+        ]
+    )
+
+    def ask(question: Question) -> Reply:
+        for answer in answers:
+            return answer
+        raise Unavailable("the master is gone", 1.0)
+
+    assert [each.text for each in asked(ask, limit=10, follow=True)] == ["one", "over"]
