@@ -269,7 +269,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=240, help="length of the training (default %(default)s)")
     parser.add_argument("--launcher", default="dlrover-run", choices=["dlrover-run", "torchrun"])
     parser.add_argument("--plain", action="store_true", help="lines instead of a live display, also in a terminal")
-    parser.add_argument("--timeout", type=float, default=85.0, help="seconds for everything (default %(default)s)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for everything (default %(default)s)")
     return parser.parse_args()
 
 
