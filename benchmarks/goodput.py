@@ -5,7 +5,7 @@ Goodput: which share of its time a job computes new steps while one of its two w
     python benchmarks/goodput.py --kills 3 --peers ours --json goodput.json
     python benchmarks/goodput.py --truth                          only: does our accountant match what the script measured?
 
-All launchers run the same script (goodput_job.py), which saves its state (9 MB) after every step: ours and dlrover 0.6.1 into memory, torchrun with
+All launchers run the same script (goodput_job.py), which saves its state (9 MB) after every step: ours (lazily) and dlrover 0.6.1 into memory, torchrun with
 `torch.save`. Counted is the time from the first step to the last, by what the script itself writes down: a step counts when no former process
 had completed it, and then only its computation; saving, repeated steps, detection, restart and restoring are lost. Start-up is told apart.
 
