@@ -457,8 +457,11 @@ class Dataset(Struct):
         self.provisional = {at: ranges for at, ranges in self.provisional.items() if at <= step}
         self.num_consumed -= sum(each.size for each in undone)
         self.pace, self.waived = [], ""
+        claimed = [_range_of(claim) for claim in claims if claim.step <= step]
         former = [id_ for reader in self.all_readers() if reader.round != round_ for id_ in reader.ids]
-        self._return([*undone, *(self._let_go(id_) for id_ in former)])
+        # Nobody had told of these, so a worker of this round could get them: it has to begin anew.
+        seen = [id_ for id_, held in self.held.items() if any(_overlaps(each, [held.range]) for each in claimed)]
+        self._return([*undone, *(self._let_go(id_) for id_ in dict.fromkeys([*former, *seen]))])
         return [claim for claim in claims if claim.step <= step and not self._claim(claim)]
 
     def commit(self, step: int) -> None:
@@ -567,8 +570,7 @@ class Dataset(Struct):
 
     def _claim(self, claim: Claim) -> bool:
         """Whether all of it is accounted for, after taking back what was returned meanwhile."""
-        wanted = Range(claim.epoch, claim.start, claim.end, claim.partition, claim.listing)
-        missing = [wanted]
+        missing = [_range_of(claim)]
         for ranges in self.provisional.values():
             missing = [rest for each in missing for rest in _minus(each, ranges)]
         taken = [part for each in missing for part in _overlaps(each, self.returned)]
@@ -584,6 +586,10 @@ class Dataset(Struct):
 @functools.lru_cache(maxsize=64)
 def _order_of(size: int, seed: int, epoch: int) -> Permutation:
     return Permutation(size, seed, epoch)
+
+
+def _range_of(claim: Claim) -> Range:
+    return Range(claim.epoch, claim.start, claim.end, claim.partition, claim.listing)
 
 
 def _joined(one: Range, two: Range) -> Range:

@@ -26,6 +26,7 @@ from dlrover.core.datasets import Dataset, Range
 from dlrover.core.job import Job
 from dlrover.core.sequence import walk
 from dlrover.protocol.data_messages import (
+    Claim,
     Consumption,
     DataCommand,
     DatasetSpec,
@@ -54,6 +55,8 @@ ERROR_ODDS = 0.01
 """How often the data of a shard cannot be read."""
 GATHER_ODDS = 0.2
 """How often what was consumed is not told at once."""
+IMPATIENT_ODDS = 0.2
+"""How often a snapshot is taken before the master has confirmed what was read for it."""
 SAVE_ODDS = 0.3
 """How often a storage save is under way when something goes wrong."""
 GO_BACK_ODDS = 0.05
@@ -68,6 +71,8 @@ class Model(Struct, frozen=True, kw_only=True):
     step: int
     round: int
     content: tuple[tuple[int, Range], ...]
+    claims: tuple[Claim, ...] = ()
+    """What of it the job may not know, because the master had not confirmed it."""
 
 
 SCRATCH = Model(step=-1, round=0, content=())
@@ -89,6 +94,7 @@ class Reader:
         self.shards: list[Shard] = []
         self.done: dict[int, int] = {}
         self.untold: list[Consumption] = []
+        self.unconfirmed: list[Claim] = []
         self.failed: list[ShardError] = []
         self.unused: list[int] = []
         self.num_told = 0
@@ -125,7 +131,7 @@ class ReadingWorld:
 
     @property
     def is_confirmed(self) -> bool:
-        return not any(reader.untold or reader.num_told for reader in self.readers)
+        return not any(reader.unconfirmed for reader in self.readers)
 
 
 class DataTraffic:
@@ -149,6 +155,8 @@ class DataTraffic:
         self._stored: dict[str, Stored] = {}
         """Checkpoints in storage, by attempt."""
         self._saving: dict[str, Model] = {}
+        self._has_confirmed = False
+        """Whether the job has heard that steps are named."""
         self._goal: Stored | None = None
         """Somebody wants this one: worlds begin with it until one has taken a snapshot."""
 
@@ -218,6 +226,7 @@ class DataTraffic:
         if not world.has_told:
             self._tell_model(world)
         world.step += world.is_restored
+        is_impatient = self._has_confirmed and self._chance.random() < IMPATIENT_ODDS
         readers = world.readers
         for reader in readers if len(readers) <= MOST_READERS else self._chance.sample(readers, MOST_READERS):
             if reader.agent.frozen_since is not None or reader.agent.incarnation != reader.incarnation:
@@ -226,12 +235,15 @@ class DataTraffic:
                 self._read(world, reader)
             if not reader.is_asking and (not reader.untold or self._chance.random() > GATHER_ODDS):
                 self._exchange(world, reader)
+        if is_impatient:
+            self._take_snapshot(world.first, world)
 
     def _tell_model(self, world: ReadingWorld) -> None:
         world.has_told = True
         self._tell(world, None, world.first, self._register(world.first, world, 0))
         told = RestoreAgreed(
             step=world.model.step,
+            claims={self._spec.name: world.model.claims} if world.model.claims else {},
             data_state=world.text,
             is_explicit=world.is_explicit,
             **_who(world.first, world),
@@ -250,6 +262,7 @@ class DataTraffic:
         place = Range(shard.epoch, start, start + count, shard.partition, shard.listing)
         world.content.append((world.step, place))
         reader.untold.append(Consumption(shard.id, count, world.step))
+        reader.unconfirmed.append(Claim(shard.epoch, start, start + count, world.step, shard.partition, shard.listing))
         reader.done[shard.id] = reader.done.get(shard.id, 0) + count
         if start + count == shard.end:
             reader.shards.pop(0)
@@ -290,9 +303,12 @@ class DataTraffic:
             world.is_restored = True
         elif reader is not None and isinstance(reply, ShardsGiven):
             self._hear(reader, reply)
-            self._take_snapshot(agent, world)
+            if world.is_confirmed:
+                self._take_snapshot(agent, world)
 
     def _hear(self, reader: Reader, given: ShardsGiven) -> None:
+        self._has_confirmed |= reader.num_told > 0
+        del reader.unconfirmed[: reader.num_told]
         reader.num_told = 0
         reader.is_asking = False
         reader.is_ended = reader.is_ended or given.supply is Supply.END
@@ -318,19 +334,20 @@ class DataTraffic:
     # Models.
 
     def _take_snapshot(self, agent: VirtualAgent, world: ReadingWorld) -> None:
-        """Of the whole model, as soon as nothing that it has seen can be unknown to the job."""
+        """Of the whole model. What it has seen and the job may not know, it says itself."""
         group = agent.group
         is_training = group is not None and self._sim.training.is_training(group.world.coordinator)
-        if not is_training or world.is_spoiled or not world.is_restored or not world.is_confirmed:
+        if not is_training or world.is_spoiled or not world.is_restored or not _is_running(agent, world):
             return
         if group is None or world.step == world.model.step:
             return
-        world.model = Model(step=world.step, round=world.round, content=tuple(world.content))
+        claims = tuple(claim for reader in world.readers for claim in reader.unconfirmed)
+        world.model = Model(step=world.step, round=world.round, content=tuple(world.content), claims=claims)
         self._memory, self._goal = world.model, None
         self._holders = dict(self._sim.training.worlds[group.world.coordinator].started)
 
     def _begin_save(self, world: ReadingWorld) -> None:
-        if world.model.round == world.round:
+        if world.model.round == world.round and not world.model.claims:
             attempt = self._sim.saves.begin(step=world.model.step, round_=world.round)
             if attempt:
                 self._saving[attempt] = world.model
@@ -374,7 +391,7 @@ class DataTraffic:
         model = self._memory
         if model is not SCRATCH:
             left = Job.decode(job.encode()).state.data.datasets[self._spec.name]
-            left.restore(model.step)
+            left.restore(model.step, model.claims)
             self._check_fits(left, model)
         books, end = job.state.data.datasets[self._spec.name], job.end
         is_all_seen = self.num_records == self._num_owed and not books.set_aside

@@ -329,6 +329,16 @@ def test_what_a_worker_of_the_round_holds_already_stays_with_it(scene: Reading) 
     assert (scene.state().num_doing, scene.state().num_consumed) == (0, 10)
 
 
+def test_what_the_model_claims_is_taken_from_a_worker_that_got_it_meanwhile(scene: Reading) -> None:
+    [shard] = scene.take("a")  # it reads it, and the report is lost
+    scene.new_round("a", "b")
+    [early] = scene.take("b")
+    assert early.start == shard.start
+    scene.restored("a", 1, claims={"d": (Claim(0, shard.start, shard.end, 1),)})
+    refused(scene, "stale-lease", consumed=(Consumption(early.id, 10, 2),))
+    assert (scene.state().num_consumed, scene.take("b")[0].start) == (10, 10)
+
+
 def test_who_tells_steps_waits_for_the_model_also_if_all_is_final(scene: Reading) -> None:
     [shard] = scene.take("a")
     scene.consume("a", shard, step=1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from dlrover.protocol.check_messages import CheckTerms
+from dlrover.protocol.data_messages import DatasetSpec
 from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec
 from dlrover.protocol.messages import RestartPolicy
 from dlrover.simulator.campaign import run_plan
@@ -169,6 +170,26 @@ FOUND = {
             Fault(at=1176681263, kind="new-node", pick=472759969, amount=0.41598483637186023),
         ),
         hours=0.5,
+    ),
+    # Workers finished while there was no master. Their agents said so when they came back, before what the workers had last read:
+    # that was refused, and a job that had read everything ended as one that had not.
+    "the-last-words-of-finished-workers-are-refused": Plan(
+        seed=201214,
+        shape=Shape(
+            min_nodes=2,
+            max_nodes=2,
+            has_fixed_ranks=True,
+            restarts=RestartPolicy(max_restarts=1000),
+            last_call=5.0,
+            num_steps=22,
+            checkpoint_every=20,
+            has_store_traffic=True,
+            dataset=DatasetSpec(
+                name="clicks", size=98, shard_size=14, num_epochs=2, seed=72, is_required=False, max_errors=0
+            ),
+        ),
+        faults=(Fault(at=19659385, kind="two-masters", pick=579722661, amount=0.28586747553116265),),
+        hours=0.02,
     ),
 }
 

@@ -242,6 +242,10 @@ def a_restored_model_takes_everything_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Dataset, "restore", lambda dataset, step, claims=(), *, round_=None: original(dataset, step, claims))
 
 
+def what_a_model_claims_is_not_heard(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Dataset, "_claim", lambda dataset, claim: True)
+
+
 @pytest.mark.parametrize(
     ("mutation", "invariants"),
     [
@@ -275,6 +279,7 @@ def a_restored_model_takes_everything_back(patch: pytest.MonkeyPatch) -> None:
         (a_dead_branch_makes_records_final, {"I3"}),
         (a_checkpoint_forgets_what_is_being_read, {"I3"}),
         (a_restored_model_takes_everything_back, {"I3"}),
+        (what_a_model_claims_is_not_heard, {"I3"}),
     ],
 )
 def test_a_broken_promise_is_noticed(mutation: Mutation, invariants: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
