@@ -39,7 +39,7 @@ from dlrover.protocol.data_messages import (
 )
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages import Reply, Round, WorkerRequest
-from dlrover.trainer import data_steps, environment
+from dlrover.trainer import data_steps, environment, phases
 from dlrover.trainer.agent_link import Link
 from dlrover.trainer.stand_in import current_link
 
@@ -130,10 +130,13 @@ class ShardFeed:
                     left = None if end_at is None else end_at - time.monotonic()
                     if left is not None and left <= 0:
                         raise TimeoutError(f"No shard of {self.spec.name!r} came within {timeout:g} s.")
-                    self._news.wait(left)
+                    with phases.span(phases.DATA):
+                        self._news.wait(left)
                 finally:
                     self._num_waiting -= 1
             shard = self._queue.popleft()
+            if (writer := phases.current()) is not None:
+                writer.set_cursor(f"{self.spec.name} epoch {shard.epoch} records {shard.start} to {shard.end}")
             self._taken[shard.id] = shard
             self._note_speed()
             self._news.notify_all()

@@ -88,6 +88,14 @@ def test_the_script_knows_its_step_better_than_a_checkpoint_and_that_better_than
     assert read(page).step == 7
 
 
+def test_where_the_data_are_is_told_by_shards_rather_than_batches(page: ProgressPage) -> None:
+    writer = PhaseWriter(page.path)
+    writer.count_batch()
+    assert read(page).cursor == "batch 1"
+    writer.set_cursor("corpus epoch 0 records 5 to 9 " + "é" * 200)
+    assert read(page).cursor.startswith("corpus epoch 0 records 5 to 9 é")
+
+
 def test_a_page_of_rubbish_can_be_read(page: ProgressPage) -> None:
     copy = bytes(range(256)) * (layout.SIZE // 256)
     reading = layout.decode(copy, 5)
