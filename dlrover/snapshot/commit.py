@@ -43,7 +43,7 @@ from dlrover.snapshot.manifest import (
     join_manifests,
     rank_manifest_name,
 )
-from dlrover.snapshot.storage import UNKNOWN_SIZE, LocalStorage, Renaming, Storage, join, parent_of
+from dlrover.snapshot.storage import PREPARED, UNKNOWN_SIZE, LocalStorage, Renaming, Storage, join, parent_of
 
 TRACKER = "dlrover_latest.txt"
 """Names the newest committed step, in decimal. Written before the frameworks' own trackers."""
@@ -177,6 +177,7 @@ def commit(
             tracking.write()
     finally:
         tracking.clear()
+    tracking.clear_of_the_dead()
     _remove_leftovers(storage, attempt)
     return Committed(target, manifest)
 
@@ -219,6 +220,18 @@ class _Tracking:
         for prepared in self._prepared.values():
             with contextlib.suppress(OSError):
                 self._storage.remove_file(prepared)
+
+    def clear_of_the_dead(self) -> None:
+        """What committers prepared that were killed then. Others may just be about to name theirs."""
+        storage = self._storage
+        if not isinstance(storage, LocalStorage):
+            return
+        begins = tuple(path.rsplit("/", 1)[1] + PREPARED for path in self._contents)
+        for entry in storage.list(self._directory):
+            path = join(self._directory, entry.name)
+            with contextlib.suppress(OSError):
+                if entry.name.startswith(begins) and storage.untouched_for(path) >= DEAD_AFTER:
+                    storage.remove_file(path)
 
 
 def committed_manifest(storage: Storage, attempt: Attempt) -> GlobalManifest | None:

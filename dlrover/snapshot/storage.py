@@ -32,6 +32,8 @@ from dlrover.snapshot.direct_io import UNIT_BYTES, WrittenFile, file_crc32, run_
 Read = TypeVar("Read")
 UNKNOWN_SIZE = -1
 """Of a file in a storage that tells no sizes."""
+PREPARED = ".new-"
+"""In the name of a file that has not got its own yet."""
 _SYNC_THREADS = 8
 
 
@@ -137,7 +139,7 @@ class LocalStorage:
         self.sync([parent_of(path)])
 
     def prepare(self, path: str, content: bytes) -> str:
-        temporary = f"{path}.new-{secrets.token_hex(4)}"
+        temporary = f"{path}{PREPARED}{secrets.token_hex(4)}"
         try:
             with open(temporary, "wb") as file:
                 file.write(content)

@@ -44,11 +44,13 @@ async def test_a_new_node_gets_the_shard_of_the_lost_one(lab):
     for step in (1, 2, 3):
         for node in (0, 1):
             await lab.push(node, trainers[node].save(step, num_shards=2))
+            assert lab.nodes[node].copied_step == step
     lab.lose(1)
     lab.start(2)
     lab.round = Round(2)
     await lab.enter(0)
     await lab.enter(2)
+    assert lab.nodes[2].copied_step is None, "nobody keeps anything of it yet"
     assert list(states_in(lab.homes[2], 1)) == [3], "the newest step that all nodes can have"
     assert is_right(states_in(lab.homes[2], 1)[3], 3, 1)
     assert sorted(states_in(lab.homes[0], 0)) == [2, 3], "the survivor's own are as they were"

@@ -264,12 +264,15 @@ def test_what_dead_attempts_of_other_steps_left_goes_with_the_next_commit(tmp_pa
     storage, directory = LocalStorage(), str(tmp_path)
     write_rank(storage, attempt_at(3, "dead-1", directory), 0)
     (tmp_path / "my.old-notes").mkdir()
-    for path in [tmp_path / "my.old-notes", *tmp_path.rglob("3.tmp*"), *tmp_path.rglob("3.tmp*/**/*")]:
+    dead_tracker, young_tracker = tmp_path / f"{TRACKER}.new-00000000", tmp_path / f"{TRACKER}.new-11111111"
+    dead_tracker.write_text("3")
+    young_tracker.write_text("4")
+    for path in [dead_tracker, tmp_path / "my.old-notes", *tmp_path.rglob("3.tmp*"), *tmp_path.rglob("3.tmp*/**/*")]:
         os.utime(path, (0, 0))
     write_rank(storage, attempt_at(4, "alive-1", directory), 0)
     save(storage, attempt_at(5, "a", directory))
     assert sorted(each.name for each in tmp_path.iterdir()) == [
-        "4.tmp-alive-1", "5", TRACKER, NATIVE, "my.old-notes",
+        "4.tmp-alive-1", "5", TRACKER, young_tracker.name, NATIVE, "my.old-notes",
     ]  # fmt: skip
 
 
