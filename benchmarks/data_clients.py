@@ -189,7 +189,7 @@ def sampler(args: argparse.Namespace) -> dict[str, float]:
         played.play(2 * REPLICAS, 50)
         cases["played"] = played
     found: dict[str, list[float]] = {name: [] for name in cases}
-    for epoch in range(7):
+    for epoch in range(4):
         for name, each in cases.items():
             if name != "resumed":
                 each.set_epoch(epoch)
