@@ -181,3 +181,26 @@ def test_a_state_in_the_middle_of_an_epoch_goes_on_with_any_number_of_workers(nu
     assert rest.num_samples * FULL == SIZE - 2 * BATCH * FULL
     with pytest.raises(Exception, match="for 4 workers, this one is for 8"):
         ElasticTrainer(model(), max_workers=8).load_state_dict(state)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_without_dealing_all_ranks_take_equally_many_steps_and_the_last_one_counts(rank: int) -> None:
+    """Three workers of four, and five micro-batches in an epoch: two, two, and the one that is left, on every rank."""
+    net = torch.nn.Linear(1, 1, bias=False).double()
+    torch.nn.init.zeros_(net.weight)
+    loader = DataLoader(TensorDataset(torch.ones(5, 1).double()), 1)
+    trainer = ElasticTrainer(net, loader, max_workers=4)
+    trainer._world_size, trainer._rank = 3, rank  # as in a group; nothing is exchanged here
+    optimizer = trainer.prepare(torch.optim.SGD(net.parameters(), lr=1.0))
+    steps, gradients = [], []
+    for _ in range(2):
+        for (inputs,) in loader:
+            with trainer.step(fix_total_batch_size=True):
+                net(inputs).sum().backward()
+                if trainer._is_last:
+                    gradients.append(float(net.weight.grad))
+                optimizer.step()
+                optimizer.zero_grad()
+            steps.append(trainer.num_steps)
+    assert steps == [0, 1, 1, 2, 3, 3, 4, 4, 5, 6]
+    assert gradients[:2] == [1.0, 1.0], "the mean over two micro-batches"

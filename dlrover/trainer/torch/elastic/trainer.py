@@ -12,15 +12,15 @@
             optimizer.zero_grad()
 
 The job is meant for a number of workers. When it has fewer, each of them does the work of several: so many micro-batches that together they are the batch of the
-full world, gradients averaged as there, and the optimizer and the scheduler step once for all of them. Where the numbers do not
-divide some ranks do one micro-batch more than others; all synchronise once per step, so nobody waits in vain.
+full world, gradients averaged as there, and the optimizer and the scheduler step once for all of them. With a sampler that is dealt (`deal`)
+some ranks do one micro-batch more than others where the numbers do not divide; all synchronise once per step, so nobody waits in vain.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
@@ -59,13 +59,20 @@ class ElasticTrainer:
         self._hooks: list[Any] = []
         self.num_steps = 0
         """Steps of the optimizer so far; a restored state counts on."""
+        self._num_in_epoch = 0
         self._sampler: ElasticDistributedSampler | None = None
         self._micro_batch_size = 0
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of this rank for one step."""
-        return len(range(self._rank, self.max_workers, self._world_size))
+        """
+        Micro-batches of this rank for one step. Of a sampler that is dealt (`deal`) as many as the rank stands in for; else equally many on all
+        ranks, because they have equally many in an epoch: where the numbers do not divide the batch is a little larger than that of the
+        full world.
+        """
+        if self._sampler is not None:
+            return len(range(self._rank, self.max_workers, self._world_size))
+        return -(-self.max_workers // self._world_size)
 
     def prepare(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> Any:
         """
@@ -86,7 +93,8 @@ class ElasticTrainer:
         num_micro_steps = self.gradient_accumulation_steps if fix_total_batch_size else 1
         self._scale_gradients(is_wanted=fix_total_batch_size and self.max_workers != self._world_size)
         self._micro_step += 1
-        self._is_last = self._micro_step >= num_micro_steps
+        is_epoch_over = self._count_in_epoch()
+        self._is_last = self._micro_step >= num_micro_steps or is_epoch_over
         no_sync = getattr(self._model, "no_sync", None)
         with contextlib.nullcontext() if self._is_last or no_sync is None else no_sync():
             yield
@@ -99,9 +107,19 @@ class ElasticTrainer:
             if self.num_steps % LOOK_EVERY == 0 and isinstance(self._dataloader, ElasticDataLoader):
                 self._dataloader.load_config()
 
+    def _count_in_epoch(self) -> bool:
+        """Whether this is the last micro-batch of the loader, if that knows how many it has: its step is taken with what there is."""
+        if self._sampler is not None or not isinstance(self._dataloader, Sized):
+            return False
+        self._num_in_epoch += 1
+        if self._num_in_epoch < len(self._dataloader):
+            return False
+        self._num_in_epoch = 0
+        return True
+
     def reset(self) -> None:
         """Count steps from 0 again; an accumulation that was begun is forgotten."""
-        self.num_steps = self._micro_step = 0
+        self.num_steps = self._micro_step = self._num_in_epoch = 0
         self._is_last, self._is_accumulating = True, False
 
     def deal(self, sampler: ElasticDistributedSampler, micro_batch_size: int) -> None:
@@ -143,7 +161,8 @@ class ElasticTrainer:
             hook.remove()
         self._hooks = []
         if is_wanted:
-            factor = self._world_size / self.max_workers
+            num_played = self.gradient_accumulation_steps * self._world_size
+            factor = self._world_size / (num_played if self._sampler is None else self.max_workers)
             parameters = [each for each in self._model.parameters() if each.requires_grad]
             if not parameters:
                 raise ConfigError("The model has no parameters to train.")
