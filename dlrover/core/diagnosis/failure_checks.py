@@ -75,17 +75,21 @@ class CrashLoop:
         self._said = picture.failures[-1]
         newest = _first(picture.failures[-1])
         digest = blame.traceback_digest(newest)
-        same = [failed for failed in picture.failures if _is_same(_first(failed), newest, digest)]
-        # Who fails before the end of its first step tells of none: it got no further, either.
-        steps = {failed.step for failed in same if failed.step is not None}
-        if len(same) < LOOP or len(steps) > 1:
+        count, step = 0, None
+        for failed in reversed(picture.failures):
+            # Who fails before the end of its first step tells of none: it got no further, either.
+            is_further = failed.step is not None and step is not None and failed.step != step
+            if is_further or not _is_same(_first(failed), newest, digest):
+                break
+            count, step = count + 1, step if failed.step is None else failed.step
+        if count < LOOP:
             return
-        where = "".join(f" at step {step}" for step in steps)
+        where = "" if step is None else f" at step {step}"
         yield conclude(
             self.name,
             FaultClass.CRASH_LOOP,
             (Culprit(node=picture.failures[-1].node, global_rank=newest.global_rank),),
-            f"The same failure came {len(same)} times{where}: {newest.message[:300]}",
+            f"The same failure came {count} times{where}: {newest.message[:300]}",
             confidence=0.9,
             reasoning="Restarts do not get beyond it: correct the script.",
         )
