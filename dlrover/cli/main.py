@@ -90,6 +90,35 @@ def status(
 
 
 @app.command()
+def diagnosis(
+    job: Job = "",
+    addr: Address = "",
+    token_file: TokenFile = "",
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    is_json: Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")] = False,
+) -> None:
+    """Show what was found to be wrong with a running job, and the page about its newest hang."""
+    import msgspec
+
+    from dlrover.cli.status_display import verdict_lines
+    from dlrover.protocol.watch_messages import AskDiagnosis, Diagnosis
+
+    reply = _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), AskDiagnosis())
+    assert isinstance(reply, Diagnosis), f"the master answered a question for its diagnosis with {type(reply).__name__}"
+    if is_json:
+        typer.echo(msgspec.json.encode(reply).decode())
+        return
+    for past in reply.verdicts:
+        typer.echo("\n".join(verdict_lines(past, reply.now)))
+    if not reply.verdicts:
+        typer.echo("Nothing was ever found to be wrong.")
+    if reply.autopsy is not None:
+        typer.echo(f"\n{reply.autopsy.text}")
+
+
+@app.command()
 def events(
     job: JobOrJournal = "",
     addr: Address = "",

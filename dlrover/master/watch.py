@@ -71,7 +71,7 @@ class WatchKeeper:
 
         desk.on_observation = observed
         desk.on_decided.append(self._decided)
-        desk.answers[AskDiagnosis] = lambda question: self._watch.diagnosis(question.last)
+        desk.answers[AskDiagnosis] = lambda question: replace(self._watch.diagnosis(question.last), now=clock.now())
         desk.newest_verdict = lambda: self._watch.newest
 
     @property

@@ -417,6 +417,8 @@ class Diagnosis(Struct, tag=True, frozen=True, kw_only=True):
     verdicts: tuple[PastVerdict, ...] = ()
     """Oldest first."""
     autopsy: Autopsy | None = None
+    now: Micros = Micros(0)
+    """The master's clock when it answered; 0: not told."""
 
 
 # What nodes are doing right now, for people.

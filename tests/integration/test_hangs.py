@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ class Training:
         self.job = jobs.start(
             "dlrover-run", f"--nproc-per-node={NUM_RANKS}", f"--log-dir={folder / 'logs'}", JOB, folder
         )
+        self._env = jobs.env()
         self._num_faults = 0
         self.train(30)
 
@@ -52,6 +55,10 @@ class Training:
     def newest_page(self) -> str:
         return max((self.folder / "logs").glob("*autopsy*.md"), key=lambda path: path.stat().st_mtime_ns).read_text()
 
+    def ask(self, command: str) -> str:
+        argv = [sys.executable, "-m", "dlrover.cli.main", command]
+        return subprocess.run(argv, env=self._env, capture_output=True, text=True, timeout=60, check=True).stdout
+
     def end(self) -> None:
         (self.folder / "end").touch()
         self.job.wait()
@@ -74,4 +81,8 @@ def test_ranks_that_stand_still_are_named_and_training_runs_again_but_pauses_are
         assert f"# Rank {rank} on" in page
         assert trace in page
         training.train(30, life)
+    shown = training.ask("diagnosis")
+    assert "diagnosis: stopped of rank 2 in round 1" in shown
+    assert "# Rank 0 on" in shown
+    assert "diagnosis: deadlock of rank 0 in round 2" in training.ask("status")
     training.end()
