@@ -50,6 +50,8 @@ class Board:
         self.life = secrets.token_hex(4)
         """Tells the versions of one master from those of the next."""
         self.version = 0
+        self.is_closed = False
+        """Nothing will change any more: readers may go."""
         self._sections: dict[str, dict[str, _Item]] = {}
         self._gone: dict[tuple[str, str], int] = {}
         self._whole_before = 0
@@ -96,6 +98,10 @@ class Board:
         self.version += 1
         self._news.set()
         self._news = asyncio.Event()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.publish()
 
     async def wait_beyond(self, version: int, timeout: float) -> bool:
         """Whether there is something newer."""

@@ -7,6 +7,7 @@ the start of this master; Prometheus knows what to do with one that begins anew.
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 import math
 from collections import Counter
@@ -21,7 +22,6 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.registry import Collector
 
 from dlrover.core.turn import Outcome
 from dlrover.master.lookout import Lookout
@@ -161,7 +161,7 @@ class Families:
         return iter(self._families.values())
 
 
-class Meters(Collector):
+class Meters:
     """Counts what passes, and tells it with what the lookout knows."""
 
     def __init__(
@@ -175,8 +175,6 @@ class Meters(Collector):
         self._saving: dict[str, Micros] = {}  # attempt -> its first shard
         self._save_seconds = Histogram((0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0))
         self._journal_seconds = Histogram((0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0))
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
         self.tellers: list[Callable[[Families], None]] = []
         """Others that have numbers to tell."""
 
@@ -202,7 +200,8 @@ class Meters(Collector):
 
     async def render(self) -> bytes:
         await self._lookout.fresh()
-        return generate_latest(self._registry)
+        # Numbers are taken in the event loop, which owns them; writing out 10,000 lines is left to a thread.
+        return await asyncio.to_thread(generate_latest, _Collected(list(self.collect())))
 
     def collect(self) -> Iterable[Metric]:
         families = Families()
@@ -284,6 +283,17 @@ class Meters(Collector):
         for node_id, usage in self._lookout.resources.items():
             if node_id in ranks:
                 _tell_usage(families, ranks[node_id], usage)
+
+
+class _Collected(CollectorRegistry):
+    """What was collected before, in the form that the client library writes out."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        super().__init__(auto_describe=False)
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
 
 
 def _tell_data(families: Families, status: JobStatus) -> None:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LAST_LOOK = 0.3
-"""Seconds that open pages have for the end of the job before the master goes."""
+LAST_LOOK = 0.5
+"""Seconds for looking at the end of the job, for those who watch it."""
 
 
 class Observatory:
@@ -68,9 +68,9 @@ class Observatory:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_LOOK):
                     await self.lookout.look()
-            await asyncio.sleep(LAST_LOOK)  # nobody tells us what a browser has read
         if self._looking is not None:
             self._looking.cancel()
+        self.lookout.board.close()
         if self._page is not None:
             await self._page.stop()
         if self._exposition is not None:

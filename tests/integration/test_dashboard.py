@@ -91,6 +91,7 @@ def test_a_real_job_live_through_a_kill_and_all_actions(jobs, tmp_path):
 
         tab.act("[data-action=stop]", "seen enough")
         tab.wait_for_text("#stage", "StoppedByUser")
+        tab.wait_for_text("#link", "the job is over")
     assert job.wait() == 1, job.err
 
 

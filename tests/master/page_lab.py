@@ -194,6 +194,7 @@ async def serve_page(job: StandInJob | None = None, *, master_log: str = "") -> 
     try:
         yield Page(f"http://127.0.0.1:{port}", job, lookout, meters, access, logs)
     finally:
+        lookout.board.close()
         await server.stop()
 
 

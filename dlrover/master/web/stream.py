@@ -57,6 +57,9 @@ class EventStream:
                     version, data = board.version, board.encoded(since)
                     since = version
                     await _send(send, b"id: %s-%d\ndata: %s\n\n" % (board.life.encode(), version, data))
+                elif board.is_closed:
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    return
                 elif not await board.wait_beyond(since, KEEP_ALIVE):
                     await _send(send, b": nothing new\n\n")
 

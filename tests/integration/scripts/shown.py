@@ -1,7 +1,7 @@
 """
-Trains until it is stopped, and gives the page something for every panel: `shown.py FOLDER [--pace SECONDS]`.
+Trains until it is stopped, and gives the page something for every panel: `shown.py FOLDER [--pace SECONDS] [--plain]`.
 
-Ranks step together, read a dataset on demand, save each step into memory, report a loss and print, also what is not meant for a page.
+Ranks step together, read a dataset on demand, save each step into memory, report a loss and print; unless `--plain` also what would harm a page.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageT
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
 parser.add_argument("--pace", type=float, default=0.05)
+parser.add_argument("--plain", action="store_true")
 args = parser.parse_args()
 
 BATCH = 4
@@ -27,7 +28,9 @@ rank = dist.get_rank()
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-client = ShardingClient("records <b>", BATCH, 1, 20_000, num_minibatches_per_shard=8)
+records, norm = ("records", "norm") if args.plain else ("records <b>", "<i>norm</i>")
+trap = "" if args.plain else " <script>alert('log')</script> \x1b[31mred\x1b[0m"
+client = ShardingClient(records, BATCH, 1, 20_000, num_minibatches_per_shard=8)
 checkpointer = DdpCheckpointer(args.folder / "checkpoints")
 state = checkpointer.load_checkpoint()
 step = state.get("step", 0)
@@ -49,7 +52,7 @@ while True:
     optimizer.step()
     step += 1
     client.report_batch_done(BATCH, step=step)
-    report(step, loss=loss.item(), **{"<i>norm</i>": model[0].weight.norm().item()})
+    report(step, loss=loss.item(), **{norm: model[0].weight.norm().item()})
     checkpointer.save_checkpoint(step, {"step": step, "model": model.state_dict()}, storage_type=StorageType.MEMORY)
-    print(f"step {step} <script>alert('log')</script> \x1b[31mred\x1b[0m", flush=True)
+    print(f"step {step} loss {loss.item():.4f}{trap}", flush=True)
     time.sleep(args.pace)

@@ -9,8 +9,10 @@ const store = new Store();
 const nodes = new Nodes(store, { onAction: (name, node) => confirmAction(name, node), onLog: (rank) => showLog(`worker-${rank}`) });
 let pending = null;
 
+const MEASURES_KEPT = 50; // a page may stay open for weeks
+
 const PANELS = {
-  job: [panels.summary], health: [panels.summary], nodes: [() => nodes.show(), panels.resources], timeline: [panels.events], clock: [],
+  job: [panels.summary], health: [panels.summary], nodes: [() => nodes.show(), panels.resources], timeline: [panels.events], clock: [panels.tick],
   goodput: [panels.goodput, panels.summary], checkpoints: [panels.checkpoints, panels.summary], data: [panels.data, panels.summary],
   verdicts: [panels.diagnosis], diagnosis: [panels.diagnosis], autopsy: [panels.diagnosis], failures: [panels.failures], series: [panels.plots],
 };
@@ -22,8 +24,9 @@ function paint() {
   for (const name of changed) for (const panel of PANELS[name] ?? []) wanted.add(panel);
   if (changed.has("whole")) for (const all of Object.values(PANELS)) for (const panel of all) wanted.add(panel);
   for (const panel of wanted) panel(store);
+  performance.measure(changed.has("whole") ? "render" : "update", { start: receivedAt });
+  if (performance.getEntriesByName("update").length > MEASURES_KEPT) performance.clearMeasures("update");
   if (changed.has("whole")) {
-    performance.measure("render", { start: receivedAt });
     document.body.dataset.ready = "yes";
     logNames();
   }
@@ -31,16 +34,21 @@ function paint() {
 
 let receivedAt = 0;
 function onChange(changed) {
-  if (changed.has("whole")) receivedAt = performance.now();
   if (pending) {
     for (const name of changed) pending.add(name);
     return;
   }
   pending = new Set(changed);
+  receivedAt = performance.now();
   requestAnimationFrame(paint);
 }
 
-const STATES = { live: "live", again: "connection lost, trying again", broken: "the master cannot be reached, trying again" };
+const STATES = {
+  live: "live",
+  again: "connection lost, trying again",
+  broken: "the master cannot be reached, trying again",
+  over: "the job is over; this was its last state",
+};
 
 function onState(state) {
   const line = byId("link");

@@ -58,6 +58,15 @@ export function events(store) {
       make("li", {}, when(event.at), make("span", { class: `badge ${event.level}`, text: event.name }), ` ${event.text}`)));
 }
 
+// Time passes on the timeline without any event, too.
+let drawnAt = 0;
+export function tick(store) {
+  const now = store.one("clock")?.now ?? 0;
+  if (now - drawnAt < 5e6) return;
+  drawnAt = now;
+  events(store);
+}
+
 export function goodput(store) {
   const found = store.one("goodput");
   fill(byId("goodput"), JSON.stringify(found), () => {
@@ -155,7 +164,7 @@ export function diagnosis(store) {
 }
 
 export function failures(store) {
-  const found = store.all("failures").sort((a, b) => b.at - a.at);
+  const found = store.all("failures").sort((a, b) => b.round - a.round || a.at - b.at); // what came first is most likely the cause
   fill(byId("failures"), JSON.stringify(found.map((each) => [each.at, each.rank])), () => {
     if (!found.length) return none(store.one("job")?.num_restarts ? "none since this master started" : "none");
     return found.map((each) => {

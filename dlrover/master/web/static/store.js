@@ -57,6 +57,11 @@ export function follow(store, { onChange, onState }) {
       onChange(store.take(JSON.parse(event.data)));
     };
     source.onerror = () => {
+      if (store.one("job")?.end) {
+        source.close();
+        onState("over");
+        return;
+      }
       if (source.readyState !== EventSource.CLOSED) {
         onState("again");
         return;
