@@ -28,7 +28,8 @@ log = logging.getLogger("dlrover.trainer.data")
 FLUSH = 0.2
 """Seconds that a save waits for the master to confirm what was consumed. Usually it has long done so."""
 _GLANCE = 0.005
-_TELL = 60.0
+_TELL = 3600.0
+"""Seconds: as long as readers wait for a master that is away. Without this word no shard is theirs, or the wrong ones are."""
 
 feeds: weakref.WeakSet[ShardFeed] = weakref.WeakSet()
 """Of this process."""
