@@ -125,9 +125,10 @@ class JobFactory:
         # there under torchrun, too.
         ours = [path for root in self.runtime.glob("dlrover-*") for path in paths_below(root)]
         left += [f"file {path}" for path in ours if path.is_socket() or path.is_fifo()]
-        # Directories of tests that run beside this one are called `dlrover-test-...`; no job makes such a name.
+        # Tests and jobs run beside this one; their directories have these names, and ours is told to be elsewhere.
+        others = ("dlrover-test-", "dlrover-snapshots-")
         new = set(os.listdir("/dev/shm")) - self._segments_before
-        left += [f"segment {name}" for name in new if "dlrover" in name and not name.startswith("dlrover-test-")]
+        left += [f"segment {name}" for name in new if "dlrover" in name and not name.startswith(others)]
         left += [f"segment {path}" for path in paths_below(self.shared_memory)]
         return left
 
