@@ -273,6 +273,8 @@ class DataTraffic:
         if not reader.has_registered:
             reader.has_registered = True
             self._tell(world, None, reader.agent, self._register(reader.agent, world, reader.local_rank))
+        if world.is_explicit and not world.is_restored:
+            return  # who goes back to a checkpoint says so before anybody reads
         if not (want or reader.untold or reader.failed or reader.unused):
             return
         message = ExchangeShards(
