@@ -160,7 +160,9 @@ def _pipe(trainer: Trainer) -> None:
 
 
 def _socket(trainer: Trainer) -> None:
-    socket.socketpair()[0].recv(1)
+    here, there = socket.socketpair()
+    here.recv(1)
+    there.close()
 
 
 def _sleep(trainer: Trainer) -> None:
