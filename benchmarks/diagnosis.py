@@ -108,9 +108,13 @@ class Result:
 class Job:
     """One job, from its start to its end."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, first: str = "") -> None:
+        """`first`: what rank 0 does in its very first step."""
         self.folder = folder
         folder.mkdir(parents=True)
+        if first:
+            told = {"number": 0, "kind": first, "rank": 0, "after_step": 0}
+            (folder / "fault.json").write_text(json.dumps(told))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -289,8 +293,12 @@ def leave_alone(folder: Path, num_runs: int, say: Callable[[str], None]) -> tupl
         try:
             for variation in batch:
                 rank = choice.randrange(NUM_RANKS)
-                job.train(25)
-                job.inject(variation, rank)
+                if variation == "slow-first-step":
+                    job.close()
+                    rank, job = 0, Job(folder / f"healthy-{number}-first-{done}", first=variation)
+                else:
+                    job.train(25)
+                    job.inject(variation, rank)
                 job.train(20)
                 done += 1
                 acted = [past for past in job.diagnosis().verdicts if past.has_acted]

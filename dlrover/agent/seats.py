@@ -47,6 +47,7 @@ class Facts(NamedTuple):
     cpu_seconds: float = 0.0
     io_bytes: int = 0
     major_faults: int = 0
+    switches: int = 0
 
 
 class Seat:
@@ -168,6 +169,7 @@ class Seat:
             cpu_seconds=facts.cpu_seconds,
             io_bytes=facts.io_bytes,
             major_faults=facts.major_faults,
+            switches=facts.switches,
             threads=tuple(threads),
             native=tuple(native),
             recorded=tuple(recorded),
@@ -216,6 +218,7 @@ def read_facts(pid: int) -> Facts:
         cpu_seconds=(int(fields[11]) + int(fields[12])) / _TICKS,
         io_bytes=int(io.get("rchar", "0")) + int(io.get("wchar", "0")),
         major_faults=int(fields[9]),
+        switches=_switches(pid),
     )
 
 
@@ -230,6 +233,14 @@ def _describe(process: Process) -> str:
     facts = read_facts(process.pid)
     name = _read(f"/proc/{process.pid}/comm").strip()
     return f"{process.pid} {facts.state} {facts.wait_channel or '-'} cpu={facts.cpu_seconds:.2f} {name}"[:MAX_TEXT]
+
+
+def _switches(pid: int) -> int:
+    """Of the main thread, voluntary ones."""
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith("voluntary_ctxt_switches:"):
+            return int(line.split()[1])
+    return 0
 
 
 def _wait_channel(pid: int) -> str:

@@ -347,4 +347,5 @@ def _later_use(before: Facts, after: Facts) -> Facts:
         cpu_seconds=max(before.cpu_seconds, after.cpu_seconds),
         io_bytes=max(before.io_bytes, after.io_bytes),
         major_faults=max(before.major_faults, after.major_faults),
+        switches=max(before.switches, after.switches),
     )

@@ -175,6 +175,8 @@ class WorkerDump(Struct, frozen=True, kw_only=True):
     """Of the worker, its threads and its children: a rank whose data loader computes is not standing still."""
     io_bytes: int = 0
     major_faults: int = 0
+    switches: int = 0
+    """How often its main thread went to sleep by itself: one that waits for good does so once."""
     threads: tuple[ThreadStack, ...] = ()
     native: tuple[str, ...] = ()
     """Native frames of the main thread, where a sampler is allowed."""

@@ -93,6 +93,7 @@ def test_a_deadlocked_rank_is_acted_upon_after_the_second_dump_and_its_stack_is_
         (dump(2, IN_LOCK, Phase.FORWARD, cpu_seconds=3.0), "it computes"),
         (dump(2, IN_LOCK, Phase.FORWARD, io_bytes=1_000_000), "it reads"),
         (dump(2, IN_LOCK, Phase.FORWARD, major_faults=5), "it is being swapped in"),
+        (dump(2, IN_LOCK, Phase.FORWARD, switches=70), "it sleeps and wakes, so it does something"),
         (dump(2, IN_LOCK, Phase.FORWARD, children=("77 S - cpu=3.00 python",)), "a process of its own computes"),
         (dump(2, IN_LOCK, Phase.EVALUATION), "it evaluates"),
         (dump(2, IN_LOCK, Phase.START), "it starts"),
@@ -107,7 +108,10 @@ def test_a_deadlocked_rank_is_acted_upon_after_the_second_dump_and_its_stack_is_
 def test_what_may_be_slow_work_is_told_and_left_alone(lab: Lab, odd: WorkerDump, why: str) -> None:
     lab.tell(*(each.progress for each in others(odd) if each.progress is not None))
     lab.answer(
-        0, *others(replace(odd, cpu_seconds=0.0, io_bytes=0, major_faults=0, children=("77 S - cpu=0.10 python",)))
+        0,
+        *others(
+            replace(odd, cpu_seconds=0.0, io_bytes=0, major_faults=0, switches=0, children=("77 S - cpu=0.10 python",))
+        ),
     )
     lab.after(3.6)
     lab.answer(1, *others(odd))

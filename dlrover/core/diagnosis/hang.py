@@ -23,6 +23,8 @@ IDLE_CPU = 0.02
 """Cores. Below it a process only turns over in its sleep: threads of libraries that wake up now and then."""
 IDLE_IO = 64 * 1024
 """Bytes between two dumps: a log line, a heartbeat."""
+IDLE_SWITCHES = 5.0
+"""Each second. Waits with a timeout wake up now and then to look at the clock."""
 DATA_PATIENCE = 60.0
 """Seconds before a rank that waits for data or for storage is restarted: both often come back, and a restart makes neither quicker."""
 LONG_PHASES = (Phase.START, Phase.COMPILE, Phase.EVALUATION)
@@ -58,6 +60,8 @@ class Sight(Struct, frozen=True, kw_only=True):
     """Cores in use between the dumps, its own processes included."""
     io_bytes: int = 0
     major_faults: int = 0
+    switches: float = 0.0
+    """Of its main thread, each second: one that sleeps and wakes and sleeps again does something, however little."""
 
     @property
     def is_computing(self) -> bool:
@@ -66,6 +70,7 @@ class Sight(Struct, frozen=True, kw_only=True):
     @property
     def is_still(self) -> bool:
         is_active = self.is_computing or self.io_bytes > IDLE_IO or self.major_faults > 0
+        is_active = is_active or self.switches > IDLE_SWITCHES
         return self.is_compared and not self.is_moving and not is_active
 
     @property
@@ -119,6 +124,7 @@ def see(node: NodeId, first: WorkerDump | None, second: WorkerDump, interval: fl
         cpu=max(0.0, used) / max(interval, 0.1),
         io_bytes=max(0, second.io_bytes - first.io_bytes),
         major_faults=max(0, second.major_faults - first.major_faults),
+        switches=max(0, second.switches - first.switches) / max(interval, 0.1),
     )
 
 
@@ -316,8 +322,12 @@ def _blame(
         is_proof=is_proof,
         is_urgent=is_urgent,
         patience=patience,
-        is_long_phase=any(sight.is_in_long_phase or sight.is_moving or sight.is_computing for sight in sights),
+        is_long_phase=any(_may_take_long(sight) for sight in sights),
     )
+
+
+def _may_take_long(sight: Sight) -> bool:
+    return sight.is_in_long_phase or sight.is_moving or sight.is_computing or sight.switches > IDLE_SWITCHES
 
 
 def _where_others_wait(sights: Sequence[Sight], without: Sequence[Sight]) -> tuple[str, ...]:
