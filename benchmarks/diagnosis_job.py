@@ -216,7 +216,7 @@ def _loader(trainer: Trainer, number: int) -> None:
 
 
 def _leak(trainer: Trainer) -> None:
-    trainer.leak_mb = 12
+    trainer.leak_mb = 3
 
 
 def _bad_loss(value: float) -> Callable[[Trainer], None]:
