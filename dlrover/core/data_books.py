@@ -70,6 +70,8 @@ class DataBooks(Struct):
     The steps that the ranks of rounds restored, oldest first. Only those that tell how far two histories are shared: one that went back
     further makes all before it superfluous.
     """
+    history_from: Round = Round(0)
+    """The ranks of this round took up a model of another history. Nobody can tell what older rounds share with it, so nothing of theirs counts."""
     held_back_since: Micros | None = None
     """When somebody first had to wait in this round for the word about its model; None: nobody did."""
     folded: int = NO_STEP
@@ -98,6 +100,8 @@ class DataBooks(Struct):
 
     def last_shared(self, step: int, round_: Round) -> int:
         """The last step up to which a model of that step, trained in that round, has the history that counts now."""
+        if round_ < self.history_from:
+            return NO_STEP
         return min([step, *(at for later, at in self.restored.items() if later > round_)])
 
     def master_restarted(self, last_command_at: Micros, now: Micros) -> None:
@@ -322,6 +326,7 @@ def _restore_agreed(command: RestoreAgreed, course: Course) -> Reply:
         dataset.restored_round = command.round
         if name in told and (command.is_explicit or _is_other(dataset, told[name], command.step)):
             if _return_to(course, dataset, told[name]):
+                books.history_from = command.round
                 continue
         elif is_behind and name not in told:
             course.say(

@@ -285,6 +285,25 @@ def test_saves_of_a_history_that_was_given_up_become_no_checkpoints(scene: Readi
         assert caught.value.code == "attempt-over"
 
 
+def test_saves_of_a_history_that_others_went_past_become_no_checkpoints(scene: Reading) -> None:
+    """Back to step 1 by name, on from there, and then to step 3 of the history before: step 2 in between belongs to neither."""
+    for step, shard in enumerate(scene.take("a", 3), 1):
+        scene.consume("a", shard, step=step)
+    first, third = (state_for_manifest(scene.job.state, step, scene.round) for step in (1, 3))
+    scene.new_round("a", "b")
+    scene.restored("a", 1, data_state=first, is_explicit=True)
+    [shard] = [shard for shard in scene.take("a", 2) if shard.start == 20]
+    scene.consume("a", shard, step=2)
+    between = scene.round
+    shard_written(scene, 2, between, "under-way")
+    scene.new_round("a", "b")
+    scene.restored("a", 3, data_state=third)
+    assert scene.job.state.checkpoints.attempts == {}
+    with pytest.raises(Rejected) as caught:
+        shard_written(scene, 2, between, "under-way", shard=1)
+    assert caught.value.code == "attempt-over"
+
+
 def test_two_histories_that_count_the_same_are_told_apart(scene: Reading) -> None:
     _, second = scene.take("a", 2)
     scene.consume("a", second, step=1)
