@@ -10,7 +10,7 @@ import pytest
 from tests.integration.jobs import SCRIPTS, kill, wait_until
 
 
-@pytest.mark.parametrize("killed", ["agent", "launcher"])
+@pytest.mark.parametrize("killed", ["agent", pytest.param("launcher", marks=pytest.mark.chaos)])
 def test_no_cgroup_outlives_its_job(jobs, tmp_path, killed):
     job = jobs.start("dlrover-run", "--nproc-per-node=2", SCRIPTS / "steps.py", tmp_path, "grandchildren")
     wait_until(lambda: (tmp_path / "steps-1").exists() and (tmp_path / "steps-0").exists(), explain=lambda: job.err)

@@ -111,6 +111,7 @@ def test_checkpoints_on_disk_are_plain_files_and_the_last_one_is_there_at_the_en
 
 
 @pytest.mark.chaos
+@pytest.mark.chaos
 def test_every_rank_gets_its_own_shard_back(jobs, tmp_path):
     """From memory after a kill, and from storage in the next job; the script checks that it got its own."""
     options = ["--nproc-per-node=2", SCRIPT, tmp_path]

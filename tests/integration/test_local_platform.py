@@ -127,6 +127,7 @@ def test_a_launcher_that_is_killed_alone_is_a_lost_node(jobs, tmp_path):
     job.finish()
 
 
+@pytest.mark.chaos
 def test_a_standby_takes_the_place_of_a_lost_node_and_is_replaced(jobs, tmp_path):
     job = LocalJob(jobs, tmp_path, "--nodes=2", "--standby=1", "--netns=off")
     job.trains(0, 1, size=2)

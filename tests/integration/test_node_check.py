@@ -72,6 +72,7 @@ def test_a_faulty_node_leaves_with_a_message_and_the_others_train(jobs: JobFacto
 
 
 @pytest.mark.chaos
+@pytest.mark.chaos
 def test_a_slow_node_is_named_and_all_train(jobs: JobFactory, tmp_path: Path) -> None:
     word = tmp_path / "word"
     slow = {"MOCK_STRAGGLER_RANK": "0", "MOCK_STRAGGLER_NODE_RANK": "2", "MOCK_STRAGGLER_SECONDS": "2"}

@@ -115,6 +115,7 @@ def test_a_replacement_goes_on_from_the_copy_on_another_node(jobs, tmp_path):
 
 @pytest.mark.chaos
 @pytest.mark.timeout(150)
+@pytest.mark.chaos
 def test_a_standby_gets_the_state_that_every_node_has(jobs, tmp_path):
     """Nothing was asked for: where all ranks hold the same, every survivor can give it."""
     nodes = Nodes(jobs, tmp_path, "--nnodes=2", "--standby=1")

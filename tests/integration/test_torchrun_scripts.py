@@ -138,11 +138,17 @@ def test_a_program_that_fails(jobs, tmp_path):
     "options",
     [
         ["--log-dir=FOLDER/logs"],
-        ["--log-dir=FOLDER/logs", "--redirects=3"],
-        ["--log-dir=FOLDER/logs", "--tee=3"],
-        ["--log-dir=FOLDER/logs", "--redirects=0:1,1:2"],
+        pytest.param(["--log-dir=FOLDER/logs", "--redirects=3"], marks=pytest.mark.chaos, id="--redirects=3"),
+        pytest.param(["--log-dir=FOLDER/logs", "--tee=3"], marks=pytest.mark.chaos, id="--tee=3"),
+        pytest.param(
+            ["--log-dir=FOLDER/logs", "--redirects=0:1,1:2"], marks=pytest.mark.chaos, id="--redirects=0:1,1:2"
+        ),
         ["--log-dir=FOLDER/logs", "--tee=3", "--local-ranks-filter=1"],
-        ["--log-dir=FOLDER/logs", "--redirects=3", "--local-ranks-filter=0"],
+        pytest.param(
+            ["--log-dir=FOLDER/logs", "--redirects=3", "--local-ranks-filter=0"],
+            marks=pytest.mark.chaos,
+            id="--redirects=3 --local-ranks-filter=0",
+        ),
     ],
     ids=lambda options: " ".join(options[1:]) or "log dir alone",
 )
