@@ -2,14 +2,14 @@
 How files become a checkpoint, so that a cut at any instant leaves either the old one or the new one, whole.
 
     every rank      1  writes its files into  TARGET.tmp-ATTEMPT/
-                    2  writes its manifest there under another name, syncs all that with the directories, and gives it its name
+                    2  writes its manifest there under another name, syncs all that with the directories, gives it its name, and syncs that
     the committer   3  compares the set of manifests with the set of ranks, and the files with the manifests
                     4  writes the global manifest there, and the tracker files under other names, syncs all that
                     5  renames the directory to TARGET, syncs the parent
                     6  gives the tracker files their names, ours first, then the framework's, and syncs the parent after each
                     7  removes what TARGET was before
 
-A sync lasts as long for many files as for one, so they are waited for four or five times and not once for each file.
+A sync lasts as long for many files as for one, so they are waited for five or six times and not once for each file.
 
 A step that is saved again changes places with the old directory in one system call; where the file system cannot do that, the old one is
 set aside first, and `locate` finds whichever of the two is whole. Attempts have ids, so what a former one left behind is never taken
@@ -104,14 +104,13 @@ def stage(storage: Storage, attempt: Attempt) -> str:
     return path
 
 
-def finish_rank(
-    storage: Storage, attempt: Attempt, manifest: RankManifest, *, is_synced: bool = True, is_alone: bool = False
-) -> str:
+def finish_rank(storage: Storage, attempt: Attempt, manifest: RankManifest, *, is_synced: bool = True) -> str:
     """
     The rank's files are written: say so. Their names become durable here, and they themselves where they were not `is_synced`. Gives the manifest's
     digest.
 
-    Of a rank that `is_alone` the manifest's own name is left to the committer, who syncs the same directory.
+    The manifest's own name is durable before the committer gives the global one its name: both lie in one directory, and a cut may keep
+    the later of two names and lose the earlier.
     """
     assert (manifest.step, manifest.attempt) == (attempt.step, attempt.attempt), "a manifest of another attempt"
     path = attempt.staging_path(storage)
@@ -125,8 +124,7 @@ def finish_rank(
     unsynced = [] if is_synced else [join(path, file) for file in files]
     storage.sync([*unsynced, prepared, *_directories_of(path, files)])
     storage.replace(prepared, name)  # not earlier: whoever sees it may take the files for durable
-    if not is_alone:
-        storage.sync([parent_of(name)])
+    storage.sync([parent_of(name)])
     return digest_of(content)
 
 

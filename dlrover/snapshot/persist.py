@@ -206,7 +206,7 @@ def persist(
             written = write_kind(storage, path, contents, entry, pinned.data, options=options, stop=stop)
             files.append(FileRecord(entry.path, written.size_bytes, written.crc32, part=entry.name, kind=entry.kind))
         manifest = _manifest(pinned, request, contents, files, before)
-        return finish_rank(storage, attempt, manifest, is_synced=is_synced, is_alone=request.num_shards == 1)
+        return finish_rank(storage, attempt, manifest, is_synced=is_synced)
     except BaseException:
         _forget_shard(storage, attempt, request)
         raise
