@@ -78,7 +78,7 @@ def test_an_agent_and_a_reaper_that_meet_never_leave_an_agent_without_its_home(h
     """One process starts agents, another reaps at once; whoever has taken a home finds it there."""
     reaper = (
         "import sys, time; from dlrover.snapshot.index import reap_orphans; print('ready', flush=True)\n"
-        "while True: reap_orphans(sys.argv[1], time.time(), grace=0)"
+        "while True: reap_orphans(sys.argv[1], time.time() + 9999, grace=0)"  # whatever it sees is old enough
     )
     with subprocess.Popen([sys.executable, "-c", reaper, str(home)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -90,6 +90,13 @@ def test_an_agent_and_a_reaper_that_meet_never_leave_an_agent_without_its_home(h
                 agent.close()
         finally:
             process.kill()
+
+
+def test_the_home_of_a_living_agent_is_never_reaped(home: Path) -> None:
+    with Home(home, "job", "launch", 0) as agent:
+        assert reap_orphans(home, time.time() + 9999, grace=0) == []
+        assert (agent.path / "owner.json").read_bytes()
+    assert reap_orphans(home, time.time() + 9999, grace=0) == [agent.path]
 
 
 def test_a_sign_of_life_starts_the_grace_anew(home: Path) -> None:
