@@ -157,6 +157,8 @@ class Watching(Protocol):
 
     def report(self) -> None: ...
 
+    def attached(self) -> None: ...
+
     def take_order(self, order: WatchOrder) -> None: ...
 
     async def run(self) -> None: ...
@@ -565,6 +567,8 @@ class Agent:
             self._forget_former_life()
         self._node, self._node_rank, self._incarnation = attached.node, attached.node_rank, attached.incarnation
         self._clock_offset = attached.now - time.monotonic_ns() // 1000
+        if self._watch is not None:
+            self._watch.attached()
         log.info(
             "attached node=%d node_rank=%d incarnation=%d", attached.node, attached.node_rank, attached.incarnation
         )

@@ -217,6 +217,10 @@ class Watch:
 
     # Looks.
 
+    def attached(self) -> None:
+        """To another master, perhaps, which numbers its orders anew. None comes twice over two streams."""
+        self._orders.clear()
+
     def take_order(self, order: WatchOrder) -> None:
         if order.id in self._orders:
             return

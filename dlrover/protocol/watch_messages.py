@@ -265,7 +265,7 @@ class WatchTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("hangs_per_hour and hangs_per_node: give numbers of at least 1")
 
 
-# Orders: what the master asks of an agent now. Run once, forgotten when they expire.
+# Orders: what the master asks of an agent now. Run once; the master waits for an answer until they expire.
 
 
 class TakeLook(Struct, tag=True, frozen=True, kw_only=True):

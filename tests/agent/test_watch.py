@@ -193,6 +193,9 @@ async def test_an_order_is_run_once_and_only_for_the_round_it_means(lab: Lab) ->
     lab.watch.take_order(WatchOrder(id=5, expires_in=30.0, order=TakeLook(look=6, round=Round(4))))
     await lab.look(number=7)
     assert not [each for each in lab.observed if isinstance(each, LookTaken) and each.look == 6]
+    lab.watch.attached()
+    lab.observed.clear()
+    await lab.look(number=5)  # the next master begins with the same numbers
 
 
 async def test_a_worker_that_does_not_end_is_written_about_before_it_is_killed(
