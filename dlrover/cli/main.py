@@ -10,38 +10,30 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dlrover.cli.checkpoint_command import app as checkpoint
+from dlrover.cli.connection import Connection, Job, JobOrJournal, takes_connection
 from dlrover.cli.data_command import app as data
 from dlrover.cli.simulate_command import simulate
 from dlrover.protocol.descriptors import open_standard_descriptors
 from dlrover.protocol.errors import ConfigError, DLRoverError
 
 if TYPE_CHECKING:
-    from dlrover.cli.history import History
-    from dlrover.protocol.addresses import TlsConfig
     from dlrover.protocol.codec import Question
     from dlrover.protocol.fleet_messages import ScaleReplicas
-    from dlrover.protocol.messages import JobStatus, Reply
+    from dlrover.protocol.messages import JobStatus
 
 app = typer.Typer(
     name="dlrover", help="Look at, steer and clean up training jobs.", no_args_is_help=True, add_completion=False
 )
 
-ASK_TIMEOUT = 10.0
 
-Job = Annotated[str, typer.Argument(help="Name of a job on this host; not needed if only one runs.")]
-Address = Annotated[str, typer.Option("--addr", "--master-addr", help="Master's HOST:PORT, or DLROVER_MASTER_ADDR.")]
-JobOrJournal = Annotated[
-    str, typer.Argument(help="Name of a job on this host (not needed if only one runs), or the file of a journal.")
-]
-TokenFile = Annotated[str, typer.Option("--token-file", help="File with the job token, or DLROVER_JOB_TOKEN.")]
-TlsCa = Annotated[str, typer.Option("--tls-ca", help="Certificates (PEM) that the master's must come from: use TLS.")]
-TlsCert = Annotated[str, typer.Option("--tls-cert", help="Our certificate (PEM), where the master asks for one.")]
-TlsKey = Annotated[str, typer.Option("--tls-key", help="The key of our certificate (PEM).")]
+def _command(job: object = Job) -> Callable[[Callable[..., None]], object]:
+    """Makes a command of a function that takes a connection to the job that it is about."""
+    return lambda function: app.command()(takes_connection(function, job))
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -71,32 +63,21 @@ def replay(context: typer.Context) -> None:
     raise typer.Exit(replay_main(context.args))
 
 
-@app.command()
+@_command()
 def status(
-    job: Job = "",
-    addr: Address = "",
-    token_file: TokenFile = "",
-    tls_ca: TlsCa = "",
-    tls_cert: TlsCert = "",
-    tls_key: TlsKey = "",
+    connection: Connection,
     is_json: Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")] = False,
 ) -> None:
     """Show a running job: its stage, its nodes, and the reason for what it does."""
     from dlrover.protocol.messages import AskStatus, JobStatus
 
-    reply = _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), AskStatus())
-    assert isinstance(reply, JobStatus), f"the master answered a question for its status with {type(reply).__name__}"
+    reply = connection.ask(AskStatus(), JobStatus)
     _show(reply, is_json=is_json)
 
 
-@app.command()
+@_command()
 def diagnosis(
-    job: Job = "",
-    addr: Address = "",
-    token_file: TokenFile = "",
-    tls_ca: TlsCa = "",
-    tls_cert: TlsCert = "",
-    tls_key: TlsKey = "",
+    connection: Connection,
     is_json: Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")] = False,
 ) -> None:
     """Show what was found to be wrong with a running job, and the page about its newest hang."""
@@ -105,8 +86,7 @@ def diagnosis(
     from dlrover.cli.status_display import verdict_lines
     from dlrover.protocol.watch_messages import AskDiagnosis, Diagnosis
 
-    reply = _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), AskDiagnosis())
-    assert isinstance(reply, Diagnosis), f"the master answered a question for its diagnosis with {type(reply).__name__}"
+    reply = connection.ask(AskDiagnosis(), Diagnosis)
     if is_json:
         typer.echo(msgspec.json.encode(reply).decode())
         return
@@ -118,14 +98,9 @@ def diagnosis(
         typer.echo(f"\n{reply.autopsy.text}")
 
 
-@app.command()
+@_command(job=JobOrJournal)
 def events(
-    job: JobOrJournal = "",
-    addr: Address = "",
-    token_file: TokenFile = "",
-    tls_ca: TlsCa = "",
-    tls_cert: TlsCert = "",
-    tls_key: TlsKey = "",
+    connection: Connection,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
     is_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
     limit: Annotated[int, typer.Option("--limit", help="So many, the newest.")] = 200,
@@ -138,30 +113,24 @@ def events(
     from dlrover.cli.events_command import asked, of_journal, print_events
     from dlrover.cli.trace import build_trace, write_trace
 
-    tls = _tls(tls_ca, tls_cert, tls_key)
     if trace:
-        history = _history(job, addr, token_file, tls)
+        history = connection.history()
         _write(
             lambda: write_trace(Path(trace), build_trace(history, Path(training_events) if training_events else None))
         )
         typer.echo(f"{trace}: open it in https://ui.perfetto.dev or chrome://tracing.")
-    elif os.path.isfile(job):
-        print_events(of_journal(Path(job), limit), is_json=is_json)
+    elif connection.journal is not None:
+        print_events(of_journal(connection.journal, limit), is_json=is_json)
     else:
         try:
-            print_events(asked(_asker(job, addr, token_file, tls), limit=limit, follow=follow), is_json=is_json)
+            print_events(asked(connection.send, limit=limit, follow=follow), is_json=is_json)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 
 
-@app.command()
+@_command()
 def top(
-    job: Job = "",
-    addr: Address = "",
-    token_file: TokenFile = "",
-    tls_ca: TlsCa = "",
-    tls_cert: TlsCert = "",
-    tls_key: TlsKey = "",
+    connection: Connection,
     once: Annotated[bool, typer.Option("--once", help="Print it once, as where there is no terminal.")] = False,
 ) -> None:
     """Watch a running job: goodput, what each node does, its newest events. Ctrl-C ends it."""
@@ -169,17 +138,12 @@ def top(
 
     from dlrover.cli.top import show
 
-    show(_asker(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key)), Console(), once=once)
+    show(connection.send, Console(), once=once)
 
 
-@app.command()
+@_command(job=JobOrJournal)
 def report(
-    job: JobOrJournal = "",
-    addr: Address = "",
-    token_file: TokenFile = "",
-    tls_ca: TlsCa = "",
-    tls_cert: TlsCert = "",
-    tls_key: TlsKey = "",
+    connection: Connection,
     output: Annotated[str, typer.Option("--output", "-o", help="File to write; none: standard output.")] = "",
     is_html: Annotated[bool, typer.Option("--html", help="A page with plots that needs nothing else.")] = False,
     is_markdown: Annotated[
@@ -191,7 +155,7 @@ def report(
 
     if is_html and is_markdown:
         raise ConfigError("Give --html or --markdown, not both.")
-    history = _history(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key))
+    history = connection.history()
     wants_html = is_html or (not is_markdown and output.endswith((".html", ".htm")))
     text = as_html(history) if wants_html else as_markdown(history)
     if output:
@@ -201,35 +165,25 @@ def report(
         sys.stdout.write(text)
 
 
-@app.command()
+@_command()
 def stop(
-    job: Job = "",
-    addr: Address = "",
-    token_file: TokenFile = "",
-    tls_ca: TlsCa = "",
-    tls_cert: TlsCert = "",
-    tls_key: TlsKey = "",
+    connection: Connection,
     message: Annotated[str, typer.Option(help="Reason, for the journal and the report.")] = "dlrover stop",
 ) -> None:
     """End a running job in good order, on all its nodes."""
     from dlrover.protocol.messages import StopJob
 
-    _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), StopJob(message=message))
+    connection.send(StopJob(message=message))
     typer.echo("The job is stopping.")
 
 
-@app.command()
+@_command()
 def scale(
-    job: Job = "",
+    connection: Connection,
     nodes: Annotated[str, typer.Option("--nodes", help="How many nodes the world shall have: N, or MIN:MAX.")] = "",
     replicas: Annotated[
         str, typer.Option("--replicas", help="Nodes of one type beside an all-reduce world: TYPE=COUNT, as ps=3.")
     ] = "",
-    addr: Address = "",
-    token_file: TokenFile = "",
-    tls_ca: TlsCa = "",
-    tls_cert: TlsCert = "",
-    tls_key: TlsKey = "",
 ) -> None:
     """Change how many nodes a running job has."""
     from dlrover.cli.settings import parse_nnodes
@@ -246,23 +200,18 @@ def scale(
         except ConfigError as error:
             raise ConfigError(str(error).replace("--nnodes", "--nodes")) from error
         command = ScaleJob(min_nodes=min_nodes, max_nodes=max_nodes)
-    _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), command)
+    connection.send(command)
     typer.echo(f"The job shall have {replicas.replace('=', ': ') or nodes} nodes.")
 
 
-@app.command()
+@_command()
 def migrate(
+    connection: Connection,
     node: Annotated[int, typer.Option("--node", help="Number of the platform's node, as in `dlrover status`.")],
     cpu: Annotated[float, typer.Option("--cpu", help="Cores of the new node; 0: as the platform gives.")],
     memory_mb: Annotated[int, typer.Option("--memory-mb", help="Memory of the new node; 0: as the platform gives.")],
     gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the new node.")] = 0,
     gpu_type: Annotated[str, typer.Option("--gpu-type", help="Their kind.")] = "",
-    job: Job = "",
-    addr: Address = "",
-    token_file: TokenFile = "",
-    tls_ca: TlsCa = "",
-    tls_cert: TlsCert = "",
-    tls_key: TlsKey = "",
 ) -> None:
     """Exchange a node of a job for one with other resources; the old one goes when the new one runs."""
     from dlrover.protocol.fleet_messages import MigrateNode, Resource
@@ -270,51 +219,36 @@ def migrate(
 
     resource = Resource(cpu=cpu, memory_mb=memory_mb, gpus=gpus, gpu_type=gpu_type)
     command = MigrateNode(node=PlatformId(node), resource=resource)
-    _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), command)
+    connection.send(command)
     typer.echo(f"Node {node} is being exchanged.")
 
 
-@app.command()
+@_command()
 def suspend(
-    job: Job = "",
-    addr: Address = "",
-    token_file: TokenFile = "",
-    tls_ca: TlsCa = "",
-    tls_cert: TlsCert = "",
-    tls_key: TlsKey = "",
+    connection: Connection,
     reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover suspend",
 ) -> None:
     """Launch no more nodes of a job until it is resumed; what runs, runs on."""
     from dlrover.protocol.fleet_messages import SuspendJob
 
-    _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), SuspendJob(reason=reason))
+    connection.send(SuspendJob(reason=reason))
     typer.echo("The job is suspended; `dlrover resume` ends that.")
 
 
-@app.command()
+@_command()
 def resume(
-    job: Job = "",
-    addr: Address = "",
-    token_file: TokenFile = "",
-    tls_ca: TlsCa = "",
-    tls_cert: TlsCert = "",
-    tls_key: TlsKey = "",
+    connection: Connection,
 ) -> None:
     """End the suspension of a job."""
     from dlrover.protocol.fleet_messages import ResumeJob
 
-    _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), ResumeJob())
+    connection.send(ResumeJob())
     typer.echo("The job is resumed.")
 
 
-@app.command()
+@_command()
 def restart(
-    job: Job = "",
-    addr: Address = "",
-    token_file: TokenFile = "",
-    tls_ca: TlsCa = "",
-    tls_cert: TlsCert = "",
-    tls_key: TlsKey = "",
+    connection: Connection,
     reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover restart",
     is_workers: Annotated[
         bool, typer.Option("--workers", help="Only the workers, on the nodes that are there.")
@@ -325,40 +259,30 @@ def restart(
     from dlrover.protocol.steering_messages import RestartWorkers
 
     if is_workers:
-        _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), RestartWorkers(reason=reason))
+        connection.send(RestartWorkers(reason=reason))
         typer.echo("The job's workers stop and start again.")
         return
-    _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), RestartJob(reason=reason))
+    connection.send(RestartJob(reason=reason))
     typer.echo("The job's nodes are being replaced.")
 
 
-@app.command()
+@_command()
 def save(
-    job: Job = "",
-    addr: Address = "",
-    token_file: TokenFile = "",
-    tls_ca: TlsCa = "",
-    tls_cert: TlsCert = "",
-    tls_key: TlsKey = "",
+    connection: Connection,
     reason: Annotated[str, typer.Option(help="For the journal, the status and the trainers.")] = "dlrover save",
 ) -> None:
     """Have the next save of a job written to storage, whatever it would have been."""
     from dlrover.protocol.checkpoint_messages import RequestSave
 
-    _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), RequestSave(reason=reason))
+    connection.send(RequestSave(reason=reason))
     typer.echo("The trainers are asked; `dlrover status` shows when a checkpoint is committed.")
 
 
-@app.command()
+@_command()
 def relaunch(
+    connection: Connection,
     node: Annotated[int, typer.Option("--node", help="Number of the node, as in `dlrover status`.")],
     cordon: Annotated[bool, typer.Option("--cordon", help="Its machine gets no node of this job any more.")] = False,
-    job: Job = "",
-    addr: Address = "",
-    token_file: TokenFile = "",
-    tls_ca: TlsCa = "",
-    tls_cert: TlsCert = "",
-    tls_key: TlsKey = "",
     reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover relaunch",
 ) -> None:
     """Exchange a node of a job for a new one of its platform, at once."""
@@ -366,18 +290,13 @@ def relaunch(
     from dlrover.protocol.steering_messages import RelaunchNode
 
     command = RelaunchNode(node=NodeId(node), reason=reason, is_cordoned=cordon)
-    _ask(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key), command)
+    connection.send(command)
     typer.echo(f"Node {node} is being exchanged.")
 
 
-@app.command()
+@_command()
 def dashboard(
-    job: Job = "",
-    addr: Address = "",
-    token_file: TokenFile = "",
-    tls_ca: TlsCa = "",
-    tls_cert: TlsCert = "",
-    tls_key: TlsKey = "",
+    connection: Connection,
     is_read_only: Annotated[
         bool, typer.Option("--read-only", help="A link for looking only; it can be shared, and used again.")
     ] = False,
@@ -388,11 +307,10 @@ def dashboard(
     from dlrover.master.web.access import one_time_link, read_only_token
     from dlrover.protocol.messages import AskStatus, JobStatus
 
-    address, token, tls = _reach(job, addr, token_file, _tls(tls_ca, tls_cert, tls_key))
-    reply = _ask_at(address, token, tls, AskStatus())
-    assert isinstance(reply, JobStatus), f"the master answered a question for its status with {type(reply).__name__}"
+    reply = connection.ask(AskStatus(), JobStatus)
     if not reply.dashboard:
         raise ConfigError(f"Job {reply.job_name} has no dashboard. Start it with --enable-dashboard.")
+    token = connection.reached.token
     secret = read_only_token(token) if is_read_only else one_time_link(token, time.time())
     typer.echo(f"{reply.dashboard}?token={secret}")
 
@@ -436,95 +354,6 @@ def main() -> None:
     except DLRoverError as error:
         sys.stderr.write(f"dlrover: error: {error}\n")
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-
-
-def _tls(ca: str, cert: str, key: str) -> TlsConfig | None:
-    from dlrover.protocol.addresses import TlsConfig
-
-    return TlsConfig(ca=ca, cert=cert, key=key) if ca or cert or key else None
-
-
-def _ask(job: str, addr: str, token_file: str, tls: TlsConfig | None, body: Question) -> Reply:
-    return _asker(job, addr, token_file, tls)(body)
-
-
-def _asker(job: str, addr: str, token_file: str, tls: TlsConfig | None) -> Callable[[Question], Reply]:
-    """Finds the master once; each call asks it one thing."""
-    reached = _reach(job, addr, token_file, tls)
-    return lambda body: _ask_at(*reached, body)
-
-
-def _ask_at(address: str, token: str, tls: TlsConfig | None, body: Question) -> Reply:
-    import asyncio
-
-    from dlrover.protocol.rpc import ask
-
-    return asyncio.run(ask(address, body, token=token, tls=tls, timeout=ASK_TIMEOUT))
-
-
-def _reach(job: str, addr: str, token_file: str, tls: TlsConfig | None) -> tuple[str, str, TlsConfig | None]:
-    """Address of the job's master, token, and how to trust it."""
-    from dlrover.cli.discovery import read_token_file
-    from dlrover.cli.environment import read_environment
-
-    environment = read_environment(os.environ)
-    token = read_token_file(token_file) if token_file else environment.job_token
-    address = addr or ("" if job else environment.master_addr)
-    if not address:
-        found = _find_local_job(job)
-        address, tls = found.address, tls or found.tls
-        token = token or read_token_file(found.token_file)
-    return address, token, tls
-
-
-class _LocalJob(NamedTuple):
-    """How a job of ours that runs on this host is reached."""
-
-    address: str
-    token_file: str
-    tls: TlsConfig | None
-    directory: str
-
-
-def _find_local_job(job: str) -> _LocalJob:
-    from dlrover.cli.environment import read_environment
-    from dlrover.cli.runtime_dir import TOKEN_FILE, list_nodes, user_root
-
-    living, _ = list_nodes(user_root(read_environment(os.environ)))
-    jobs = {
-        owner.job_name: _LocalJob(owner.master_addr, os.path.join(path, TOKEN_FILE), owner.tls, path)
-        for path, owner in living
-        if owner.master_addr
-    }
-    if (job and job not in jobs) or (not job and len(jobs) != 1):
-        names = ", ".join(sorted(jobs)) or "none"
-        what = f"No job {job} of yours runs on this host" if job else "Name a job, or give --addr HOST:PORT"
-        raise ConfigError(f"{what}. Running here: {names}.")
-    return jobs[job] if job else next(iter(jobs.values()))
-
-
-def _history(job: str, addr: str, token_file: str, tls: TlsConfig | None) -> History:
-    """From the journal where we can read it, else from what the master knows."""
-    from dlrover.cli.history import ask_history, read_history
-
-    if os.path.isfile(job):
-        return read_history(Path(job))
-    if not addr and (journal := _journal_of(_find_local_job(job))) is not None:
-        return read_history(journal)
-    return ask_history(_asker(job, addr, token_file, tls))
-
-
-def _journal_of(local: _LocalJob) -> Path | None:
-    """None: the job's master runs elsewhere."""
-    import msgspec
-
-    from dlrover.master.config import MasterConfig
-
-    try:
-        config = msgspec.json.decode(Path(local.directory, "master.json").read_bytes(), type=MasterConfig)
-    except (OSError, msgspec.MsgspecError):
-        return None
-    return Path(config.journal) if os.path.isfile(config.journal) else None
 
 
 def _write(write: Callable[[], object]) -> None:

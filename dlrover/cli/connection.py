@@ -1,0 +1,174 @@
+"""
+How a command on a terminal reaches the job that it is about.
+
+Each such command takes one `Connection`. `takes_connection` writes the options that make one (which job, where its master is,
+which token, which certificates) into the command's signature, so that they are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar, get_type_hints
+
+import typer
+
+from dlrover.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dlrover.cli.history import History
+    from dlrover.protocol.addresses import TlsConfig
+    from dlrover.protocol.codec import Question
+    from dlrover.protocol.messages import Reply
+
+ASK_TIMEOUT = 10.0
+
+Job = Annotated[str, typer.Argument(help="Name of a job on this host; not needed if only one runs.")]
+JobOrJournal = Annotated[
+    str, typer.Argument(help="Name of a job on this host (not needed if only one runs), or the file of a journal.")
+]
+Address = Annotated[str, typer.Option("--addr", "--master-addr", help="Master's HOST:PORT, or DLROVER_MASTER_ADDR.")]
+TokenFile = Annotated[str, typer.Option("--token-file", help="File with the job token, or DLROVER_JOB_TOKEN.")]
+TlsCa = Annotated[str, typer.Option("--tls-ca", help="Certificates (PEM) that the master's must come from: use TLS.")]
+TlsCert = Annotated[str, typer.Option("--tls-cert", help="Our certificate (PEM), where the master asks for one.")]
+TlsKey = Annotated[str, typer.Option("--tls-key", help="The key of our certificate (PEM).")]
+
+_OPTIONS = {
+    "job": Job,
+    "addr": Address,
+    "token_file": TokenFile,
+    "tls_ca": TlsCa,
+    "tls_cert": TlsCert,
+    "tls_key": TlsKey,
+}
+R = TypeVar("R")
+
+
+class Reached(NamedTuple):
+    """A master, what opens it, and how to trust it."""
+
+    address: str
+    token: str
+    tls: TlsConfig | None
+
+
+@dataclass(frozen=True)
+class Connection:
+    """As the options say; the master is looked for when it is needed."""
+
+    job: str = ""
+    addr: str = ""
+    token_file: str = ""
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+
+    @functools.cached_property
+    def reached(self) -> Reached:
+        from dlrover.cli.discovery import read_token_file
+        from dlrover.cli.environment import read_environment
+        from dlrover.protocol.addresses import TlsConfig
+
+        environment = read_environment(os.environ)
+        token = read_token_file(self.token_file) if self.token_file else environment.job_token
+        has_tls = self.tls_ca or self.tls_cert or self.tls_key
+        tls = TlsConfig(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key) if has_tls else None
+        address = self.addr or ("" if self.job else environment.master_addr)
+        if not address:
+            found = find_local_job(self.job)
+            address, tls = found.address, tls or found.tls
+            token = token or read_token_file(found.token_file)
+        return Reached(address, token, tls)
+
+    def send(self, question: Question) -> Reply:
+        import asyncio
+
+        from dlrover.protocol.rpc import ask
+
+        address, token, tls = self.reached
+        return asyncio.run(ask(address, question, token=token, tls=tls, timeout=ASK_TIMEOUT))
+
+    def ask(self, question: Question, answer: type[R]) -> R:
+        """For questions that have one kind of answer."""
+        reply = self.send(question)
+        assert isinstance(reply, answer), f"the master answered {type(question).__name__} with {type(reply).__name__}"
+        return reply
+
+    @property
+    def journal(self) -> Path | None:
+        """The file that was given instead of the name of a job."""
+        return Path(self.job) if os.path.isfile(self.job) else None
+
+    def history(self) -> History:
+        """From the journal where we can read it, else from what the master knows."""
+        from dlrover.cli.history import ask_history, read_history
+
+        journal = self.journal
+        if journal is None and not self.addr:
+            journal = _journal_of(find_local_job(self.job))
+        return read_history(journal) if journal is not None else ask_history(self.send)
+
+
+def takes_connection(command: Callable[..., None], job: object = Job) -> Callable[..., None]:
+    """The command as typer shall see it: its parameter `connection` replaced by the options of one, at the end."""
+    hints = get_type_hints(command, include_extras=True)
+    own = inspect.signature(command, eval_str=True).parameters
+    names = [name for name in own if name != "connection"]
+    kinds = {**_OPTIONS, "job": job}
+    parameters = [own[name].replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY) for name in names]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default="", annotation=kind)
+        for name, kind in kinds.items()
+    ]
+
+    @functools.wraps(command)
+    def as_typed(**given: object) -> None:
+        connection = Connection(**{name: str(given.pop(name)) for name in kinds})
+        command(connection=connection, **given)
+
+    as_typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    as_typed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return as_typed
+
+
+class LocalJob(NamedTuple):
+    """How a job of ours that runs on this host is reached."""
+
+    address: str
+    token_file: str
+    tls: TlsConfig | None
+    directory: str
+
+
+def find_local_job(job: str) -> LocalJob:
+    from dlrover.cli.environment import read_environment
+    from dlrover.cli.runtime_dir import TOKEN_FILE, list_nodes, user_root
+
+    living, _ = list_nodes(user_root(read_environment(os.environ)))
+    jobs = {
+        owner.job_name: LocalJob(owner.master_addr, os.path.join(path, TOKEN_FILE), owner.tls, path)
+        for path, owner in living
+        if owner.master_addr
+    }
+    if (job and job not in jobs) or (not job and len(jobs) != 1):
+        names = ", ".join(sorted(jobs)) or "none"
+        what = f"No job {job} of yours runs on this host" if job else "Name a job, or give --addr HOST:PORT"
+        raise ConfigError(f"{what}. Running here: {names}.")
+    return jobs[job] if job else next(iter(jobs.values()))
+
+
+def _journal_of(local: LocalJob) -> Path | None:
+    """None: the job's master runs elsewhere."""
+    import msgspec
+
+    from dlrover.master.config import MasterConfig
+
+    try:
+        config = msgspec.json.decode(Path(local.directory, "master.json").read_bytes(), type=MasterConfig)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return Path(config.journal) if os.path.isfile(config.journal) else None
