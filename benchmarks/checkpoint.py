@@ -19,7 +19,6 @@ import math
 import os
 import platform
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -28,7 +27,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 import psutil
 from checkpoint_memory import MemoryWatch
@@ -36,7 +34,8 @@ from checkpoint_report import LIMITS, OUR_SYSTEMS, STORAGE_INTERVAL, Case, case_
 from checkpoint_state import shape_for
 from checkpoint_systems import SYSTEMS
 from peers import Launcher, Leftovers, PeerUnavailableError, dlrover_061, ours, torchsnapshot
-from process_tree import adopt_orphans, end, end_descendants
+from process_tree import end
+from rounds import measuring, run_rounds
 
 HERE = Path(__file__).resolve().parent
 WORKER, LIMITS_SCRIPT = HERE / "checkpoint_worker.py", HERE / "checkpoint_limits.py"
@@ -282,9 +281,6 @@ def main() -> int:
     if args.markdown:
         print(report_of_file(args.markdown, args.interval))
         return 0
-    adopt_orphans()
-    signal.signal(signal.SIGTERM, _leave)
-    folder = Path(tempfile.mkdtemp(prefix="checkpoint-bench-", dir=args.dir))
     settings = Settings(
         args.saves,
         args.storage_saves,
@@ -294,18 +290,9 @@ def main() -> int:
         time.monotonic() + 60 * args.minutes if args.minutes else math.inf,
     )
     strangers: list[float] = []
-    bench = Bench(args.systems, settings, folder)
-    try:
-        for number in range(args.rounds):
-            strangers.append(psutil.cpu_percent(interval=2.0))
-            say(f"round {number + 1}: others use {strangers[-1]:.0f} % of the machine")
-            bench.run_round(number, args.sizes, args.workers)
-        strangers.append(psutil.cpu_percent(interval=2.0))
-    except KeyboardInterrupt:
-        say("Interrupted; what was measured until now:")
-    finally:
-        end_descendants(deadline_at=time.monotonic() + 10)
-        shutil.rmtree(folder, ignore_errors=True)
+    with measuring("checkpoint-bench-", args.dir) as folder:
+        bench = Bench(args.systems, settings, folder)
+        run_rounds(args.rounds, lambda number: bench.run_round(number, args.sizes, args.workers), strangers)
     if bench.late:
         say(f"No time was left for {len(bench.late)} measurements (--minutes): {'; '.join(bench.late)}")
     machine = machine_line(args.rounds)
@@ -376,10 +363,6 @@ def parse_args() -> argparse.Namespace:
     if min(args.sizes) <= 0 or min(args.workers) < 1 or args.rounds < 1 or args.saves < 1 or args.storage_saves < 1:
         parser.error("--sizes must be above 0; --workers, --rounds, --saves and --storage-saves at least 1")
     return args
-
-
-def _leave(signal_number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signal_number)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from control_plane_report import Budget, quietness, titled
-from figures import Summary, seconds, summarise, times
+from control_plane_report import Budget, titled
+from figures import Summary, quietness, seconds, summarise, times
 
 LIMITS = "limits"
 OURS = "ours"

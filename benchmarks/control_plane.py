@@ -17,21 +17,17 @@ import json
 import os
 import platform
 import resource
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
-import psutil
 from control_plane_report import Sample, report
 from peers import PeerUnavailableError, dlrover_061
-from process_tree import adopt_orphans, end_descendants
+from process_tree import end_descendants
+from rounds import measuring, run_rounds
 from servers import CLIENTS, OurMaster, Server, ServerError, dlrover_061_master, our_master, relay_agent, tcp_store
 from virtual_agents import VirtualAgent, all_run, beating, connect_all, join_all
 
@@ -387,10 +383,7 @@ async def stream_load(master: OurMaster, what: str, num_agents: int, depth: int,
 
 def main() -> int:
     args = parse_args()
-    adopt_orphans()
-    signal.signal(signal.SIGTERM, _leave)
     raise_descriptor_limit()
-    folder = Path(tempfile.mkdtemp(prefix="cp-"))
     errors = []
     python_061 = None
     if "dlrover-0.6.1" in args.systems:
@@ -398,20 +391,11 @@ def main() -> int:
             python_061 = dlrover_061().python
         except PeerUnavailableError as error:
             errors.append(f"dlrover-0.6.1: {error}")
-    bench = Bench(args.plan, folder, python_061)
-    bench.errors += errors
     strangers: list[float] = []
-    try:
-        for number in range(args.rounds):
-            strangers.append(psutil.cpu_percent(interval=2.0))
-            print(f"round {number + 1}: others use {strangers[-1]:.0f} % of the machine", file=sys.stderr, flush=True)
-            bench.run_round(number)
-        strangers.append(psutil.cpu_percent(interval=2.0))
-    except KeyboardInterrupt:
-        print("Interrupted; what was measured until now:", file=sys.stderr)
-    finally:
-        end_descendants(deadline_at=time.monotonic() + 10)
-        shutil.rmtree(folder, ignore_errors=True)
+    with measuring("cp-") as folder:
+        bench = Bench(args.plan, folder, python_061)
+        bench.errors += errors
+        run_rounds(args.rounds, bench.run_round, strangers)
     print(report(bench.samples, bench.errors, strangers, num_rounds=args.rounds))
     if args.json:
         machine = {"num_cores": os.cpu_count(), "python": platform.python_version(), "others_percent": strangers}
@@ -458,10 +442,6 @@ def raise_descriptor_limit() -> None:
     """Of this process and of the servers it starts: each agent is a connection on both sides."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _leave(signal_number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signal_number)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,11 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from figures import Summary, ratio, seconds, summarise, table, times
+from figures import Summary, quietness, ratio, seconds, summarise, table, times
 
 OURS = "ours"
 OLD = "dlrover-0.6.1"
 KV = ("set", "get", "multi-set", "multi-get")
-BUSY = 10.0
-"""Per cent of the machine that others may use before its figures are worth nothing."""
 
 
 @dataclass(frozen=True)
@@ -93,18 +91,6 @@ def report(samples: Sequence[Sample], errors: Sequence[str], strangers: Sequence
 def machine(num_rounds: int) -> str:
     rounds = f"{num_rounds} round{'s' if num_rounds != 1 else ''}"
     return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {rounds}"
-
-
-def quietness(strangers: Sequence[float]) -> str:
-    """Whether these figures may be shown to anybody."""
-    if not strangers:
-        return ""
-    if max(strangers) > BUSY:
-        return (
-            f"NOT FOR PUBLICATION: between the runs others used up to {max(strangers):.0f} % of the machine. "
-            "Run it again when nothing else runs."
-        )
-    return f"Between the runs others used at most {max(strangers):.0f} % of the machine."
 
 
 def rendezvous_part(all_: Samples) -> str:

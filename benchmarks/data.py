@@ -18,21 +18,17 @@ import contextlib
 import json
 import os
 import platform
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 
-import psutil
 from control_plane_report import OLD, OURS, Sample
 from data_report import report
 from peers import PeerUnavailableError, dlrover_061
-from process_tree import adopt_orphans, end_descendants
+from process_tree import end_descendants
+from rounds import measuring, run_rounds
 from servers import Server, ServerError, dlrover_061_master, our_master, peer_environment, relay_agent
 
 CLIENTS = Path(__file__).resolve().parent / "data_clients.py"
@@ -139,29 +135,17 @@ def main() -> int:
         samples = [Sample(**each) for each in kept["samples"]]
         print(report(samples, kept["errors"], kept["machine"]["others_percent"], kept["rounds"]))
         return 0
-    adopt_orphans()
-    signal.signal(signal.SIGTERM, _leave)
-    folder = Path(tempfile.mkdtemp(prefix="data-"))
     python_061, errors = None, []
     if OLD in args.systems:
         try:
             python_061 = dlrover_061().python
         except PeerUnavailableError as error:
             errors.append(f"{OLD}: {error}")
-    bench = Bench(args, folder, python_061)
-    bench.errors += errors
     strangers: list[float] = []
-    try:
-        for number in range(args.rounds):
-            strangers.append(psutil.cpu_percent(interval=2.0))
-            print(f"round {number + 1}: others use {strangers[-1]:.0f} % of the machine", file=sys.stderr, flush=True)
-            bench.run_round(number)
-        strangers.append(psutil.cpu_percent(interval=2.0))
-    except KeyboardInterrupt:
-        print("Interrupted; what was measured until now:", file=sys.stderr)
-    finally:
-        end_descendants(deadline_at=time.monotonic() + 10)
-        shutil.rmtree(folder, ignore_errors=True)
+    with measuring("data-") as folder:
+        bench = Bench(args, folder, python_061)
+        bench.errors += errors
+        run_rounds(args.rounds, bench.run_round, strangers)
     print(report(bench.samples, bench.errors, strangers, num_rounds=args.rounds))
     if args.json:
         machine = {"num_cores": os.cpu_count(), "python": platform.python_version(), "others_percent": strangers}
@@ -196,10 +180,6 @@ def parse_args() -> argparse.Namespace:
     if min(args.clients) < 1 or args.rounds < 1 or not args.seconds > 0:
         parser.error("--clients and --rounds must be at least 1 and --seconds above 0")
     return args
-
-
-def _leave(signal_number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signal_number)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,12 @@ from control_plane_report import (
     cpu_each,
     figure,
     machine,
-    quietness,
     rate,
     shown,
     spread,
     titled,
 )
-from figures import Summary, ratio, times
+from figures import Summary, quietness, ratio, times
 
 TIMES_OLD = 10.0
 LONGEST_START = 1.0

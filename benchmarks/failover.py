@@ -23,16 +23,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 
 from figures import Summary, ratio, seconds, summarise, table, times
 from launcher_log import LogLine
 from peers import LAUNCHERS, Launcher, Leftovers, PeerUnavailableError
-from process_tree import adopt_orphans, end_descendants, running
+from process_tree import running
+from rounds import measuring
 from timeline import PHASES, EventFolder, Recovery, first_step_at_ns, lives, num_steps_since, recovery
 
 REFERENCE_JOB = Path(__file__).resolve().parent / "reference_job.py"
@@ -82,17 +81,9 @@ class RunFailedError(Exception):
 
 def main() -> int:
     args = parse_args()
-    adopt_orphans()
-    signal.signal(signal.SIGTERM, _leave)
     results = [Result(name) for name in args.peers]
-    folder = Path(tempfile.mkdtemp(prefix="failover-"))
-    try:
+    with measuring("failover-") as folder:
         measure(results, args, folder)
-    except KeyboardInterrupt:
-        print("Interrupted; what was measured until now:", file=sys.stderr)
-    finally:
-        end_descendants(deadline_at=time.monotonic() + 10)
-        shutil.rmtree(folder, ignore_errors=True)
     print(report(results, args.hang_timeout))
     if args.json:
         args.json.write_text(json.dumps(as_json(results), indent=1) + "\n")
@@ -127,10 +118,6 @@ def parse_args() -> argparse.Namespace:
         parser.error("--kills and --kills-per-run must be at least 1")
     args.peers = names
     return args
-
-
-def _leave(signal_number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signal_number)
 
 
 def measure(results: list[Result], args: argparse.Namespace, folder: Path) -> None:

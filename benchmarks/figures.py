@@ -6,6 +6,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+BUSY = 10.0
+"""Per cent of the machine that others may use before its figures are worth nothing."""
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -49,6 +52,18 @@ def seconds(value: float | None) -> str:
 
 def times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
+
+
+def quietness(strangers: Sequence[float]) -> str:
+    """Whether these figures may be shown to anybody."""
+    if not strangers:
+        return ""
+    if max(strangers) > BUSY:
+        return (
+            f"NOT FOR PUBLICATION: between the runs others used up to {max(strangers):.0f} % of the machine. "
+            "Run it again when nothing else runs."
+        )
+    return f"Between the runs others used at most {max(strangers):.0f} % of the machine."
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

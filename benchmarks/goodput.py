@@ -21,17 +21,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from failover import environment_for, tail
 from figures import summarise, table
 from peers import LAUNCHERS, Leftovers, PeerUnavailableError
-from process_tree import adopt_orphans, end_descendants, running
+from process_tree import running
+from rounds import measuring
 
 GOODPUT_JOB = Path(__file__).resolve().parent / "goodput_job.py"
 NUM_RANKS = 2
@@ -106,11 +105,8 @@ class Steps:
 
 def main() -> int:
     args = parse_args()
-    adopt_orphans()
-    signal.signal(signal.SIGTERM, _leave)
-    folder = Path(tempfile.mkdtemp(prefix="goodput-"))
     results = []
-    try:
+    with measuring("goodput-") as folder:
         for name in [] if args.truth else args.peers:
             result = measure(name, folder / name, kills=args.kills, every=args.every, extra=[])
             results.append(result)
@@ -121,11 +117,6 @@ def main() -> int:
             results.append(measure("ours", folder / "truth", kills=kills, every=every, extra=extra))
             results[-1].name = "ours, with injected losses"
             say(results[-1])
-    except KeyboardInterrupt:
-        print("Interrupted; what was measured until now:", file=sys.stderr)
-    finally:
-        end_descendants(deadline_at=time.monotonic() + 10)
-        shutil.rmtree(folder, ignore_errors=True)
     print(report(results))
     if args.json:
         args.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
@@ -149,10 +140,6 @@ def parse_args() -> argparse.Namespace:
     if args.kills < 1 or args.every <= 0:
         parser.error("--kills and --every must be above 0")
     return args
-
-
-def _leave(signal_number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signal_number)
 
 
 def measure(name: str, run: Path, *, kills: int, every: float, extra: list[str]) -> Result:

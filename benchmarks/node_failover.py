@@ -19,18 +19,15 @@ import json
 import os
 import random
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from control_plane_report import quietness
 from failover import (
     NUM_RANKS,
     REFERENCE_JOB,
@@ -39,7 +36,6 @@ from failover import (
     KillClock,
     Result,
     RunFailedError,
-    _leave,
     as_json,
     environment_for,
     look_again,
@@ -47,9 +43,10 @@ from failover import (
     say,
     wait_for_exit,
 )
-from figures import ratio, seconds, summarise, table, times
+from figures import quietness, ratio, seconds, summarise, table, times
 from peers import Launcher, Leftovers, PeerUnavailableError, dlrover_061, ours, torchrun
-from process_tree import adopt_orphans, end_descendants
+from process_tree import end_descendants
+from rounds import look_at_others, measuring
 from servers import dlrover_061_master, free_port
 from timeline import PHASES, EventFolder, first_step_at_ns, lives, num_steps_since, recovery
 
@@ -408,20 +405,12 @@ def budget_lines(medians: dict[str, float], imports: float | None, lost: int | N
 
 def main() -> int:
     args = parse_args()
-    adopt_orphans()
-    signal.signal(signal.SIGTERM, _leave)
     results = [Result(name) for name in args.systems]
-    folder = Path(tempfile.mkdtemp(prefix="nf-"))
-    strangers = [psutil.cpu_percent(interval=2.0)]
+    strangers = [look_at_others()]
     imports: list[float] = []
-    try:
+    with measuring("nf-") as folder:
         measure(results, args, folder, imports)
-    except KeyboardInterrupt:
-        print("Interrupted; what was measured until now:", file=sys.stderr)
-    finally:
-        end_descendants(deadline_at=time.monotonic() + 10)
-        shutil.rmtree(folder, ignore_errors=True)
-    strangers.append(psutil.cpu_percent(interval=2.0))
+    strangers.append(look_at_others())
     print(report(results, hang_timeout=args.hang_timeout, imports=imports, strangers=strangers))
     if args.json:
         args.json.write_text(json.dumps(as_json(results) | {"import_seconds": imports}, indent=1) + "\n")

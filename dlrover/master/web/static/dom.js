@@ -49,6 +49,8 @@ export function number(value, digits = 4) {
   return Number(value.toPrecision(digits)).toLocaleString("en", { maximumSignificantDigits: digits });
 }
 
+export const counted = (value, what) => `${number(value)} ${what}${value === 1 ? "" : "s"}`;
+
 export function bytes(megabytes) {
   if (megabytes === null || megabytes === undefined) return "–";
   return megabytes >= 1024 ? `${number(megabytes / 1024, 3)} GB` : `${number(megabytes, 3)} MB`;

@@ -1,6 +1,6 @@
 // The panels with words and numbers. Each shows "no data yet" until its source has told something.
 
-import { byId, bytes, clock, colour, fill, make, none, number, percent, seconds, when } from "./dom.js";
+import { byId, bytes, clock, colour, counted, fill, make, none, number, percent, seconds, when } from "./dom.js";
 import { laneOf, linePlot, timeline } from "./plots.js";
 
 export function summary(store) {
@@ -17,7 +17,7 @@ export function summary(store) {
     ["Speed", job.steps_per_second === null ? "–" : `${number(job.steps_per_second, 3)} /s`, "steps per second"],
     ["Goodput", goodput ? percent(goodput.share) : "–", goodput ? `${percent(goodput.since_start)} since the first step` : "no data yet"],
     ["Nodes", `${job.num_nodes - unwell} / ${job.num_nodes}`, unwell ? `${unwell} unwell or lost` : `well; wanted ${job.min_nodes} to ${job.max_nodes}`],
-    ["Round", number(job.round), `${number(job.num_restarts)} restarts, ${number(job.world_size)} workers`],
+    ["Round", number(job.round), `${counted(job.num_restarts, "restart")}, ${counted(job.world_size, "worker")}`],
     ["Checkpoint", committed ? number(committed.step) : number(saved?.memory_step), committed ? "in storage" : saved?.memory_step !== null && saved ? "in memory" : "none yet"],
   ];
   byId("tiles").replaceChildren(
