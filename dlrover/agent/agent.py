@@ -152,7 +152,10 @@ class Watching(Protocol):
     """What the agent needs of `Watch`."""
 
     def connect(
-        self, observe: Callable[[WatchObservation], None], who: Callable[[], tuple[NodeId, Incarnation]]
+        self,
+        observe: Callable[[WatchObservation], None],
+        who: Callable[[], tuple[NodeId, Incarnation]],
+        master_now: Callable[[], Micros],
     ) -> None: ...
 
     def report(self) -> None: ...
@@ -218,7 +221,7 @@ class Agent:
             on_order=None if watch is None else watch.take_order,
         )
         if watch is not None:
-            watch.connect(self._channel.observe, lambda: (self._node, self._incarnation))
+            watch.connect(self._channel.observe, lambda: (self._node, self._incarnation), self._master_now)
         self._driver = WorkerDriver(
             lambda world: build_group(world, node_rank=self._node_rank, master_now=self._master_now),
             on_outcome=self._on_outcome,

@@ -8,6 +8,7 @@ than it has learned to expect. Nothing here acts on workers. What is found goes 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from dlrover.agent.native_stacks import NativeStacks
 from dlrover.agent.resources import ResourceMonitor
 from dlrover.agent.seats import Facts, Seat
 from dlrover.core.phases import PhaseBook, Seen, StallWatch
-from dlrover.protocol.messages import Incarnation, NodeId, Round, WorldSpec
+from dlrover.protocol.messages import Incarnation, Micros, NodeId, Round, WorldSpec
 from dlrover.protocol.watch_messages import (
     LookTaken,
     NodeEvent,
@@ -67,6 +68,7 @@ class Watch:
         self._changed = asyncio.Event()
         self._observe: Callable[[WatchObservation], None] = lambda _observation: None
         self._who: Callable[[], tuple[NodeId, Incarnation]] = lambda: (NodeId(-1), Incarnation(0))
+        self._master_now: Callable[[], Micros] | None = None
         self._orders: dict[int, None] = {}
         """Numbers of those that were taken up, oldest first."""
         self._looks: set[asyncio.Task[None]] = set()
@@ -88,9 +90,12 @@ class Watch:
         return (*self._native.pids, *(() if self._monitor is None else self._monitor.helper_pids))
 
     def connect(
-        self, observe: Callable[[WatchObservation], None], who: Callable[[], tuple[NodeId, Incarnation]]
+        self,
+        observe: Callable[[WatchObservation], None],
+        who: Callable[[], tuple[NodeId, Incarnation]],
+        master_now: Callable[[], Micros] | None = None,
     ) -> None:
-        self._observe, self._who = observe, who
+        self._observe, self._who, self._master_now = observe, who, master_now
 
     # The workers of a round.
 
@@ -227,11 +232,21 @@ class Watch:
         self._orders[order.id] = None
         if len(self._orders) > _MAX_ORDERS:
             del self._orders[next(iter(self._orders))]
+        left = self._time_left(order)
+        if left <= 0:
+            log.info("order %d came too late: nobody waits for its answer", order.id)
+            return
         match order.order:
             case TakeLook():
-                self._spawn(self._take_look(order.order))
+                self._spawn(_within(left, self._take_look(order.order)))
             case SendTail():
-                self._spawn(self._send_tail(order.order))
+                self._spawn(_within(left, self._send_tail(order.order)))
+
+    def _time_left(self, order: WatchOrder) -> float:
+        """Seconds until the master gives it up. Who was stopped for a while reads orders that are long over."""
+        if not order.at or self._master_now is None:
+            return order.expires_in
+        return order.expires_in - max(0.0, (self._master_now() - order.at) / 1e6)
 
     async def _send_tail(self, order: SendTail) -> None:
         local = next((seat.local_rank for seat in self._seats if seat.global_rank == order.global_rank), None)
@@ -314,6 +329,12 @@ class Watch:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._looks.add(task)
         task.add_done_callback(self._looks.discard)
+
+
+async def _within(seconds: float, coroutine: Coroutine[Any, Any, None]) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await coroutine
 
 
 def describe(dump: WorkerDump) -> str:

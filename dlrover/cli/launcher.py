@@ -356,6 +356,7 @@ class Launcher:
             ready_file=self._ready_file,
             end_file=self._end_file,
             log_file=self._master_log,
+            pre_check_ops=self._settings.pre_check_ops,
             topology_querier=self._settings.topology_querier,
             topology_sorter=self._settings.topology_sorter,
             event_reporters=self._settings.environment.event_reporters,

@@ -334,6 +334,7 @@ class LocalJob:
             },
             job_uid=self._job_uid,
             fleet=self._plan.fleet,
+            pre_check_ops=self._plan.settings.pre_check_ops,
             event_reporters=self._plan.settings.environment.event_reporters,
             **msgspec.structs.asdict(self._plan.settings.watching),
             parent_death=True,

@@ -22,7 +22,7 @@ from dlrover.cli.environment import read_environment
 from dlrover.cli.launcher import EXIT_USAGE, Programs
 from dlrover.cli.processes import SignalInbox
 from dlrover.cli.runtime_dir import NodeDirectory, user_root
-from dlrover.cli.settings import check_plugin, watch_terms
+from dlrover.cli.settings import check_operators, check_plugin, watch_terms
 from dlrover.cli.watching import Watching
 from dlrover.protocol.addresses import LOOPBACK, Address, TlsConfig
 from dlrover.protocol.errors import ConfigError, Rejected
@@ -39,14 +39,10 @@ _LATER_PLATFORMS = ("k8s", "pyk8s", "ray", "volcano")
 _LATER = (
     ("--namespace", "default"),
     ("--relaunch-error", "false"),
-    ("--pending-timeout", "900"),
-    ("--pending-fail-strategy", "1"),
     ("--service-type", "grpc"),
-    ("--pre-check-ops", "[]"),
     ("--xpu-type", "nvidia"),
     ("--task-process-timeout", "1800"),
     ("--training-elastic-mode", "base"),
-    ("--dynamic-failover-extension", ""),
     ("--group-affinity", ""),
 )
 
@@ -99,6 +95,8 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
                 options.topology_sorter or environment.topology_sorter, option="--topology-sorter"
             ),
             event_reporters=environment.event_reporters,
+            pre_check_ops=check_operators(options.pre_check_ops),
+            failover_extension=_failover(options, fleet),
             platform="" if fleet is None else options.platform,
             platform_options=platform_options,
             fleet=fleet,
@@ -150,10 +148,27 @@ def _fleet(options: argparse.Namespace) -> FleetSpec | None:
         return None
     try:
         spec = msgspec.json.decode(_read(options.fleet, "--fleet"), type=FleetSpec)
+        spec = _with_patience(spec, options)
         check_spec(spec)
     except (msgspec.MsgspecError, Rejected) as error:
         raise ConfigError(f"--fleet {options.fleet}: {error}") from error
     return spec
+
+
+def _with_patience(spec: FleetSpec, options: argparse.Namespace) -> FleetSpec:
+    """What the command line says of waiting counts more than the file."""
+    given = {"pending_timeout": options.pending_timeout, "pending_strategy": options.pending_fail_strategy}
+    return msgspec.structs.replace(spec, **{name: value for name, value in given.items() if value is not None})
+
+
+def _failover(options: argparse.Namespace, fleet: FleetSpec | None) -> str:
+    name = check_plugin(options.dynamic_failover_extension, option="--dynamic-failover-extension")
+    if name and fleet is None:
+        raise ConfigError(
+            f"--dynamic-failover-extension {name}: it is the agents that ask it, and this master starts none. Give the option to "
+            "dlrover-run on the nodes, or set DLROVER_EXTENSION_DYNAMIC_FAILOVER there."
+        )
+    return name
 
 
 def _platform_options(options: argparse.Namespace) -> dict[str, object]:
@@ -235,6 +250,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--tls-ca", default="", metavar="FILE", help="certificates that clients must come from")
     add("--tls-cert", default="", metavar="FILE", help="our certificate")
     add("--tls-key", default="", metavar="FILE", help="its key")
+    add("--pre-check-ops", default="", metavar="OPERATORS", help="checks before training: MODULE::CLASS,... or tuples")
+    add(
+        "--dynamic-failover-extension",
+        default="",
+        metavar="MODULE::CLASS",
+        help="plug-in that the agents of --fleet ask what shall follow a failure",
+    )
+    add("--pending-timeout", type=float, metavar="SECONDS", help="a node of --fleet may wait so long for its resources")
+    add(
+        "--pending-fail-strategy",
+        type=int,
+        metavar="-1|0|1|2",
+        help="whose wait ends the job: nobody, the necessary, all",
+    )
     add("--topology-querier", default="", metavar="MODULE::CLASS", help="plug-in that knows the switches above a host")
     add("--topology-sorter", default="", metavar="MODULE::CLASS", help="plug-in that orders the nodes of a world")
     add(

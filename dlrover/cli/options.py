@@ -604,6 +604,15 @@ OUR_OPTIONS: tuple[Option, ...] = (
         metavar="MODULE::CLASS",
     ),
     _option(
+        "--pre-check-ops",
+        Kind.TEXT,
+        "",
+        "Checks of the master's before training begins: MODULE::CLASS,... (with ? a failure is only told), or a list of tuples "
+        "(module, class, bypass).",
+        group=_OURS,
+        metavar="OPERATORS",
+    ),
+    _option(
         "--topology-querier",
         Kind.TEXT,
         "",

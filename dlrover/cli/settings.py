@@ -50,6 +50,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     snapshot_copies: int = 0
     snapshot_parity: tuple[int, int] = (0, 0)
     snapshot_bandwidth: float = 0.0
+    pre_check_ops: str = ""
     topology_querier: str = ""
     topology_sorter: str = ""
     is_virtual_local_rank: bool = False
@@ -133,6 +134,7 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
             parsed.text("dynamic_failover_extension") or environment.failover_extension,
             option="--dynamic-failover-extension",
         ),
+        pre_check_ops=check_operators(parsed.text("pre_check_ops")),
         topology_querier=check_plugin(
             parsed.text("topology_querier") or environment.topology_querier, option="--topology-querier"
         ),
@@ -475,6 +477,16 @@ def check_plugin(name: str, *, option: str) -> str:
     if name and not (separator and is_module and class_name.isidentifier()):
         raise ConfigError(f"{option} {name}: give module::Class, for example my_network::Querier.")
     return name
+
+
+def check_operators(text: str) -> str:
+    """Only the form, as for other plug-ins of the master."""
+    if text.strip() in ("", "[]"):
+        return ""
+    from dlrover.master.pre_checks import parse_operators  # late: few need it, and it imports much
+
+    parse_operators(text)
+    return text
 
 
 def parse_nproc(text: str) -> int | str:

@@ -14,6 +14,7 @@ from dlrover.protocol.check_messages import CheckResult
 from dlrover.protocol.data_messages import DatasetState, Storage
 from dlrover.protocol.fleet_messages import FleetNodeStatus, NodeExit
 from dlrover.protocol.messages import JobStatus, NodeStatus
+from dlrover.protocol.precheck_messages import PreCheckStage, PreCheckStatus
 from dlrover.protocol.watch_messages import PastVerdict
 
 
@@ -33,6 +34,8 @@ def show(status: JobStatus, console: Console) -> None:
     if status.newest_verdict is not None:
         for line in verdict_lines(status.newest_verdict, status.now):
             say(line)
+    for line in pre_check_lines(status.pre_check):
+        say(line)
     if status.shortage:
         say(f"waits for the platform: {status.shortage}")
     console.print(_agents(status.nodes))
@@ -48,6 +51,17 @@ def show(status: JobStatus, console: Console) -> None:
         say(line)
     if status.end is not None:
         say(f"end: {status.end.reason}: {status.end.message}")
+
+
+def pre_check_lines(check: PreCheckStatus) -> list[str]:
+    """What operators say before training begins; nothing for a job without any."""
+    if check.stage is PreCheckStage.DISABLED:
+        return []
+    lines = [f"pre-check: {check.stage.value}{f': {check.message}' if check.message else ''}"]
+    for each in check.results:
+        said = f": {each.message}" if each.message else ""
+        lines.append(f"pre-check {each.name}: {each.state.value} after {each.num_tries} tries{said}")
+    return lines
 
 
 def dataset_lines(status: JobStatus) -> list[str]:

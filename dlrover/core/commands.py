@@ -26,6 +26,7 @@ from dlrover.core import (
     hangs,
     kv_store,
     node_check,
+    pre_check,
     steering,
     sync_points,
 )
@@ -277,14 +278,15 @@ def _leave(command: LeaveJob, course: Course) -> Reply:
 
     checkpoint_breaks.promise(course, node.id, command.held)
     why = f"{node.label} left ({command.reason.value})" + (f": {command.message}" if command.message else "")
-    course.lose(node, NodeLife.LEFT, why, exit_reason=fleet_agents.exit_of_leave(command.reason))
     is_final = command.reason in (LeaveReason.STOPPED_BY_USER, LeaveReason.FAILED, LeaveReason.JOB_ENDED)
-    if state.end is None and not state.nodes.live and is_final and state.fleet is None:
+    if state.end is None and list(state.nodes.live) == [node.id] and is_final and state.fleet is None:
         by_user = command.reason is LeaveReason.STOPPED_BY_USER
+        # Before it is lost: an end that somebody wanted is no fault that the job would have to recover from.
         course.end_job(
             ExitReason.STOPPED_BY_USER if by_user else ExitReason.WORKER_ERROR,
             f"{why[0].upper()}{why[1:]}, and no other node is there.",
         )
+    course.lose(node, NodeLife.LEFT, why, exit_reason=fleet_agents.exit_of_leave(command.reason))
     course.advance()
     return Done()
 
@@ -532,5 +534,6 @@ HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
     **goodput.HANDLERS,
     **hangs.HANDLERS,
     **steering.HANDLERS,
+    **pre_check.HANDLERS,
 }
 """A test holds it against the union of commands."""

@@ -25,6 +25,7 @@ from dlrover.core import (
     goodput,
     life_cycle,
     node_check,
+    pre_check,
     sync_points,
 )
 from dlrover.core import restarts as blame
@@ -510,6 +511,7 @@ class Course:
             return
         for block in rdzv.lift_expired(self.now):
             self.say(f"The lease of {block.owner} is over: the rendezvous is blocked no longer ({block.reason}).")
+        pre_check.expire(self)
         if rdzv.take_up.claims:
             if rdzv.take_up.in_order() is not None:
                 self._take_up()

@@ -31,12 +31,18 @@ from dlrover.protocol.messages import (
     Round,
     StopJob,
 )
+from dlrover.protocol.precheck_messages import PreCheckNoted, PreCheckStage
 from dlrover.protocol.watch_messages import MAX_TEXT, HangFound, NodeEvent
 
 INFO, WARN, ERROR = "info", "warn", "error"
 MAX_FAILURES = 8
 """Of one report that become events; the others are counted."""
 _MAX_NAME = 64
+_PRE_CHECK = {
+    PreCheckStage.PASS: ("pre_check_pass", INFO),
+    PreCheckStage.FAIL: ("pre_check_fail", ERROR),
+}
+"""By the historical names of events."""
 
 
 class EventTeller:
@@ -123,6 +129,10 @@ def _of_command(command: Command, outcome: Outcome, state: JobState, now: Micros
         case ScaleJob():
             text = f"The job shall have {command.min_nodes} to {command.max_nodes} nodes."
             yield event(now, INFO, "job-scaled", text)
+        case PreCheckNoted() if command.stage in _PRE_CHECK:
+            name, level = _PRE_CHECK[command.stage]
+            labels = {each.name: each.state.value for each in command.results[:MAX_LABELS]}
+            yield event(now, level, name, command.message, labels=labels)
         case StopJob():
             yield event(now, WARN, "job-stopped", command.message or "Somebody stopped the job.")
         case RequestSave():

@@ -150,6 +150,7 @@ class Job:
             shortage="" if state.fleet is None else state.fleet.verdict,
             digest=self.digest().hex(),
             checkpoints=state.checkpoints.status(),
+            pre_check=state.pre_check.status(),
             datasets=data_progress.progress(state.data),
         )
 

@@ -122,6 +122,8 @@ class Rendezvous(Struct):
     """The newest word of the topology sorter; empty: none."""
     order_awaited_until: Micros | None = None
     """The sorter was asked: so long the round waits for its answer."""
+    pre_check_until: Micros | None = None
+    """Operators look at the job before it begins: so long the first round waits for them."""
     take_up: TakeUp = msgspec.field(default_factory=TakeUp)
     bystanders: Bystanders = msgspec.field(default_factory=Bystanders)
     num_pending_launches: int = 0
@@ -158,7 +160,8 @@ class Rendezvous(Struct):
     @property
     def is_held(self) -> bool:
         """Whether no round may complete now, however many wait."""
-        return bool(self.blocks) or bool(self.take_up.claims) or self.order_awaited_until is not None
+        is_asked_about = self.order_awaited_until is not None or self.pre_check_until is not None
+        return bool(self.blocks) or bool(self.take_up.claims) or is_asked_about
 
     def is_too_large(self, limits: Limits) -> bool:
         """Whether the members run in a world that the limits do not allow any more."""
@@ -291,6 +294,7 @@ class Rendezvous(Struct):
         self.completed_at = now
         self.group_ranks = {member.node: group_rank for group_rank, member in enumerate(world.members)}
         self.finished = {node: rank for node, rank in self.finished.items() if node in self.group_ranks}
+        self.pre_check_until = None
         self.opening = None
         self.below_min_since = None
         self.take_up = TakeUp(is_over=True)
@@ -311,12 +315,13 @@ class Rendezvous(Struct):
         self.blocks = {node: block for node, block in self.blocks.items() if block.until > now}
         if self.order_awaited_until is not None and self.order_awaited_until <= now:
             self.order_awaited_until = None
+        if self.pre_check_until is not None and self.pre_check_until <= now:
+            self.pre_check_until = None
         return expired
 
     def hold_ends_at(self) -> Micros | None:
         ends = [block.until for block in self.blocks.values()]
-        if self.order_awaited_until is not None:
-            ends.append(self.order_awaited_until)
+        ends += [until for until in (self.order_awaited_until, self.pre_check_until) if until is not None]
         return min(ends, default=None)
 
     def why_held(self) -> str:
@@ -326,6 +331,8 @@ class Rendezvous(Struct):
         if self.take_up.claims:
             come, size = len(self.take_up.claims), self.take_up.size
             return f"the world of round {self.take_up.round} runs on and is taken up when all are back, {come} of {size} are"
+        if self.pre_check_until is not None:
+            return "the pre-check is not over"
         return "the order of the nodes is being asked for"
 
     def master_restarted(self, limits: Limits, last_command_at: Micros, now: Micros) -> None:
@@ -350,6 +357,8 @@ class Rendezvous(Struct):
             self.blocks[node] = Block(until, block.owner, block.reason)
         if self.order_awaited_until is not None:
             self.order_awaited_until = now  # whoever asked is dead, and so is the answer
+        if self.pre_check_until is not None:
+            self.pre_check_until = Micros(self.pre_check_until + now - last_command_at)  # it begins again
         self.take_up.until = after_outage(self.take_up.until, last_command_at, now)
         if limits.pend_timeout is not None:
             # Whoever was too many may be needed now: not all members need come back.
@@ -377,6 +386,7 @@ class Rendezvous(Struct):
         self.below_min_since = None
         self.blocks = {}
         self.order_awaited_until = None
+        self.pre_check_until = None
         self.take_up = TakeUp(is_over=True)
         self.bystanders.left_out = {}
 

@@ -18,13 +18,14 @@ from dlrover.core.goodput import Goodput
 from dlrover.core.hangs import Hangs
 from dlrover.core.kv_store import KvStore
 from dlrover.core.nodes import Nodes
+from dlrover.core.pre_check import PreCheck
 from dlrover.core.rendezvous import Rendezvous
 from dlrover.core.restarts import Restarts
 from dlrover.core.senders import Senders
 from dlrover.core.sync_points import SyncPoints
 from dlrover.protocol.messages import Detection, JobEnd, JobTerms, Micros, Stage
 
-DECISION_VERSION = 8
+DECISION_VERSION = 9
 """Grows when the same commands would lead to another state: then only the snapshots of a journal can be used."""
 
 
@@ -62,6 +63,7 @@ class JobState(Struct, kw_only=True):
     data: DataBooks = msgspec.field(default_factory=DataBooks)
     goodput: Goodput = msgspec.field(default_factory=Goodput)
     hangs: Hangs = msgspec.field(default_factory=Hangs)
+    pre_check: PreCheck = msgspec.field(default_factory=PreCheck)
     fleet: Fleet | None = None
     """None: people start the nodes by hand."""
 

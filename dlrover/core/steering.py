@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dlrover.core import fleet_wishes
 from dlrover.core.fleet import FleetNode
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Command, Done, Reply
+from dlrover.protocol.messages import Command, Done, NodeId, PlatformId, Reply
 from dlrover.protocol.steering_messages import RelaunchNode, RestartWorkers
 
 if TYPE_CHECKING:
@@ -57,20 +57,35 @@ def _relaunch_node(command: RelaunchNode, course: Course) -> Reply:
 
 def _node_of_platform(command: RelaunchNode, course: Course) -> FleetNode:
     state = course.state
-    agent = state.nodes.live.get(command.node)
+    node = _of_agent(command.node, course) if command.node >= 0 else _of_platform(command.platform_node, course)
+    assert state.fleet is not None, "a node of a platform"
+    if state.fleet.is_suspended:
+        raise Rejected("The job is suspended and launches no node: resume it first.", code="bad-stage")
+    if not node.is_live or node.is_finished or node.id in state.fleet.migrations:
+        raise Rejected(f"{node.label} is about to go already.", code="bad-stage")
+    return node
+
+
+def _of_agent(id_: NodeId, course: Course) -> FleetNode:
+    state = course.state
+    agent = state.nodes.live.get(id_)
     if agent is None:
-        raise Rejected(f"Node {command.node} is not part of the job any more.", code="unknown-node")
+        raise Rejected(f"Node {id_} is not part of the job any more.", code="unknown-node")
     node = None if state.fleet is None else state.fleet.of_agent(agent.id)
-    if state.fleet is None or node is None:
+    if node is None:
         raise Rejected(
             f"{agent.label[:1].upper()}{agent.label[1:]} was started by hand: no platform could start another in its place. Stop it "
             "there; the job goes on with the others, or with one that you start instead.",
             code="no-platform",
         )
-    if state.fleet.is_suspended:
-        raise Rejected("The job is suspended and launches no node: resume it first.", code="bad-stage")
-    if not node.is_live or node.is_finished or node.id in state.fleet.migrations:
-        raise Rejected(f"{node.label} is about to go already.", code="bad-stage")
+    return node
+
+
+def _of_platform(id_: PlatformId, course: Course) -> FleetNode:
+    fleet = course.state.fleet
+    node = None if fleet is None else fleet.nodes.get(id_)
+    if node is None:
+        raise Rejected(f"The platform has no node {id_} of this job.", code="unknown-node")
     return node
 
 

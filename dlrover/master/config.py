@@ -64,6 +64,10 @@ class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Who is told of events besides: `log`, `file:PATH`, a URL, or `module::Class`."""
     reports: str = ""
     """Directory for what people may want to read after a fault: autopsies. Empty: that of the journal."""
+    pre_check_ops: str = ""
+    """Operators that look at the job before it begins: a list of tuples, or `module::Class`, separated by commas. Empty: none."""
+    failover_extension: str = ""
+    """`module::Class` that agents on nodes of the platform ask what shall follow a failure; empty: what their nodes say."""
     watch: WatchTerms | None = None
     """When hangs are looked at and acted upon, instead of what the nodes were started with."""
     dashboard_port: int = -1

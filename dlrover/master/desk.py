@@ -214,7 +214,7 @@ class Desk:
         line = self._roster.line_of(node)
         if line is None:
             return False
-        line.stream.send(Ordered(order))
+        line.stream.send(Ordered(replace(order, at=self._clock.now())))
         return True
 
     @property

@@ -16,9 +16,11 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from dlrover.core.sightings import REFUSAL_COUNTS
 from dlrover.platforms.base import Intent, Platform, StaleMaster
@@ -70,8 +72,18 @@ class _Lane:
 class FleetKeeper:
     """Built by the service; `run` is its task, `take` is called by the desk."""
 
-    def __init__(self, platform: Platform, spec: FleetSpec, tell: Tell, *, patience: Patience = PATIENCE) -> None:
+    def __init__(
+        self,
+        platform: Platform,
+        spec: FleetSpec,
+        tell: Tell,
+        *,
+        patience: Patience = PATIENCE,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """`environ`: what the nodes' processes shall find in their environment."""
         self._platform = platform
+        self._environ = dict(environ or {})
         self._spec = spec
         self._tell = tell
         self._patience = patience
@@ -86,6 +98,8 @@ class FleetKeeper:
     def take(self, intent: Intent) -> None:
         """Never waits. The newest intent of a node replaces what has not been done yet."""
         lane = self._lanes.setdefault(intent.id, _Lane())
+        if isinstance(intent, LaunchNode) and self._environ:
+            intent = replace(intent, environ={**intent.environ, **self._environ})
         lane.intent = intent
         lane.changed.set()
         if lane.task is None:

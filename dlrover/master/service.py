@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ from dlrover.master.event_reporters import build_reporters
 from dlrover.master.events import EventLog, events_file
 from dlrover.master.fleet_keeper import FleetKeeper
 from dlrover.master.keeper import Keeper
+from dlrover.master.pre_check_runner import PreCheckRunner, whole_limit
+from dlrover.master.pre_checks import load_operators, parse_operators
 from dlrover.master.topology import Topology
 from dlrover.master.watch import WatchKeeper
 from dlrover.platforms.base import Platform
@@ -65,6 +68,8 @@ async def serve(config: MasterConfig) -> int:
     fleet = None if platform is None else _fleet_keeper(config, platform, desk)
     observatory = _observatory(config, desk, keeper, token)
     await desk.begin(keeper.master_epoch)
+    pre_check = _pre_check(config, desk, events)
+    pre_check.begin()
     await server.start(desk)
     working = asyncio.ensure_future(desk.run())
     telling = asyncio.ensure_future(events.run())
@@ -76,7 +81,7 @@ async def serve(config: MasterConfig) -> int:
         terms=config.watch,
         plugins=UserDiagnosticians.load(),
     )
-    keeping = [asyncio.ensure_future(watch.run())]
+    keeping = [asyncio.ensure_future(watch.run()), asyncio.ensure_future(_for_good(pre_check.run()))]
     keeping += [] if fleet is None else [asyncio.ensure_future(fleet.run())]
     loop.add_signal_handler(signal.SIGUSR1, _end_job, desk)
     ready = Ready(port=port, pid=os.getpid(), master_epoch=keeper.master_epoch)
@@ -137,10 +142,23 @@ def _platform(config: MasterConfig) -> Platform | None:
 
 def _fleet_keeper(config: MasterConfig, platform: Platform, desk: Desk) -> FleetKeeper:
     assert config.fleet is not None, "checked where the platform was built"
-    fleet = FleetKeeper(platform, config.fleet, desk.tell)
+    environ = {"DLROVER_EXTENSION_DYNAMIC_FAILOVER": config.failover_extension} if config.failover_extension else {}
+    fleet = FleetKeeper(platform, config.fleet, desk.tell, environ=environ)
     desk.on_intent = fleet.take
     log.info("platform=%s capabilities=%s", config.platform, platform.capabilities)
     return fleet
+
+
+def _pre_check(config: MasterConfig, desk: Desk, events: EventLog) -> PreCheckRunner:
+    operators = load_operators(parse_operators(config.pre_check_ops))
+    patience = 0.0 if config.fleet is None else config.fleet.pending_timeout
+    return PreCheckRunner(desk, operators, limit=whole_limit(patience), tell=events.add)
+
+
+async def _for_good(work: Coroutine[Any, Any, None]) -> None:
+    """Something that comes to its end, beside others whose end would be that of the master."""
+    await work
+    await asyncio.Event().wait()
 
 
 def _observatory(config: MasterConfig, desk: Desk, keeper: Keeper, token: str) -> Observatory | None:

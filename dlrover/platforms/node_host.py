@@ -305,7 +305,7 @@ class NodeHost:
             own["POD_IP"] = place.address
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
                 own[variable] = self._config.environ.get(variable, NODE_INTERFACE)
-        return {**self._config.environ, **own}
+        return {**self._config.environ, **intent.environ, **own}
 
     async def _live(self, job: _Job, node: _Node) -> None:
         """From the start of a node's process until nothing of it is left."""

@@ -371,6 +371,8 @@ class LaunchNode(Struct, tag=True, frozen=True, kw_only=True):
     avoid_hosts: tuple[str, ...] = ()
     service_address: str = ""
     """Stable address of a parameter server; its replacement gets the same."""
+    environ: dict[str, str] = {}
+    """Variables that the node's processes get besides those of its platform."""
     master_epoch: int = 0
     """A platform refuses an effect of an older master."""
 

@@ -62,6 +62,7 @@ from dlrover.protocol.identity import PlatformId as PlatformId
 from dlrover.protocol.identity import Round as Round
 from dlrover.protocol.kv_messages import AnyKvCommand, AnyKvQuery, KvReply
 from dlrover.protocol.peer_messages import AskPeers, Peers
+from dlrover.protocol.precheck_messages import PreCheckCommand, PreCheckStatus
 from dlrover.protocol.steering_messages import SteeringCommand
 from dlrover.protocol.sync_messages import AnySyncCommand, AnySyncQuery, SyncReply
 from dlrover.protocol.watch_messages import (
@@ -219,6 +220,7 @@ class ExitReason(enum.StrEnum):
     NODE_CHECK_FAILED = "NodeCheckFailed"
     UNKNOWN_ERROR = "UnknownError"
     HANG_ERROR = "HangError"
+    PRE_CHECK_FAILED = "PreCheckFailed"
     DATA_UNFINISHED = "DataUnfinished"
     """The workers ended well and left training data unread, or some of it could not be read."""
 
@@ -631,6 +633,7 @@ Command = (
     | WatchCommand
     | AccountGoodput
     | SteeringCommand
+    | PreCheckCommand
 )
 AgentCommand = (
     Attach
@@ -757,6 +760,7 @@ class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
     """Address of the job's page; empty: there is none."""
     now: Micros = Micros(0)
     """The master's clock when it answered: what the instants in here are to be compared with; 0: not told."""
+    pre_check: PreCheckStatus = PreCheckStatus()
     datasets: tuple[DatasetState, ...] = ()
     """Of dynamic sharding, in the order of their registration; without the partitions of streams."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from dlrover.protocol.identity import NodeId
+from dlrover.protocol.identity import NodeId, PlatformId
 
 
 class RestartWorkers(Struct, tag=True, frozen=True, kw_only=True):
@@ -17,7 +17,10 @@ class RelaunchNode(Struct, tag=True, frozen=True, kw_only=True):
     """Exchange a node for a new one of its platform, at once. Costs nothing of the relaunch budget."""
 
     node: NodeId
+    """-1: `platform_node` says which."""
     reason: str = ""
+    platform_node: PlatformId = PlatformId(-1)
+    """What the platform knows it by, for a node from which nobody has come."""
     is_cordoned: bool = False
     """Its machine gets no node of this job any more, as far as the platform follows such wishes."""
 

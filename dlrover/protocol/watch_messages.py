@@ -289,7 +289,10 @@ class WatchOrder(Struct, frozen=True, kw_only=True):
 
     id: int
     expires_in: float
+    """Seconds after `at`: then nobody waits for the answer any more, and an agent that was held up leaves it alone."""
     order: TakeLook | SendTail
+    at: Micros = Micros(0)
+    """The master's clock when it was sent; 0: not told."""
 
 
 # Findings and verdicts.

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 _STORAGE = "dlrover.snapshot.user_storage"
 _FAILOVER = "dlrover.agent.failover"
+_ACTIONS = "dlrover.master.diagnosis_actions"
 _SHARED = "dlrover.trainer.shared_objects"
 _SAVER = "dlrover.trainer.torch.flash_checkpoint.old_saver"
 _CONSTANTS = "dlrover.trainer.old_constants"
@@ -70,6 +71,21 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.common.storage": _STORAGES,
     # The original's own guide names this module for the strategies; it never had one.
     "dlrover.python.common.store": _STORAGES,
+    "dlrover.python.diagnosis.common.constants": {
+        name: f"{_ACTIONS}:{name}" for name in ("DiagnosisActionType", "DiagnosisConstant")
+    },
+    "dlrover.python.diagnosis.common.diagnosis_action": {
+        name: f"{_ACTIONS}:{name}"
+        for name in (
+            "DiagnosisAction",
+            "DiagnosisActionQueue",
+            "EventAction",
+            "JobAbortionAction",
+            "JobRestartAction",
+            "NoAction",
+            "NodeAction",
+        )
+    },
     "dlrover.python.elastic_agent.sharding.client": {
         name: f"dlrover.trainer.sharding_client:{name}" for name in ("IndexShardingClient", "ShardingClient")
     },
@@ -102,6 +118,16 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.elastic_agent.torch.training": {
         "ElasticLaunchConfig": "dlrover.trainer.torch.elastic_run:ElasticLaunchConfig",
         "launch_agent": "dlrover.trainer.torch.elastic_run:launch_agent",
+    },
+    "dlrover.python.master.diagnosis.precheck_operator": {
+        name: f"dlrover.master.pre_checks:{name}"
+        for name in (
+            "ConnectionPreCheckOperator",
+            "NoPreCheckOperator",
+            "PreCheckOperator",
+            "PreCheckResult",
+            "SchedulingPreCheckOperator",
+        )
     },
     "dlrover.python.master.elastic_training.net_topology": {
         "DefaultTopologyQuerier": "dlrover.master.topology:DefaultTopologyQuerier",

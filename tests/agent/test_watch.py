@@ -23,7 +23,7 @@ from dlrover.agent.seats import Seat, parse_stacks
 from dlrover.agent.spawner import Spawner
 from dlrover.agent.watch import Watch
 from dlrover.core.phases import Patience, PhaseBook
-from dlrover.protocol.messages import Incarnation, NodeId, Round
+from dlrover.protocol.messages import Incarnation, Micros, NodeId, Round
 from dlrover.protocol.watch_messages import (
     LookTaken,
     NodeEvent,
@@ -183,6 +183,15 @@ async def test_a_look_tells_what_each_is_doing_however_it_stands_still(lab: Lab)
     assert frames(again) == frames(waiting)
     assert second.workers[1].cpu_seconds >= holding.cpu_seconds
     assert all(worker.poll() is None for worker in lab.workers)
+
+
+async def test_an_order_that_comes_too_late_is_left_alone(lab: Lab) -> None:
+    await lab.start("line")
+    lab.watch.connect(lab.observed.append, lambda: (NodeId(7), Incarnation(3)), lambda: Micros(100_000_000))
+    look = TakeLook(look=8, round=Round(4), again_after=0.1)
+    lab.watch.take_order(WatchOrder(id=8, expires_in=12.0, order=look, at=Micros(87_000_000)))
+    await lab.look(number=9)
+    assert not [each for each in lab.observed if isinstance(each, LookTaken) and each.look == 8]
 
 
 async def test_an_order_is_run_once_and_only_for_the_round_it_means(lab: Lab) -> None:

@@ -196,6 +196,18 @@ def test_the_last_words_of_a_worker_say_what_was_wrong(kind: FailureKind, text: 
     assert fault_of(failure(kind, message=text)) is fault
 
 
+def test_one_kill_that_all_nodes_tell_of_is_no_loop() -> None:
+    lab = Lab()
+    killed = failure(FailureKind.SIGNAL, global_rank=1, message="killed", signal=9)
+    for node_rank, node in enumerate(NODES * 2):
+        lab.watch.hear_failure(
+            Failed(at=lab.now, round=Round(1), node=node, node_rank=NodeRank(node_rank), step=7, failures=(killed,))
+        )
+    lab.tick()
+    assert len(found(lab, FaultClass.DEAD)) == 1
+    assert found(lab, FaultClass.CRASH_LOOP) == []
+
+
 def test_the_same_failure_at_the_same_step_three_times_is_a_loop_and_told_once_each() -> None:
     lab = Lab()
     for number, step in enumerate([3, 7, None, None, 7], 1):

@@ -9,7 +9,7 @@ from dlrover.core.progress_ledger import ProgressLedger
 from dlrover.core.sequence import replay
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.goodput_messages import SPLIT, AccountGoodput, AskGoodput, GoodputStatus, NodeAccount, TimeClass
-from dlrover.protocol.messages import NodeId, Round
+from dlrover.protocol.messages import LeaveReason, NodeId, Round
 from dlrover.protocol.watch_messages import Phase, ProgressReport, WorkerProgress
 from tests.core.scene import Scene, failure, micros, terms
 
@@ -45,6 +45,12 @@ class TestBooking:
         scene.at(40)
         assert seconds_of(scene, 0) == {T.START_UP: 10.0, T.RENDEZVOUS: 1.0, T.COMPUTE: 27.0, T.STOPPING: 2.0}
         assert seconds_of(scene, 1) == {T.START_UP: 10.0, T.COMPUTE: 27.0, T.STOPPING: 3.0}
+
+    def test_a_stop_that_somebody_wanted_is_no_fault(self) -> None:
+        scene = a_job("a")
+        scene.at(30).leave("a", LeaveReason.STOPPED_BY_USER)
+        assert scene.job.state.end is not None
+        assert scene.job.goodput(scene.now).num_faults == 0
 
     def test_running_time_is_split_as_the_workers_tell(self) -> None:
         scene = a_job("a")

@@ -76,7 +76,7 @@ class CrashLoop:
         newest = _first(picture.failures[-1])
         digest = blame.traceback_digest(newest)
         count, step = 0, None
-        for failed in reversed(picture.failures):
+        for failed in _newest_by_round(picture.failures):
             # Who fails before the end of its first step tells of none: it got no further, either.
             is_further = failed.step is not None and step is not None and failed.step != step
             if is_further or not _is_same(_first(failed), newest, digest):
@@ -124,6 +124,12 @@ def _odd_collective(picture: Picture) -> tuple[int, Collective, Collective] | No
         return None
     rank, collective = ordered[0][0]
     return rank, collective, ordered[-1][0][1]
+
+
+def _newest_by_round(failures: Iterable[Failed]) -> list[Failed]:
+    """Newest round first. All nodes of a world tell of the same end; who told last knows best what began it."""
+    newest = {failed.round: failed for failed in failures}
+    return list(reversed(newest.values()))
 
 
 def _first(failed: Failed) -> WorkerFailure:
