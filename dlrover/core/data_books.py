@@ -5,8 +5,9 @@ A lease names a worker's life: its node, incarnation, round and local rank. What
 the head of the queue when its node is given up or a new round begins.
 
 In a new round nobody gets a shard of a dataset whose records are in a model provisionally, before the ranks have said which
-model they go on with. A job that tells the steps of its model and never says that would wait in vain, so after a
-while the shards are given out all the same; then records may be read twice, and a sentence says so.
+model they go on with; nor does a worker that has loaded a model itself, and whose word is still under way with another rank. A job that
+tells the steps of its model and never says that would wait in vain, so after a while the shards are given out all the
+same; then records may be read twice, and a sentence says so.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ RESTORE_PATIENCE = 120.0
 MAX_RESTORED = 64
 LOOK_AGAIN = 1.0
 """Seconds after which a worker that got nothing shall ask again."""
+QUICK_LOOK = 0.1
+"""The same in a small world, if only the word about its model is missing."""
 _LARGEST = 2**53
 
 
@@ -206,7 +209,7 @@ def _register(command: RegisterDataset, course: Course) -> Reply:
     dataset = new_dataset(command.spec, len(books.datasets) + 1)
     books.datasets[command.spec.name] = dataset
     if (told := books.awaited.pop(command.spec.name, None)) is not None:
-        _return_to(course, dataset, told)
+        _return_to(course, dataset, told, command.round)
     return state_of(books.datasets[command.spec.name])
 
 
@@ -254,7 +257,8 @@ def _exchange(command: ExchangeShards, course: Course) -> Reply:
 
 def _give(command: ExchangeShards, dataset: Dataset, reader: Reader, course: Course) -> ShardsGiven:
     shards: list[Shard] = []
-    if command.want and not _is_held_back(command, dataset, course):
+    is_held_back = command.want > 0 and _is_held_back(command, dataset, course)
+    if command.want and not is_held_back:
         shards = dataset.take(reader, command.want)
     recalled = (*reader.recalled, *dataset.outdone_of(reader.node, reader.local_rank))
     if shards or not command.want:
@@ -263,6 +267,8 @@ def _give(command: ExchangeShards, dataset: Dataset, reader: Reader, course: Cou
         return ShardsGiven(
             supply=Supply.END, recalled=recalled
         )  # the rest is the asker's own: it would wait for itself
+    if is_held_back:
+        return ShardsGiven(supply=Supply.WAIT, recalled=recalled, retry_after=_patience_for_word(course))
     if not reader.ids:
         dataset.recall()
         is_training = dataset.spec.task_type is TaskType.TRAINING
@@ -276,21 +282,28 @@ def _is_held_back(command: ExchangeShards, dataset: Dataset, course: Course) -> 
     books = course.state.data
     if not command.round or dataset.spec.task_type is not TaskType.TRAINING:
         return False
-    if not dataset.is_stepped:
-        dataset.restored_round = max(dataset.restored_round, command.round)  # no model has anything to say about it
+    if command.round in books.restored:
         return False
-    if dataset.restored_round >= command.round or command.round in books.restored:
+    if not command.has_model and (dataset.restored_round >= command.round or not dataset.is_stepped):
+        dataset.restored_round = max(dataset.restored_round, command.round)  # no model has anything to say about it
         return False
     if books.held_back_since is None:
         books.held_back_since = course.now
     if course.now - books.held_back_since < micros(RESTORE_PATIENCE):
         return True
-    dataset.restored_round = command.round
-    _fold(books)
-    course.say(
-        f"Nobody said which model round {command.round} goes on with: {command.dataset!r} counts everything as seen that was told so far."
-    )
+    if dataset.restored_round < command.round:
+        dataset.restored_round = command.round
+        _fold(books)
+        course.say(
+            f"Nobody said which model round {command.round} goes on with: {command.dataset!r} counts everything as seen that was told so far."
+        )
     return False
+
+
+def _patience_for_word(course: Course) -> float:
+    """The word usually comes in a moment. All workers of the world wait for it: together they ask at most about a thousand times a second."""
+    world = course.state.rendezvous.world
+    return min(LOOK_AGAIN, max(QUICK_LOOK, (world.world_size if world is not None else 1) / 1000))
 
 
 def _restore_agreed(command: RestoreAgreed, course: Course) -> Reply:
@@ -325,7 +338,7 @@ def _restore_agreed(command: RestoreAgreed, course: Course) -> Reply:
             continue
         dataset.restored_round = command.round
         if name in told and (command.is_explicit or _is_other(dataset, told[name], command.step)):
-            if _return_to(course, dataset, told[name]):
+            if _return_to(course, dataset, told[name], command.round):
                 books.history_from = command.round
                 continue
         elif is_behind and name not in told:
@@ -367,8 +380,11 @@ def _is_other(dataset: Dataset, told: str, step: int) -> bool:
     return said.num_consumed != ours.num_consumed or said.places_left() != ours.places_left()
 
 
-def _return_to(course: Course, known: Dataset, content: str) -> bool:
-    """Let the dataset be as the text says; False, with the reason, if that cannot be."""
+def _return_to(course: Course, known: Dataset, content: str, round_: Round) -> bool:
+    """
+    Let the dataset be as the text says; False, with the reason, if that cannot be. Workers of this round keep what they hold, unless the
+    model has seen it.
+    """
     try:
         restored = read_checkpoint(content, known)
     except Rejected as error:
@@ -378,6 +394,7 @@ def _return_to(course: Course, known: Dataset, content: str) -> bool:
     restored.number, restored.last_id = known.number, known.last_id
     restored.restored_round, restored.num_returns = known.restored_round, known.num_returns + 1
     restored.is_stepped = known.is_stepped
+    restored.take_over_leases(known, round_)
     course.state.data.datasets[known.spec.name] = restored
     course.say(
         f"Dataset {known.spec.name!r} goes back to where the restored model had read: {restored.num_consumed} records are in it, "

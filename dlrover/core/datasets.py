@@ -21,6 +21,7 @@ import functools
 from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dlrover.core.permutation import Permutation
 from dlrover.protocol.data_messages import NO_STEP, Claim, DatasetSpec, Shard, Storage
@@ -303,12 +304,15 @@ class Dataset(Struct):
 
     def _hand(self, found: Range, reader: Reader) -> Shard:
         """Under the newest number."""
-        self.held[self.last_id] = Held(found, reader.node, reader.local_rank, given_at=reader.heard_at)
-        reader.ids[self.last_id] = None
+        self._enter(self.last_id, Held(found, reader.node, reader.local_rank, given_at=reader.heard_at), reader)
+        return self.shard(self.last_id)
+
+    def _enter(self, id_: int, held: Held, reader: Reader) -> None:
+        self.held[id_] = held
+        reader.ids[id_] = None
         if len(reader.ids) == 1:
             self.readers.setdefault(reader.node, {})[reader.local_rank] = reader
             self.num_readers += 1
-        return self.shard(self.last_id)
 
     def held_ranges(self) -> list[Range]:
         """What is given and not reported, each record once."""
@@ -463,6 +467,28 @@ class Dataset(Struct):
         seen = [id_ for id_, held in self.held.items() if any(_overlaps(each, [held.range]) for each in claimed)]
         self._return([*undone, *(self._let_go(id_) for id_ in dict.fromkeys([*former, *seen]))])
         return [claim for claim in claims if claim.step <= step and not self._claim(claim)]
+
+    def take_over_leases(self, former: Dataset, round_: Round) -> None:
+        """
+        These books replace the former ones: what workers of this round hold stays with them as far as it is unread by these books, too. Of
+        anything else they will hear that it is not theirs any more.
+        """
+        leases = [
+            (reader, id_) for reader in former.all_readers() if reader.round == round_ for id_ in list(reader.ids)
+        ]
+        before, self.returned = self.returned, []
+        if leases and self.advance_to(former.epoch, former.cursor, former.offsets):
+            self.returned.reverse()  # the last one is handed out first, and all of them after what was given back
+        self.returned += before
+        for reader, id_ in leases:
+            held = former.held[id_]
+            number = held.range.listing
+            if number and former.listings[number] != self.listings.get(number):
+                continue
+            if sum(each.size for each in _overlaps(held.range, self.returned)) == held.range.size:
+                self.returned = [rest for each in self.returned for rest in reversed(_minus(each, [held.range]))]
+                holder = self.reader(reader.node, reader.local_rank) or replace(reader, ids={}, recalled={})
+                self._enter(id_, replace(held), holder)
 
     def commit(self, step: int) -> None:
         """A checkpoint of that step is in storage: no model will be older than it from here on."""

@@ -137,6 +137,11 @@ class ExchangeShards(DatasetCommand, tag=True, frozen=True, kw_only=True):
     unused: tuple[int, ...] = ()
     """Shards that go back with what is left of them: nobody here will read it."""
     want: int = 0
+    has_model: bool = False
+    """
+    The sender has loaded a model in this round, and one rank says which (`RestoreAgreed`). That word may come later than this question: till
+    then nobody can tell what is still to be read.
+    """
     waived: str = ""
     """Why the rest of the dataset is left unread on purpose: then the job may end without it."""
 

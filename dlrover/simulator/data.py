@@ -22,7 +22,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from dlrover.core.data_audit import Audit, overlapping, said, subtract
+from dlrover.core.data_books import new_dataset
+from dlrover.core.data_checkpoint import write_states
 from dlrover.core.datasets import Dataset, Range
+from dlrover.core.datasets import Reader as CoreReader
 from dlrover.core.job import Job
 from dlrover.core.sequence import walk
 from dlrover.protocol.data_messages import (
@@ -38,7 +41,8 @@ from dlrover.protocol.data_messages import (
     ShardsGiven,
     Supply,
 )
-from dlrover.protocol.messages import AgentCommand, Command, ExitReason, Reply, Round
+from dlrover.protocol.identity import Incarnation, NodeId
+from dlrover.protocol.messages import AgentCommand, Command, ExitReason, Micros, Reply, Round
 from dlrover.simulator.events import micros, span
 from dlrover.simulator.invariants import Violation
 
@@ -61,6 +65,10 @@ SAVE_ODDS = 0.3
 """How often a storage save is under way when something goes wrong."""
 GO_BACK_ODDS = 0.05
 """How often somebody wants a world to begin with an older checkpoint."""
+SAYS_LOADED_ODDS = 0.8
+"""How often the scripts of a job are of those that say when they have loaded a model."""
+FORMER_ODDS = 0.3
+"""How often a job begins with the checkpoint of another."""
 NUM_STORED = 3
 """Checkpoints that the storage keeps."""
 
@@ -155,10 +163,32 @@ class DataTraffic:
         self._stored: dict[str, Stored] = {}
         """Checkpoints in storage, by attempt."""
         self._saving: dict[str, Model] = {}
-        self._has_confirmed = False
-        """Whether the job has heard that steps are named."""
         self._goal: Stored | None = None
         """Somebody wants this one: worlds begin with it until one has taken a snapshot."""
+        self._has_confirmed = False
+        """Whether the job has heard that steps are named."""
+        script = random.Random(f"{simulation.plan.seed}/script")
+        self._says_loaded = script.random() < SAYS_LOADED_ODDS
+        """Whether workers tell that they have loaded a model: else those of a named one, or of another job, have to wait by themselves."""
+        self._take_over(script)
+
+    def _take_over(self, chance: random.Random) -> None:
+        """Some jobs begin in the middle of an epoch, with a checkpoint of a former job: named, or the newest of the directory."""
+        if chance.random() > FORMER_ODDS:
+            return
+        books = new_dataset(self._spec)
+        reader = CoreReader(NodeId(1), 0, Incarnation(1), Round(1), Micros(0))
+        content = []
+        for step in range(1, 2 + chance.randrange(4)):
+            shards = books.take(reader, chance.randint(1, 3))
+            for shard in chance.sample(shards, chance.randint(0, len(shards))):
+                books.consume(shard.id, count := chance.randint(1, shard.end - shard.start), step)
+                place = Range(shard.epoch, shard.start, shard.start + count, shard.partition, shard.listing)
+                content.append((step, place))
+        model = Model(step=step, round=0, content=tuple(content))
+        former = Stored(model, write_states([books], step))
+        self._stored["former"] = former
+        self._goal = former if chance.random() < 0.5 else None
 
     # Worlds.
 
@@ -226,7 +256,7 @@ class DataTraffic:
         if not world.has_told:
             self._tell_model(world)
         world.step += world.is_restored
-        is_impatient = self._has_confirmed and self._chance.random() < IMPATIENT_ODDS
+        is_impatient = (self._has_confirmed or self._says_loaded) and self._chance.random() < IMPATIENT_ODDS
         readers = world.readers
         for reader in readers if len(readers) <= MOST_READERS else self._chance.sample(readers, MOST_READERS):
             if reader.agent.frozen_since is not None or reader.agent.incarnation != reader.incarnation:
@@ -273,8 +303,10 @@ class DataTraffic:
         if not reader.has_registered:
             reader.has_registered = True
             self._tell(world, None, reader.agent, self._register(reader.agent, world, reader.local_rank))
-        if world.is_explicit and not world.is_restored:
-            return  # who goes back to a checkpoint says so before anybody reads
+        if not (self._says_loaded or world.is_restored) and (
+            world.is_explicit or (world.text and not self._has_confirmed)
+        ):
+            return
         if not (want or reader.untold or reader.failed or reader.unused):
             return
         message = ExchangeShards(
@@ -284,6 +316,7 @@ class DataTraffic:
             failed=tuple(reader.failed),
             unused=tuple(reader.unused),
             want=want,
+            has_model=self._says_loaded,
             **_who(reader.agent, world),
         )
         reader.num_told = len(reader.untold)

@@ -1,14 +1,15 @@
 """
 Where the model and its data meet: a snapshot of a step is taken after the reports about it, and a restored step is told to the books.
 
-Flash Checkpoint calls both functions; scripts that restore their models by other means call `restored` themselves, on one rank, before
-anybody takes a shard.
+Flash Checkpoint calls these functions; scripts that restore their models by other means call `restored` themselves, on one rank, and `loaded`
+on all others, before they take a shard.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import threading
 import time
 import weakref
 from typing import TYPE_CHECKING
@@ -33,6 +34,8 @@ _TELL = 3600.0
 
 feeds: weakref.WeakSet[ShardFeed] = weakref.WeakSet()
 """Of this process."""
+model_loaded = threading.Event()
+"""This process has a model of which one rank tells the master: no shards are wanted before that word is there."""
 
 
 @atexit.register
@@ -71,6 +74,14 @@ def unconfirmed(step: int) -> dict[str, list[Claim]]:
             else:
                 ranges.append(claim)
     return {name: ranges for name, ranges in found.items() if ranges}
+
+
+def loaded() -> None:
+    """
+    This rank has loaded the model that one rank tells of (`restored`), which may be slower: what this rank asks for waits until that word has come,
+    for records that the model has seen must not come to anybody.
+    """
+    model_loaded.set()
 
 
 def restored(

@@ -324,6 +324,7 @@ class ShardFeed:
                 unused=tuple(self._unused),
                 waived=self._waived,
                 want=0 if self._is_closed else self._num_wanted,
+                has_model=data_steps.model_loaded.is_set(),
             )
             self._consumed, self._failed, self._unused, self._waived = [], [], [], ""
             self._told = len(self._unanswered)

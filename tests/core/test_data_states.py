@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.core.data_audit import Audit
-from dlrover.core.data_books import state_for_manifest
+from dlrover.core.data_books import QUICK_LOOK, RESTORE_PATIENCE, state_for_manifest
 from dlrover.protocol.checkpoint_messages import AwaitSaveDuties, CheckpointCommitted, SaveDuties, ShardWritten
-from dlrover.protocol.data_messages import MAX_STATE_BYTES, RestoreAgreed
+from dlrover.protocol.data_messages import MAX_STATE_BYTES, Consumption, RestoreAgreed, Storage, Supply
 from dlrover.protocol.errors import Rejected
 from tests.core.scene import terms
 from tests.core.test_data_books import SPEC, Reading, commit, places
@@ -89,6 +89,68 @@ def test_a_checkpoint_that_somebody_names_counts_in_any_case(scene: Reading) -> 
     scene.new_round("a")
     scene.restored("a", 1, data_state=text, is_explicit=True)
     assert rest(scene) == [(start, start + 10) for start in range(0, 100, 10) if start != 10]
+
+
+def test_who_has_loaded_a_model_waits_for_the_word_about_it() -> None:
+    """Nobody has ever named a step here, so only the workers themselves know that a word is under way."""
+    former = Reading(terms(1)).begin("a")
+    read_steps(former, 1, 2)
+    text = state_of(former, 2)
+    scene = Reading(terms(2)).begin("a", "b")
+    scene.exchange("a", want=0)
+    given = scene.exchange("b", want=2, has_model=True)
+    assert (given.supply, given.shards) == (Supply.WAIT, ())
+    assert given.retry_after == QUICK_LOOK
+    scene.restored("a", 2, data_state=text, is_explicit=True)
+    given = scene.exchange("b", want=2, has_model=True)
+    assert places(list(given.shards)) == [(20, 30), (30, 40)]
+
+
+def test_a_word_that_never_comes_is_not_waited_for_for_ever() -> None:
+    scene = Reading(terms(2)).begin("a", "b")
+    assert not scene.exchange("b", want=1, has_model=True).shards
+    scene.at(RESTORE_PATIENCE + 1)
+    assert places(list(scene.exchange("b", want=1, has_model=True).shards)) == [(0, 10)]
+    assert "Nobody said which model" in " ".join(scene.verdicts)
+
+
+@pytest.mark.parametrize("is_explicit", [True, False])
+def test_workers_keep_what_the_restored_model_has_not_seen(is_explicit: bool) -> None:
+    """They took it before they loaded the model. What the model has seen is not theirs any more."""
+    former = Reading(terms(1)).begin("a")
+    one, two, _ = former.take("a", 3)
+    former.consume("a", one, 1)
+    former.consume("a", two, 2, count=4)
+    text = state_of(former, 2)
+    scene = Reading(terms(2)).begin("a", "b")
+    mine, others = scene.take("a", 5), scene.take("b", 2)
+    assert places(others) == [(50, 60), (60, 70)]
+    scene.consume("b", others[0], count=3)
+    scene.restored("a", 2, data_state=text, is_explicit=is_explicit)
+    for shard in mine[:2]:
+        with pytest.raises(Rejected) as caught:
+            scene.consume("a", shard, 3)
+        assert caught.value.code == "stale-lease"
+    scene.exchange("b", consumed=(Consumption(others[0].id, 7, 3), Consumption(others[1].id, 10, 3)))
+    for shard in mine[2:]:
+        scene.consume("a", shard, 3)
+    assert scene.state().num_doing == 0
+    assert rest(scene) == [(14, 20), (50, 53), (70, 80), (80, 90), (90, 100)], "what b had read is in no model"
+
+
+def test_workers_of_a_stream_keep_what_the_restored_model_has_not_seen() -> None:
+    spec = replace(SPEC, size=-1, storage=Storage.STREAM, partitions={"p": 0, "q": 0})
+    former = Reading(terms(1)).begin("a", spec=spec)
+    [shard] = former.take("a")
+    former.consume("a", shard, 1)
+    text = state_of(former, 1)
+    scene = Reading(terms(2)).begin("a", "b", spec=spec)
+    [mine], [others] = scene.take("a"), scene.take("b")
+    scene.restored("a", 1, data_state=text)
+    scene.consume("b", others, 2)
+    with pytest.raises(Rejected):
+        scene.consume("a", mine, 2)
+    assert [(each.partition, each.start) for each in scene.take("a", 2)] == [("p", 10), ("q", 10)]
 
 
 @pytest.mark.parametrize("is_registered_first", [True, False])

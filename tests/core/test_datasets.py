@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dlrover.core.data_checkpoint import read_checkpoint, write_checkpoint
 from dlrover.core.datasets import Dataset, Range, Reader
 from dlrover.protocol.data_messages import NO_STEP, Claim, DatasetSpec, Shard, Storage
 from dlrover.protocol.identity import Incarnation, NodeId, Round
@@ -221,6 +222,7 @@ class Training(RuleBasedStateMachine):
         self.num_workers = num_workers
         self.step = self.committed = 0
         self.model: dict[int, list[Claim]] = {}
+        self.kept: tuple[int, dict[int, list[Claim]], str] | tuple[()] = ()
         self.new_round()
 
     def new_round(self) -> None:
@@ -278,6 +280,27 @@ class Training(RuleBasedStateMachine):
     def crash(self, back: int, num_workers: int) -> None:
         self.num_workers = num_workers
         self.restore(max(self.committed, self.step - back))
+
+    @precondition(lambda self: self.step > self.committed)
+    @rule(back=st.integers(0, 5))
+    def keep(self, back: int) -> None:
+        """A checkpoint that somebody may want again, whatever is final by then."""
+        step = max(self.committed, self.step - back)
+        model = {at: list(claims) for at, claims in self.model.items() if at <= step}
+        self.kept = step, model, write_checkpoint(self.books, step)
+
+    @precondition(lambda self: self.kept)
+    @rule()
+    def go_back_by_name(self) -> None:
+        """Workers of this very round hold shards already."""
+        step, model, text = self.kept
+        former, self.books = self.books, read_checkpoint(text, self.books)
+        self.books.last_id = former.last_id
+        self.books.take_over_leases(former, Round(1))
+        self.step = self.committed = step
+        self.model = {at: list(claims) for at, claims in model.items()}
+        self.readers = [self.books.reader(NodeId(number), 0) or reader(number) for number in range(self.num_workers)]
+        self.queues = [[shard for shard in queue if shard.id in self.books.held] for queue in self.queues]
 
     def restore(self, step: int) -> None:
         self.step = step

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from dlrover.core import (
     checkpoints,
     course,
+    data_books,
     data_checkpoint,
     fleet_settling,
     kv_store,
@@ -246,6 +247,17 @@ def what_a_model_claims_is_not_heard(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Dataset, "_claim", lambda dataset, claim: True)
 
 
+def the_word_about_a_model_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """Who is quicker than the rank that speaks gets shards, and loses them when the data go back to a checkpoint."""
+    patch.setattr(Dataset, "take_over_leases", lambda dataset, former, round_: None)
+    original = data_books._is_held_back
+    patch.setattr(
+        data_books,
+        "_is_held_back",
+        lambda command, *others: original(replace(command, has_model=False), *others),
+    )
+
+
 @pytest.mark.parametrize(
     ("mutation", "invariants"),
     [
@@ -280,6 +292,7 @@ def what_a_model_claims_is_not_heard(patch: pytest.MonkeyPatch) -> None:
         (a_checkpoint_forgets_what_is_being_read, {"I3"}),
         (a_restored_model_takes_everything_back, {"I3"}),
         (what_a_model_claims_is_not_heard, {"I3"}),
+        (the_word_about_a_model_is_not_waited_for, {"I3"}),
     ],
 )
 def test_a_broken_promise_is_noticed(mutation: Mutation, invariants: set[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from msgspec.structs import replace  # noqa: E402
 
 from dlrover.protocol.data_messages import Claim, RestoreAgreed  # noqa: E402
 from dlrover.trainer import data_steps  # noqa: E402
@@ -22,6 +26,7 @@ def link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> WatchedLink:
     found = WatchedLink()
     monkeypatch.setattr(data_steps, "current_link", lambda: found)
     monkeypatch.setattr(data_steps, "feeds", type(data_steps.feeds)())
+    monkeypatch.setattr(data_steps, "model_loaded", threading.Event())
     monkeypatch.setenv("DLROVER_SNAPSHOT_DIR", str(tmp_path / "memory"))
     (tmp_path / "memory").mkdir()
     return found
@@ -73,3 +78,30 @@ def test_a_snapshot_taken_while_the_master_is_away_knows_what_it_contains(
             client.report_batch_done(shard.end - shard.start, step=4)
     assert counts == Counter(range(40))
     link.may_answer.set()
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_rank_that_loads_a_model_wants_no_shards_before_the_first_one_has_spoken(
+    link: WatchedLink, tmp_path: Path, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(DdpCheckpointer(tmp_path / "checkpoints")) as checkpointer:
+        assert checkpointer.save_checkpoint(1, {"weight": torch.ones(4)}, storage_type=StorageType.DISK)
+        assert checkpointer.wait_latest_checkpoint(30)
+        agreement = checkpointer._engine._agreement
+        monkeypatch.setattr(agreement, "ranks", replace(agreement.ranks, global_rank=1))
+        path = str(tmp_path / "checkpoints" / "1") if is_named else ""
+        with reader(link) as client:
+            assert client.fetch_shard() is not None
+            assert checkpointer.load_checkpoint(path)["weight"].sum() == 4
+            client.report_batch_done(4, step=2)
+            assert client._feed.flush()
+    assert not [each for each in link.asked if isinstance(each, RestoreAgreed)], "another rank speaks for all"
+    assert [each.has_model for each in link.exchanges if each.consumed] == [True]
+    assert not link.exchanges[0].has_model
+
+
+def test_a_file_without_a_manifest_lets_nobody_wait(link: WatchedLink, tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(4)}, tmp_path / "other.pt")
+    with closing(DdpCheckpointer(tmp_path / "checkpoints")) as checkpointer:
+        assert checkpointer.load_checkpoint(str(tmp_path / "other.pt"))
+    assert not data_steps.model_loaded.is_set()

@@ -1,5 +1,6 @@
 """
 A restored model and its data: one rank tells the master which step all go on with, and what the manifest of its checkpoint says of the datasets.
+The others go on at once; shards come to them when the master has heard that word.
 
 The master's books know by themselves what a model of the running job had read. The manifest counts where they do not: for a checkpoint that is
 older than what is final in the books, for a job that begins with another's checkpoint, and for a path that somebody named.
@@ -58,7 +59,10 @@ def unconfirmed(agreement: Agreement, step: int) -> dict[str, tuple[Claim, ...]]
 def tell_restored(
     agreement: Agreement, restored: Restored | None, directory: str, user_storage: ClassMeta | None
 ) -> None:
-    if agreement.ranks.global_rank != 0 or not uses_shards():
+    if not uses_shards():
+        return
+    if agreement.ranks.global_rank != 0:
+        data_steps.loaded()
         return
     step = None if restored is None else restored.step
     manifest = None
@@ -71,12 +75,14 @@ def tell_restored(
 
 def tell_resumed(agreement: Agreement, path: str, user_storage: ClassMeta | None) -> None:
     """Of a file or a directory that somebody named. Files of others say nothing of data."""
-    if agreement.ranks.global_rank != 0 or not uses_shards():
+    if not uses_shards():
         return
     storage = storage_of(path, user_storage)
     full = path if "://" in path else os.path.abspath(path)
     manifest = read_global_manifest(storage, full) or read_global_manifest(storage, parent_of(full))
     if manifest is None:
         log.warning("%s has no manifest: nothing tells what its model has read of the data", path)
+    elif agreement.ranks.global_rank != 0:
+        data_steps.loaded()
     else:
         data_steps.restored(manifest.step, data_state=manifest.data_state, is_explicit=True)
