@@ -212,7 +212,7 @@ class Settling:
             patience = min(request.save_timeout, self._patience_of_leavers)
             wait_until_complete(request, wait=self._stop.wait, patience=patience)
         # The master may not know yet what such a model contains beyond what was confirmed.
-        data_state = "" if request.claims else duty.data_state
+        data_state = "" if request.claims else duty.data_state or request.data_state
         finish(request, digest=duty.digest, is_newest=duty.is_newest, data_state=data_state)
 
     def _commit_by_files(self, request: SaveRequest, is_adopted: bool) -> None:
@@ -224,7 +224,7 @@ class Settling:
         if is_adopted and not is_due(request):
             give_up(request)  # a newer one was on its way: the tracker must not go back
             return
-        finish(request)
+        finish(request, data_state=request.data_state)
 
     async def _in_thread(self, work: Callable[..., object], *arguments: object) -> None:
         await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)

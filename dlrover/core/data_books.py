@@ -210,6 +210,8 @@ def _register(command: RegisterDataset, course: Course) -> Reply:
     books.datasets[command.spec.name] = dataset
     if (told := books.awaited.pop(command.spec.name, None)) is not None:
         _return_to(course, dataset, told, command.round)
+    elif dataset.spec.task_type is TaskType.TRAINING:
+        _say_if_unread(course, dataset, books.restored.get(course.state.rendezvous.round, NO_STEP))
     return state_of(books.datasets[command.spec.name])
 
 
@@ -346,6 +348,8 @@ def _restore_agreed(command: RestoreAgreed, course: Course) -> Reply:
                 f"The model of step {command.step} is older than a checkpoint in storage, and nothing tells what it had read of {name!r}: "
                 "what was read up to that checkpoint is not read again."
             )
+        elif name not in told and not command.claims:
+            _say_if_unread(course, dataset, command.step)
         strange = dataset.restore(command.step, command.claims.get(name, ()), round_=command.round)
         if strange:
             course.say(
@@ -355,6 +359,15 @@ def _restore_agreed(command: RestoreAgreed, course: Course) -> Reply:
     _fold(books)
     course.model_restored()
     return Done()
+
+
+def _say_if_unread(course: Course, dataset: Dataset, step: int) -> None:
+    """A trained model and books of which nothing was ever read: the model is older than the books."""
+    if step > 0 and not (dataset.num_consumed or dataset.is_stepped):
+        course.say(
+            f"Nothing tells what the model of step {step} had read of {dataset.spec.name!r}: neither its checkpoint nor the journal. It is read "
+            "from its beginning."
+        )
 
 
 def _told_states(command: RestoreAgreed, course: Course) -> dict[str, str]:
@@ -470,12 +483,14 @@ def _ask_dataset(query: AskDataset, state: JobState) -> Reply | NotYet:
 
 
 def _ask_checkpoint(query: AskDataCheckpoint, state: JobState) -> Reply | NotYet:
-    dataset = state.data.find(query.dataset)
+    dataset = state.data.find(query.dataset) if query.dataset else None
     if query.round not in (0, state.rendezvous.round):
         raise Rejected(
             f"A worker of round {query.round} asks what its model has not seen; the newest round is {state.rendezvous.round}.",
             code="stale-round",
         )
+    if dataset is None:
+        return DataCheckpoint(state_for_manifest(state, query.step, state.rendezvous.round))
     return DataCheckpoint(write_checkpoint(dataset, query.step))
 
 

@@ -199,6 +199,7 @@ class AskDataCheckpoint(Struct, tag=True, frozen=True, kw_only=True):
     """Answered by `DataCheckpoint`: the text to keep beside the model of that step."""
 
     dataset: str
+    """Empty: all that are for training, as the manifest of a checkpoint has it."""
     step: int = NO_STEP
     """-1: as things stand, what is being read counted as unread."""
     round: Round = Round(0)

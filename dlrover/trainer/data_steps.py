@@ -14,7 +14,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
-from dlrover.protocol.data_messages import Claim, RestoreAgreed
+from dlrover.protocol.data_messages import AskDataCheckpoint, Claim, DataCheckpoint, RestoreAgreed
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages import Round
 from dlrover.trainer import environment
@@ -74,6 +74,24 @@ def unconfirmed(step: int) -> dict[str, list[Claim]]:
             else:
                 ranges.append(claim)
     return {name: ranges for name, ranges in found.items() if ranges}
+
+
+def rest_of_data(step: int) -> str:
+    """
+    What a model of this step has not seen of any training dataset, as the books say now; empty: they do not answer. Everything that was read for the
+    step has been confirmed.
+    """
+    where = environment.current()
+    question = AskDataCheckpoint(dataset="", step=step, round=Round(0) if where is None else where.round)
+    try:
+        reply = current_link().ask(question, timeout=FLUSH)
+    except (Rejected, Unavailable) as error:
+        log.info(
+            "what the model of step %d has still to read is told by the master when it is committed: %s", step, error
+        )
+        return ""
+    assert isinstance(reply, DataCheckpoint), reply
+    return reply.content
 
 
 def loaded() -> None:

@@ -26,11 +26,13 @@ from dlrover.protocol.checkpoint_messages import (
     TrainerNews,
 )
 from dlrover.protocol.messages import LeaveJob, LeaveReason, LookAgain, NodeRank, Round, WorldSpec
+from dlrover.snapshot.commit import read_global_manifest
 from dlrover.snapshot.copying import Copier
 from dlrover.snapshot.mirror import copy_path
 from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request, persist
 from dlrover.snapshot.segment import SegmentWriter, SlotName
 from dlrover.snapshot.segment_format import Owner
+from dlrover.snapshot.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter
 from tests.agent.save_lab import CoreInHand
 
@@ -202,11 +204,14 @@ async def test_without_a_master_the_files_decide(make: Make) -> None:
     core = CoreInHand("a", "b")
     first, second = make(core)
     core.go_away()
-    first.save(3)
+    first.save(3, data_state="the rest")
     second.save(3)
     await first.idle()
     await second.idle()
     assert tracker(first) == "3"
+    manifest = read_global_manifest(LocalStorage(), str(first.directory / "3"))
+    assert manifest is not None
+    assert manifest.data_state == "the rest", "what the master said when the snapshot was taken"
     assert core.told == []
     assert first.settled()[-1] == (3, True)
 

@@ -10,7 +10,15 @@ from msgspec.structs import replace
 from dlrover.core.data_audit import Audit
 from dlrover.core.data_books import QUICK_LOOK, RESTORE_PATIENCE, state_for_manifest
 from dlrover.protocol.checkpoint_messages import AwaitSaveDuties, CheckpointCommitted, SaveDuties, ShardWritten
-from dlrover.protocol.data_messages import MAX_STATE_BYTES, Consumption, RestoreAgreed, Storage, Supply
+from dlrover.protocol.data_messages import (
+    MAX_STATE_BYTES,
+    AskDataCheckpoint,
+    Consumption,
+    DataCheckpoint,
+    RestoreAgreed,
+    Storage,
+    Supply,
+)
 from dlrover.protocol.errors import Rejected
 from tests.core.scene import terms
 from tests.core.test_data_books import SPEC, Reading, commit, places
@@ -210,6 +218,26 @@ def test_a_model_behind_what_is_final_without_a_state_is_said(scene: Reading) ->
     scene.new_round("a")
     scene.restored("a", 1)
     assert "nothing tells what it had read of 'd'" in " ".join(scene.verdicts)
+
+
+@pytest.mark.parametrize("is_registered_first", [True, False])
+def test_a_trained_model_of_which_nothing_is_known_is_said(is_registered_first: bool) -> None:
+    scene = Reading(terms(1))
+    scene.attach("a")
+    scene.join("a")
+    if is_registered_first:
+        scene.register("a")
+    scene.restored("a", 3)
+    if not is_registered_first:
+        scene.register("a")
+    assert "model of step 3 had read of 'd'" in " ".join(scene.verdicts)
+    assert scene.state().num_todo == 100
+
+
+def test_a_worker_can_ask_for_what_the_manifest_says(scene: Reading) -> None:
+    read_steps(scene, 1, 2)
+    reply = scene.job.ask(AskDataCheckpoint(dataset="", step=1, round=scene.round))
+    assert reply == DataCheckpoint(state_of(scene, 1))
 
 
 def test_nobody_vouches_for_a_save_of_a_history_that_was_given_up(scene: Reading) -> None:

@@ -17,6 +17,7 @@ from msgspec.structs import replace  # noqa: E402
 from dlrover.protocol.data_messages import Claim, RestoreAgreed  # noqa: E402
 from dlrover.trainer import data_steps  # noqa: E402
 from dlrover.trainer.sharding_client import ShardingClient  # noqa: E402
+from dlrover.trainer.stand_in import StandIn  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType  # noqa: E402
 from tests.trainer.test_sharding_client import WatchedLink  # noqa: E402
 
@@ -98,6 +99,26 @@ def test_a_rank_that_loads_a_model_wants_no_shards_before_the_first_one_has_spok
     assert not [each for each in link.asked if isinstance(each, RestoreAgreed)], "another rank speaks for all"
     assert [each.has_model for each in link.exchanges if each.consumed] == [True]
     assert not link.exchanges[0].has_model
+
+
+def test_a_checkpoint_that_nobody_helped_to_commit_says_what_is_left_to_read(link: WatchedLink, tmp_path: Path) -> None:
+    """Without a master, and in another process of the script: the data go on where the model is."""
+    with closing(DdpCheckpointer(tmp_path / "checkpoints")) as checkpointer:
+        with reader(link) as client:
+            shard = client.fetch_shard()
+            assert shard is not None
+            client.report_batch_done(4, step=1)
+            assert checkpointer.save_checkpoint(1, {"weight": torch.ones(4)}, storage_type=StorageType.DISK)
+            client.report_batch_done(4, step=2)
+        assert checkpointer.wait_latest_checkpoint(30)
+        link.inner = StandIn()
+        assert checkpointer.load_checkpoint(str(tmp_path / "checkpoints" / "1"))["weight"].sum() == 4
+    with reader(link) as client:
+        left: Counter[int] = Counter()
+        while (shard := client.fetch_shard()) is not None:
+            left.update(range(shard.start, shard.end))
+            client.report_batch_done(shard.end - shard.start, step=2)
+    assert left == Counter(range(4, 40))
 
 
 def test_a_file_without_a_manifest_lets_nobody_wait(link: WatchedLink, tmp_path: Path) -> None:

@@ -20,14 +20,14 @@ from dlrover.snapshot.class_meta import ClassMeta
 from dlrover.snapshot.commit import committed_checkpoints, read_global_manifest
 from dlrover.snapshot.storage import parent_of
 from dlrover.snapshot.user_storage import storage_of
-from dlrover.trainer import data_steps
+from dlrover.trainer import data_steps, environment
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement
 from dlrover.trainer.torch.flash_checkpoint.restoring import Restored
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
 MAX_CLAIM_BYTES = 256 * 1024
-"""Of all ranks: they have some shards ahead of the master, never many."""
+"""Of all ranks: they have some shards ahead of the master, never many. The same for a state of the data that is kept with a snapshot."""
 
 
 def uses_shards() -> bool:
@@ -54,6 +54,15 @@ def unconfirmed(agreement: Agreement, step: int) -> dict[str, tuple[Claim, ...]]
         for name, claims in msgspec.msgpack.decode(each, type=dict[str, tuple[Claim, ...]]).items():
             found[name] = (*found.get(name, ()), *claims)
     return found
+
+
+def rest_of_data(agreement: Agreement, step: int) -> str:
+    """What a model of this step has still to read, for a checkpoint that may have to be committed without the master; empty: nobody can say."""
+    is_shared = (
+        environment.current() is not None or agreement.ranks.world_size == 1
+    )  # else each rank reads all by itself
+    state = data_steps.rest_of_data(step) if is_shared and uses_shards() else ""
+    return state if len(state) <= MAX_CLAIM_BYTES else ""
 
 
 def tell_restored(

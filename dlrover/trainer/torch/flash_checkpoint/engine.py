@@ -194,6 +194,7 @@ class CheckpointEngine:
         is_storage = is_storage or (not claims and (is_inherited or self.is_save_requested))
         request_number = self._agreement.agreed_request
         self._num_saves += 1
+        is_committer = share.is_writer and share.shard == 0
         request = SaveRequest(
             directory=self.checkpoint_dir,
             target=target or str(step),
@@ -204,7 +205,7 @@ class CheckpointEngine:
             world_size=self._agreement.ranks.world_size,
             is_storage=is_storage,
             is_writer=share.is_writer,
-            is_committer=share.is_writer and share.shard == 0,
+            is_committer=is_committer,
             links=dict(links or {}),
             trackers=dict(trackers or {}),
             keep_latest=self._deletion.keep_latest,
@@ -216,6 +217,7 @@ class CheckpointEngine:
             replica_count=self._replica_count,
             save_timeout=self._save_timeout,
             claims=claims,
+            data_state=data_return.rest_of_data(self._agreement, step) if is_committer and is_storage else "",
         )
         request.as_attempt()  # a name that the agent could not use is an error here, where somebody can correct it
         result = self._save_now(parts, paths, request, on_busy=on_busy, lazy=wanted_lazy)
