@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diagnosis_machine as machine
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -35,6 +36,16 @@ from dlrover.trainer import report
 
 STEP = 0.03
 """Seconds of work that each step pretends to do."""
+
+
+_TRACER = """
+import ctypes, os, sys, time
+pid, mark = int(sys.argv[1]), sys.argv[2]
+assert ctypes.CDLL(None).ptrace(16, pid, None, None) == 0  # PTRACE_ATTACH
+os.waitpid(pid, 0x40000000)  # until it stands
+open(mark, "w").write(f"{pid} 0\\n")
+time.sleep(100000)
+"""
 
 
 class Samples(Dataset):  # type: ignore[type-arg]
@@ -53,6 +64,10 @@ class Samples(Dataset):  # type: ignore[type-arg]
 class Trainer:
     def __init__(self, folder: Path, *, num_loaders: int) -> None:
         self.folder = folder
+        self.told: dict[str, Any] = {}
+        """What was said of the fault."""
+        self.mark = Path()
+        """The file that tells of it."""
         self.rank = int(os.environ["RANK"])
         self.life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.trouble: Callable[[], None] | None = None
@@ -124,10 +139,14 @@ class Trainer:
             return None
         if mark.exists() and not told["kind"].startswith(("crash-loop", "all-")):
             return None
+        if told["number"] == self.told.get("number") and told["kind"] in _LATER:
+            return None
 
         def go_wrong() -> None:
-            with (self.folder / f"injected-{told['number']}").open("a") as file:
-                file.write(f"{os.getpid()} {step}\n")
+            self.told, self.mark = told, mark
+            if told["kind"] not in _LATER:
+                with mark.open("a") as file:
+                    file.write(f"{os.getpid()} {step}\n")
             FAULTS[told["kind"]](self)
 
         return go_wrong
@@ -232,8 +251,36 @@ def _flip_bit(trainer: Trainer) -> None:
 
 
 def _full_disk(trainer: Trainer) -> None:
-    with open("/dev/full", "wb") as file:
-        file.write(b"x")
+    Path(trainer.told["path"], "checkpoint").write_bytes(bytes(1 << 20))
+
+
+def _disk_stall(trainer: Trainer) -> None:
+    """The server of a file system hangs, and so does who reads from it."""
+    os.kill(trainer.told["pid"], signal.SIGSTOP)
+    Path(trainer.told["path"]).read_bytes()
+
+
+def _network_loss(trainer: Trainer) -> None:
+    machine.lose_all_packets()
+
+
+def _clock_jump(trainer: Trainer) -> None:
+    machine.move_clock(trainer.told["path"], 900.0 if trainer.told["number"] % 2 else -300.0)
+
+
+def _fork_limit(trainer: Trainer) -> None:
+    """Children that do not end, until the system gives no more."""
+    machine.limit_processes(trainer.told["path"], 20)
+    while True:
+        subprocess.Popen(["sleep", "100000"])
+
+
+def _memory_kill(trainer: Trainer) -> None:
+    """More memory than the container has: the kernel kills the largest."""
+    machine.limit_memory(trainer.told["path"], 96 << 20)
+    for _ in range(64):
+        trainer.ballast.append(bytearray(os.urandom(1) * (16 << 20)))
+    time.sleep(10)  # the kernel is about to
 
 
 def _process_limit(trainer: Trainer) -> None:
@@ -276,17 +323,16 @@ def _uninterruptible(trainer: Trainer) -> None:
 
 
 def _debugger(trainer: Trainer) -> None:
-    """Somebody attaches a debugger and forgets about it."""
-    command = ["gdb", "-p", str(os.getpid()), "-batch", "-ex", "shell sleep 100000"]
-    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while "t (tracing stop)" not in Path("/proc/self/status").read_text():
-        time.sleep(0.01)
+    """Somebody attaches a debugger and forgets about it: at whatever moment it is ready, and that one is noted."""
+    subprocess.Popen([sys.executable, "-c", _TRACER, str(os.getpid()), str(trainer.mark)], stdin=subprocess.DEVNULL)
 
 
 def _data_error(trainer: Trainer) -> None:
     raise OSError(5, "Input/output error")
 
 
+_LATER = ("debugger",)
+"""They note the moment themselves."""
 FAULTS: dict[str, Callable[[Trainer], None]] = {
     "kill": _kill,
     "segmentation-fault": _segv,
@@ -316,6 +362,11 @@ FAULTS: dict[str, Callable[[Trainer], None]] = {
     "loss-spike": _bad_loss(1e9),
     "flipped-bit": _flip_bit,
     "full-disk": _full_disk,
+    "disk-stall": _disk_stall,
+    "network-loss": _network_loss,
+    "clock-jump": _clock_jump,
+    "fork-limit": _fork_limit,
+    "memory-kill": _memory_kill,
     "process-limit": _process_limit,
     "memory-error": _memory_error,
     "exception": _raise,
@@ -366,7 +417,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--loaders", type=int, default=1)
+    parser.add_argument("--network", default="", help="network namespace to enter")
+    parser.add_argument("--coordinator", default="", help="address of rank 0 in these networks")
     options: Any = parser.parse_args()
+    if options.network:
+        machine.enter_network(options.network)
+        os.environ.update(MASTER_ADDR=options.coordinator, GLOO_SOCKET_IFNAME="eth0")
     trainer = Trainer(options.folder, num_loaders=options.loaders)
     trainer.run()
     dist.destroy_process_group()

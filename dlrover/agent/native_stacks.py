@@ -1,8 +1,9 @@
 """
-Native frames of workers, where the sampler `py-spy` (extra `stacks`) is installed and the kernel lets us trace.
+Stacks of workers that need no help from them, where the sampler `py-spy` (extra `stacks`) is installed and the kernel lets us trace.
 
-It stops a process for as long as it reads, so nothing else may judge the process meanwhile: whoever asks waits for the end, which has a
-limit. Without it, or without the right, there are simply no native frames.
+For native frames it stops a process for as long as it reads, so nothing else may judge the process meanwhile: whoever asks waits for the end, which has a
+limit. The Python stack of a process that is stopped, or waits inside the kernel, can be read as it is. Without the sampler, or without the right, there is
+neither.
 """
 
 from __future__ import annotations
@@ -47,10 +48,17 @@ class NativeStacks:
         for pid, frames in zip(pids, await asyncio.gather(*samples), strict=True):
             self._frames[pid] = frames
 
-    async def _sample(self, program: str, pid: int, within: float) -> tuple[str, ...]:
+    async def read_deaf(self, pids: Sequence[int], *, within: float) -> dict[int, tuple[str, ...]]:
+        """Python frames of the main threads of processes that cannot answer and do not move; without those that could not be read."""
+        if self._program is None or not pids:
+            return {}
+        found = await asyncio.gather(*(self._sample(self._program, pid, within, "--nonblocking") for pid in pids))
+        return {pid: frames for pid, frames in zip(pids, found, strict=True) if frames}
+
+    async def _sample(self, program: str, pid: int, within: float, how: str = "--native") -> tuple[str, ...]:
         try:
             process = await asyncio.create_subprocess_exec(
-                program, "dump", "--pid", str(pid), "--native", "--json",
+                program, "dump", "--pid", str(pid), how, "--json",
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,

@@ -29,6 +29,8 @@ SHORTEST, USUAL, LONGEST = 2.0, 10.0, 30.0
 """Seconds between two reports."""
 CLOCK_JUMP = 0.5
 """Seconds. Slewing, as time services do it, moves the clock by less than a hundredth of that in a period."""
+_GROWTH_MB, _GROWTH = 20.0, 0.02
+"""Of a worker between two reports: more is worth a second look soon."""
 _MAX_WORKERS = 256
 _MAX_TROUBLES = 16
 
@@ -169,6 +171,8 @@ def next_period(before: ResourceReport | None, now: ResourceReport, period: floa
         return SHORTEST
     if before is None:
         return USUAL
+    if _has_grown(before.workers, now.workers):
+        return SHORTEST  # once, or does it leak?
     growth = (now.memory_mb - before.memory_mb) / period
     if growth > 0 and (limit - now.memory_mb) / growth < 120:
         return SHORTEST  # full within two minutes
@@ -176,6 +180,13 @@ def next_period(before: ResourceReport | None, now: ResourceReport, period: floa
         now.cores, 1.0
     )
     return USUAL if is_moving else min(max(period, USUAL) * 1.5, LONGEST)
+
+
+def _has_grown(before: Sequence[ProcessSample], now: Sequence[ProcessSample]) -> bool:
+    """Some worker, by more than the noise."""
+    former = {sample.global_rank: sample.memory_mb for sample in before}
+    grown = ((sample.memory_mb, former.get(sample.global_rank, sample.memory_mb)) for sample in now)
+    return any(after - then > max(_GROWTH_MB, _GROWTH * then) for after, then in grown)
 
 
 def read_use(pid: int) -> Use | None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from dlrover.agent.links import Links, read_links
 from dlrover.agent.process_tree import Process, descendants, look_up, send_signal
 from dlrover.protocol.progress_page import ProgressPage, Reading
 from dlrover.protocol.watch_messages import (
@@ -157,8 +158,14 @@ class Seat:
         *,
         is_stalled: bool,
         native: Sequence[str] = (),
+        read: Sequence[str] = (),
         recorded: Sequence[Collective] = (),
     ) -> WorkerDump:
+        """`read`: frames of its main thread that were got without its help, in case it gave none."""
+        links = read_links(self.pid) if self.pid else Links()
+        source = "faulthandler" if threads else "py-spy" if read else "none"
+        if read and not threads:
+            threads = (ThreadStack(name="main", frames=tuple(read), is_main=True),)
         return WorkerDump(
             local_rank=self.local_rank,
             global_rank=self.global_rank,
@@ -176,7 +183,9 @@ class Seat:
             progress=self.progress(is_stalled=is_stalled),
             data_cursor=self.read().cursor,
             children=describe_children(self.pid),
-            source="faulthandler" if threads else "none",
+            source=source,
+            addresses=links.addresses,
+            unanswered=links.unanswered,
         )
 
     def close(self) -> None:

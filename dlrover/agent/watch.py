@@ -40,6 +40,8 @@ log = logging.getLogger("dlrover.agent")
 _DUMP_TIMEOUT = 1.0
 """Seconds for workers to write their stacks. One that holds the interpreter lock writes them all the same; one that is stopped never."""
 _DUMP_LOOK = 0.02
+_CANNOT_ANSWER = "TD"
+"""Stopped, or inside the kernel: others have to read its stack. Whom a debugger holds (t) nobody else may read."""
 _RECORD_TIMEOUT = 0.3
 _MAX_ORDERS = 256
 _LONGEST_WAIT = 60.0
@@ -286,6 +288,8 @@ class Watch:
         recording = [seat for seat in seats if seat.ask_for_collectives()]
         await _written(asked)
         await _recorded(recording)
+        deaf = [seat.pid for seat, known in zip(seats, facts, strict=True) if known.state in _CANNOT_ANSWER]
+        read = await self._native.read_deaf(deaf, within=_DUMP_TIMEOUT)
         if not is_second:
             facts = [_later_use(before, seat.facts()) for before, seat in zip(facts, seats, strict=True)]
         stalled = self._stalls.stalled
@@ -295,6 +299,7 @@ class Watch:
                 seat.stacks() if seat in asked else (),
                 is_stalled=seat.local_rank in stalled,
                 native=self._native.of(seat.pid) if is_second else (),
+                read=read.get(seat.pid, ()),
                 recorded=seat.recorded() if seat in recording else (),
             )
             for seat, known in zip(seats, facts, strict=True)

@@ -161,6 +161,16 @@ class ThreadStack(Struct, frozen=True, kw_only=True):
     is_main: bool = False
 
 
+class UnansweredLink(Struct, frozen=True, kw_only=True):
+    """A connection on which something is sent again because the other side does not acknowledge it."""
+
+    local: str
+    """Address, without the port."""
+    remote: str
+    times: int
+    """How often, so far."""
+
+
 class WorkerDump(Struct, frozen=True, kw_only=True):
     """What one worker is doing. Empty stacks: the process did not answer; the rest needs no help from it."""
 
@@ -189,6 +199,9 @@ class WorkerDump(Struct, frozen=True, kw_only=True):
     """Its own processes (data loading): pid, state and wait channel, one line each."""
     source: str = "faulthandler"
     """Where the stacks come from; `none` when there are none."""
+    addresses: tuple[str, ...] = ()
+    """Of its ends of connections to elsewhere."""
+    unanswered: tuple[UnansweredLink, ...] = ()
 
 
 class LookTaken(Struct, tag=True, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from dlrover.agent.process_tree import Exit
 from dlrover.agent.process_tree import descendants as children
 from dlrover.agent.resources import LONGEST, SHORTEST, USUAL, ResourceMonitor, next_period, read_network
 from dlrover.protocol.messages import Incarnation, Micros, NodeId
-from dlrover.protocol.watch_messages import NodeEvent, ResourceReport, WatchObservation
+from dlrover.protocol.watch_messages import NodeEvent, ProcessSample, ResourceReport, WatchObservation
 from tests.agent.lab import start_process, until
 
 
@@ -101,6 +101,9 @@ def test_a_node_is_asked_often_while_memory_runs_out_and_seldom_while_nothing_ha
     assert next_period(report(10.0), report(30.0), 10.0) == SHORTEST  # full in 35 s
     assert next_period(report(cpu=0.1), report(cpu=3.9), LONGEST) == USUAL
     assert next_period(report(), report(troubles=("GPU is lost",)), LONGEST) == SHORTEST
+    small, large = ((ProcessSample(global_rank=1, memory_mb=size),) for size in (900.0, 925.0))
+    assert next_period(report(workers=small), report(workers=large), LONGEST) == SHORTEST
+    assert next_period(report(workers=large), report(workers=small), LONGEST) == LONGEST
 
 
 async def test_a_driver_that_does_not_answer_is_told_of_and_not_asked_again(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ async def test_a_look_tells_what_each_is_doing_however_it_stands_still(lab: Lab)
     assert waiting.progress.phase is Phase.BACKWARD
     # The signal finds even a thread that lets nobody else run.
     assert "hold_the_interpreter" in frames(holding)
-    assert (stopped.state, stopped.source, stopped.threads) == ("T", "none", ())
+    assert (stopped.state, stopped.source) == ("T", "none" if shutil.which("py-spy") is None else "py-spy")
     # Whoever has its own use for the signal does not get it.
     assert (overridden.source, overridden.threads) == ("none", ())
     assert overridden.state == "S"
@@ -276,6 +276,18 @@ async def test_native_frames_come_with_the_second_dump_and_the_worker_goes_on(la
     assert "wait_for_a_lock" in "\n".join(second.workers[0].native)
     assert second.workers[0].state == "S"
     assert lab.watch.helper_pids == ()
+
+
+@pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy (extra `stacks`) is not installed")
+async def test_the_stack_of_a_worker_that_is_stopped_is_read_without_its_help(lab: Lab) -> None:
+    await lab.start("lock")
+    pid = lab.workers[0].pid
+    os.kill(pid, signal.SIGSTOP)
+    await until(lambda: _state(pid) == "T")
+    (dumped,) = await lab.watch.dump()
+    assert (dumped.state, dumped.source) == ("T", "py-spy")
+    assert any("wait_for_a_lock" in frame for frame in dumped.threads[0].frames)
+    assert _state(pid) == "T"
 
 
 def test_stacks_are_read_as_python_writes_them() -> None:

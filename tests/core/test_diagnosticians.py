@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -116,20 +117,30 @@ def test_digests_of_different_steps_are_not_compared() -> None:
     assert found(lab, FaultClass.CORRUPTION) == []
 
 
-def test_a_worker_that_grows_alone_leaks_and_all_together_do_not() -> None:
-    for growing, expected in (((1,), [[1]]), ((0, 1, 2, 3), [])):
-        lab = Lab()
-        for number in range(12):
-            for node in NODES:
-                first = 2 * NODES.index(node)
-                samples = tuple(
-                    ProcessSample(global_rank=rank, memory_mb=500.0 + (60 * number if rank in growing else 0))
-                    for rank in (first, first + 1)
-                )
-                hear(lab, resources(node, workers=samples, memory_mb=5000, memory_limit_mb=16000))
-            lab.after(3)
-        leaks = found(lab, FaultClass.MEMORY_LEAK)
-        assert [ranks(each) for each in leaks[:1]] == expected
+@pytest.mark.parametrize(
+    ("growing", "growth", "expected"),
+    [
+        ((1,), lambda number: 60 * number, [[1]]),
+        ((0, 1, 2, 3), lambda number: 60 * number, []),
+        ((1,), lambda number: 600 * (number >= 8), []),  # once
+        ((1,), lambda number: 200 * max(0, number - 9), []),  # not for long yet
+    ],
+)
+def test_a_worker_that_grows_alone_leaks_and_all_together_or_at_once_do_not(
+    growing: tuple[int, ...], growth: Callable[[int], float], expected: list[list[int]]
+) -> None:
+    lab = Lab()
+    for number in range(12):
+        for node in NODES:
+            first = 2 * NODES.index(node)
+            samples = tuple(
+                ProcessSample(global_rank=rank, memory_mb=500.0 + (growth(number) if rank in growing else 0))
+                for rank in (first, first + 1)
+            )
+            hear(lab, resources(node, workers=samples, memory_mb=5000, memory_limit_mb=16000))
+        lab.after(3)
+    leaks = found(lab, FaultClass.MEMORY_LEAK)
+    assert [ranks(each) for each in leaks[:1]] == expected
 
 
 @pytest.mark.parametrize(
@@ -223,6 +234,30 @@ def test_the_same_failure_at_the_same_step_three_times_is_a_loop_and_told_once_e
     loops = found(lab, FaultClass.CRASH_LOOP)
     assert [ranks(each) for each in loops] == [[1]] * 2
     assert lab.acts() == []
+
+
+def test_all_nodes_that_tell_of_the_same_failure_make_no_loop_and_a_better_first_one_counts() -> None:
+    lab = Lab()
+    late, early = (failure(FailureKind.EXCEPTION, global_rank=rank, traceback="boom", at=9 - rank) for rank in (1, 2))
+    for first in (late, late, early, early):
+        lab.watch.hear_failure(
+            Failed(at=lab.now, round=Round(1), node=NODES[0], node_rank=NodeRank(0), step=7, failures=(first,))
+        )
+        lab.after(2)
+        lab.tick()
+    assert found(lab, FaultClass.CRASH_LOOP) == []
+    assert [ranks(each) for each in found(lab, FaultClass.EXCEPTION)] == [[1], [2]]
+
+
+def test_a_jump_of_the_clock_is_counted_once_and_the_next_one_again() -> None:
+    lab = Lab()
+    hear(lab, resources(clock_jump=5.0))
+    for _ in range(3):
+        lab.train()
+        lab.tick()
+    hear(lab, resources(clock_jump=5.0))
+    (past,) = lab.watch.diagnosis(10).verdicts
+    assert (past.verdict.fault, past.count) == (FaultClass.CLOCK_JUMP, 2)
 
 
 def test_everything_stays_bounded_in_a_flood() -> None:

@@ -73,7 +73,8 @@ def _stack(dump: WorkerDump) -> list[str]:
     if len(found) > MAX_SHOWN:
         shown.append(f"... {len(found) - MAX_SHOWN} more")
     if not found:
-        shown = [f"(no Python stack: the process is in state {dump.state})", *dump.native[:MAX_SHOWN]]
+        why = f"(no Python stack: the process is in state {dump.state}; py-spy, extra `stacks`, reads it all the same)"
+        shown = [why, *dump.native[:MAX_SHOWN]]
         shown += dump.kernel_stack[:MAX_SHOWN]
     return ["```", *shown, "```"]
 

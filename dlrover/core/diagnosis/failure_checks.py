@@ -9,7 +9,7 @@ from dlrover.core import restarts as blame
 from dlrover.core.diagnosis.diagnostician import conclude
 from dlrover.core.diagnosis.picture import Failed, Picture
 from dlrover.core.diagnosis.stacks import say_collective
-from dlrover.protocol.messages import FailureKind, Micros, WorkerFailure
+from dlrover.protocol.messages import FailureKind, Micros, Round, WorkerFailure
 from dlrover.protocol.watch_messages import ActionKind, Collective, Culprit, FaultClass, Verdict
 
 LOOP = 3
@@ -31,13 +31,13 @@ class WorkerEnded:
     name = "worker_failure"
 
     def __init__(self) -> None:
-        self._said: Failed | None = None
+        self._said: tuple[Round, WorkerFailure] | None = None
 
     def diagnose(self, picture: Picture, now: Micros) -> Iterable[Verdict]:
-        if not picture.failures or picture.failures[-1] is self._said:
+        if not picture.failures or _incident(picture.failures[-1]) == self._said:
             return
-        failed = self._said = picture.failures[-1]
-        failure = blame.first_of(failed.failures) if failed.first is None else failed.first.failure
+        failed = picture.failures[-1]
+        _, failure = self._said = _incident(failed)
         if failure.kind in (FailureKind.DIAGNOSED, FailureKind.STOPPED_BY_US):
             return
         fault = fault_of(failure)
@@ -67,13 +67,12 @@ class CrashLoop:
     name = "crash_loop"
 
     def __init__(self) -> None:
-        self._said: Failed | None = None
+        self._said: tuple[Round, WorkerFailure] | None = None
 
     def diagnose(self, picture: Picture, now: Micros) -> Iterable[Verdict]:
-        if not picture.failures or picture.failures[-1] is self._said:
+        if not picture.failures or _incident(picture.failures[-1]) == self._said:
             return
-        self._said = picture.failures[-1]
-        newest = _first(picture.failures[-1])
+        _, newest = self._said = _incident(picture.failures[-1])
         digest = blame.traceback_digest(newest)
         count, step = 0, None
         for failed in _newest_by_round(picture.failures):
@@ -130,6 +129,10 @@ def _newest_by_round(failures: Iterable[Failed]) -> list[Failed]:
     """Newest round first. All nodes of a world tell of the same end; who told last knows best what began it."""
     newest = {failed.round: failed for failed in failures}
     return list(reversed(newest.values()))
+
+
+def _incident(failed: Failed) -> tuple[Round, WorkerFailure]:
+    return failed.round, _first(failed)
 
 
 def _first(failed: Failed) -> WorkerFailure:

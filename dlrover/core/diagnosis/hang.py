@@ -15,6 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.core.diagnosis import stacks
+from dlrover.core.diagnosis.cut_off import CutOff, find_cut_off
 from dlrover.core.diagnosis.stacks import say_collective, say_ranks
 from dlrover.protocol.messages import NodeId
 from dlrover.protocol.watch_messages import Collective, Culprit, FaultClass, Phase, WorkerDump
@@ -235,6 +236,9 @@ def _own_fault(culprits: Sequence[Sight]) -> tuple[FaultClass, str, float]:
 
 def _judge_collectives(waiting: Sequence[Sight]) -> Finding:
     """Everybody is in a collective: in the same one?"""
+    cut_off = find_cut_off([sight.second for sight in waiting])
+    if cut_off is not None:
+        return _blame_network(waiting, cut_off)  # who has got what and who has not is chance then
     known = [(sight, stacks.own_collective(sight.second)) for sight in waiting]
     groups: dict[tuple[object, ...], list[Sight]] = {}
     for sight, collective in known:
@@ -290,9 +294,13 @@ def _ahead_last(one: list[Sight], other: list[Sight]) -> tuple[list[Sight], list
     return one, other
 
 
-def _blame_network(waiting: Sequence[Sight]) -> Finding:
-    sentence = f"{_what_they_do(waiting)} Nobody is missing from it, so what they send does not arrive."
-    return Finding(fault=FaultClass.NETWORK, culprits=(), evidence=(sentence,), confidence=0.6)
+def _blame_network(waiting: Sequence[Sight], cut_off: CutOff | None = None) -> Finding:
+    if cut_off is None:
+        sentence = f"{_what_they_do(waiting)} Nobody is missing from it, so what they send does not arrive."
+        return Finding(fault=FaultClass.NETWORK, culprits=(), evidence=(sentence,), confidence=0.6)
+    culprits = [sight for sight in waiting if sight.rank in cut_off.ranks]
+    evidence = (cut_off.sentence, _what_they_do(waiting))
+    return _blame(FaultClass.NETWORK, culprits, evidence, 0.85 if culprits else 0.7)
 
 
 def _judge_all_elsewhere(sights: Sequence[Sight]) -> Finding:

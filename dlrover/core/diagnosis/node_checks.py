@@ -9,7 +9,7 @@ from dlrover.core.diagnosis.diagnostician import blame_ranks, conclude
 from dlrover.core.diagnosis.picture import Picture, RankRecord
 from dlrover.core.turn import MICROS_PER_SECOND
 from dlrover.protocol.messages import Micros, NodeId
-from dlrover.protocol.watch_messages import ActionKind, Culprit, FaultClass, Verdict
+from dlrover.protocol.watch_messages import ActionKind, Culprit, FaultClass, ResourceReport, Verdict
 
 FULL = 0.95
 LITTLE_DISK_MB = 64.0
@@ -44,11 +44,11 @@ class OutOfMemory:
 
 
 class MemoryLeak:
-    """A worker that grows and grows, and does not stop growing after its first minutes."""
+    """A worker that grows and grows: not at once, as for a larger batch, but each time that somebody looks."""
 
     name = "memory_leak"
     _samples = 8
-    _seconds = 20.0
+    _seconds = 30.0
     _growth = 0.3
     _least_mb = 100.0
 
@@ -77,13 +77,17 @@ class MemoryLeak:
 
     def _is_leaking(self, record: RankRecord) -> bool:
         memory = list(record.memory)
-        if len(memory) < self._samples or memory[-1][0] - memory[0][0] < self._seconds * MICROS_PER_SECOND:
+        if len(memory) < self._samples:
             return False
         first, middle, last = memory[0][1], memory[len(memory) // 2][1], memory[-1][1]
         growth = last - first
+        if growth < max(self._least_mb, self._growth * first) or last - middle < 0.25 * growth:
+            return False
+        usual = 0.25 * growth / len(memory)
+        grew_at = [at for (_, before), (at, after) in pairwise(memory) if after - before >= usual]
         falls = sum(after < before for (_, before), (_, after) in pairwise(memory))
-        is_large = growth >= max(self._least_mb, self._growth * first)
-        return is_large and last - middle >= 0.25 * growth and falls <= len(memory) // 5
+        is_long = grew_at[-1] - grew_at[0] >= self._seconds * MICROS_PER_SECOND
+        return is_long and len(grew_at) >= self._samples - 2 and falls <= len(memory) // 5
 
 
 class DiskFull:
@@ -103,11 +107,17 @@ class DiskFull:
 
 
 class ClockJump:
+    """A report tells of a jump since the one before, so each is looked at once."""
+
     name = "clock_jump"
 
+    def __init__(self) -> None:
+        self._seen: dict[NodeId, ResourceReport] = {}
+
     def diagnose(self, picture: Picture, now: Micros) -> Iterable[Verdict]:
+        former, self._seen = self._seen, dict(picture.resources)
         for node, report in picture.resources.items():
-            if abs(report.clock_jump) >= CLOCK_JUMP:
+            if abs(report.clock_jump) >= CLOCK_JUMP and report is not former.get(node):
                 yield conclude(
                     self.name,
                     FaultClass.CLOCK_JUMP,
