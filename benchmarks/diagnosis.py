@@ -53,7 +53,8 @@ def try_fault(job: Job, fault: Fault) -> Result:
     known = {_key(past): past.count for past in job.diagnosis().verdicts}
     life = job.life
     at = job.inject(name, rank)
-    newest = _await_verdicts(job, kind, known)
+    newest, looked_at = _await_verdicts(job, kind, known)
+    result.to_look = None if looked_at is None else looked_at - at
     if newest:
         found = _told(list(newest), kind)
         result.to_verdict = newest[found] - at
@@ -79,17 +80,26 @@ def try_fault(job: Job, fault: Fault) -> Result:
     return result
 
 
-def _await_verdicts(job: Job, kind: Kind, known: dict[tuple[object, ...], int]) -> dict[PastVerdict, float]:
-    """Those on this fault, and when they were there: until one acts, or a moment after the first one, which may be followed by a surer one."""
+def _await_verdicts(
+    job: Job, kind: Kind, known: dict[tuple[object, ...], int]
+) -> tuple[dict[PastVerdict, float], float | None]:
+    """
+    Those on this fault, and when they were there: until one acts, or a moment after the first one, which may be followed by a surer one.
+
+    And when the job was looked at because it stood still.
+    """
     until, is_first = time.monotonic() + kind.within, True
     newest: dict[PastVerdict, float] = {}
     came_at: dict[tuple[object, ...], float] = {}
+    looked_at: float | None = None
     while time.monotonic() < until:
         try:
             verdicts = job.diagnosis().verdicts
         except DLRoverError:  # the master is busy: ask again
             verdicts = ()
         now = time.time()
+        if looked_at is None and job.has_stalled():
+            looked_at = now
         for past in verdicts:
             if past.count > known.get(_key(past), 0):
                 came_at.setdefault(_key(past), now)
@@ -100,7 +110,7 @@ def _await_verdicts(job: Job, kind: Kind, known: dict[tuple[object, ...], int]) 
         if counts and is_first:
             is_first, until = False, min(until, time.monotonic() + SETTLING)
         time.sleep(0.1)  # a question each time: the master tells nobody by itself
-    return newest
+    return newest, looked_at
 
 
 def _told(newest: Sequence[PastVerdict], kind: Kind) -> PastVerdict:

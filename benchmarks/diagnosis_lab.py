@@ -52,6 +52,7 @@ class Job:
         self._parts: dict[str, Any] = {}
         """What was made for it on this machine, to be removed with it."""
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._read_until: dict[Path, int] = {}
         self._ranks_of_nodes: dict[int, int] | None = None
         if of_nodes:
             subnet = (os.getpid() * 8 + int(self._name.rsplit("-", 1)[1])) % 250
@@ -75,6 +76,7 @@ class Job:
             "DLROVER_SNAPSHOT_DIR": str(places[1]),
             "DLROVER_JOB_TOKEN": TOKEN,
             "OMP_NUM_THREADS": "1",
+            "DLROVER_LOG_LEVEL": "INFO",
         }
         command = [
             sys.executable, "-m", "dlrover.trainer.torch.main", "--canary=20", f"--rdzv-endpoint={self.address}",
@@ -138,11 +140,21 @@ class Job:
         self.num_faults += 1
         told = {"number": self.num_faults, "kind": kind, "rank": rank, "after_step": max(self.steps())[0] + 3}
         told |= self._prepare(kind, rank)
+        self._read_until = {path: path.stat().st_size for path in self.folder.glob("out-*")}
         (self.folder / "fault.new").write_text(json.dumps(told))
         (self.folder / "fault.new").rename(self.folder / "fault.json")
         mark = self.folder / f"injected-{self.num_faults}"
         self._wait(mark.exists, 60)
         return mark.stat().st_mtime
+
+    def has_stalled(self) -> bool:
+        """Since the last fault some agent has found that a rank stands still, which is when it is looked at."""
+        for path, start in self._read_until.items():
+            with path.open("rb") as file:
+                file.seek(start)
+                if b"stalled ranks: [" in file.read():
+                    return True
+        return False
 
     def _prepare(self, kind: str, rank: int) -> dict[str, Any]:
         """What the fault needs of the machine, and how to find it."""

@@ -14,9 +14,8 @@ from typing import Any
 
 from diagnosis_kinds import KINDS, NUM_RANKS
 
-LOOK = 2.0
-"""Seconds that a rank stands still before anybody looks: the least threshold."""
 AFTER_LOOK = 5.0
+"""Seconds in which a verdict shall come after the look."""
 AGAIN = 10.0
 """Seconds in which training shall run again after a rank was stopped or deadlocked."""
 
@@ -31,6 +30,8 @@ class Result:
     found_ranks: tuple[int, ...] = ()
     is_class_right: bool = False
     is_culprit_right: bool = False
+    to_look: float | None = None
+    """Seconds from the fault to the moment at which a rank stood still for longer than it should."""
     to_verdict: float | None = None
     """Seconds from the fault to the verdict."""
     to_training: float | None = None
@@ -144,13 +145,17 @@ def summary(ledgers: Sequence[Ledger]) -> str:
 
 def _totals(results: Sequence[Result]) -> list[str]:
     hangs = [each for each in results if KINDS[each.kind].is_hang]
-    timely = [each for each in hangs if each.to_verdict is not None and each.to_verdict <= LOOK + AFTER_LOOK]
+    timely = [
+        each for each in hangs if each.to_verdict is not None and each.to_verdict <= (each.to_look or 0.0) + AFTER_LOOK
+    ]
+    looks = [each.to_look for each in hangs if each.to_look is not None]
     slowest = max((each.to_verdict or 0.0 for each in hangs), default=0.0)
     beside = [each for each in results if each.others]
     return [
         f"{len(results)} faults of {len({result.kind for result in results})} kinds in jobs of {NUM_RANKS} workers.",
         f"Class right {_share(results, lambda each: each.is_class_right)}, rank right {_share(results, lambda each: each.is_culprit_right)}.",
         f"Hangs: {len(timely)} of {len(hangs)} verdicts within {AFTER_LOOK:g} s of the look, the slowest {slowest:.1f} s after the fault.",
+        f"Looks: {min(looks, default=0.0):.1f} to {max(looks, default=0.0):.1f} s after the fault, median {_median(looks)} s.",
         f"{len(beside)} faults had other verdicts as well.",
     ]
 
@@ -182,8 +187,9 @@ def tell(result: Result) -> str:
     ranks = ",".join(map(str, result.found_ranks)) or "nobody"
     found = result.found_class or "nothing"
     others = f" Also: {', '.join(result.others)}." if result.others else ""
+    look = "" if result.to_look is None else f" (looked at after {result.to_look:.1f} s)"
     return (
-        f"{result.kind} on rank {result.rank}: {found} ({class_}), rank {ranks} ({rank}), {took}{again}; "
+        f"{result.kind} on rank {result.rank}: {found} ({class_}), rank {ranks} ({rank}), {took}{look}{again}; "
         f"{result.took:.0f} s in all. {result.note[:160]}{others}"
     )
 

@@ -22,6 +22,8 @@ from dlrover.protocol.watch_messages import Collective, Culprit, FaultClass, Pha
 
 IDLE_CPU = 0.02
 """Cores. Below it a process only turns over in its sleep: threads of libraries that wake up now and then."""
+WAITING_CPU = 0.1
+"""Cores. Who rests in backward with less waits for others: the threads of its communication turn over more often on a busy machine."""
 IDLE_IO = 64 * 1024
 """Bytes between two dumps: a log line, a heartbeat."""
 IDLE_SWITCHES = 5.0
@@ -90,7 +92,7 @@ class Sight(Struct, frozen=True, kw_only=True):
 
     @property
     def waits(self) -> bool:
-        return stacks.waits_for_others(self.second, is_computing=self.is_computing)
+        return stacks.waits_for_others(self.second, is_computing=self.cpu >= WAITING_CPU)
 
 
 class Finding(Struct, frozen=True, kw_only=True):
@@ -179,9 +181,10 @@ def _judge_without(ended: Sequence[Sight], rest: Sequence[Sight]) -> Finding:
 
 
 def _judge_outsiders(others: Sequence[Sight], waiting: Sequence[Sight]) -> Finding:
-    """Some wait for the rest. Those that move may only be slow; if some of the rest are still, they are the ones."""
+    """Some wait for the rest. Those that move may only be slow; if some of the rest are still, or cannot move, they are the ones."""
     still = [sight for sight in others if sight.is_still]
-    culprits = still or list(others)
+    held = [sight for sight in others if _is_blocked(sight.second) or stacks.stopped_children(sight.second)]
+    culprits = still or held or list(others)
     fault, sentence, confidence = _own_fault(culprits)
     is_proof = all(sight.is_still and sight.is_overdue and not sight.is_in_long_phase for sight in others)
     is_proof = is_proof and not any(sight.is_moving for sight in waiting)
