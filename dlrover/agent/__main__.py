@@ -80,12 +80,14 @@ def _run(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None) -> Agen
 
 async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None) -> AgentResult:
     from dlrover.agent.agent import EXIT_BY_SIGNAL, Agent
+    from dlrover.agent.collectors import load_collectors
     from dlrover.agent.devices import resolve_local_world_size
     from dlrover.agent.failover import Failover
     from dlrover.agent.node_check import CheckTask
     from dlrover.agent.output import WorkerOutput
     from dlrover.agent.process_tree import ProcessTree
     from dlrover.agent.saver import Saver, SaverConfig
+    from dlrover.agent.scrape import scrapes
     from dlrover.agent.watch import Watch
     from dlrover.agent.worker_group import WorkerGroup
     from dlrover.agent.worker_socket import WorkerSocket
@@ -93,6 +95,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
 
     disks = (config.runtime_dir, os.getcwd(), config.log.log_dir, config.watch.log_file)
     watch = Watch(config.watch, runtime_dir=config.runtime_dir, disks=[path for path in disks if os.path.exists(path)])
+    watch.collect(lambda: load_collectors(scrapes(config.watch.scrapes, config.watch.xpu_timer_port)))
     tree = ProcessTree(keep=lambda: {*spawner.zygote_pids, *watch.helper_pids}, cgroups=cgroups)
     output = WorkerOutput(config.log, role=config.role, run_id=config.run_id, runtime_dir=config.runtime_dir)
     socket = await WorkerSocket.open(config.runtime_dir)

@@ -77,6 +77,10 @@ class WatchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """TRAINING_LOG_FILE: where the script logs, if not to its streams."""
     node_errors: tuple[str, ...] = ()
     """FAILURE_NODE_ERRORS: what in a log says that the node is broken, beside what we know ourselves."""
+    scrapes: tuple[str, ...] = ()
+    """--scrape: HTTP addresses whose numbers go to the diagnosis."""
+    xpu_timer_port: int | None = None
+    """XPU_TIMER_PORT: where the kernel profiler serves its metrics; None: there is none."""
 
 
 class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

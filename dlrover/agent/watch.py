@@ -13,9 +13,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from dlrover.agent.collectors import Collectors
 from dlrover.agent.config import WatchConfig
 from dlrover.agent.native_stacks import NativeStacks
 from dlrover.agent.resources import ResourceMonitor
@@ -78,6 +79,7 @@ class Watch:
         self.read_tail: Callable[[int, int], tuple[str, str]] | None = None
         """Gives the last that the worker of a local rank printed, up to so many bytes, and a note about it. May block."""
         self._monitor: ResourceMonitor | None = None
+        self._collectors: Collectors | None = None
         if disks is not None:
             self._monitor = ResourceMonitor(
                 workers=lambda: {seat.pid: seat.global_rank for seat in self._seats if seat.pid},
@@ -85,6 +87,12 @@ class Watch:
                 observe=lambda observation: self._observe(observation),
                 who=lambda: self._who(),
             )
+
+    def collect(self, load: Callable[[], Mapping[str, Any]]) -> None:
+        """Have these measure beside us."""
+        self._collectors = Collectors(
+            load, observe=lambda observation: self._observe(observation), who=lambda: self._who()
+        )
 
     @property
     def helper_pids(self) -> tuple[int, ...]:
@@ -186,7 +194,9 @@ class Watch:
 
     async def run(self) -> None:
         """Never returns; cancel it."""
-        monitoring = None if self._monitor is None else asyncio.create_task(self._monitor.run(), name="resources")
+        beside = [] if self._monitor is None else [asyncio.create_task(self._monitor.run(), name="resources")]
+        if self._collectors is not None:
+            beside.append(asyncio.create_task(self._collectors.run(), name="collectors"))
         try:
             while True:
                 self._changed.clear()
@@ -197,7 +207,7 @@ class Watch:
                 except TimeoutError:
                     continue
         finally:
-            for task in (*self._looks, *(() if monitoring is None else (monitoring,))):
+            for task in (*self._looks, *beside):
                 task.cancel()
 
     def _look_at_pages(self) -> float | None:

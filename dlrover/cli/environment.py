@@ -53,6 +53,8 @@ class Environment(Struct, frozen=True, kw_only=True):
     """Where the script logs, if not to its streams."""
     node_errors: tuple[str, ...] = ()
     """What in a log says that this node is broken."""
+    xpu_timer_port: int | None = None
+    """Where a kernel profiler on this node serves its metrics."""
     topology_querier: str = ""
     topology_sorter: str = ""
     event_reporters: tuple[str, ...] = ()
@@ -90,6 +92,7 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         failover_extension=environ.get("DLROVER_EXTENSION_DYNAMIC_FAILOVER", ""),
         training_log_file=environ.get("TRAINING_LOG_FILE", ""),
         node_errors=_node_errors(environ.get("FAILURE_NODE_ERRORS", "")),
+        xpu_timer_port=_integer(environ, "XPU_TIMER_PORT", at_least=1),
         topology_querier=environ.get("DLROVER_TOPOLOGY_QUERIER", ""),
         topology_sorter=environ.get("DLROVER_TOPOLOGY_SORTER", ""),
         event_reporters=tuple(part for part in environ.get("DLROVER_EVENT_REPORTERS", "").split(",") if part.strip()),

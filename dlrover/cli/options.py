@@ -604,6 +604,14 @@ OUR_OPTIONS: tuple[Option, ...] = (
         metavar="MODULE::CLASS",
     ),
     _option(
+        "--scrape",
+        Kind.TEXT,
+        "",
+        "HTTP addresses on this node whose metrics, in Prometheus' form, go to the diagnosis every minute.",
+        group=_OURS,
+        metavar="URL,...",
+    ),
+    _option(
         "--pre-check-ops",
         Kind.TEXT,
         "",

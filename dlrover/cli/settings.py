@@ -566,7 +566,18 @@ def _watch(parsed: Parsed, environment: Environment) -> WatchConfig:
         canary_every=every,
         log_file=environment.training_log_file,
         node_errors=environment.node_errors,
+        scrapes=_scrapes(parsed.text("scrape")),
+        xpu_timer_port=environment.xpu_timer_port,
     )
+
+
+def _scrapes(text: str) -> tuple[str, ...]:
+    urls = tuple(url.strip() for url in text.split(",") if url.strip())
+    if not urls:
+        return ()
+    from dlrover.agent.scrape import check_url  # late: few need it
+
+    return tuple(check_url(url) for url in urls)
 
 
 def _tls(parsed: Parsed) -> TlsConfig | None:

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from dlrover.core.diagnosis.picture import Failed, Picture, Scene
+from dlrover.core.diagnosis.samples import Sample
 from dlrover.core.hangs import MAX_CULPRITS, MAX_EVIDENCE
 from dlrover.protocol.watch_messages import MAX_TEXT, ResourceReport, Verdict, WorkerProgress
 
@@ -39,6 +40,8 @@ class Portrait(Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerProgress, ...]
     resources: tuple[ResourceReport, ...]
     failures: tuple[Failed, ...]
+    samples: tuple[Sample, ...] = ()
+    """Of collectors, oldest first."""
 
 
 def portrait_of(picture: Picture) -> Portrait:
@@ -47,6 +50,7 @@ def portrait_of(picture: Picture) -> Portrait:
         workers=tuple(record.progress for record in picture.heard()),
         resources=tuple(picture.resources.values()),
         failures=tuple(picture.failures),
+        samples=tuple(picture.samples),
     )
 
 

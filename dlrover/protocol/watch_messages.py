@@ -22,6 +22,9 @@ MAX_THREADS = 32
 """Of one process in a dump; the main thread is always among them."""
 MAX_METRICS = 32
 """Numbers that a worker may report besides its step."""
+MAX_SERIES = 512
+"""Numbers of one sample."""
+MAX_SAMPLE_TEXT = 65536
 MAX_TEXT = 2048
 """Characters of any sentence, evidence or label that is shown to people."""
 
@@ -240,7 +243,22 @@ class TailSent(Struct, tag=True, frozen=True, kw_only=True):
     """Where it comes from, or why there is none."""
 
 
-WatchObservation = ProgressReport | ResourceReport | LookTaken | NodeEvent | TailSent
+class SampleTaken(Struct, tag=True, frozen=True, kw_only=True):
+    """What a collector of a node has measured, for diagnosticians; kept by the master for ten minutes."""
+
+    node: NodeId
+    incarnation: Incarnation
+    kind: str
+    """Name of the collector: `xpu-timer`, ..."""
+    numbers: dict[str, float] = {}
+    """By series, as `NAME{label="value"}`."""
+    text: str = ""
+    """What is no number."""
+    trouble: str = ""
+    """Why there is nothing."""
+
+
+WatchObservation = ProgressReport | ResourceReport | LookTaken | NodeEvent | TailSent | SampleTaken
 
 
 # Terms of watching.

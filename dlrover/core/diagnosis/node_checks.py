@@ -137,6 +137,11 @@ class Devices:
         for node, report in picture.resources.items():
             sick = [f"Device {device.index} says: {device.health}." for device in report.devices if device.health]
             lost = [trouble for trouble in report.troubles if GPU_LOST in trouble]
+            lost += [
+                f"{sample.taken.kind}: {sample.taken.trouble}"
+                for sample in picture.samples.newest()
+                if sample.taken.node == node and GPU_LOST in sample.taken.trouble
+            ]
             if lost or sick:
                 yield conclude(
                     self.name,

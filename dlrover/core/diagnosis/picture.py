@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+from dlrover.core.diagnosis.samples import Samples
 from dlrover.core.state import JobState
 from dlrover.core.turn import MICROS_PER_SECOND
 from dlrover.protocol.messages import FirstFailure, Micros, NodeId, NodeRank, Round, WorkerFailure
@@ -157,6 +158,7 @@ class Picture:
         self.events: deque[NodeEvent] = deque(maxlen=MAX_EVENTS)
         self.failures: deque[Failed] = deque(maxlen=MAX_FAILURES)
         """Of all rounds, oldest first."""
+        self.samples = Samples()
         self.duplicates: dict[str, int] = {}
         """Nodes of the platform that hold a rank together, by what they hold."""
 

@@ -14,9 +14,8 @@ from dlrover.core.diagnosis.node_checks import (
     OutOfMemory,
 )
 from dlrover.core.diagnosis.progress_checks import CorruptionVote, LossSpike, Numerics, Straggler
-
-HANG = "training_hang"
-"""It needs looks, so the watch itself is it."""
+from dlrover.core.diagnosis.rest_checks import HANG as HANG
+from dlrover.core.diagnosis.rest_checks import IdleJob, ProfilerHang
 
 
 def built_in() -> tuple[Diagnostician, ...]:
@@ -34,4 +33,6 @@ def built_in() -> tuple[Diagnostician, ...]:
         MemoryLeak(),
         DiskFull(),
         ClockJump(),
+        ProfilerHang(),
+        IdleJob(),
     )

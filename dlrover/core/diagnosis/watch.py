@@ -34,6 +34,7 @@ from dlrover.protocol.watch_messages import (
     PastVerdict,
     ProgressReport,
     ResourceReport,
+    SampleTaken,
     Verdict,
     WatchObservation,
     WatchOrder,
@@ -49,6 +50,11 @@ MARGIN = 0.25
 """Seconds: ranks enter their last phase within a step of each other, and a look shall not come too early by so little."""
 RESTART_COST = 3.0
 """Seconds that a restart is taken to cost before one was measured."""
+
+
+_PRIORITY = {ActionKind.STOP_JOB: 3, ActionKind.RELAUNCH_NODE: 2, ActionKind.RESTART_WORKERS: 1} | dict.fromkeys(
+    (ActionKind.NOTIFY, ActionKind.NONE), 0
+)
 
 
 class AskNode(Struct, frozen=True):
@@ -121,6 +127,8 @@ class Watch:
                 return
             case NodeEvent():
                 self.picture.events.append(observation)
+            case SampleTaken():
+                self.picture.samples.add(observation, now)
         self._is_news = True
 
     def hear_failure(self, failed: Failed) -> None:
@@ -149,9 +157,10 @@ class Watch:
         if self._is_news and now >= self._next_check_at:
             self._is_news = False
             self._next_check_at = Micros(now + micros(SETTLING))
-            for diagnostician in self._diagnosticians:
-                for verdict in diagnostician.diagnose(self.picture, now):
-                    self._conclude(verdict, now)
+            found = [verdict for each in self._diagnosticians for verdict in each.diagnose(self.picture, now)]
+            # Only one may act on a round: who would do more goes first, because it does the work of the others, too.
+            for verdict in sorted(found, key=lambda verdict: -_PRIORITY[verdict.action]):
+                self._conclude(verdict, now)
         effects, self._effects = self._effects, []
         return effects
 
@@ -288,6 +297,7 @@ class Watch:
 
     def _conclude(self, verdict: Verdict, now: Micros, *, stalled_for: float | None = None) -> None:
         round_ = self.picture.scene.round
+        verdict = self._as_allowed(verdict)
         acts = verdict.action not in (ActionKind.NONE, ActionKind.NOTIFY)
         if acts and (not self.picture.scene.is_active or self._acted_round == round_):
             verdict, acts = replace(verdict, action=ActionKind.NOTIFY), False
@@ -311,6 +321,19 @@ class Watch:
             else:
                 command = FaultFound(round=round_, verdict=verdict)
             self._effects.append(Act(command))
+
+    def _as_allowed(self, verdict: Verdict) -> Verdict:
+        """Whoever finds a hang, what follows is for the user to say."""
+        strategy = self.terms.strategy
+        if (
+            verdict.diagnostician != HANG
+            or verdict.action is not ActionKind.RESTART_WORKERS
+            or strategy is HangStrategy.ACT
+        ):
+            return verdict
+        action = ActionKind.NONE if strategy is HangStrategy.LOG else ActionKind.NOTIFY
+        reasoning = f"Nothing is done because of --hang-detection {int(strategy)}."
+        return replace(verdict, action=action, reasoning=reasoning)
 
     def _find(self, verdict: Verdict, now: Micros) -> int | None:
         """The same thing, found in this round and not long ago."""
