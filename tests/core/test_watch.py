@@ -272,7 +272,7 @@ def test_innermost_frames_decide_who_waits() -> None:
 def test_ranks_that_rest_in_backward_wait_although_their_communication_turns_over_on_a_busy_machine(lab: Lab) -> None:
     blocked = dump(2, IN_LOCK, Phase.FORWARD, state="D", wait_channel="request_wait_answer")
     waiting = others(blocked)
-    lab.look(*waiting, second=tuple(replace(each, cpu_seconds=0.2) for each in waiting))
+    lab.look(*waiting, second=tuple(replace(each, cpu_seconds=0.12) for each in waiting))
     assert (lab.told()[-1].fault, lab.ranks()) == (FaultClass.STORAGE_STALL, [2])
     lab.after(20)
     lab.look(*waiting, second=tuple(replace(each, cpu_seconds=0.2 if each is blocked else 2.0) for each in waiting))
