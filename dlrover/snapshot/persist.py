@@ -90,8 +90,6 @@ class SaveRequest(Struct, frozen=True, kw_only=True):
     save_timeout: float = 600.0
     claims: dict[str, tuple[Claim, ...]] = {}
     """By dataset: records that the model contains and that the master had not confirmed when the snapshot was taken."""
-    data_state: str = ""
-    """What the model has still to read, as the master said when the snapshot was taken; only the committer of a storage save asks for it."""
 
     def open_storage(self) -> Storage:
         """Raises ConfigError when the user's own cannot be built here."""
@@ -189,9 +187,13 @@ def persist(
     """
     Write this shard's files into the staging directory of its attempt, and its manifest, whose digest is returned.
 
+    What was summed before is compared with the sums once more, after it was read: a bit that flipped in memory meanwhile must not become a
+    file whose manifest calls it right.
+
     Raises OSError and our own errors.
     """
     contents = decode_contents(pinned.sections())
+    has_sums = pinned.sums() is not None
     storage = request.open_storage()
     attempt = request.as_attempt()
     before = read_global_manifest(storage, attempt.target_path)
@@ -207,6 +209,8 @@ def persist(
             storage.make_directory(parent_of(path))
             written = write_kind(storage, path, contents, entry, pinned.data, options=options, stop=stop)
             files.append(FileRecord(entry.path, written.size_bytes, written.crc32, part=entry.name, kind=entry.kind))
+        if has_sums:
+            pinned.verify()
         manifest = _manifest(pinned, request, contents, files, before)
         return finish_rank(storage, attempt, manifest, is_synced=is_synced)
     except BaseException:

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.persist import sum_slot
+from dlrover.snapshot.checksum import Corrupt
+from dlrover.snapshot.contents import decode_contents
+from dlrover.snapshot.persist import persist, pin_newest, read_request, release, sum_slot
 from dlrover.snapshot.segment import Segment, segment_paths
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
 
@@ -138,6 +140,28 @@ def test_a_flipped_bit_in_memory_is_caught_at_the_restore(make: Make) -> None:
             assert whose(checkpointer.load_checkpoint()) == OLD, f"{name}, byte {place - start}, bit {bit}"
             flip(path, place, bit)
     assert whose(checkpointer.load_checkpoint()) == NEW
+
+
+def test_a_bit_that_flips_in_memory_does_not_become_a_file(make: Make, tmp_path: Path) -> None:
+    """What waits to be written, for another save or for a break: it was summed, and is not what it was."""
+    checkpointer = make()
+    assert checkpointer.save_checkpoint(NEW, state_of(NEW), storage_type=StorageType.MEMORY)
+    [path] = segment_paths(checkpointer._engine.outlet.home)
+    with Segment(path) as segment:
+        [name] = segment.complete_slots()
+        data_at = segment.geometry.data_at(name.slot)
+    assert sum_slot(name)
+    pinned = pin_newest(name.path, name.slot, name.generation)
+    assert pinned is not None
+    request = read_request(decode_contents(pinned.sections()))
+    assert request is not None
+    flip(path, data_at + 5000, 4)
+    with pytest.raises(Corrupt, match="differ from their checksum"):
+        persist(pinned, request)
+    assert not list((tmp_path / "checkpoints").iterdir()), "nothing is left of it"
+    flip(path, data_at + 5000, 4)
+    persist(pinned, request)
+    release(pinned)
 
 
 def test_when_everything_is_damaged_there_is_an_error_and_no_state(make: Make, tmp_path: Path) -> None:
