@@ -36,6 +36,7 @@ from dlrover.snapshot.manifest import (
     GlobalManifest,
     ManifestInvalid,
     RankManifest,
+    RankSummary,
     decode_global_manifest,
     decode_rank_manifest,
     digest_of,
@@ -423,6 +424,12 @@ def read_global_manifest(storage: Storage, path: str) -> GlobalManifest | None:
         return None
 
 
+def has_damaged_manifest(storage: Storage, path: str) -> bool:
+    """Whether this directory was a checkpoint, whose manifest has suffered since."""
+    names = [join(DIRECTORY, entry.name) for entry in storage.list(join(path, DIRECTORY))]
+    return GLOBAL_NAME in names and read_global_manifest(storage, path) is None
+
+
 def check_sizes(storage: Storage, path: str, manifest: GlobalManifest) -> None:
     """Every file that a manifest names is there and as long as it should be."""
     sizes: dict[str, int] = {}
@@ -435,17 +442,18 @@ def check_sizes(storage: Storage, path: str, manifest: GlobalManifest) -> None:
             raise ManifestInvalid(f"{join(path, file.path)} {there}; its manifest says {file.size_bytes} bytes.")
 
 
-def find_damage(storage: Storage, checkpoint: Committed) -> list[str]:
-    """Read every byte and compare it with the manifests: a sentence for each thing that is wrong."""
+def find_damage(storage: Storage, checkpoint: Committed, ranks: Iterable[RankSummary] | None = None) -> list[str]:
+    """Read every byte, or what these ranks wrote, and compare it with the manifests: a sentence for each thing that is wrong."""
     damage = []
-    for rank in checkpoint.manifest.ranks:
+    examined = checkpoint.manifest.ranks if ranks is None else tuple(ranks)
+    for rank in examined:
         name = join(checkpoint.path, rank_manifest_name(rank.global_rank))
         try:
             if digest_of(storage.read(name)) != rank.digest:
                 damage.append(f"{name} is not the manifest that was committed")
         except FileNotFoundError:
             damage.append(f"{name} is missing")
-    for file in checkpoint.manifest.files:
+    for file in (file for rank in examined for file in rank.files):
         name = join(checkpoint.path, file.path)
         try:
             found = storage.measure(name)

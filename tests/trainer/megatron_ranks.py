@@ -24,6 +24,7 @@ from megatron.training import checkpointing  # noqa: E402
 from megatron.training.global_vars import set_args  # noqa: E402
 
 from dlrover.protocol.errors import ConfigError  # noqa: E402
+from dlrover.snapshot.checksum import Corrupt  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint import megatron, megatron_dist_ckpt  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.megatron import MegatronCheckpointer, StorageType  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.megatron_dist_ckpt import MegatronDistCheckpointer  # noqa: E402
@@ -237,10 +238,41 @@ def shares() -> None:
         dist.barrier()
 
 
+def damage() -> None:
+    """A flipped bit in a file of the newest iteration: the one before it is loaded, by all ranks; one that was named is refused."""
+    for kind, holder in ((megatron, MegatronCheckpointer), (megatron_dist_ckpt, MegatronDistCheckpointer)):
+        args = new_args(f"damage-{holder.__name__}")
+        for iteration in (1, 2):
+            model, optimizer = new_model(iteration)
+            assert kind.save_checkpoint(iteration, model, optimizer, None, 0.0, on_busy="block")
+        assert kind.wait_latest_checkpoint(60)
+        holder._instance.close()
+        dist.barrier()
+        if rank == 0:
+            file = Path(args.save, "iter_0000002/mp_rank_00/model_optim_rng.pt")
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+        dist.barrier()
+        other, its_optimizer = new_model(3)
+        assert kind.load_checkpoint(other, its_optimizer, None)[0] == 1
+        assert same(other[0], new_model(1)[0][0])
+        assert args.load == args.save
+        args.ckpt_step = 2
+        try:
+            kind.load_checkpoint(other, its_optimizer, None)
+        except Corrupt:
+            dist.barrier()
+        else:
+            raise AssertionError("a damaged iteration was loaded because somebody named it")
+        holder._instance.close()
+        dist.barrier()
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     mpu.initialize_model_parallel()
-    for scenario in (replicas, stages, shares, failures):
+    for scenario in (replicas, stages, shares, failures, damage):
         scenario()
         print(f"{scenario.__name__} done", flush=True)
     dist.destroy_process_group()

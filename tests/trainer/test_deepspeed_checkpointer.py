@@ -12,7 +12,9 @@ import torch
 
 from dlrover.protocol.checkpoint_messages import SaveRequested
 from dlrover.protocol.errors import ConfigError
+from dlrover.snapshot.checksum import Corrupt
 from dlrover.snapshot.commit import locate
+from dlrover.snapshot.manifest import ManifestInvalid
 from dlrover.snapshot.segment import Segment
 from dlrover.snapshot.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.deepspeed import (
@@ -279,3 +281,32 @@ def test_it_saves_by_itself_and_on_request(engine, directory):
         assert locate(LocalStorage(), str(directory)).manifest.metric == 0.25
     finally:
         checkpointer.close()
+
+
+def flip(path: Path, place: float = 0.5) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.7])
+def test_a_flipped_bit_in_a_file_leads_to_the_next_older_checkpoint(make, engine, directory, place):
+    checkpointer = make(engine)
+    for step in (1, 2):
+        engine.global_steps = step
+        assert checkpointer.save_checkpoint(directory, tag=step, on_busy="block")
+    assert checkpointer.wait_latest_checkpoint(20)
+    checkpointer.close()
+    flip(directory / "2" / "mp_rank_00_model_states.pt", place)
+    other = StandIn()
+    path, _ = make(other).load_checkpoint(directory)
+    assert (path, other.global_steps) == (str(directory / "1" / "mp_rank_00_model_states.pt"), 1)
+    with pytest.raises(Corrupt, match="Resume from another checkpoint"):
+        make(StandIn()).load_checkpoint(directory, tag=2)
+    elsewhere = DeepSpeedCheckpointer(StandIn(), directory.parent / "new run")
+    with pytest.raises(Corrupt, match=r"mp_rank_00_model_states\.pt has other bytes"):
+        elsewhere.load_checkpoint(directory)
+    elsewhere.close()
+    flip(directory / "1" / ".dlrover" / "manifest.json")
+    with pytest.raises(ManifestInvalid, match="none is as it was written"):
+        make(StandIn()).load_checkpoint(directory)

@@ -19,6 +19,8 @@ with warnings.catch_warnings():
     )
 from safetensors.torch import load_file
 
+from dlrover.snapshot.checksum import Corrupt
+
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path, monkeypatch):
@@ -139,3 +141,18 @@ def test_what_is_due_is_collected_and_saved(directory):
         assert not checkpointer.is_save_requested()
     finally:
         checkpointer.close()
+
+
+def test_the_newest_checkpoint_in_storage_is_one_that_is_as_it_was_written(checkpointer, directory):
+    for step in (1, 2):
+        checkpointer.ckpt_agent.save({"w": torch.arange(300)}, directory / f"checkpoint-{step}" / "optimizer.pt")
+        assert checkpointer.save_checkpoint_to_storage(step, blocking=True)
+    assert checkpointer.wait_latest_checkpoint(20)
+    assert checkpointer.newest_whole() == str(directory / "checkpoint-2")
+    file = directory / "checkpoint-2" / "optimizer.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert checkpointer.newest_whole() == str(directory / "checkpoint-1")
+    with pytest.raises(Corrupt, match=r"optimizer\.pt has other bytes"):
+        checkpointer.async_save_engine.refuse_damaged(str(directory / "checkpoint-2"))

@@ -26,7 +26,6 @@ from typing import Any
 
 from dlrover.core.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.commit import committed_checkpoints, latest_step
 from dlrover.snapshot.manifest import DIRECTORY
 from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
@@ -279,6 +278,8 @@ class DeepSpeedCheckpointer:
         name = None if tag is None else str(tag)
         if is_own and name is None:
             name = self._stored_tag()
+        elif (named := name or _latest_tag(directory)) is not None:
+            self._engine.refuse_damaged(os.path.abspath(os.path.join(directory, named)))
         loaded: tuple[str | None, dict[str, Any] | None] = self.engine.load_checkpoint(directory, tag=name, **arguments)
         if loaded[0] is not None:
             log.info("restored %s", loaded[0])
@@ -393,26 +394,30 @@ class DeepSpeedCheckpointer:
 
     def _stored_tag(self) -> str | None:
         """
-        The newest checkpoint in storage. None: DeepSpeed shall look for itself.
+        The newest checkpoint in storage that is as it was written. None: DeepSpeed shall look for itself. All ranks call this.
 
         Our tracker is written before DeepSpeed's, so after a cut between the two ours is right; unless DeepSpeed's names a
         checkpoint that DeepSpeed has written itself since.
         """
         directory = self._engine.checkpoint_dir
-        storage = self._engine.open_storage()
-        newest = latest_step(storage, directory)
+        newest = self._engine.stored_step()
         if newest is None:
             return None
-        latest = os.path.join(directory, LATEST)
-        if os.path.isfile(latest):
-            with open(latest, encoding="utf-8") as file:
-                named = file.read().strip()
-            if named and not os.path.isdir(os.path.join(directory, named, DIRECTORY)):
-                return named
-        for checkpoint in committed_checkpoints(storage, directory):
-            if checkpoint.manifest.step == newest:
-                return os.path.basename(checkpoint.path)
+        named = _latest_tag(directory)
+        is_theirs = named is not None and not os.path.isdir(os.path.join(directory, named, DIRECTORY))
+        if self._engine.is_so_for_all(is_theirs):
+            return named
+        found = self._engine.newest_whole(newest)
+        return None if found is None else os.path.basename(found.path)
+
+
+def _latest_tag(directory: str) -> str | None:
+    """What DeepSpeed's tracker names."""
+    latest = os.path.join(directory, LATEST)
+    if not os.path.isfile(latest):
         return None
+    with open(latest, encoding="utf-8") as file:
+        return file.read().strip() or None
 
 
 @functools.cache

@@ -15,13 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.commit import latest_step
+from dlrover.snapshot.commit import Committed, latest_step
 from dlrover.snapshot.storage import Storage
 from dlrover.snapshot.user_storage import storage_of
 from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
 from dlrover.trainer.torch.flash_checkpoint.node_snapshots import NodeSnapshots, Snapshot, read_files
+from dlrover.trainer.torch.flash_checkpoint.stored_files import newest_whole, refuse_damaged
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
@@ -94,6 +95,7 @@ class FileCheckpointEngine(CheckpointEngine):
 
     def stored_step(self) -> int | None:
         """The newest committed step, as global rank 0 sees it. All ranks call this."""
+        self._agree_late()
         step = None
         if self._agreement.ranks.global_rank == 0 or not self._agreement.is_joint:
             try:
@@ -102,6 +104,21 @@ class FileCheckpointEngine(CheckpointEngine):
                 log.warning("the tracker in %s cannot be read: %s", self.checkpoint_dir, error)
         told = self._agreement.tell_all([] if step is None else [step])
         return told[0] if told else None
+
+    def newest_whole(self, at_most: int) -> Committed | None:
+        """In storage, up to that step, and every byte as it was written; see there. All ranks call this."""
+        self._agree_late()
+        return newest_whole(self._agreement, self.open_storage(), self.checkpoint_dir, at_most)
+
+    def refuse_damaged(self, path: str) -> None:
+        """A checkpoint that somebody named; see there. All ranks call this."""
+        self._agree_late()
+        refuse_damaged(self._agreement, storage_of(path, self._storage), path)
+
+    def is_so_for_all(self, is_so: bool) -> bool:
+        """What global rank 0 finds. All ranks call this."""
+        self._agree_late()
+        return self._agreement.tell_all([int(is_so)]) == [1]
 
     def have_all(self, is_fine: bool) -> bool:
         """Whether it is fine on every rank; until all have said so nobody goes on."""

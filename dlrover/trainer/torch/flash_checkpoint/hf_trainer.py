@@ -152,6 +152,12 @@ class HfFlashCheckpointer:
             log.warning("the snapshot of step %d cannot be used on all ranks; trying an older one", step)
         return None
 
+    def newest_whole(self) -> str | None:
+        """The newest checkpoint in storage that is as it was written. None: there is none of ours. All ranks call this."""
+        newest = self.async_save_engine.stored_step()
+        found = None if newest is None else self.async_save_engine.newest_whole(newest)
+        return None if found is None else found.path
+
     def remove_layouts(self) -> None:
         """Everybody on this node has read what it wanted."""
         for path in self.async_save_engine.outlet.home.glob("layout-*"):
@@ -252,6 +258,8 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
         self.memory_steps = memory_steps
         self._scratch: str | None = None
         self._is_laid_out = False
+        self._found: str | None = None
+        """What `get_last_checkpoint` said last."""
         self._is_native = self._why_native() != ""
         self.flash_checkpointer: HfFlashCheckpointer
         if self.is_deepspeed_enabled:
@@ -270,6 +278,8 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
             resume_from_checkpoint = self._newest()
             if resume_from_checkpoint is None:
                 log.info("there is no checkpoint yet in %s: training begins", self.args.output_dir)
+        elif isinstance(resume_from_checkpoint, (str, os.PathLike)):
+            resume_from_checkpoint = self._whole(os.path.abspath(resume_from_checkpoint))
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -284,6 +294,7 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
             log.warning("%s", error)
             found = None
         if found is not None:
+            self._found = found.path
             return found.path
         newest = newest_directory(directory) if os.path.isdir(directory) else None
         return newest or False
@@ -397,8 +408,19 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
         if laid_out is not None:
             self._is_laid_out = True
             return laid_out
-        stored = self.get_last_checkpoint()
+        stored = self.flash_checkpointer.newest_whole() or self.get_last_checkpoint()
         return stored if isinstance(stored, str) else None
+
+    def _whole(self, path: str) -> str:
+        """
+        What was named, compared with its manifest. If it is only what we called the newest ourselves, a damaged one gives way to the next older
+        one; one that somebody has chosen is refused.
+        """
+        engine = self.flash_checkpointer.async_save_engine
+        if engine.is_so_for_all(path == self._found):
+            return self.flash_checkpointer.newest_whole() or path
+        engine.refuse_damaged(path)
+        return path
 
     def _remove_layout(self) -> None:
         if self._is_laid_out:

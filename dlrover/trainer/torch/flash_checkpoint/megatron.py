@@ -34,6 +34,7 @@ from dlrover.trainer.torch.flash_checkpoint.megatron_engine import (
     Memory,
     iteration_directory,
 )
+from dlrover.trainer.torch.flash_checkpoint.megatron_stored import whole_directory
 
 _LAYOUTS = (
     ("megatron.training.checkpointing", "megatron.training.global_vars"),
@@ -180,19 +181,21 @@ def load_checkpoint(
     What Megatron's `load_checkpoint` returns. All ranks call it.
 
     Memory is looked at where `args.load` is the directory of the saves or not set, and no iteration was asked for; all ranks then take the same
-    iteration from it. Otherwise, and where the storage is newer, Megatron reads its files as always.
+    iteration from it. Otherwise, and where the storage is newer, Megatron reads its files as always, after they were compared with their manifest.
     """
     megatron = find_megatron()
     args = megatron.get_args()
-    memory = None
+    memory = agreement = None
     if args.save and is_resuming(args, load_arg):
         checkpointer = MegatronCheckpointer.singleton_instance(
             args.save, storage, comm_backend, save_timeout, replica_count
         )
         memory = checkpointer.engine.restore_memory()
+        agreement = checkpointer.engine.engine.agreement
     load = megatron.load_checkpoint
     if memory is None:
-        return _call(load, model, optimizer, opt_param_scheduler, load_arg=load_arg, strict=strict)
+        with whole_directory(args, load_arg, agreement):
+            return _call(load, model, optimizer, opt_param_scheduler, load_arg=load_arg, strict=strict)
     memory.fetch(own_model_file(megatron, memory.step))
     with memory_as_directory(args, load_arg, memory):
         return _call(load, model, optimizer, opt_param_scheduler, load_arg=load_arg, strict=strict)

@@ -34,6 +34,7 @@ from dlrover.trainer.torch.flash_checkpoint.megatron_engine import (
     iteration_directory,
 )
 from dlrover.trainer.torch.flash_checkpoint.megatron_optimizer import load_parameter_state, parameter_state
+from dlrover.trainer.torch.flash_checkpoint.megatron_stored import named_iteration, whole_directory
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
@@ -186,17 +187,19 @@ def load_checkpoint(
     """
     megatron = find_megatron()
     args = megatron.get_args()
-    memory = None
+    memory = agreement = None
     if args.save and is_resuming(args, load_arg):
-        memory = _checkpointer(args, storage, comm_backend, deletion_strategy, save_timeout).engine.restore_memory()
-    source = _from_memory(memory, megatron) if memory is not None else _from_storage(args, load_arg, megatron)
-    if source is None:
-        if getattr(args, "exit_on_missing_checkpoint", False):
-            raise SystemExit(
-                f"There is no checkpoint in {getattr(args, load_arg, None)} (--exit-on-missing-checkpoint)."
-            )
-        return 0, 0
-    return _apply(args, model, optimizer, opt_param_scheduler, source, strict)
+        engine = _checkpointer(args, storage, comm_backend, deletion_strategy, save_timeout).engine
+        memory, agreement = engine.restore_memory(), engine.engine.agreement
+    if memory is not None:
+        return _apply(args, model, optimizer, opt_param_scheduler, _from_memory(memory, megatron), strict)
+    with whole_directory(args, load_arg, agreement):
+        source = _from_storage(args, load_arg, megatron)
+        if source is not None:
+            return _apply(args, model, optimizer, opt_param_scheduler, source, strict)
+    if getattr(args, "exit_on_missing_checkpoint", False):
+        raise SystemExit(f"There is no checkpoint in {getattr(args, load_arg, None)} (--exit-on-missing-checkpoint).")
+    return 0, 0
 
 
 def wait_latest_checkpoint(timeout: float = 1800) -> bool:
@@ -265,10 +268,7 @@ def _from_storage(args: Any, load_arg: str, megatron: Megatron) -> _Source | Non
     load = getattr(args, load_arg, None)
     if load is None:
         return None
-    try:
-        with open(os.path.join(load, TRACKER)) as file:
-            said = file.read().strip()
-    except FileNotFoundError:
+    if not (said := named_iteration(load)):
         return None
     is_release = said == _RELEASE
     if not is_release and not said.isdigit():

@@ -30,6 +30,7 @@ from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.persist import pin_newest, release
 from dlrover.snapshot.segment import Segment, segment_paths
+from dlrover.snapshot.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
@@ -37,6 +38,7 @@ from dlrover.trainer.torch.flash_checkpoint.dcp import FlashStorageWriter
 from dlrover.trainer.torch.flash_checkpoint.dcp_reading import PieceReader
 from dlrover.trainer.torch.flash_checkpoint.fsdp_engine import FsdpCheckpointEngine
 from dlrover.trainer.torch.flash_checkpoint.megatron_engine import TRACKER, iteration_directory
+from dlrover.trainer.torch.flash_checkpoint.megatron_stored import named_iteration, whole_iteration
 from dlrover.trainer.torch.flash_checkpoint.parts import RawPart
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
@@ -144,6 +146,7 @@ class MegatronShardedCheckpointer:
 
     def _load_stored(self, step: int, sharded_state_dict: dict[str, Any], options: dict[str, Any]) -> Any:
         core = importlib.import_module("megatron.core.dist_checkpointing")
+        step = whole_iteration(self.engine.agreement, LocalStorage(), self.engine.checkpoint_dir, step)
         self.engine.restored_step = step
         return core.load(sharded_state_dict, self._directory_of(step), **options)
 
@@ -156,12 +159,9 @@ class MegatronShardedCheckpointer:
         itself. None without one.
         """
         found = -1
-        try:
-            said = Path(self.engine.checkpoint_dir, TRACKER).read_text().strip()
-            if said.isdigit() and os.path.isfile(os.path.join(self._directory_of(int(said)), CONFIG)):
-                found = int(said)
-        except FileNotFoundError:
-            found = -1
+        said = named_iteration(self.engine.checkpoint_dir)
+        if said.isdigit() and os.path.isfile(os.path.join(self._directory_of(int(said)), CONFIG)):
+            found = int(said)
         [told] = self.engine.agreement.tell_all([found + 1])
         return told - 1 if told else None
 

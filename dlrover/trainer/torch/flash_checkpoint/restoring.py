@@ -25,12 +25,13 @@ from dlrover.snapshot.class_meta import ClassMeta
 from dlrover.snapshot.commit import (
     Committed,
     committed_checkpoints,
+    has_damaged_manifest,
     latest_step,
     read_global_manifest,
 )
 from dlrover.snapshot.contents import TORCH, decode_contents
 from dlrover.snapshot.copying import Copier
-from dlrover.snapshot.manifest import DIRECTORY, GLOBAL_NAME, FileRecord, ManifestInvalid
+from dlrover.snapshot.manifest import DIRECTORY, FileRecord, ManifestInvalid
 from dlrover.snapshot.persist import SaveRequest, of_present_history, read_request
 from dlrover.snapshot.segment import Segment, SlotName, segment_paths
 from dlrover.snapshot.segment_format import SegmentInvalid
@@ -218,14 +219,10 @@ class Restorer:
 
     def _has_damaged_manifest(self, storage: Storage) -> bool:
         """Something was committed, because the tracker comes last, and its manifest has suffered since."""
-        for entry in storage.list(self._directory):
-            path = join(self._directory, entry.name)
-            has_one = entry.is_directory and any(
-                join(DIRECTORY, each.name) == GLOBAL_NAME for each in storage.list(join(path, DIRECTORY))
-            )
-            if has_one and read_global_manifest(storage, path) is None:
-                return True
-        return False
+        entries = storage.list(self._directory)
+        return any(
+            entry.is_directory and has_damaged_manifest(storage, join(self._directory, entry.name)) for entry in entries
+        )
 
     def _foreign_file(self, step: int) -> str:
         return join(self._directory, str(step), f"rank_{self._agreement.share.shard}.pt")
