@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import select
 import signal
 import socket
@@ -248,20 +247,20 @@ def wait_for_end(pid: int) -> None:
 
 def test_closed_standard_descriptors_are_replaced_for_us_and_our_children(job: StandinJob) -> None:
     """`dlrover-run ... <&- >&- 2>&-`: else the first socket of a child gets their numbers."""
-    job.start(behaviour="descriptors", preexec=lambda: os.closerange(0, 3))
+    job.start(behaviour="descriptors", shell="exec <&- >&- 2>&-")
     assert job.event("descriptors") == ["/dev/null"] * 3
     assert job.finish()[0] == 0
 
 
 def test_what_is_said_to_a_closed_terminal_changes_nothing(job: StandinJob) -> None:
-    job.start("--exit-code=worker", behaviour="fail", preexec=lambda: os.closerange(0, 3))
+    job.start("--exit-code=worker", behaviour="fail", shell="exec <&- >&- 2>&-")
     assert job.finish() == (7, "")
     assert job.files_left() == []
 
 
 def test_a_full_disk_is_one_clear_sentence_and_leaves_nothing(job: StandinJob) -> None:
     """A limit on the size of files fails the same writes as a full disk."""
-    job.start(behaviour="ok", preexec=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)))
+    job.start(behaviour="ok", shell="ulimit -f 0")
     exit_code, said = job.finish()
     assert exit_code == 2
     assert len(said.splitlines()) == 1
