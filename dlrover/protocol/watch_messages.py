@@ -68,6 +68,10 @@ class Collective(Struct, frozen=True, kw_only=True):
     """Of the first tensor, as `float32[128,64]`."""
     is_inside: bool = False
     """Not yet returned."""
+    backend: str = ""
+    """`gloo`, `nccl`, ...; empty: called from Python, of whichever backend."""
+    has_started: bool = True
+    """On a device: false while what was queued before it still runs."""
 
 
 class WorkerProgress(Struct, frozen=True, kw_only=True):

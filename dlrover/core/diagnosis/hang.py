@@ -68,7 +68,8 @@ class Sight(Struct, frozen=True, kw_only=True):
 
     @property
     def is_computing(self) -> bool:
-        return self.cpu >= IDLE_CPU
+        """Who waits for its device may well spin meanwhile."""
+        return self.cpu >= IDLE_CPU and stacks.device_collective(self.second) is None
 
     @property
     def is_still(self) -> bool:
@@ -274,8 +275,8 @@ def _judge_collectives(waiting: Sequence[Sight]) -> Finding:
 def _who_went_past(known: Sequence[tuple[Sight, Collective | None]]) -> list[Sight]:
     """Ranks that are in a later step than those inside, and have left out the collective that these are in."""
     inside = [(sight, collective) for sight, collective in known if collective is not None]
-    if not inside or len({collective.sequence for _, collective in inside}) > 1:
-        return []
+    if not inside or len({collective.sequence for _, collective in inside}) > 1 or inside[0][1].backend:
+        return []  # numbers of torch's record cannot be compared with those that ranks tell
     sight, collective = inside[0]
     step = None if sight.second.progress is None else sight.second.progress.step
     past = []

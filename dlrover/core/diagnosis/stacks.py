@@ -1,8 +1,9 @@
 """
 What stacks tell: who waits for the others, who is somewhere else, and how to say so in a few lines.
 
-A rank waits for others when it is inside a collective: by its own account, by the functions on its stack, or because it rests in the engine of
-backward, which in data-parallel training runs the collectives of gradients without any trace in Python. Everything else is the rank's own business.
+A rank waits for others when it is inside a collective: by torch's record of its device, by its own account, by the functions on its stack, or because it
+rests in the engine of backward, which in data-parallel training runs the collectives of gradients without any trace in Python. Everything else is the rank's
+own business.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _ENGINE = (
 """Where C++ runs collectives by itself: gradients, buffers, statistics of batches."""
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/ipdb/__main__.py", "/code.py", "/interactiveshell.py")
 _LOADER = "torch/utils/data/"
+_HOST_BACKENDS = ("", "gloo", "mpi")
 _INSIDE = ("/dlrover/", "torch/", "/lib/python3", "<frozen", "/lib64/python3")
 _FRAME = re.compile(r"^(?P<file>.*):(?P<line>\d+) (?P<function>.*)$")
 _CHILD = re.compile(r"^(?P<pid>\d+) (?P<state>\S) \S+(?: cpu=(?P<cpu>[0-9.]+))?")
@@ -71,8 +73,21 @@ def signature(dump: WorkerDump) -> tuple[str, ...]:
     return tuple(f"{frame.file}:{frame.line}" for frame in frames(dump))
 
 
+def device_collective(dump: WorkerDump) -> Collective | None:
+    """
+    The oldest that runs on a device and does not end: whoever began it waits for those who did not.
+
+    The call has returned long ago, and the main thread sleeps, spins or is somewhere else: neither its stack nor its processor time say anything then.
+    """
+    running = (each for each in dump.recorded if each.is_inside and each.has_started)
+    return next((each for each in running if each.backend not in _HOST_BACKENDS), None)
+
+
 def own_collective(dump: WorkerDump) -> Collective | None:
-    """The one that it is in now, by its own account."""
+    """The one that it is in now: on its device, or by its own account."""
+    on_device = device_collective(dump)
+    if on_device is not None:
+        return on_device
     collective = None if dump.progress is None else dump.progress.collective
     return collective if collective is not None and collective.is_inside else None
 

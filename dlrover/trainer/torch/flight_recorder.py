@@ -80,11 +80,15 @@ def newest(record: bytes) -> bytes:
 
 
 def _entry(entry: dict[str, Any]) -> dict[str, Any]:
+    name = str(entry.get("profiling_name", ""))
+    backend = name.partition(":")[0] if ":" in name else ""
     dtypes, sizes = entry.get("input_dtypes") or [""], entry.get("input_sizes") or [[]]
     return {
         "sequence": int(entry.get("collective_seq_id") or entry.get("p2p_seq_id") or 0),
-        "operation": str(entry.get("profiling_name", "")).rpartition(":")[2],
+        "operation": name.rpartition(":")[2],
         "group": str((entry.get("process_group") or [""])[-1]),
         "shape": f"{str(dtypes[0]).lower()}[{','.join(map(str, sizes[0]))}]" if dtypes[0] else "",
         "is_inside": not entry.get("retired", False),
+        "backend": backend,
+        "has_started": backend == "gloo" or entry.get("state") != "scheduled",  # gloo tells of nothing else
     }
