@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from dlrover.agent.editions import shards_of_node
+from dlrover.agent.parity_store import HEAD_BYTES
 from dlrover.agent.peers import PeerServer, RateLimit, Secret, connect
 from dlrover.agent.replica_store import header_of, meta_of
 from dlrover.protocol.errors import Rejected, Unavailable
@@ -365,6 +366,32 @@ async def test_lost_nodes_are_computed_from_parity(lab, size, parity, lost, lane
             assert list(states) == [3]
             assert is_right(states[3], 3, shard)
             assert len(states[3]["tensor"]) == 1000 + 300 * shard
+
+
+async def test_a_flipped_bit_of_a_parity_never_becomes_a_state(lab):
+    """Of what survivors hold: at places all over it. The node that is computed from it has nothing then, or what it had."""
+    trainers = await group_of(lab, 3, (2, 1))
+    await save_everywhere(lab, trainers, 1)
+    lab.lose(1)
+    parities = [path for node in (0, 2) for path in lab.homes[node].glob("parity-*.whole")]
+    num_caught = 0
+    for number, part in enumerate((None, 0.001, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)):
+        for path in parities if part is not None else ():
+            content = bytearray(path.read_bytes())
+            content[HEAD_BYTES + int(part * (len(content) - HEAD_BYTES))] ^= 1 << number % 8
+            path.write_bytes(content)
+        new = 10 + number
+        lab.start(new, copies=0, num_data=2, num_parity=1)
+        lab.order.remove(new)
+        lab.order.insert(1, new)
+        lab.round = Round(2)
+        await lab.enter(new)
+        states = states_in(lab.homes[new], 1)
+        assert part is not None or states, "without damage it is computed"
+        assert all(is_right(state, step, 1) for step, state in states.items())
+        num_caught += not states
+        lab.lose(new)
+    assert num_caught == 9, "each of these places is part of what is computed, and they add up"
 
 
 async def test_more_losses_than_parities_are_not_made_good(lab):

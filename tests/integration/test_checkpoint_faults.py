@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -76,3 +77,64 @@ def test_two_jobs_with_one_directory_never_mix(jobs, tmp_path):
         assert all("another job writes to the same directory" in line for line in told)
         assert "bug" not in job.err
         assert "Traceback" not in job.err
+
+
+SLOW_STORAGE = """
+import time
+from dlrover.python.common.storage import PosixDiskStorage
+
+
+class Slow(PosixDiskStorage):
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def write_state_dict(self, state_dict, path, write_func):
+        time.sleep(self.seconds)
+        super().write_state_dict(state_dict, path, write_func)
+"""
+SLOW_TRAINING = """
+import json, sys, time
+from collections import Counter
+import torch
+from slow_storage import Slow
+from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
+
+folder, seconds, num_saves = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+checkpointer = DdpCheckpointer(f"{folder}/checkpoints", storage=Slow(seconds=seconds), num_slots=3)
+counts, calls = Counter(), []
+for step in range(num_saves):
+    state = {"weights": torch.full((100_000,), step), "step": step}
+    kind = StorageType.MEMORY if step % 2 else StorageType.DISK
+    began_at = time.perf_counter()
+    result = checkpointer.save_checkpoint(step, state, storage_type=kind)
+    calls.append(time.perf_counter() - began_at)
+    counts[result.reason.value] += 1
+newest = checkpointer.load_checkpoint()["step"]
+assert checkpointer.save_checkpoint(num_saves, {"step": num_saves}, on_busy="block")
+with open(f"{folder}/told", "w") as told:
+    json.dump({"counts": counts, "usual": sorted(calls)[int(0.98 * num_saves)], "newest": newest}, told)
+"""
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("seconds", "num_saves"), [(1.0, 300), pytest.param(30.0, 1000, marks=pytest.mark.chaos)])
+def test_no_call_waits_for_a_storage_that_takes_long_for_every_write(jobs, tmp_path, seconds, num_saves):
+    """Who finds no free slot is skipped and told so; what was asked for last is in storage when the job ends."""
+    scripts, folder = tmp_path / "scripts", tmp_path / "job"
+    scripts.mkdir()
+    folder.mkdir()
+    (scripts / "slow_storage.py").write_text(SLOW_STORAGE)
+    (scripts / "train.py").write_text(SLOW_TRAINING)
+    job = jobs.run(scripts / "train.py", folder, str(seconds), str(num_saves), timeout=300)
+    assert job.process.returncode == 0, job.err
+    told = json.loads((folder / "told").read_text())
+    assert sum(told["counts"].values()) == num_saves
+    assert set(told["counts"]) <= {"saved", "skipped_busy"}
+    assert told["counts"]["saved"] >= 3
+    assert told["usual"] < 0.1
+    assert told["newest"] >= 2, "memory saves went on"
+    directory = folder / "checkpoints"
+    assert (directory / "dlrover_latest.txt").read_text() == str(num_saves)
+    assert torch.load(directory / str(num_saves) / "rank_0.pt") == {"step": num_saves}
+    for checkpoint in committed_checkpoints(LocalStorage(), str(directory)):
+        assert find_damage(LocalStorage(), checkpoint) == []

@@ -1,10 +1,14 @@
-"""Scripts written for the original DLRover run unchanged: DDP with its checkpointer, paths of their own, resuming."""
+"""Scripts written for the original DLRover run unchanged: DDP, FSDP, DeepSpeed, transformers; paths of their own, resuming."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from pathlib import Path
 
+import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.integration.jobs import SCRIPTS
 
@@ -15,14 +19,16 @@ def loss_of(output: str) -> str:
     return next(line for line in output.splitlines() if line.startswith("loss "))
 
 
+def starts_of(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("start")]
+
+
 def test_a_ddp_script_saves_crashes_resumes_and_ends_where_an_undisturbed_one_does(jobs, tmp_path):
     directory = tmp_path / "run"
     options = ["--nproc-per-node=2", SCRIPT, "--max_iters", "12", "--user_path"]
     job = jobs.run(*options, "--save_dir", directory, "--crash_at", "8")
     assert job.process.returncode == 0, job.err
-    assert [line for line in job.out.splitlines() if line.startswith("start")] == [
-        "start from iteration 0", "start from iteration 8",
-    ]  # fmt: skip
+    assert starts_of(job.out) == ["start from iteration 0", "start from iteration 8"]
     assert (directory / "dlrover_latest.txt").read_text() == "10"
     state = torch.load(directory / "checkpoint-10.pt")
     assert state["iter_num"] == 10
@@ -31,3 +37,56 @@ def test_a_ddp_script_saves_crashes_resumes_and_ends_where_an_undisturbed_one_do
     assert resumed.process.returncode == 0, resumed.err
     assert "start from iteration 5" in resumed.out
     assert loss_of(resumed.out) == loss_of(job.out), "the crash and the resume have changed nothing"
+
+
+def whole_of_shards(directory: Path) -> int:
+    dcp_to_torch_save(directory / "10", directory.parent / "whole.pt")
+    return torch.load(directory.parent / "whole.pt", weights_only=False)["step"]
+
+
+def whole_of_full(directory: Path) -> int:
+    return torch.load(directory / "10" / "rank_0.pt", weights_only=False)["step"]
+
+
+def tag_of_deepspeed(directory: Path) -> int:
+    state = torch.load(directory / "10" / "mp_rank_00_model_states.pt", weights_only=False)
+    return state["iter_num"] if (directory / "latest").read_text() == "10" else -1
+
+
+def step_of_transformers(directory: Path) -> int:
+    from transformers import GPT2LMHeadModel
+    from transformers.trainer_callback import TrainerState
+
+    GPT2LMHeadModel.from_pretrained(directory / "checkpoint-10")
+    return TrainerState.load_from_json(directory / "checkpoint-10" / "trainer_state.json").global_step
+
+
+@pytest.mark.chaos  # imports of frameworks, once per life of a worker
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("words", "second", "step_in"),
+    [
+        pytest.param(["original_fsdp.py"], 8, whole_of_shards, id="fsdp-shard"),
+        pytest.param(["original_fsdp.py", "--flash_full_ckpt"], 8, whole_of_full, id="fsdp-full"),
+        pytest.param(["original_deepspeed.py", "--zero_stage", "1"], 8, tag_of_deepspeed, id="deepspeed-1"),
+        pytest.param(["original_deepspeed.py", "--zero_stage", "2"], 8, tag_of_deepspeed, id="deepspeed-2"),
+        pytest.param(["original_deepspeed.py", "--zero_stage", "3"], 8, tag_of_deepspeed, id="deepspeed-3"),
+        # It names the newest checkpoint in storage itself, and a path that was named wins over memory.
+        pytest.param(["original_hf.py"], 5, step_of_transformers, id="transformers"),
+    ],
+)
+def test_scripts_of_frameworks_crash_and_end_where_undisturbed_ones_do(jobs, tmp_path, words, second, step_in):
+    script, *more = words
+    needed = {"original_deepspeed.py": "deepspeed", "original_hf.py": "transformers"}.get(script, "torch")
+    if importlib.util.find_spec(needed) is None:
+        pytest.skip(f"needs {needed}: pip install 'dlrover[frameworks]'")
+    options = ["--nproc-per-node=2", SCRIPTS / script, *more]
+    job = jobs.run(*options, "--save_dir", tmp_path / "run", "--crash_at", "8", timeout=200)
+    assert job.process.returncode == 0, job.err[-5000:]
+    assert starts_of(job.out) == ["start from iteration 0", f"start from iteration {second}"]
+    assert (tmp_path / "run" / "dlrover_latest.txt").read_text() in ("10", "12")
+    assert step_in(tmp_path / "run") == 10
+    undisturbed = jobs.run(*options, "--save_dir", tmp_path / "other", timeout=200)
+    assert undisturbed.process.returncode == 0, undisturbed.err[-5000:]
+    assert loss_of(undisturbed.out) == loss_of(job.out)

@@ -72,27 +72,42 @@ class CutNodes(Nodes):
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(200)
-def test_a_job_shrinks_and_grows_from_memory_alone(jobs, tmp_path):
-    """Three nodes; one is lost with its memory, and two go on from its copy; then a third joins. No file is ever written."""
+@pytest.mark.timeout(400)
+def test_a_job_shrinks_and_grows_from_memory_alone_as_it_would_from_storage(jobs, tmp_path):
+    """
+    Four nodes; one is lost with its memory, and three go on from its copy; then a fourth joins, and no file is ever written. Then the same
+    by three jobs that know each other's files only: bit for bit the same weights.
+    """
     options = [
-        "--nnodes=2:3",
+        "--nnodes=3:4",
         "--snapshot-replicas=1",
         "--node-grace=1",
         "--rdzv-conf=pend_timeout=1,lastcall_timeout=3",
     ]
     nodes = CutNodes(jobs, tmp_path, *options)
-    launched = [nodes.start(rank) for rank in range(3)]
-    nodes.wait_at(9, 3)
-    nodes.wait_for("copy-*.segment", 3, 9)
-    nodes.lose(launched.pop(), 2)
+    launched = [nodes.start(rank) for rank in range(4)]
+    nodes.wait_at(9, 4)
+    nodes.wait_for("copy-*.segment", 4, 9)
+    nodes.lose(launched.pop(), 3)
     (tmp_path / "go-9").touch()
-    nodes.wait_at(13, 2)
-    nodes.wait_for("copy-*.segment", 2, 13)
-    launched.append(nodes.start(2))
+    nodes.wait_at(13, 3)
+    nodes.wait_for("copy-*.segment", 3, 13)
+    launched.append(nodes.start(3))
     wait_until(lambda: len(lives(tmp_path)) == 3, explain=nodes.said)
     (tmp_path / "go-13").touch()
-    assert [job.wait() for job in launched] == [0, 0, 0], nodes.said()
-    assert lives(tmp_path) == lives(tmp_path, 1) == [0, 10, 14], nodes.said()
-    assert lives(tmp_path, 2) == [0, 14]
+    assert [job.wait() for job in launched] == [0] * 4, nodes.said()
+    assert lives(tmp_path) == lives(tmp_path, 1) == lives(tmp_path, 2) == [0, 10, 14], nodes.said()
+    assert lives(tmp_path, 3) == [0, 14]
     assert not (tmp_path / "checkpoints").exists()
+
+    stored = tmp_path / "stored"
+    stored.mkdir()
+    for size, num_steps, last in ((4, 10, 9), (3, 14, 13), (4, 16, 15)):
+        job = jobs.run(
+            f"--nproc-per-node={size}", SCRIPT, stored, str(num_steps), "--disk-every", str(last), timeout=150
+        )
+        assert job.process.returncode == 0, job.err
+    assert lives(stored) == [0, 10, 14]
+    for rank in range(4):
+        found, expected = weights(tmp_path, rank), weights(stored, rank)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
