@@ -90,6 +90,8 @@ class SaveRequest(Struct, frozen=True, kw_only=True):
     save_timeout: float = 600.0
     claims: dict[str, tuple[Claim, ...]] = {}
     """By dataset: records that the model contains and that the master had not confirmed when the snapshot was taken."""
+    data_state: str = ""
+    """What the model has still to read, as the master said when the snapshot was taken; only the committer of a storage save asks for it."""
 
     def open_storage(self) -> Storage:
         """Raises ConfigError when the user's own cannot be built here."""

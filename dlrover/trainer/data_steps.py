@@ -28,6 +28,8 @@ log = logging.getLogger("dlrover.trainer.data")
 
 FLUSH = 0.2
 """Seconds that a save waits for the master to confirm what was consumed. Usually it has long done so."""
+STORAGE_FLUSH = 5.0
+"""The same for a storage save, which cannot be made without: a master that is only busy, after a restart, must not cost a checkpoint."""
 _GLANCE = 0.005
 _TELL = 3600.0
 """Seconds: as long as readers wait for a master that is away. Without this word no shard is theirs, or the wrong ones are."""
@@ -44,17 +46,17 @@ def _say_last_words() -> None:
         feed.at_exit()
 
 
-def confirm() -> bool:
+def confirm(patience: float = FLUSH) -> bool:
     """
     Have everything confirmed that this rank consumed; whether it is. A snapshot of a model whose reports could still be lost must say itself
     what it contains (`unconfirmed`): else its records would be read again by the model itself. While the master is known to be away nobody
     waits for it.
     """
-    end_at = time.monotonic() + FLUSH
+    end_at = time.monotonic() + patience
     is_confirmed = []
     for feed in list(feeds):
-        patience = _GLANCE if feed.is_late else max(0.0, end_at - time.monotonic())
-        is_confirmed.append(feed.flush(timeout=patience))
+        left = _GLANCE if feed.is_late else max(0.0, end_at - time.monotonic())
+        is_confirmed.append(feed.flush(timeout=left))
     return all(is_confirmed)
 
 

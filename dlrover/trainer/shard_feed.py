@@ -340,6 +340,7 @@ class ShardFeed:
         assert isinstance(given, ShardsGiven), given
         with self._news:
             del self._unanswered[: self._told]
+            self.is_late = False  # it is there: the next save may wait for it again
             if self._is_closing:
                 self._unused += [shard.id for shard in given.shards]
             else:

@@ -42,6 +42,8 @@ def test_version(short_dir: Path) -> None:
         (["master", "--job-name", "j", "--platform", "k8s"], "--platform k8s is not yet available"),
         (["master", "--job_name", "j", "--hang_downtime", "0"], "--hang-downtime 0: give a number of minutes"),
         (["master", "--job_name", "j", "--hang-detection", "3"], "give 0 (log only), 1 (tell people) or 2"),
+        (["master", "--job_name", "j", "--pre_check_ops", "[1]"], "--pre-check-ops [1]: 1 is no tuple"),
+        (["master", "--job_name", "j", "--dynamic_failover_extension", "a::B"], "Give the option to dlrover-run"),
         (["master"], "--job-name"),
         (["master", "--job-name", "j", "--port", "99999"], "99999"),
         (["master", "--job-name", "j", "--node_num", "0"], "0"),

@@ -55,8 +55,11 @@ def test_a_snapshot_taken_while_the_master_is_away_knows_what_it_contains(
     assert not data_steps.confirm()
     assert time.monotonic() - began_at < data_steps.FLUSH, "nobody waits for a master that is known to be away"
     assert data_steps.unconfirmed(2) == {"d": [Claim(0, 0, 8, 2)]}
-    assert not checkpointer.save_checkpoint(3, {"seen": seen}, storage_type=StorageType.DISK), "not to storage"
-    assert checkpointer.save_checkpoint(3, {"seen": seen}, storage_type=StorageType.MEMORY)
+    result = checkpointer.save_checkpoint(3, {"seen": seen}, storage_type=StorageType.DISK)
+    assert result, "it is in memory"
+    assert "the next save goes to storage" in result.message
+    assert not checkpointer.wait_latest_checkpoint(30), "not in storage"
+    assert not (tmp_path / "checkpoints").exists()
 
     # The worker dies with its reports; the next life restores the snapshot and reads the rest.
     again = WatchedLink()
@@ -126,3 +129,43 @@ def test_a_file_without_a_manifest_lets_nobody_wait(link: WatchedLink, tmp_path:
     with closing(DdpCheckpointer(tmp_path / "checkpoints")) as checkpointer:
         assert checkpointer.load_checkpoint(str(tmp_path / "other.pt"))
     assert not data_steps.model_loaded.is_set()
+
+
+def test_a_storage_save_that_could_only_be_made_in_memory_is_made_up_for(link: WatchedLink, tmp_path: Path) -> None:
+    """As soon as the master is heard again, whatever the next save was to be."""
+    client = reader(link)
+    checkpointer = DdpCheckpointer(tmp_path / "checkpoints")
+    shard = client.fetch_shard()
+    assert shard is not None
+    link.may_answer.clear()
+    client.report_batch_done(4, step=1)
+    [feed] = data_steps.feeds
+    assert not feed.flush(timeout=0.01)
+    assert feed.is_late
+    assert checkpointer.save_checkpoint(1, {"step": 1}, storage_type=StorageType.DISK)
+    link.may_answer.set()
+    assert feed.flush(timeout=30)
+    assert not feed.is_late, "whoever answers is waited for again"
+    assert checkpointer.save_checkpoint(2, {"step": 2}, storage_type=StorageType.MEMORY)
+    assert checkpointer.wait_latest_checkpoint(30)
+    assert (tmp_path / "checkpoints" / "dlrover_latest.txt").read_text() == "2"
+    checkpointer.close()
+    client.close()
+
+
+def test_a_master_that_answers_is_not_late_any_more_although_nobody_waited_for_it(link: WatchedLink) -> None:
+    """Else every later storage save would give a busy master a few milliseconds only."""
+    with reader(link) as client:
+        shard = client.fetch_shard()
+        assert shard is not None
+        [feed] = data_steps.feeds
+        link.may_answer.clear()
+        client.report_batch_done(4, step=1)
+        assert not feed.flush(timeout=0.01)
+        assert feed.is_late
+        link.may_answer.set()
+        deadline = time.monotonic() + 30
+        while feed.unanswered():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert not feed.is_late

@@ -35,12 +35,15 @@ def uses_shards() -> bool:
     return "dlrover.trainer.shard_feed" in sys.modules
 
 
-def unconfirmed(agreement: Agreement, step: int) -> dict[str, tuple[Claim, ...]] | None:
+def unconfirmed(agreement: Agreement, step: int, *, is_storage: bool) -> dict[str, tuple[Claim, ...]] | None:
     """
     What the ranks have read for this step and the master has not confirmed, of all ranks together and the same on all of them. None: it is
     too much to be kept with a snapshot.
     """
-    if not uses_shards() or agreement.have_all(data_steps.confirm()):
+    if not uses_shards():
+        return {}
+    patience = data_steps.STORAGE_FLUSH if is_storage else data_steps.FLUSH
+    if agreement.have_all(data_steps.confirm(patience)):
         return {}
     own = msgspec.msgpack.encode(data_steps.unconfirmed(step))
     gathered: list[bytes] = [own]

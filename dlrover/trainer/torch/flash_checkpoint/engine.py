@@ -28,7 +28,7 @@ from dlrover.snapshot.segment_format import Owner
 from dlrover.snapshot.storage import join
 from dlrover.snapshot.user_deletion import rule_for
 from dlrover.snapshot.user_storage import meta_for, storage_of
-from dlrover.trainer import data_steps, environment, phases
+from dlrover.trainer import environment, phases
 from dlrover.trainer.torch.flash_checkpoint import data_return
 from dlrover.trainer.torch.flash_checkpoint.agreed_segments import AgreedSegments
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, own_ranks
@@ -53,6 +53,9 @@ from dlrover.trainer.torch.flash_checkpoint.staleness import StalenessWatch
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
 ON_BUSY = ("skip", "block", "latest")
+_ONLY_IN_MEMORY = (
+    "The master has not confirmed what was read for it, so it is kept in memory, and the next save goes to storage."
+)
 _LOOK_AGAIN_AFTER = 0.02
 _TRACKER_LOOK_AFTER = 0.1
 
@@ -115,6 +118,8 @@ class CheckpointEngine:
         self._num_saves = 0
         self._honoured_request = 0
         """Number of the newest wish for a storage save that was fulfilled."""
+        self._is_storage_owed = False
+        """A storage save was asked for and could only be made in memory. The same on all ranks."""
         self._storage_request: SaveRequest | None = None
         """The newest that this rank asked to be written."""
         self.restored_step: int | None = None
@@ -180,18 +185,26 @@ class CheckpointEngine:
         wanted_lazy = self._lazily.wish(lazy)
         phases.tell_step(step)
         self._agree_late()
-        claims = data_return.unconfirmed(self._agreement, step)
-        if claims is None or (claims and (is_storage or not self.keeps_claims)):
+        begun_at = time.perf_counter()
+        claims = data_return.unconfirmed(self._agreement, step, is_storage=is_storage or self._is_storage_owed)
+        if claims is None or (claims and not self.keeps_claims):
             unsure = Unavailable("the master has not confirmed what was read for it; the next save is tried as usual")
-            return self._failed(step, unsure, data_steps.FLUSH)
+            return self._failed(step, unsure, time.perf_counter() - begun_at)
+        confirmed_in = time.perf_counter() - begun_at
+        if claims and is_storage:
+            # Storage may be read by another job, whose master knows nothing of this step: the next save has to do.
+            self._owe_storage(step)
+            is_storage = False
         share = self._agreement.share
         if not share.is_saving:
+            self._is_storage_owed = self._is_storage_owed and bool(claims)
             return SaveResult(reason=SaveReason.NOT_A_SAVING_RANK, step=step)
         self.wait_for_staging()  # a save that still copies comes first; the wait is counted there
-        begun_at = time.perf_counter()
+        begun_at = time.perf_counter() - confirmed_in
         self.outlet.poll()
         is_inherited = self._waiting is not None and self._waiting.request.is_storage
-        is_storage = is_storage or (not claims and (is_inherited or self.is_save_requested))
+        is_wanted = is_inherited or self.is_save_requested or self._is_storage_owed
+        is_storage = is_storage or (not claims and is_wanted)
         request_number = self._agreement.agreed_request
         self._num_saves += 1
         is_committer = share.is_writer and share.shard == 0
@@ -222,7 +235,9 @@ class CheckpointEngine:
         request.as_attempt()  # a name that the agent could not use is an error here, where somebody can correct it
         result = self._save_now(parts, paths, request, on_busy=on_busy, lazy=wanted_lazy)
         if result and is_storage:
-            self._honoured_request = request_number
+            self._honoured_request, self._is_storage_owed = request_number, False
+        elif result and self._is_storage_owed:
+            result.message = _ONLY_IN_MEMORY
         if result:
             self._give_way()
         elif result.reason is SaveReason.SKIPPED_BUSY and on_busy == "latest":
@@ -320,6 +335,8 @@ class CheckpointEngine:
         self.wait_for_staging()
         if self._waiting is not None and self._waiting.request.is_storage:
             self._end_waiting("skip" if self._agreement.is_joint else "block")
+        if self._is_storage_owed and self.is_saving_rank:
+            return False  # told when it was asked for
         wanted = self._storage_request
         if wanted is None or not self.is_saving_rank:
             return True
@@ -556,6 +573,11 @@ class CheckpointEngine:
             if isinstance(self.outlet, AgentOutlet):
                 self.outlet.failed(self.checkpoint_dir, step, str(error))
         return SaveResult(reason=SaveReason.ERROR, step=step, blocking=blocking, message=str(error))
+
+    def _owe_storage(self, step: int) -> None:
+        if not self._is_storage_owed:
+            self._is_storage_owed = True
+            log.warning("step %d does not go to storage. %s", step, _ONLY_IN_MEMORY)
 
     def _agree_late(self) -> None:
         """The process group may have been made after us."""

@@ -278,7 +278,7 @@ class ThreadOutlet:
         except (TimeoutError, DLRoverError):
             give_up(request)
             raise
-        finish(request)
+        finish(request, data_state=request.data_state)
 
 
 def _remember(settled: dict[str, CheckpointSettled], news: CheckpointSettled) -> None:
