@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from dlrover.core.data_checkpoint import read_checkpoint, read_states, write_checkpoint, write_states
+from dlrover.core.data_checkpoint import ToldStates, read_checkpoint, read_states, write_checkpoint, write_states
 from dlrover.core.data_progress import state_of
 from dlrover.core.datasets import Dataset, Reader
 from dlrover.core.nodes import after_outage
@@ -331,15 +331,24 @@ def _restore_agreed(command: RestoreAgreed, course: Course) -> Reply:
 
     books = state.data
     books.note_restored(command.round, command.step)
-    told = _told_states(command, course)
+    states = _told_states(command, course)
+    told, is_older = states.texts, states.step < command.step
     is_behind = command.step < books.folded
     books.folded = min(books.folded, command.step)
     books.awaited = {name: text for name, text in told.items() if name not in books.datasets}
+    for name in books.awaited if is_older else ():
+        _say_what_is_repeated(course, name, states.step, command.step)
     for name, dataset in list(books.datasets.items()):
         if dataset.spec.task_type is not TaskType.TRAINING:
             continue
         dataset.restored_round = command.round
-        if name in told and (command.is_explicit or _is_other(dataset, told[name], command.step)):
+        if name in told and is_older:
+            # All that is left of a lost journal. Books that know anything know more than that.
+            if not dataset.has_history and _return_to(course, dataset, told[name], command.round):
+                books.history_from = command.round
+                dataset = books.datasets[name]
+                _say_what_is_repeated(course, name, states.step, command.step)
+        elif name in told and (command.is_explicit or _is_other(dataset, told[name], command.step)):
             if _return_to(course, dataset, told[name], command.round):
                 books.history_from = command.round
                 continue
@@ -363,20 +372,28 @@ def _restore_agreed(command: RestoreAgreed, course: Course) -> Reply:
 
 def _say_if_unread(course: Course, dataset: Dataset, step: int) -> None:
     """A trained model and books of which nothing was ever read: the model is older than the books."""
-    if step > 0 and not (dataset.num_consumed or dataset.is_stepped):
+    if step > 0 and not dataset.has_history:
         course.say(
             f"Nothing tells what the model of step {step} had read of {dataset.spec.name!r}: neither its checkpoint nor the journal. It is read "
             "from its beginning."
         )
 
 
-def _told_states(command: RestoreAgreed, course: Course) -> dict[str, str]:
+def _say_what_is_repeated(course: Course, name: str, stored: int, step: int) -> None:
+    course.say(
+        f"The journal knows nothing of {name!r}, and the model of step {step} is newer than the checkpoint of step {stored} that tells of it: "
+        "what was read in between is read again."
+    )
+
+
+def _told_states(command: RestoreAgreed, course: Course) -> ToldStates:
     """A state that cannot be read must not keep anybody from training: the sentence says what it means."""
     try:
-        return read_states(command.data_state) if command.data_state else {}
+        if command.data_state:
+            return read_states(command.data_state)
     except Rejected as error:
         course.say(f"{error} The books of the datasets count instead.")
-        return {}
+    return ToldStates(command.step, {})
 
 
 def _is_other(dataset: Dataset, told: str, step: int) -> bool:

@@ -71,13 +71,20 @@ def write_states(datasets: Iterable[Dataset], step: int) -> str:
     return whole.decode() if len(whole) <= MAX_STATE_BYTES else ""
 
 
-def read_states(content: str) -> dict[str, str]:
-    """The dataset checkpoints in it, by name. Raises Rejected."""
+class ToldStates(Struct, frozen=True):
+    """What a manifest says: of which step, and the dataset checkpoints by name."""
+
+    step: int
+    texts: dict[str, str]
+
+
+def read_states(content: str) -> ToldStates:
+    """Raises Rejected."""
     try:
         states = msgspec.json.decode(content, type=_States)
     except msgspec.MsgspecError as error:
         raise Rejected(f"The data state of the checkpoint cannot be read: {error}.", code="malformed") from error
-    return {name: bytes(raw).decode() for name, raw in states.datasets.items()}
+    return ToldStates(states.step, {name: bytes(raw).decode() for name, raw in states.datasets.items()})
 
 
 def write_checkpoint(dataset: Dataset, step: int = NO_STEP, *, most_listed: int = MOST_LISTED) -> str:

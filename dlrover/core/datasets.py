@@ -193,6 +193,11 @@ class Dataset(Struct):
         return self.is_exhausted and not self.returned and not self.held
 
     @property
+    def has_history(self) -> bool:
+        """Whether anything was ever read of it, as far as these books know."""
+        return self.num_consumed > 0 or self.is_stepped
+
+    @property
     def num_fresh(self) -> int:
         """Records of this epoch that nobody has taken."""
         if self.is_stream:

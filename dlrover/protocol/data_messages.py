@@ -168,7 +168,10 @@ class RestoreAgreed(DataCommand, tag=True, frozen=True, kw_only=True):
     claims: dict[str, tuple[Claim, ...]] = {}
     """By dataset: what the model contains, and a message about it may have been lost. The restored state carries it."""
     data_state: str = ""
-    """What the manifest of a restored checkpoint says of all datasets, for books that know less or more than its model."""
+    """
+    What the manifest of a restored checkpoint says of all datasets, for books that know less or more than its model. Of a model from memory: what the
+    newest checkpoint in storage says, for books that know nothing, because the journal was lost.
+    """
     is_explicit: bool = False
     """Somebody named the checkpoint to go back to: its word counts, whatever the books say."""
 

@@ -14,6 +14,8 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dlrover.protocol.data_messages import AskDataCheckpoint, Claim, DataCheckpoint, RestoreAgreed
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages import Round
@@ -83,15 +85,26 @@ def rest_of_data(step: int) -> str:
     What a model of this step has not seen of any training dataset, as the books say now; empty: they do not answer. Everything that was read for the
     step has been confirmed.
     """
+    try:
+        return _ask_rest(step, FLUSH)
+    except (Rejected, Unavailable) as error:
+        log.info("what the model of step %d has still to read is told when it is committed: %s", step, error)
+        return ""
+
+
+def is_known(step: int) -> bool:
+    """Whether the books know what a model of this step has read; not so if the journal was lost."""
+    try:
+        content = _ask_rest(step, _TELL)
+    except (Rejected, Unavailable):
+        return False
+    return bool(content) and any(each["num_consumed"] for each in msgspec.json.decode(content)["datasets"].values())
+
+
+def _ask_rest(step: int, timeout: float) -> str:
     where = environment.current()
     question = AskDataCheckpoint(dataset="", step=step, round=Round(0) if where is None else where.round)
-    try:
-        reply = current_link().ask(question, timeout=FLUSH)
-    except (Rejected, Unavailable) as error:
-        log.info(
-            "what the model of step %d has still to read is told by the master when it is committed: %s", step, error
-        )
-        return ""
+    reply = current_link().ask(question, timeout=timeout)
     assert isinstance(reply, DataCheckpoint), reply
     return reply.content
 

@@ -234,6 +234,32 @@ def test_a_trained_model_of_which_nothing_is_known_is_said(is_registered_first: 
     assert scene.state().num_todo == 100
 
 
+@pytest.mark.parametrize("is_registered_first", [True, False])
+def test_of_a_lost_journal_the_newest_checkpoint_is_left(is_registered_first: bool) -> None:
+    """The model comes from memory and is newer: what it has read since is read again, and nothing is lost."""
+    former = Reading(terms(1)).begin("a")
+    read_steps(former, 1, 2, 3)
+    text = state_of(former, 2)
+    scene = Reading(terms(1))
+    scene.attach("a")
+    scene.join("a")
+    if is_registered_first:
+        scene.register("a")
+    scene.restored("a", 3, data_state=text)
+    assert "in between is read again" in " ".join(scene.verdicts)
+    scene.register("a")
+    assert rest(scene) == [(start, start + 10) for start in range(20, 100, 10)]
+
+
+def test_books_that_know_anything_know_more_than_an_older_checkpoint(scene: Reading) -> None:
+    read_steps(scene, 1, 2)
+    text = state_of(scene, 1)
+    scene.new_round("a")
+    scene.restored("a", 2, data_state=text)
+    assert scene.job.state.data.datasets["d"].num_returns == 0
+    assert scene.state().num_consumed == 20
+
+
 def test_a_worker_can_ask_for_what_the_manifest_says(scene: Reading) -> None:
     read_steps(scene, 1, 2)
     reply = scene.job.ask(AskDataCheckpoint(dataset="", step=1, round=scene.round))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
+
 from tests.integration.jobs import SCRIPTS, kill, wait_until
 
 
@@ -28,3 +31,23 @@ def test_a_master_without_its_journal_takes_the_running_workers_up_again(jobs, t
 
 def num_steps(tmp_path: Path) -> int:
     return (tmp_path / "steps-0").read_text().count("\n")
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_data_go_on_where_the_newest_checkpoint_says(jobs, tmp_path):
+    """No record is missing in the model, and those are in it twice that a newer model in memory had read."""
+    argv = ["--nproc-per-node=2", f"--journal={tmp_path}", SCRIPTS / "read_shards.py", tmp_path, "400"]
+    job = jobs.start("dlrover-run", *argv, "--disk-every", "5", "--pace", "0.1")
+    wait_until(lambda: (tmp_path / "checkpoints" / "20" / ".dlrover").exists(), 120, lambda: job.err)
+    [master] = jobs.pids("dlrover.master")
+    kill(master)
+    for file in tmp_path.glob("*.sqlite*"):
+        file.unlink()
+    assert job.wait(150) == 0, job.err
+    model = torch.load(tmp_path / "model.pt")["model"]
+    assert int(model.min()) == 1, "a record is in no model"
+    assert int(model.sum()) - model.numel() < 100, "all was read again"
+    lives = (tmp_path / "lives-0").read_text().splitlines()
+    assert len(lives) == 2
+    assert int(lives[1].split()[0]) >= 20, "with the model in memory"

@@ -124,6 +124,27 @@ def test_a_checkpoint_that_nobody_helped_to_commit_says_what_is_left_to_read(lin
     assert left == Counter(range(4, 40))
 
 
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_model_from_memory_helps_out_books_that_were_lost(link: WatchedLink, tmp_path: Path, is_lost: bool) -> None:
+    """What the newest checkpoint in storage says is told only to books that know nothing."""
+    with closing(DdpCheckpointer(tmp_path / "checkpoints")) as checkpointer:
+        with reader(link) as client:
+            for step, storage in enumerate((StorageType.DISK, StorageType.MEMORY), 1):
+                assert client.fetch_shard() is not None
+                client.report_batch_done(8, step=step)
+                assert checkpointer.save_checkpoint(step, {"weight": torch.ones(4)}, storage_type=storage)
+        assert checkpointer.wait_latest_checkpoint(30)
+        if is_lost:
+            link.inner = StandIn()
+        assert checkpointer.load_checkpoint()
+    [told] = [each for each in link.asked if isinstance(each, RestoreAgreed)]
+    assert (told.step, bool(told.data_state)) == (2, is_lost)
+    with reader(link) as client:
+        shard = client.fetch_shard()
+        assert shard is not None
+        assert shard.start == (8 if is_lost else 16)
+
+
 def test_a_file_without_a_manifest_lets_nobody_wait(link: WatchedLink, tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(4)}, tmp_path / "other.pt")
     with closing(DdpCheckpointer(tmp_path / "checkpoints")) as checkpointer:

@@ -76,13 +76,17 @@ def tell_restored(
     if agreement.ranks.global_rank != 0:
         data_steps.loaded()
         return
-    step = None if restored is None else restored.step
-    manifest = None
-    if restored is not None and not restored.is_from_memory:
+    if restored is None:
+        data_steps.restored(None)
+        return
+    step, state = restored.step, ""
+    if not (restored.is_from_memory and data_steps.is_known(step)):
         stored = committed_checkpoints(storage_of(directory, user_storage), directory)
-        manifest = next((each.manifest for each in stored if each.manifest.step == step), None)
-    claims = {} if restored is None else restored.claims
-    data_steps.restored(step, claims=claims, data_state="" if manifest is None else manifest.data_state)
+        known = [each.manifest for each in stored if each.manifest.step <= step and each.manifest.data_state]
+        newest = known[-1] if known else None
+        # An older one counts only for a model from memory whose books were lost: what was read since then is read again.
+        state = newest.data_state if newest is not None and (restored.is_from_memory or newest.step == step) else ""
+    data_steps.restored(step, claims=restored.claims, data_state=state)
 
 
 def tell_resumed(agreement: Agreement, path: str, user_storage: ClassMeta | None) -> None:
