@@ -64,6 +64,23 @@ class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE with ${role_name}, ${rank}, ${local_rank}; empty: `[${role_name}${local_rank}]:`."""
 
 
+class LogAction(enum.StrEnum):
+    """What shall follow a line in the log of a failed worker."""
+
+    RESTART = "restart"
+    """As usual, even if the line looks like a broken node to us."""
+    RELAUNCH = "relaunch"
+    """Another node, where a platform can."""
+    ABORT = "abort"
+    """The job ends."""
+
+
+class LogPattern(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pattern: str
+    """A regular expression, searched for in each line."""
+    action: LogAction
+
+
 class WatchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the workers of a node, and the node itself, are watched."""
 
@@ -77,6 +94,8 @@ class WatchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """TRAINING_LOG_FILE: where the script logs, if not to its streams."""
     node_errors: tuple[str, ...] = ()
     """FAILURE_NODE_ERRORS: what in a log says that the node is broken, beside what we know ourselves."""
+    log_patterns: tuple[LogPattern, ...] = ()
+    """--log-patterns: what in a log calls for what. The first that is found counts, before all that we know ourselves."""
     scrapes: tuple[str, ...] = ()
     """--scrape: HTTP addresses whose numbers go to the diagnosis."""
     xpu_timer_port: int | None = None

@@ -14,7 +14,8 @@ import re
 import signal
 from dataclasses import dataclass
 
-from dlrover.agent.log_patterns import find_node_error, node_error_in
+from dlrover.agent.config import LogAction, LogPattern
+from dlrover.agent.log_patterns import read_log
 from dlrover.agent.process_tree import Exit
 from dlrover.protocol.messages import MAX_FAILURE_BYTES, FailureKind, Micros, WorkerFailure
 from dlrover.protocol.signals import signal_name
@@ -77,6 +78,8 @@ class Evidence:
     """File that the script logs to beside its streams."""
     node_errors: tuple[str, ...] = ()
     """Texts of the user's that say the node is broken."""
+    log_patterns: tuple[LogPattern, ...] = ()
+    """What the user wants to follow which line."""
     hosts_coordinator: bool = False
     """It binds the coordinator's port."""
 
@@ -86,10 +89,10 @@ def describe_failure(evidence: Evidence) -> WorkerFailure:
     traceback = recorded.traceback if recorded else last_traceback(evidence.log_tail)
     exception = recorded.message if recorded and recorded.message else last_line(traceback)
     kind = classify(evidence, exception)
-    node_error = ""
+    said = None
     if kind is not FailureKind.STOPPED_BY_US:
-        node_error = find_node_error(evidence.log_tail.splitlines(), evidence.node_errors) or node_error_in(
-            evidence.training_log, evidence.node_errors
+        said = read_log(
+            evidence.log_tail, evidence.training_log, texts=evidence.node_errors, patterns=evidence.log_patterns
         )
     return WorkerFailure(
         global_rank=evidence.global_rank,
@@ -105,7 +108,8 @@ def describe_failure(evidence: Evidence) -> WorkerFailure:
         log_tail=keep_tail(evidence.log_tail, MAX_FAILURE_BYTES // 2 - 8192),
         log_file=evidence.log_file,
         error_file=evidence.error_file if recorded else "",
-        node_error=one_line(node_error),
+        node_error=one_line(said.line) if said is not None and said.action is LogAction.RELAUNCH else "",
+        stop_line=one_line(said.line) if said is not None and said.action is LogAction.ABORT else "",
     )
 
 

@@ -2,7 +2,8 @@
 What the log of a failed worker says about the node: some errors no restart can help, because the machine or its device is broken.
 
 The user's own texts (`FAILURE_NODE_ERRORS`) count wherever a line contains one. A few that every log of broken hardware shows are built
-in. A line that contains `#` does not count: it is the one that shows the configuration itself.
+in. A line that contains `#` does not count: it is the one that shows the configuration itself. Before all of them the user's patterns (`--log-patterns`)
+say what shall follow a line, whatever it contains.
 """
 
 from __future__ import annotations
@@ -10,8 +11,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from dlrover.agent.config import LogAction, LogPattern
 
 NUM_LINES = 5000
+MAX_LINE = 2000
+"""Characters of a line that patterns are searched for in: expressions can take very long in very long ones."""
 _MAX_BYTES = 8 << 20
 _BLOCK = 65536
 _BANNER = "DLRover agent started with:"
@@ -29,6 +35,30 @@ _TEXTS = (
 _BUILT_IN = re.compile("|".join(_TEXTS), re.IGNORECASE)
 
 
+class LogVerdict(NamedTuple):
+    """What the log of a failed worker calls for."""
+
+    action: LogAction
+    line: str
+
+
+def read_log(
+    tail: str, path: str = "", *, texts: Sequence[str] = (), patterns: Sequence[LogPattern] = ()
+) -> LogVerdict | None:
+    """By the end of its output, and by the file that it logs to. None: nothing that means anything."""
+    printed = tail.splitlines()
+    written: list[str] | None = None
+    for pattern in patterns:
+        expression = re.compile(pattern.pattern)
+        if written is None:
+            written = _newest_run(tail_lines(path, NUM_LINES)) if path else []
+        line = next((line for line in (*printed, *written) if expression.search(line[:MAX_LINE])), None)
+        if line is not None:
+            return LogVerdict(pattern.action, line.strip())
+    node_error = find_node_error(printed, texts) or node_error_in(path, texts)
+    return LogVerdict(LogAction.RELAUNCH, node_error) if node_error else None
+
+
 def find_node_error(lines: Iterable[str], texts: Sequence[str] = ()) -> str:
     """The first line that says the node is broken; empty: none does."""
     for line in lines:
@@ -39,12 +69,14 @@ def find_node_error(lines: Iterable[str], texts: Sequence[str] = ()) -> str:
 
 def node_error_in(path: str, texts: Sequence[str] = ()) -> str:
     """The same for the end of a file; empty also where it cannot be read."""
-    lines = tail_lines(path, NUM_LINES) if path else []
+    return find_node_error(_newest_run(tail_lines(path, NUM_LINES)) if path else [], texts)
+
+
+def _newest_run(lines: list[str]) -> list[str]:
     for number in range(len(lines) - 1, -1, -1):
         if _BANNER in lines[number]:
-            lines = lines[number + 1 :]
-            break
-    return find_node_error(lines, texts)
+            return lines[number + 1 :]
+    return lines
 
 
 def tail_lines(path: str, count: int, *, max_bytes: int = _MAX_BYTES) -> list[str]:

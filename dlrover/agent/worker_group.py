@@ -298,6 +298,7 @@ class WorkerGroup:
                     has_stepped=self.step is not None,
                     training_log=self._config.watch.log_file,
                     node_errors=self._config.watch.node_errors,
+                    log_patterns=self._config.watch.log_patterns,
                     hosts_coordinator=worker.global_rank == 0,
                 )
             )

@@ -604,6 +604,15 @@ OUR_OPTIONS: tuple[Option, ...] = (
         metavar="MODULE::CLASS",
     ),
     _option(
+        "--log-patterns",
+        Kind.TEXT,
+        "",
+        "File that says what shall follow which line in the log of a failed worker: JSON, "
+        '[{"pattern": "REGULAR EXPRESSION", "action": "restart|relaunch|abort"}, ...].',
+        group=_OURS,
+        metavar="FILE",
+    ),
+    _option(
         "--scrape",
         Kind.TEXT,
         "",

@@ -17,6 +17,7 @@ from msgspec import Struct
 from dlrover.agent.config import Entry, EntryKind, LogConfig, Streams, TlsConfig, WatchConfig
 from dlrover.cli.environment import Environment, read_environment
 from dlrover.cli.options import Origin, Parsed, nearest, parse, unavailable
+from dlrover.cli.watch_settings import watch_config
 from dlrover.cli.watching import Watching
 from dlrover.protocol.check_messages import CheckTerms
 from dlrover.protocol.errors import ConfigError
@@ -120,7 +121,7 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
         is_warm=not parsed.flag("no_warm"),
         preload=_preload(parsed.text("preload")),
         log=_log(parsed, environment),
-        watch=_watch(parsed, environment),
+        watch=watch_config(parsed, environment),
         tls=_tls(parsed),
         shutdown_timeout=_shutdown_timeout(parsed, environment),
         master_grace=_at_least_zero("--master-grace", parsed.number("master_grace")),
@@ -548,36 +549,6 @@ def _log(parsed: Parsed, environment: Environment) -> LogConfig:
         duplicate_stderr_filters=parsed.texts("duplicate_stderr_filters"),
         line_prefix=environment.line_prefix,
     )
-
-
-def _watch(parsed: Parsed, environment: Environment) -> WatchConfig:
-    dump_signal = parsed.integer("dump_signal")
-    if dump_signal != 0 and not signal.SIGRTMIN <= dump_signal <= signal.SIGRTMAX - 5:
-        raise ConfigError(
-            f"--dump-signal {dump_signal}: give 0 or a real-time signal that workers do not use, "
-            f"from {int(signal.SIGRTMIN)} to {signal.SIGRTMAX - 5}."
-        )
-    every = parsed.integer("canary")
-    if every < 0:
-        raise ConfigError(f"--canary {every}: give a number of steps, or 0 for none.")
-    return WatchConfig(
-        has_hooks=not parsed.flag("no_progress_hooks"),
-        dump_signal=dump_signal,
-        canary_every=every,
-        log_file=environment.training_log_file,
-        node_errors=environment.node_errors,
-        scrapes=_scrapes(parsed.text("scrape")),
-        xpu_timer_port=environment.xpu_timer_port,
-    )
-
-
-def _scrapes(text: str) -> tuple[str, ...]:
-    urls = tuple(url.strip() for url in text.split(",") if url.strip())
-    if not urls:
-        return ()
-    from dlrover.agent.scrape import check_url  # late: few need it
-
-    return tuple(check_url(url) for url in urls)
 
 
 def _tls(parsed: Parsed) -> TlsConfig | None:

@@ -236,6 +236,11 @@ def decide(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> Dec
     failure = incident.first.failure
     if failure.kind is FailureKind.BAD_SCRIPT and incident.step is None and restarts.best_step is None:
         return Decision("No restart can help before the script is corrected.", ExitReason.CODE_ERROR)
+    if failure.stop_line:
+        return Decision(
+            f"Its log has a line after which the job shall end (--log-patterns): {failure.stop_line[:500]}",
+            ExitReason.CODE_ERROR,
+        )
     if failure.kind is FailureKind.PORT_TAKEN:
         if restarts.num_ports_taken_before(incident.round) < MAX_PORTS_TAKEN:
             return Decision("The round is repeated with another port, at no cost.")

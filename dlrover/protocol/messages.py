@@ -268,6 +268,8 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     error_file: str = ""
     node_error: str = ""
     """The line of its log that says the node is broken; empty: none does."""
+    stop_line: str = ""
+    """The line of its log after which, as the user says, no restart makes sense; empty: there is none."""
 
 
 class WorldSpec(Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dlrover.agent.config import LogAction, LogPattern
 from dlrover.agent.failures import (
     Evidence,
     could_not_start,
@@ -217,3 +218,22 @@ def test_oom_kills_are_counted_in_both_cgroup_versions(
     path.write_text(content)
     assert count_oom_kills(str(tmp_path / "self"), str(tmp_path / "fs")) == expected
     assert count_oom_kills(str(tmp_path / "absent")) == 0
+
+
+def test_what_shall_follow_a_line_is_for_the_user_to_say(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("well\nXid (PCI:0): 79, pid 1\nout of tokens: 17 # left\n")
+    xid = LogPattern(pattern=r"Xid .*: 79\b", action=LogAction.RESTART)
+    tokens = LogPattern(pattern="out of tokens: [0-9]+", action=LogAction.ABORT)
+    faulty = LogPattern(pattern="^well$", action=LogAction.RELAUNCH)
+
+    def describe(*patterns: LogPattern) -> tuple[str, str]:
+        found = describe_failure(evidence(exit_code=1, training_log=str(log), log_patterns=patterns))
+        return found.node_error, found.stop_line
+
+    assert describe() == ("Xid (PCI:0): 79, pid 1", "")
+    assert describe(xid) == ("", "")
+    assert describe(tokens, xid) == ("", "out of tokens: 17 # left")
+    assert describe(faulty, tokens) == ("well", "")
+    printed = describe_failure(evidence(exit_code=1, log_tail="a\nout of tokens: 3\n", log_patterns=(tokens,)))
+    assert printed.stop_line == "out of tokens: 3"

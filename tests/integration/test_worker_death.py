@@ -36,6 +36,17 @@ def test_a_death_at_each_life_ends_the_job_with_the_cause(jobs, tmp_path, how):
     assert "rank 1" in job.err
 
 
+def test_a_line_in_the_log_may_end_the_job_at_once(jobs, tmp_path):
+    patterns = tmp_path / "patterns.json"
+    patterns.write_text('[{"pattern": "weights are [a-z ]*fire", "action": "abort"}]')
+    job = jobs.run(
+        "--nproc-per-node=2", f"--log-patterns={patterns}", SCRIPTS / "fail.py", "exception", "--folder", tmp_path
+    )
+    assert job.process.returncode == 1
+    assert "a line after which the job shall end (--log-patterns): " in job.err
+    assert job.err.count("global rank 1 failed") == 1
+
+
 def test_max_restarts_is_torchruns(jobs, tmp_path):
     job = jobs.run(
         "--nproc-per-node=2", "--max-restarts=1", SCRIPTS / "fail.py", "exit", "--always", "--folder", tmp_path
