@@ -85,6 +85,8 @@ class ProgressReporter:
 
 
 _reporter: ProgressReporter | None = None
+_is_reporting = False
+"""The script itself says how far it is."""
 
 
 def report(step: int, **metrics: Any) -> None:
@@ -94,6 +96,18 @@ def report(step: int, **metrics: Any) -> None:
     `metrics` are numbers, or tensors of one element, that people and the diagnosis want to see: `loss`, `grad_norm`, ... NaN and
     infinity are carried as such. The newest 32 count.
     """
+    global _is_reporting
+    _is_reporting = True
+    _report(step, metrics)
+
+
+def report_from_span(step: int) -> None:
+    """The same from a span of the event SDK, for scripts that do not report: two counts of one thing would be one too many."""
+    if not _is_reporting:
+        _report(step, {})
+
+
+def _report(step: int, metrics: dict[str, Any]) -> None:
     global _reporter
     writer = phases.current()
     if writer is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
+from dlrover.trainer.events.phase_span import PhaseSpan
 from dlrover.trainer.events.process import OUTLET, DurationSpan, Nothing, Outlet, Process, safe
 
 
@@ -24,8 +25,9 @@ class WarningType(StrEnum):
 class InitSpan(DurationSpan):
     """`#init`, with the stages that nearly every trainer has."""
 
+    @safe
     def load_ckpt(self, content: dict[str, object] | None = None) -> DurationSpan | Nothing:
-        return self.stage("load_ckpt", content)
+        return self.stage("load_ckpt", content, PhaseSpan)
 
     def load_dataset(self, content: dict[str, object] | None = None) -> DurationSpan | Nothing:
         return self.stage("load_dataset", content)
@@ -78,19 +80,19 @@ class TrainerProcess(Process):
 
     @safe
     def step(self, global_step: int, **content: object) -> Any:
-        return self.duration("#step", {"global_step": global_step, **content})
+        return PhaseSpan(self, "#step", {"global_step": global_step, **content})
 
     @safe
     def evaluate(self, global_step: int = 0, **content: object) -> Any:
-        return self.duration("#evaluate", {"global_step": global_step, **content})
+        return PhaseSpan(self, "#evaluate", {"global_step": global_step, **content})
 
     @safe
     def predict(self, global_step: int = 0, **content: object) -> Any:
-        return self.duration("#predict", {"global_step": global_step, **content})
+        return PhaseSpan(self, "#predict", {"global_step": global_step, **content})
 
     @safe
     def save(self, global_step: int, **content: object) -> Any:
-        return self.duration("#save", {"global_step": global_step, **content})
+        return PhaseSpan(self, "#save", {"global_step": global_step, **content})
 
     @safe
     def persist_ckpt(self, global_step: int, path: str = "", size: int = 0, **content: object) -> Any:

@@ -204,11 +204,13 @@ class DurationSpan:
         return self
 
     @safe
-    def stage(self, name: str, content: dict[str, object] | None = None) -> DurationSpan | Nothing:
+    def stage(
+        self, name: str, content: dict[str, object] | None = None, cls: type[DurationSpan] | None = None
+    ) -> DurationSpan | Nothing:
         """A part of this span; there is none before it begins or after it ended."""
         if not self.is_open:
             return Nothing()
-        return DurationSpan(
+        return (DurationSpan if cls is None else cls)(
             self._process, f"{self._name}#{name.lstrip('#')}", {**self._content, **(content or {})}, self
         )
 

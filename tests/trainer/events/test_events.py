@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,11 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from dlrover.protocol.progress_page import ProgressPage
+from dlrover.protocol.watch_messages import Phase
+from dlrover.trainer import phases, progress
 from dlrover.trainer.events import DLRoverAgentEvent, DLRoverMasterEvent, Process, TrainerProcess, WarningType
 from dlrover.trainer.events.event import Event, EventType
 from dlrover.trainer.events.exporters import AsyncExporter
 from dlrover.trainer.events.process import Nothing, Outlet
 from dlrover.trainer.events.settings import read_settings
+from dlrover.trainer.phases import PhaseWriter
 
 LINE = re.compile(r"\[(.+?)\] \[(\d+)\] \[([0-9a-f]{8})\] \[(.+?)\] \[(.+?)\] \[(BEGIN|END|INSTANT)\] (\{.*\})")
 
@@ -247,3 +252,34 @@ def test_opentelemetry_gets_spans() -> None:
     assert not step.status.is_ok
     assert json.loads(log.attributes["dlrover.content"]) == {"loss": 1.5}
     exporter.close()
+
+
+def test_spans_tell_the_progress_page_what_the_worker_does(outlet: Outlet, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ProgressPage()
+    monkeypatch.setattr(phases, "_writer", PhaseWriter(page.path))
+    monkeypatch.setattr(progress, "_is_reporting", False)
+
+    def now() -> tuple[Phase, int | None]:
+        reading = page.read(time.monotonic_ns())
+        return reading.phase, reading.step
+
+    trainer = TrainerProcess("mine", outlet)
+    with trainer.init() as init, init.load_ckpt():
+        assert now()[0] is Phase.RESTORE
+    with trainer.step(global_step=7):
+        assert now() == (Phase.START, None)
+    assert now() == (Phase.FORWARD, 7)
+    with trainer.evaluate(global_step=7):
+        saving = trainer.save(global_step=7).begin()
+        assert now()[0] is Phase.CHECKPOINT
+        saving.end()
+        saving.end()
+        assert now()[0] is Phase.EVALUATION
+    assert now() == (Phase.FORWARD, 7)
+    with contextlib.suppress(ValueError), trainer.step(global_step=8):
+        raise ValueError("no step")
+    progress.report(20)
+    with trainer.step(global_step=9):
+        pass
+    assert now() == (Phase.FORWARD, 20), "what the script says itself counts"
+    page.close()
