@@ -120,6 +120,11 @@ class Seat:
         except BlockingIOError:
             return False  # it has not answered thousands of questions
 
+    @property
+    def is_stopped(self) -> bool:
+        process = look_up(self.pid) if self.pid else None
+        return process is not None and process.state == "T"
+
     def num_dumped(self) -> int:
         return os.fstat(self._dump).st_size
 

@@ -216,12 +216,14 @@ class Watch:
         for seat in self._seats:
             reading = seat.read()
             if seat.pid and reading.pid:
+                stands = time.monotonic() - reading.since_ns / 1e9 >= self._book.least
                 seen[seat.local_rank] = Seen(
                     phase=reading.phase,
                     since=reading.since_ns / 1e9,
                     num_changes=reading.num_changes,
                     has_stepped=reading.step is not None,
                     counts=reading.buckets(reading.phase),
+                    is_stopped=stands and seat.is_stopped,
                 )
         if not self._seats:
             return None

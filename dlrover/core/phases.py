@@ -135,6 +135,8 @@ class Seen(Struct, frozen=True, kw_only=True):
     has_stepped: bool
     counts: tuple[int, ...]
     """Histogram of the phase it is in."""
+    is_stopped: bool = False
+    """By a signal, so that it cannot go on, whatever its phase is used to."""
 
 
 class StallWatch:
@@ -165,6 +167,7 @@ class StallWatch:
                 wakes.append(self._recheck)
                 continue
             limit = self._book.look_after(seen.phase, seen.counts, has_stepped=seen.has_stepped)
+            limit = self._book.least if seen.is_stopped else limit
             left = seen.since + limit - now
             if left <= 0:
                 self._stalled[rank] = seen.num_changes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from dlrover.core.phases import Patience, PhaseBook, Seen, StallWatch, bucket_of, percentile_99, upper_seconds
 from dlrover.protocol.progress_page import NUM_BUCKETS
@@ -87,6 +88,14 @@ def test_a_worker_that_stays_becomes_stalled_once_and_moves_again_once() -> None
     changed, _ = watch.see({0: seen(since=102.5, changes=2, counts=fast), 1: further}, now=102.6)
     assert changed
     assert watch.stalled == ()
+
+
+def test_a_worker_that_is_stopped_is_looked_at_soon_even_in_a_phase_that_takes_long() -> None:
+    watch = StallWatch(PhaseBook())
+    starting = seen(Phase.START, since=0.0, has_stepped=False)
+    assert watch.see({0: starting}, now=5.0)[0] is False
+    assert watch.see({0: replace(starting, is_stopped=True)}, now=5.1)[0] is True
+    assert watch.stalled == (0,)
 
 
 def test_a_worker_that_is_gone_is_not_stalled() -> None:
