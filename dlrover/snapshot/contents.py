@@ -71,6 +71,11 @@ def encode_contents(contents: Contents) -> tuple[dict[str, bytes], bytes]:
     return sections, layout_hash(layout)
 
 
+def decode_extra(sections: dict[str, bytes]) -> dict[str, bytes]:
+    """What the trainer keeps with a state, without a look at the state."""
+    return {name.removeprefix(_EXTRA): part for name, part in sections.items() if name.startswith(_EXTRA)}
+
+
 def decode_contents(sections: dict[str, bytes]) -> Contents:
     try:
         files = msgspec.msgpack.decode(sections[_FILES], type=tuple[FileEntry, ...])
@@ -78,7 +83,7 @@ def decode_contents(sections: dict[str, bytes]) -> Contents:
             layout=decode_layout(sections[_LAYOUT]),
             files=files,
             pickles={entry.name: sections[_PICKLE + entry.name] for entry in files},
-            extra={name.removeprefix(_EXTRA): part for name, part in sections.items() if name.startswith(_EXTRA)},
+            extra=decode_extra(sections),
         )
     except (KeyError, msgspec.MsgspecError) as error:
         raise SegmentInvalid(f"The snapshot's metadata cannot be read: {error}") from error

@@ -152,13 +152,14 @@ def walk(state: object, adapter: TensorAdapter) -> Iterator[tuple[Path, TensorFa
         if facts is not None:
             yield path, facts
             continue
-        children = _children(value)
+        children = children_of(value)
         if children and id(value) not in above:
             inside = above | {id(value)}
             pending.extend(((*path, key), child, inside) for key, child in reversed(children))
 
 
-def _children(value: object) -> list[tuple[str | int, object]]:
+def children_of(value: object) -> list[tuple[str | int, object]]:
+    """What a container holds, by the names that paths are made of."""
     if isinstance(value, (str, bytes, int, float)) or value is None:
         return []
     if isinstance(value, Mapping):

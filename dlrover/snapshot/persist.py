@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 from msgspec import Struct
@@ -108,7 +108,12 @@ def encode_request(request: SaveRequest) -> bytes:
 
 def read_request(contents: Contents) -> SaveRequest | None:
     """None: the snapshot says nothing of storage."""
-    content = contents.extra.get(REQUEST)
+    return request_in(contents.extra)
+
+
+def request_in(extra: Mapping[str, bytes]) -> SaveRequest | None:
+    """The same, where only that was read."""
+    content = extra.get(REQUEST)
     if content is None:
         return None
     try:

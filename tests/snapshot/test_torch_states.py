@@ -243,6 +243,20 @@ def test_restoring_into_live_tensors_fills_them_in_place(writer: StateWriter, co
     assert {key: tensor.data_ptr() for key, tensor in restored["model"].items()} == addresses
 
 
+def test_live_tensors_that_share_memory_where_the_saved_ones_did_not_are_left_alone(
+    writer: StateWriter, copier: Copier
+) -> None:
+    """Also the first ones, under keys of any kind, and beside others that fit."""
+    saved = {(0, 1): torch.full((3,), 1.0), True: torch.full((3,), 2.0), "c": [torch.full((3,), 3.0)]}
+    name = writer.save({"state": saved}, step=1)
+    assert name is not None
+    shared, fitting = torch.zeros(3), torch.zeros(3)
+    restored = read_back(name, copier, into={"state": {(0, 1): shared, True: shared, "c": [fitting]}})["state"]
+    assert equal(restored, saved)
+    assert equal(shared, torch.zeros(3))
+    assert restored["c"][0].data_ptr() == fitting.data_ptr()
+
+
 def test_live_tensors_that_do_not_fit_are_left_alone(writer: StateWriter, copier: Copier) -> None:
     name = writer.save(
         {"state": {"a": torch.ones(10), "b": torch.ones(4), "c": torch.ones(3), "d": torch.ones(3)}}, step=1

@@ -8,15 +8,17 @@ page at its first touch; by huge pages it has 512 times fewer of them to find.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import torch
 
-from dlrover.snapshot.layout import Layout, plan_state
+from dlrover.snapshot.layout import Layout, Path, children_of
 from dlrover.trainer.torch.flash_checkpoint.tensors import TorchTensors
 
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _MADV_HUGEPAGE = 14
+_NONE = -1
+"""In place of a storage's number, or of its identity, which is an address."""
 
 
 def fresh_storage(num_bytes: int) -> torch.UntypedStorage:
@@ -39,24 +41,32 @@ def live_storages(layout: Layout, into: Mapping[str, object] | None) -> dict[int
     if into is None:
         return {}
     adapter = TorchTensors()
-    live = plan_state(into, adapter)
-    by_number = {number: adapter.storages[identity] for identity, number in live.numbers.items()}  # type: ignore[index]
-    found = {tensor.path: tensor for tensor in live.layout.tensors}
-    partner: dict[int, set[int]] = {}
-    back: dict[int, set[int]] = {}
+    tables: dict[Path, dict[str | int, object]] = {(): dict(children_of(into))}
+    partner: dict[int, Hashable] = {}
+    back: dict[Hashable, int] = {}
     for tensor in layout.tensors:
-        other = found.get(tensor.path)
+        facts = adapter.describe(_value_at(tensor.path, tables))
         fits = (
-            other is not None
-            and (other.dtype, other.shape, other.stride) == (tensor.dtype, tensor.shape, tensor.stride)
-            and other.storage_offset == tensor.storage_offset
-            and live.layout.storages[other.storage].num_bytes == layout.storages[tensor.storage].num_bytes
+            facts is not None
+            and (facts.dtype, facts.shape, facts.stride) == (tensor.dtype, tensor.shape, tensor.stride)
+            and facts.storage_offset == tensor.storage_offset
+            and facts.storage_bytes == layout.storages[tensor.storage].num_bytes
         )
-        partner.setdefault(tensor.storage, set()).add(other.storage if fits and other is not None else -1)
-        if fits and other is not None:
-            back.setdefault(other.storage, set()).add(tensor.storage)
+        identity: Hashable = facts.storage if fits and facts is not None else _NONE
+        if partner.setdefault(tensor.storage, identity) != identity:
+            partner[tensor.storage] = _NONE
+        if back.setdefault(identity, tensor.storage) != tensor.storage:
+            back[identity] = _NONE
     return {
-        number: by_number[candidate]
-        for number, candidates in partner.items()
-        if len(candidates) == 1 and (candidate := next(iter(candidates))) >= 0 and len(back[candidate]) == 1
+        number: adapter.storages[identity]  # type: ignore[index]
+        for number, identity in partner.items()
+        if identity != _NONE and back[identity] == number
     }
+
+
+def _value_at(path: Path, tables: dict[Path, dict[str | int, object]]) -> object:
+    """What the caller has by that name, or None. Containers are looked at once: `tables` has what is in them."""
+    table = tables.get(path[:-1])
+    if table is None:
+        table = tables[path[:-1]] = dict(children_of(_value_at(path[:-1], tables)))
+    return table.get(path[-1])

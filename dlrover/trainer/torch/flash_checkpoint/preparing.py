@@ -16,7 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.copying import prefault
+from dlrover.snapshot.copying import address_of, prefault
 from dlrover.snapshot.segment import SlotName
 from dlrover.trainer.torch.flash_checkpoint.device_copies import Pinning
 
@@ -34,6 +34,8 @@ class Preparation:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._path = ""
+        self._touched = (0, 0)
+        """Address and length of what is ready: to go through it again would take a processor from the restore that may run now."""
         self._pinning = Pinning()
         self._is_sized = False
         self._hook: Any = register_optimizer_step_post_hook(self._after_step)
@@ -79,7 +81,9 @@ class Preparation:
             log.info("memory for snapshots could not be prepared: %s", error)  # the save itself will say it aloud
             return
         with view:
-            if prefault(view, self._stop):
+            place = (address_of(view), view.nbytes) if view.nbytes else (0, 0)
+            if place != self._touched and prefault(view, self._stop):
+                self._touched = place
                 self._pinning.pin(view)
 
     def _unhook(self) -> None:

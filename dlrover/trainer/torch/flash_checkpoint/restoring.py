@@ -29,10 +29,10 @@ from dlrover.snapshot.commit import (
     latest_step,
     read_global_manifest,
 )
-from dlrover.snapshot.contents import TORCH, decode_contents
+from dlrover.snapshot.contents import TORCH, decode_extra
 from dlrover.snapshot.copying import Copier
 from dlrover.snapshot.manifest import DIRECTORY, FileRecord, ManifestInvalid
-from dlrover.snapshot.persist import SaveRequest, of_present_history, read_request
+from dlrover.snapshot.persist import SaveRequest, of_present_history, request_in
 from dlrover.snapshot.segment import Segment, SlotName, segment_paths
 from dlrover.snapshot.segment_format import SegmentInvalid
 from dlrover.snapshot.storage import LocalStorage, Storage, join, read_bytes
@@ -76,6 +76,8 @@ class Restorer:
         self._directory, self._home, self._agreement, self._copier = directory, home, agreement, copier
         self._storage = storage
         self._look = look
+        self._requests: dict[SlotName, SaveRequest] = {}
+        """Of what was found in memory. A slot that is overwritten meanwhile cannot be pinned by its name."""
 
     def load(self, names: Sequence[str] | None, into: Mapping[str, object] | None) -> Restored | None:
         """
@@ -117,28 +119,21 @@ class Restorer:
         for path in segment_paths(self._home, self._agreement.share.shard):
             try:
                 with Segment(path) as segment:
-                    found += [name for name in segment.complete_slots() if self._request_of(segment, name) is not None]
+                    for name in segment.complete_slots():
+                        request = self._request_of(segment, name)
+                        if request is not None:
+                            self._requests[name] = request
+                            found.append(name)
             except (SegmentInvalid, FileNotFoundError):
                 continue
         return {name.step: name for name in of_present_history(found)}
 
     def _save_number(self, name: SlotName) -> int:
         """Equal on all ranks for one save: a step that was trained twice is two states."""
-        try:
-            with Segment(name.path) as segment:
-                request = self._request_of(segment, name)
-        except (SegmentInvalid, FileNotFoundError):
-            request = None
-        attempt = "" if request is None else request.attempt
-        return int.from_bytes(hashlib.blake2b(attempt.encode(), digest_size=6).digest())
+        return int.from_bytes(hashlib.blake2b(self._requests[name].attempt.encode(), digest_size=6).digest())
 
     def _claims_of(self, name: SlotName) -> dict[str, tuple[Claim, ...]]:
-        try:
-            with Segment(name.path) as segment:
-                request = self._request_of(segment, name)
-        except (SegmentInvalid, FileNotFoundError):
-            return {}
-        return {} if request is None else request.claims
+        return self._requests[name].claims
 
     def _request_of(self, segment: Segment, name: SlotName) -> SaveRequest | None:
         """None: it is not of this directory, or cut otherwise than we are."""
@@ -146,7 +141,7 @@ class Restorer:
         if pinned is None:
             return None
         try:
-            request = read_request(decode_contents(pinned.sections()))
+            request = request_in(decode_extra(pinned.sections()))
         except DLRoverError as error:
             log.warning("a snapshot of step %d is left out: %s", name.step, error)
             return None

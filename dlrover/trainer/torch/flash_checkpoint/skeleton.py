@@ -8,6 +8,7 @@ restore from memory unpickles it in the next trainer.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -111,10 +112,16 @@ class _StorageUnpickler(pickle.Unpickler):
     def persistent_load(self, reference: Any) -> torch.storage.TypedStorage:
         kind, storage_type, number, location, num_elements = reference
         assert kind == "storage", f"the pickle refers to a {kind}, which no version of ours writes"
-        dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type._dtype
-        num_bytes = num_elements * torch._utils._element_size(dtype)
-        untyped = self.storage(int(number), num_bytes, location)
+        dtype, element_bytes = _elements_of(storage_type)
+        untyped = self.storage(int(number), num_elements * element_bytes, location)
         return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+@functools.cache
+def _elements_of(storage_type: Any) -> tuple[torch.dtype, int]:
+    """Their type and size. Asked for every tensor, of few types."""
+    dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type._dtype
+    return dtype, torch._utils._element_size(dtype)
 
 
 def _rebuild_tensor(
@@ -123,8 +130,10 @@ def _rebuild_tensor(
     """torch's function of the same arguments, but for the search of a fake-tensor mode, for each tensor anew: there is none here."""
     untyped = storage._untyped_storage
     tensor = torch.empty((0,), dtype=storage.dtype, device=untyped.device).set_(untyped, offset, size, stride)
-    tensor.requires_grad = requires_grad
+    if requires_grad:
+        tensor.requires_grad = True
     if metadata:
         torch._utils.set_tensor_metadata(tensor, metadata)
-    tensor._backward_hooks = hooks
+    if hooks:
+        tensor._backward_hooks = hooks
     return tensor
