@@ -167,31 +167,26 @@ class Lane:
             if job is not None:
                 job.close()
 
-    def leave_alone(self, plans: queue.SimpleQueue[list[Episode]]) -> None:
-        """Each plan in a job of its own, until one is disturbed."""
-        while (plan := _next(plans)) is not None:
-            job = self._job(first=FIRST if plan[0].variation == FIRST else "")
+    def leave_alone(self, episodes: queue.SimpleQueue[Episode]) -> None:
+        """Each in a job of its own."""
+        while (episode := _next(episodes)) is not None:
+            job = self._job(first=FIRST if episode.variation == FIRST else "")
             try:
-                for episode in plan:
-                    if episode.variation != FIRST:
-                        job.train(25)
-                        job.inject(episode.variation, episode.rank)
-                    job.train(20)
-                    acted = [past for past in job.diagnosis().verdicts if past.has_acted]
-                    episode.is_disturbed = job.life > 0 or bool(acted)
-                    episode.load = os.getloadavg()[0]
-                    episode.note = " ".join(sentence for past in acted for sentence in past.verdict.evidence)
-                    self._ledger.add(episode)
-                    what = "DISTURBED" if episode.is_disturbed else "left alone"
-                    print(f"healthy {episode.variation} on rank {episode.rank}: {what}", flush=True)
-                    if episode.is_disturbed:
-                        break
+                if episode.variation != FIRST:
+                    job.train(25)
+                    job.inject(episode.variation, episode.rank)
+                job.train(20)
+                acted = [past for past in job.diagnosis().verdicts if past.has_acted]
+                episode.is_disturbed = job.life > 0 or bool(acted)
+                episode.note = " ".join(sentence for past in acted for sentence in past.verdict.evidence)
             except (RuntimeError, DLRoverError, OSError) as error:
                 episode.is_disturbed, episode.note = True, f"{type(error).__name__}: {str(error)[:600]}"
-                self._ledger.add(episode)
-                print(f"healthy {episode.variation} on rank {episode.rank}: {episode.note}", flush=True)
             finally:
                 job.close()
+            episode.load = os.getloadavg()[0]
+            self._ledger.add(episode)
+            what = f"DISTURBED. {episode.note}" if episode.is_disturbed else "left alone"
+            print(f"healthy {episode.variation} on rank {episode.rank}: {what}", flush=True)
 
     def _job(self, *, of_nodes: bool = False, first: str = "") -> Job:
         self._num_jobs += 1
@@ -228,21 +223,20 @@ def run(ledger: Ledger, faults: Sequence[Fault], episodes: Sequence[Episode], nu
     done, seen = {result.number for result in ledger.results}, {episode.number for episode in ledger.episodes}
     on_nodes: queue.SimpleQueue[Fault] = queue.SimpleQueue()
     on_one: queue.SimpleQueue[Fault] = queue.SimpleQueue()
-    plans: queue.SimpleQueue[list[Episode]] = queue.SimpleQueue()
+    healthy: queue.SimpleQueue[Episode] = queue.SimpleQueue()
     for fault in faults:
         if fault[0] not in done:
             (on_nodes if KINDS[fault[1]].of_node else on_one).put(fault)
-    for start in range(0, len(episodes), len(HEALTHY)):
-        plan = [episode for episode in episodes[start : start + len(HEALTHY)] if episode.number not in seen]
-        if plan:
-            plans.put(plan)
+    for episode in episodes:
+        if episode.number not in seen:
+            healthy.put(episode)
 
     def work(name: str) -> None:
         lane = Lane(name, folder, ledger)
         todo: list[Callable[[], None]] = [
             lambda: lane.inject_all(on_nodes, of_nodes=True),
             lambda: lane.inject_all(on_one, of_nodes=False),
-            lambda: lane.leave_alone(plans),
+            lambda: lane.leave_alone(healthy),
         ]
         # One lane begins with healthy jobs, so that these run beside faults in others.
         for part in reversed(todo) if name == "lane-1" else todo:
@@ -261,7 +255,7 @@ def run(ledger: Ledger, faults: Sequence[Fault], episodes: Sequence[Episode], nu
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=7, help="injections of each kind (7: more than 200 in all)")
-    parser.add_argument("--healthy", type=int, default=50, help="healthy episodes")
+    parser.add_argument("--healthy", type=int, default=50, help="healthy jobs")
     parser.add_argument("--kinds", default="", help="only these, separated by commas")
     parser.add_argument("--quick", action="store_true", help="each kind once, each healthy variation once")
     parser.add_argument("--lanes", type=int, default=2, help="jobs at the same time")

@@ -50,7 +50,7 @@ class Result:
 
 @dataclass
 class Episode:
-    """A healthy one."""
+    """What a healthy job did that could be mistaken for a fault."""
 
     number: int
     variation: str
@@ -130,7 +130,7 @@ def summary(ledgers: Sequence[Ledger]) -> str:
     wrong = [each for each in results if not (each.is_class_right and each.is_culprit_right)]
     lines += [f"Wrong: {tell(each)}" for each in wrong]
     disturbed = [each for each in episodes if each.is_disturbed]
-    lines.append(f"{len(episodes)} healthy episodes, {len(disturbed)} disturbed.")
+    lines.append(f"{len(episodes)} healthy jobs, {len(disturbed)} disturbed.")
     lines += [f"Disturbed: {each.variation} on rank {each.rank}: {each.note}" for each in disturbed]
     loads = sorted(each.load for each in (*results, *episodes))
     if loads:
