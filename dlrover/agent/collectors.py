@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from dlrover.agent.old_diagnosis_data import DiagnosisData
 from dlrover.agent.scrape import ScrapeError
 from dlrover.protocol.messages import Incarnation, NodeId
 from dlrover.protocol.watch_messages import MAX_SAMPLE_TEXT, MAX_SERIES, MAX_TEXT, SampleTaken, WatchObservation
@@ -113,7 +114,7 @@ def load_collectors(built_in: Sequence[Any] = ()) -> dict[str, Any]:
     found: dict[str, Any] = {collector.name: collector for collector in built_in}
     for point in metadata.entry_points(group=ENTRY_POINTS):
         try:
-            collector = point.load()()
+            collector = _with_new_name(point.load()())
             if not callable(getattr(collector, "collect", None)):
                 raise TypeError("it has no method `collect`")
             is_enabled = getattr(collector, "is_enabled", None)
@@ -124,6 +125,20 @@ def load_collectors(built_in: Sequence[Any] = ()) -> dict[str, Any]:
             continue
         found[point.name] = collector
     return found
+
+
+class _Renamed:
+    """A collector of the original's: `collect_data` is what it is called for."""
+
+    def __init__(self, collector: Any) -> None:
+        self.collect = collector.collect_data
+        self.interval = getattr(collector, "interval", USUAL_INTERVAL)
+        self.is_enabled = getattr(collector, "is_enabled", lambda: True)
+
+
+def _with_new_name(collector: Any) -> Any:
+    is_old = not hasattr(collector, "collect") and callable(getattr(collector, "collect_data", None))
+    return _Renamed(collector) if is_old else collector
 
 
 async def _collect(collector: Any) -> object:
@@ -144,6 +159,8 @@ def _checked(answer: object) -> tuple[dict[str, float], str]:
     """As it may go to the master. Raises TypeError."""
     if answer is None:
         return {}, ""
+    if isinstance(answer, DiagnosisData):
+        answer = answer.data_content
     if isinstance(answer, str):
         return {}, answer[-MAX_SAMPLE_TEXT:]
     if not isinstance(answer, Mapping):

@@ -21,6 +21,7 @@ from msgspec import Struct
 from dlrover.core.diagnosis.picture import Failed, Picture, Scene
 from dlrover.core.diagnosis.samples import Sample
 from dlrover.core.hangs import MAX_CULPRITS, MAX_EVIDENCE
+from dlrover.master.old_diagnosticians import Diagnostician, Translated
 from dlrover.protocol.watch_messages import MAX_TEXT, ResourceReport, Verdict, WorkerProgress
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class UserDiagnosticians:
         for point in metadata.entry_points(group=ENTRY_POINTS):
             try:
                 plugin = point.load()()
+                if isinstance(plugin, Diagnostician):
+                    plugin = Translated(point.name, plugin)
                 if not callable(getattr(plugin, "diagnose", None)):
                     raise TypeError("it has no method `diagnose`")
             except Exception as error:  # importing and building run the user's code, which may raise anything

@@ -61,8 +61,10 @@ class PreCheckRunner:
         limit: float,
         tell: Callable[[JobEvent], object],
         time_limit: float = TIME_LIMIT,
+        has_platform: bool = False,
     ) -> None:
-        """`tell`: takes events for people."""
+        """`tell`: takes events for people. `has_platform`: there is nothing to look at before it has shown its nodes."""
+        self._has_platform = has_platform
         self._desk = desk
         self._operators = list(operators)
         self._limit = limit
@@ -91,11 +93,20 @@ class PreCheckRunner:
         self._desk.on_decided.append(self._heard)
         try:
             await self._began
+            await self._until_platform_is_seen()
             await self._check_all()
         except DLRoverError as error:
             log.info("pre-check given up: %s", error)  # the job has ended, or begun without us
         finally:
             self._desk.on_decided.remove(self._heard)
+
+    async def _until_platform_is_seen(self) -> None:
+        while self._has_platform:
+            self._changed.clear()
+            fleet = self._desk.job.state.fleet
+            if fleet is not None and fleet.is_listed:
+                return
+            await self._changed.wait()
 
     def _heard(self, command: Command, outcome: Outcome, now: Micros) -> None:
         if not isinstance(command, PreCheckNoted):

@@ -152,7 +152,9 @@ def _fleet_keeper(config: MasterConfig, platform: Platform, desk: Desk) -> Fleet
 def _pre_check(config: MasterConfig, desk: Desk, events: EventLog) -> PreCheckRunner:
     operators = load_operators(parse_operators(config.pre_check_ops))
     patience = 0.0 if config.fleet is None else config.fleet.pending_timeout
-    return PreCheckRunner(desk, operators, limit=whole_limit(patience), tell=events.add)
+    return PreCheckRunner(
+        desk, operators, limit=whole_limit(patience), tell=events.add, has_platform=config.fleet is not None
+    )
 
 
 async def _for_good(work: Coroutine[Any, Any, None]) -> None:

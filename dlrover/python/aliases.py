@@ -12,6 +12,7 @@ from collections.abc import Mapping
 _STORAGE = "dlrover.snapshot.user_storage"
 _FAILOVER = "dlrover.agent.failover"
 _ACTIONS = "dlrover.master.diagnosis_actions"
+_DATA = "dlrover.agent.old_diagnosis_data"
 _SHARED = "dlrover.trainer.shared_objects"
 _SAVER = "dlrover.trainer.torch.flash_checkpoint.old_saver"
 _CONSTANTS = "dlrover.trainer.old_constants"
@@ -73,6 +74,29 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.common.store": _STORAGES,
     "dlrover.python.diagnosis.common.constants": {
         name: f"{_ACTIONS}:{name}" for name in ("DiagnosisActionType", "DiagnosisConstant")
+    },
+    "dlrover.python.common.diagnosis": {
+        name: f"{_DATA}:{name}" for name in ("ChipMetrics", "CudaLog", "DiagnosisDataType", "TrainingLog")
+    },
+    "dlrover.python.diagnosis.common.diagnosis_data": {
+        name: f"{_DATA}:{name}"
+        for name in ("DiagnosisData", "DiagnosisDataType", "TrainingLog", "WorkerTrainingMetric")
+    },
+    "dlrover.python.diagnosis.common.diagnostician": {
+        name: f"dlrover.master.old_diagnosticians:{name}" for name in ("DiagnosisObservation", "Diagnostician")
+    },
+    "dlrover.python.diagnosis.common.inference_chain": {
+        name: f"dlrover.core.diagnosis.inference:{name}"
+        for name in (
+            "Inference",
+            "InferenceAttribute",
+            "InferenceDescription",
+            "InferenceName",
+            "InferenceOperator",
+        )
+    },
+    "dlrover.python.diagnosis.inferencechain.inference_chain": {
+        "InferenceChain": "dlrover.core.diagnosis.inference:InferenceChain"
     },
     "dlrover.python.diagnosis.common.diagnosis_action": {
         name: f"{_ACTIONS}:{name}"
@@ -146,14 +170,13 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.brain.client": dict.fromkeys(
         ("BrainClient", "GlobalBrainClient", "build_brain_client"), "the optimiser service for several jobs"
     ),
-    "dlrover.python.common.diagnosis": dict.fromkeys(
-        ("ChipMetrics", "CudaLog", "DiagnosisDataType", "TrainingLog"), "diagnosis data"
-    ),
     "dlrover.python.elastic_agent.config.paral_config_tuner": {"ParalConfigTuner": "tuning of parallel settings"},
     "dlrover.python.elastic_agent.master_client": dict.fromkeys(
         ("GlobalMasterClient", "LocalDataset", "LocalMasterClient", "MasterClient", "build_master_client"), _CLIENT
     ),
-    "dlrover.python.elastic_agent.monitor.diagnosis": {"DiagnosisMonitor": "diagnosis in the agent"},
+    "dlrover.python.elastic_agent.monitor.diagnosis": {
+        "DiagnosisMonitor": "the original's inside; your own collector is an entry point of the group dlrover.collectors"
+    },
     "dlrover.python.elastic_agent.monitor.resource": {"ResourceMonitor": "reports of used resources"},
     "dlrover.python.elastic_agent.monitor.training": dict.fromkeys(
         ("TFTrainingReporter", "TrainingProcessReporter", "is_tf_chief"), _TENSORFLOW

@@ -12,6 +12,7 @@ import pytest
 
 from dlrover.agent.collectors import Collectors
 from dlrover.agent.config import WatchConfig
+from dlrover.agent.old_diagnosis_data import TrainingLog, WorkerTrainingMetric
 from dlrover.agent.scrape import Scrape, ScrapeError, fetch, parse, scrapes, xpu_timer
 from dlrover.agent.watch import Watch
 from dlrover.protocol.errors import ConfigError
@@ -130,6 +131,7 @@ async def test_users_own_are_asked_apart_from_each_other_and_what_they_raise_is_
         "lost": Mine(RuntimeError("GPU is lost")),
         "wrong": Mine(7),
         "nothing": Mine(None),
+        "old": Mine(TrainingLog(logs=["one", "two"])),
         "held": Mine("hold"),
     }
     collectors = Collectors(
@@ -150,6 +152,7 @@ async def test_users_own_are_asked_apart_from_each_other_and_what_they_raise_is_
     assert [each.trouble for each in of("lost")] == ["RuntimeError: GPU is lost"]
     assert "neither numbers" in of("wrong")[0].trouble
     assert of("nothing") == []
+    assert of("old")[0].text == "one\ntwo"
     assert mine["held"].num_calls == 1, "not again while it still runs"
     mine["held"].let_go.set()
     running.cancel()
@@ -166,3 +169,10 @@ async def test_the_watch_of_an_agent_has_them_measure() -> None:
     assert (sample.node, sample.kind, sample.numbers) == (7, "mine", {"a": 1.0})
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+def test_data_of_the_original_survive_their_json() -> None:
+    metric = WorkerTrainingMetric(timestamp=5, data_type="XPU_TIMER_METRIC", data_content="a 1", is_final_result=True)
+    assert WorkerTrainingMetric.from_json(metric.to_json()) == metric
+    log = TrainingLog.from_json(TrainingLog(logs=["a", "b"], node_rank=3).to_json())
+    assert (log.logs, log.node_rank) == (["a", "b"], 3)

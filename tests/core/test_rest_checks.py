@@ -23,12 +23,14 @@ from dlrover.protocol.watch_messages import (
     DeviceSample,
     FaultClass,
     HangStrategy,
+    Phase,
     ProcessSample,
     ResourceReport,
     SampleTaken,
+    Verdict,
     WatchTerms,
 )
-from tests.core.watch_lab import NODES, Lab, micros
+from tests.core.watch_lab import NODES, Lab, micros, progress
 
 FLAG = 'XPU_TIMER_COMMON_HANG{rank="%d"}'
 
@@ -78,6 +80,37 @@ def test_a_new_round_begins_anew_and_a_user_who_only_wants_to_be_told_is() -> No
         profiled(lab, (1,), (1,))
     assert lab.acts() == []
     assert "--hang-detection 1" in lab.told()[0].reasoning
+
+
+def exported(lab: Lab, minutes: int, active: float, phase: Phase = Phase.BACKWARD) -> None:
+    """Stalled, and the exporter of each node says how much matrix units work."""
+    for _ in range(minutes):
+        lab.after(60)
+        for node in NODES:
+            numbers = {'DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{gpu="0"}': active, "DCGM_FI_DEV_GPU_UTIL": 100.0}
+            lab.watch.hear(
+                SampleTaken(node=node, incarnation=Incarnation(1), kind="scrape-x", numbers=numbers), lab.now
+            )
+        lab.stalled_for += 60.0
+        lab.tell(*(progress(rank, phase, phase_seconds=lab.stalled_for) for rank in range(4)))
+
+
+@pytest.mark.parametrize(
+    ("active", "phase", "acts"),
+    [(0.0, Phase.BACKWARD, 1), (0.3, Phase.BACKWARD, 0), (0.0, Phase.COMPILE, 0)],
+)
+def test_devices_that_do_nothing_while_nobody_goes_on_are_a_hang(active: float, phase: Phase, acts: int) -> None:
+    lab = Lab()
+    lab.train(2)
+    exported(lab, 4, active, phase)
+    assert not _by_devices(lab)
+    exported(lab, 3, active, phase)
+    assert len(_by_devices(lab)) == acts
+
+
+def _by_devices(lab: Lab) -> list[Verdict]:
+    acted = [act.command.verdict for act in lab.acts()]
+    return [verdict for verdict in acted if verdict.evidence and "matrix unit" in verdict.evidence[0]]
 
 
 def rest(lab: Lab, minutes: int, *, cpu: float = 0.01, devices: tuple[DeviceSample, ...] = ()) -> None:

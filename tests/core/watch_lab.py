@@ -90,6 +90,7 @@ class Lab:
         self.terms = terms or WatchTerms()
         self.now = micros(1000)
         self.effects: list[WatchEffect] = []
+        self.stalled_for = 0.0
         self.enter(1)
 
     def enter(self, round_: int, *, is_active: bool = True) -> None:

@@ -27,9 +27,20 @@ from dlrover.master.pre_checks import (
     parse_operators,
 )
 from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.fleet_messages import (
+    DefineFleet,
+    FleetSpec,
+    NodeChanged,
+    NodeEventKind,
+    NodePhase,
+    NodesListed,
+    NodeType,
+    PlatformNode,
+    ReplicaSpec,
+)
 from dlrover.protocol.goodput_messages import AskEvents, Events, JobEvent
-from dlrover.protocol.messages import AskStatus, JobStatus, JobTerms, Run, Wait
-from dlrover.protocol.precheck_messages import OperatorState, PreCheckStage
+from dlrover.protocol.messages import AskStatus, JobStatus, JobTerms, PlatformId, Run, Wait
+from dlrover.protocol.precheck_messages import OperatorState, PreCheckNoted, PreCheckStage
 from dlrover.protocol.rpc import ask
 from tests.master.conftest import TOKEN, Connect, MakeMaster, MasterProcess, StartMaster
 from tests.master.pre_check_operators import Hangs
@@ -104,6 +115,27 @@ async def test_an_operator_that_does_not_come_back_is_left_behind(start_master: 
     assert status.pre_check.results[0].state is OperatorState.BROKEN
     assert [event.name for event in told] == ["pre_check_error"]
     Hangs.let_go.set()
+
+
+async def test_nothing_is_asked_before_the_platform_has_shown_its_nodes(start_master: StartMaster) -> None:
+    master = await start_master()
+    operators = load_operators([Wanted("dlrover.master.pre_checks", "SchedulingPreCheckOperator")])
+    runner = PreCheckRunner(master.desk, operators, limit=60, tell=lambda _event: None, has_platform=True)
+    runner.begin()
+    noted = asyncio.Event()
+    master.desk.on_decided.append(lambda command, *_: noted.set() if isinstance(command, PreCheckNoted) else None)
+    running = asyncio.ensure_future(runner.run())
+    await master.status()
+    assert not noted.is_set()
+    spec = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=1)})
+    await master.desk.tell(DefineFleet(spec=spec))
+    await master.desk.tell(NodesListed(nodes=()))
+    await asyncio.wait_for(noted.wait(), 20)
+    assert (await master.status()).pre_check.results[0].message == "1 nodes wait for their resources"
+    node = PlatformNode(id=PlatformId(0), node_type=NodeType.WORKER, rank=0, phase=NodePhase.RUNNING, name="n0")
+    await master.desk.tell(NodeChanged(kind=NodeEventKind.MODIFIED, node=node))
+    await asyncio.wait_for(running, 20)
+    assert (await master.status()).pre_check.stage is PreCheckStage.PASS
 
 
 @pytest.mark.parametrize(

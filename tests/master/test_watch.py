@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from dlrover.core.diagnosis.picture import Picture
+from dlrover.master.diagnosis_actions import (
+    DiagnosisAction,
+    DiagnosisActionType,
+    EventAction,
+    JobAbortionAction,
+    NodeAction,
+)
 from dlrover.master.diagnosticians import UserDiagnosticians, portrait_of
+from dlrover.master.old_diagnosticians import DiagnosisObservation, Diagnostician, Translated
 from dlrover.protocol.messages import AskStatus, JobStatus, Join, Round, Run, StopCause
 from dlrover.protocol.rpc import ask
 from dlrover.protocol.watch_messages import (
@@ -123,3 +131,23 @@ async def test_a_users_diagnostician_that_hangs_is_waited_for_and_counted() -> N
     plugin.is_held.set()
     await asyncio.wait_for(asked, 20)
     plugins.close()
+
+
+class Hot(Diagnostician):
+    def observe(self, **kwargs: Any) -> DiagnosisObservation | None:
+        portrait = kwargs["portrait"]
+        return DiagnosisObservation("it is hot", {"nodes": str(len(portrait.scene.places))})
+
+    def resolve(self, problem: DiagnosisObservation, **kwargs: Any) -> list[DiagnosisAction]:
+        return [
+            EventAction(event_msg="hot"),
+            NodeAction(node_id=7, reason="cool it", action_type=DiagnosisActionType.RELAUNCH_WORKER),
+            JobAbortionAction(timestamp=1.0),  # long over
+        ]
+
+
+def test_a_diagnostician_of_the_original_is_understood() -> None:
+    verdict = Translated("hot", Hot()).diagnose(portrait_of(Picture()))
+    assert verdict is not None
+    assert (verdict.action, verdict.evidence) == (ActionKind.RELAUNCH_NODE, ("it is hot", "nodes: 0"))
+    assert ([culprit.node for culprit in verdict.culprits], verdict.reasoning) == ([7], "cool it")

@@ -15,7 +15,7 @@ from dlrover.core.diagnosis.node_checks import (
 )
 from dlrover.core.diagnosis.progress_checks import CorruptionVote, LossSpike, Numerics, Straggler
 from dlrover.core.diagnosis.rest_checks import HANG as HANG
-from dlrover.core.diagnosis.rest_checks import IdleJob, ProfilerHang
+from dlrover.core.diagnosis.rest_checks import IdleDevices, IdleJob, ProfilerHang
 
 
 def built_in() -> tuple[Diagnostician, ...]:
@@ -34,5 +34,6 @@ def built_in() -> tuple[Diagnostician, ...]:
         DiskFull(),
         ClockJump(),
         ProfilerHang(),
+        IdleDevices(),
         IdleJob(),
     )

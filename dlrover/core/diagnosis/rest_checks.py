@@ -24,7 +24,7 @@ from dlrover.core.diagnosis.picture import Picture
 from dlrover.core.diagnosis.samples import Sample
 from dlrover.core.turn import MICROS_PER_SECOND, micros
 from dlrover.protocol.messages import Micros, NodeId, Round
-from dlrover.protocol.watch_messages import ActionKind, FaultClass, ResourceReport, Verdict
+from dlrover.protocol.watch_messages import ActionKind, FaultClass, Phase, ResourceReport, Verdict
 
 HANG = "training_hang"
 """Of all that say training stands still; the watch itself is the first of them, because it needs looks."""
@@ -129,6 +129,49 @@ def _is_hung(sample: Sample) -> bool | None:
     """None: it says nothing of it."""
     flags = [value for series, value in sample.taken.numbers.items() if series.startswith(HANG_FLAG)]
     return all(flag == 1 for flag in flags) if flags else None
+
+
+class IdleDevices:
+    """
+    Training tells of no progress, and no device of any node computes, for minutes: not even the rank that looks busy is at work.
+
+    By the counters of matrix units in whatever exporter is scraped. A device that is only "in use" proves nothing: waiting kernels use it.
+    """
+
+    name = HANG
+    lasting = 300.0
+    idle = 0.001
+    """Of a matrix unit's time, as those counters have it (0 to 1)."""
+    counters = ("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "DCGM_FI_PROF_PIPE_MT_TENSOR_ACTIVE")
+    least = 4
+    """Samples of each node: fewer may miss the work between them."""
+    _elsewhere = (Phase.START, Phase.RESTORE, Phase.COMPILE, Phase.CHECKPOINT)
+    """What may take long without any device."""
+
+    def diagnose(self, picture: Picture, now: Micros) -> Iterable[Verdict]:
+        ranks = list(picture.heard())
+        if not picture.scene.is_active or not ranks or len(ranks) < len(picture.ranks) or not picture.stalled():
+            return
+        seconds = (now - picture.newest_progress_at()) / MICROS_PER_SECOND
+        is_elsewhere = any(record.progress.phase in self._elsewhere for record in ranks)
+        if seconds < self.lasting or is_elsewhere or picture.newest_step() is None:
+            return
+        since = Micros(now - micros(self.lasting))
+        highest: dict[NodeId, list[float]] = {place.node: [] for place in picture.scene.places}
+        for sample in picture.samples:
+            found = [value for series, value in sample.taken.numbers.items() if series.startswith(self.counters)]
+            if found and sample.at >= since and sample.taken.node in highest:
+                highest[sample.taken.node].append(max(found))
+        if all(len(values) >= self.least and max(values) <= self.idle for values in highest.values()):
+            yield conclude(
+                self.name,
+                FaultClass.NETWORK,
+                (),
+                f"Nobody has gone on for {seconds:.0f} s, and no matrix unit of the devices of all {len(highest)} nodes has worked for {self.lasting:.0f} s.",
+                confidence=0.8,
+                action=ActionKind.RESTART_WORKERS,
+                reasoning="Devices that do nothing while nobody goes on wait for each other; nothing says for whom.",
+            )
 
 
 class IdleJob:
