@@ -77,6 +77,20 @@ class TabularJob:
         words = [sys.executable, "-m", "dlrover.cli.main", "scale", JOB, "--nodes", str(num_nodes)]
         subprocess.run(words, env=self._jobs.env(), check=True, capture_output=True, timeout=60)
 
+    def wait_for_world(self, num_workers: int) -> None:
+        wait_until(lambda: self.lives()[-1]["world_size"] == num_workers, 150, lambda: self.host.err)
+
+    def kill_worker(self, rank: int) -> None:
+        """And wait for the next life. A step is proof that all of them are there."""
+        self.wait_for_step()
+        before = len(self.lives())
+        kill(self.lives(rank)[-1]["pid"])
+        wait_until(lambda: len(self.lives()) > before, 90, lambda: self.host.err)
+
+    def kill_master(self) -> None:
+        [master] = self._jobs.pids("dlrover.master")
+        kill(master)
+
     def hurry(self) -> None:
         (self.checkpoints / "hurry").touch()
 
@@ -86,23 +100,46 @@ def test_kills_and_a_resize_change_neither_the_data_nor_the_loss(jobs, tmp_path)
     """Three workers with a process each that reads; one is killed, a fourth is added, the master is killed."""
     write_table(tmp_path / "table.csv")
     job = TabularJob(jobs, tmp_path)
-    job.wait_for_step()
-    kill(job.lives(1)[-1]["pid"])
-    wait_until(lambda: len(job.lives()) == 2, 90, lambda: job.host.err)
+    job.kill_worker(1)
     job.scale(4)
-    wait_until(lambda: job.lives()[-1]["world_size"] == 4, 150, lambda: job.host.err)
-    [master] = jobs.pids("dlrover.master")
-    kill(master)
+    job.wait_for_world(4)
+    job.kill_master()
     job.hurry()
     assert job.host.wait(150) == 0, job.host.err
+    assert_nothing_shows(job, tmp_path)
+    assert {life["world_size"] for life in job.lives()} == {3, 4}
 
-    finding = audit(tmp_path)
+
+def assert_nothing_shows(job: TabularJob, folder: Path) -> None:
+    finding = audit(folder)
     assert (finding["num_seen"], finding["is_complete"]) == (2 * SIZE, True)
     losses = {event["step"]: event["loss"] for event in job.events("step")}
     assert list(losses) == sorted(losses)
     assert len(losses) == NUM_STEPS
-    assert list(losses.values()) == pytest.approx(list(undisturbed(tmp_path / "table.csv")), rel=1e-3, abs=1e-4)
-    assert {life["world_size"] for life in job.lives()} == {3, 4}
+    assert list(losses.values()) == pytest.approx(list(undisturbed(folder / "table.csv")), rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(590)
+def test_workers_that_die_with_the_master_and_a_world_that_shrinks_and_grows_change_nothing_either(jobs, tmp_path):
+    write_table(tmp_path / "table.csv")
+    job = TabularJob(jobs, tmp_path)
+    job.wait_for_step(2)
+    job.kill_master()
+    job.kill_worker(2)
+    job.wait_for_step(2)
+    job.scale(2)
+    job.wait_for_world(2)
+    job.kill_worker(0)
+    job.scale(4)
+    job.wait_for_world(4)
+    job.kill_worker(1)
+    job.kill_master()
+    job.wait_for_step(2)
+    job.hurry()
+    assert job.host.wait(150) == 0, job.host.err
+    assert_nothing_shows(job, tmp_path)
+    assert {life["world_size"] for life in job.lives()} == {2, 3, 4}
 
 
 @pytest.mark.chaos
