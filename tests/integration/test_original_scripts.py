@@ -49,7 +49,8 @@ def whole_of_full(directory: Path) -> int:
 
 
 def tag_of_deepspeed(directory: Path) -> int:
-    state = torch.load(directory / "10" / "mp_rank_00_model_states.pt", weights_only=False)
+    file = min((directory / "10").glob("*mp_rank_00_model_states.pt"))  # of ZeRO 3: one for each rank
+    state = torch.load(file, weights_only=False)
     return state["iter_num"] if (directory / "latest").read_text() == "10" else -1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -472,18 +473,30 @@ def resize_a_copied_state(rank: Rank) -> tuple[int, list[float]]:
 
 
 def round_trip_in_one_file(rank: Rank) -> list[bool]:
-    checkpointer = FsdpFullCheckpointer(rank.folder / "run")
-    model, optimizer = fsdp2()
+    return _round_trip_in_one_file(rank, fsdp2, "run")
+
+
+def round_trip_of_fsdp1_in_one_file(rank: Rank) -> list[bool]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about its own parts
+        return _round_trip_in_one_file(rank, fsdp1, "older run")
+
+
+def _round_trip_in_one_file(
+    rank: Rank, make: Callable[[int], tuple[torch.nn.Module, torch.optim.Optimizer]], name: str
+) -> list[bool]:
+    checkpointer = FsdpFullCheckpointer(rank.folder / name)
+    model, optimizer = make(1)
     train(model, optimizer, range(2))
-    assert checkpointer.load_checkpoint(*fsdp2(5)) == {}
+    assert checkpointer.load_checkpoint(*make(5)) == {}
     saved = checkpointer.save_checkpoint(2, model, optimizer, {"step": 2})
     assert bool(saved) == (rank.rank == 0)
     assert checkpointer.wait_latest_checkpoint(30)
     dist.barrier()
     expected = whole(model, optimizer)
     found = []
-    for path in ("", str(rank.folder / "run" / "2" / "rank_0.pt")):
-        other = fsdp2(8)
+    for path in ("", str(rank.folder / name / "2" / "rank_0.pt")):
+        other = make(8)
         found.append(checkpointer.load_checkpoint(*other, resume_path=path) == {"step": 2})
         found.append(whole(*other) == expected)
     checkpointer.close()

@@ -173,6 +173,8 @@ def test_the_whole_state_in_one_file(node: Node) -> None:
     state = torch.load(node.folder / "run" / "2" / "rank_0.pt", weights_only=False)
     assert state["model"]["second.weight"].shape == (9, 7)
     assert set(state) == {"model", "optimizer", "step"}
+    for found in node.play(scenes.round_trip_of_fsdp1_in_one_file):
+        assert all(found), found
 
 
 def _flip_newest(path: Path) -> None:

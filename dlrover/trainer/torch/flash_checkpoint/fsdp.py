@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dlrover.core.cadence import BUDGET
 from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
@@ -245,7 +246,7 @@ class FsdpFullCheckpointer:
         ranks = own_ranks()
         is_one_node = ranks.local_world_size >= ranks.world_size
         # On the devices of all ranks only if several nodes need it; else torch gives it to rank 0 alone, on the CPU.
-        options = StateDictOptions(full_state_dict=True, cpu_offload=is_one_node)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=is_one_node and not _is_first_kind_on_cpu(model))
         is_new = _is_new(optimizer)
         model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
         if is_new:
@@ -305,6 +306,12 @@ class FsdpFullCheckpointer:
 
 Checkpointer.register(FsdpShardCheckpointer)  # with calls of their own, but checkpointers to `isinstance`
 Checkpointer.register(FsdpFullCheckpointer)
+
+
+def _is_first_kind_on_cpu(model: torch.nn.Module) -> bool:
+    """FSDP of the first generation with its parameters on the CPU: to move the whole state there ends in torch 2.13 by a segmentation fault."""
+    is_first_kind = any(isinstance(each, FullyShardedDataParallel) for each in model.modules())
+    return is_first_kind and all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
 def _is_new(optimizer: Any) -> bool:
