@@ -286,7 +286,8 @@ def _leave(command: LeaveJob, course: Course) -> Reply:
             ExitReason.STOPPED_BY_USER if by_user else ExitReason.WORKER_ERROR,
             f"{why[0].upper()}{why[1:]}, and no other node is there.",
         )
-    course.lose(node, NodeLife.LEFT, why, exit_reason=fleet_agents.exit_of_leave(command.reason))
+    fault = goodput.STOPPED if command.reason is LeaveReason.STOPPED_BY_USER else "node"
+    course.lose(node, NodeLife.LEFT, why, exit_reason=fleet_agents.exit_of_leave(command.reason), fault=fault)
     course.advance()
     return Done()
 

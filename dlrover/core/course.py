@@ -376,10 +376,11 @@ class Course:
         exit_reason: NodeExit = NodeExit.KILLED,
         is_presumed: bool = False,
         ended_at: Micros | None = None,
+        fault: str = "node",
     ) -> None:
         """A live node is there no more; if its world needs it, the others meet again, at no cost of the budget.
 
-        `ended_at`: when it was last known to be there. The other two are for the platform that it came from (`fleet_agents.agent_lost`).
+        `ended_at`: when it was last known to be there. `fault`: what the accountant calls it. The other two are for the platform that it came from (`fleet_agents.agent_lost`).
         """
         state, rdzv = self.state, self.state.rendezvous
         was_running = is_running(self.state, node)
@@ -403,7 +404,7 @@ class Course:
         if was_claiming:
             self.give_up_claims(why)
         if was_running:
-            self._open(StopCause.MEMBERSHIP, why, fault="node", node_rank=node.rank)
+            self._open(StopCause.MEMBERSHIP, why, fault=fault, node_rank=node.rank)
         elif was_member:
             incident = state.restarts.open_incident(rdzv.round)
             if incident is not None and blame.is_secondary(incident.first.failure):

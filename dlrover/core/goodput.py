@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from dlrover.core.nodes import Node
     from dlrover.core.state import JobState
 
+STOPPED = "stopped"
+"""Kind of a fault that is somebody's wish: a node was told to stop."""
 MAX_FAULTS = 64
 """So many are told apart, the newest ones; older ones are only counted."""
 MAX_CAUSE = 300

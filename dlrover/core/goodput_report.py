@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlrover.core.goodput import LOST, Fault, Goodput, is_beginning
+from dlrover.core.goodput import LOST, STOPPED, Fault, Goodput, is_beginning
 from dlrover.core.turn import MICROS_PER_SECOND
 from dlrover.protocol.goodput_messages import Counterfactual, FaultCost, GoodputStatus, NodeGoodput, TimeClass
-from dlrover.protocol.messages import Micros
+from dlrover.protocol.messages import ExitReason, Micros
 
 if TYPE_CHECKING:
     from dlrover.core.state import JobState
@@ -48,10 +48,16 @@ def goodput_status(state: JobState, now: Micros) -> GoodputStatus:
         goodput_since_start=compute / later if (later := busy - sum(beginning.values())) > 0 else 0.0,
         highest_step=goodput.highest_step,
         nodes=tuple(nodes),
-        faults=tuple(_cost(fault) for fault in _up_to(goodput, now)),
-        num_faults=goodput.num_faults,
+        faults=tuple(_cost(fault) for fault in _up_to(goodput, now) if not _is_end(state, fault[0])),
+        num_faults=goodput.num_faults - sum(_is_end(state, fault) for fault in goodput.faults),
         counterfactuals=_counterfactuals(state, whole),
     )
+
+
+def _is_end(state: JobState, fault: Fault) -> bool:
+    """The first of the nodes that somebody stopped to end the job: nothing that it had to recover from."""
+    is_over = state.end is not None and state.end.reason is ExitReason.STOPPED_BY_USER
+    return is_over and fault.kind == STOPPED and fault.running_at is None
 
 
 def _beginning(goodput: Goodput, now: Micros) -> dict[TimeClass, int]:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from dlrover.core.turn import Outcome
@@ -36,6 +36,7 @@ from dlrover.protocol.messages import (
     ReportFailure,
     WorkerFailure,
 )
+from dlrover.protocol.precheck_messages import PreCheckStage
 from dlrover.protocol.watch_messages import PastVerdict, ProgressReport, ResourceReport, WatchObservation
 
 log = logging.getLogger(__name__)
@@ -297,6 +298,8 @@ class Lookout:
             },
         )
         self.board.put("clock", "", {"now": status.now})
+        if status.pre_check.stage is not PreCheckStage.DISABLED:
+            self.board.put("pre_check", "", to_builtins(status.pre_check))
 
     def _put_checkpoints(self, status: JobStatus) -> None:
         checkpoints = status.checkpoints

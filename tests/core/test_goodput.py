@@ -52,6 +52,14 @@ class TestBooking:
         assert scene.job.state.end is not None
         assert scene.job.goodput(scene.now).num_faults == 0
 
+    def test_one_node_that_is_stopped_while_the_job_goes_on_is_a_fault(self) -> None:
+        scene = a_job("a", "b")
+        scene.at(30).leave("b", LeaveReason.STOPPED_BY_USER)
+        assert [fault.kind for fault in scene.job.goodput(scene.now).faults] == ["stopped"]
+        scene.at(31).leave("a", LeaveReason.STOPPED_BY_USER)
+        assert scene.job.goodput(scene.now).num_faults == 0, "it did not go on: both were stopped"
+        assert scene.job.goodput(scene.now).faults == ()
+
     def test_running_time_is_split_as_the_workers_tell(self) -> None:
         scene = a_job("a")
         scene.at(20)

@@ -146,12 +146,19 @@ export function data(store) {
   });
 }
 
+const preCheck = (check) =>
+  make("details", { class: "card" },
+    make("summary", {}, make("span", { class: `badge ${check.stage === "FAIL" ? "error" : check.stage === "PASS" ? "info" : "warn"}`, text: `pre-check ${check.stage}` }), ` ${check.message}`),
+    make("ul", {}, ...check.results.map((each) => make("li", { text: `${each.name}: ${each.state} after ${number(each.num_tries)} tries${each.message ? `: ${each.message}` : ""}` }))));
+
 export function diagnosis(store) {
   const found = store.all("verdicts").sort((a, b) => b.at - a.at);
   const autopsy = store.one("autopsy");
-  fill(byId("diagnosis"), JSON.stringify([found, autopsy]), () => {
+  const check = store.one("pre_check");
+  fill(byId("diagnosis"), JSON.stringify([found, autopsy, check]), () => {
     if (!store.one("diagnosis")) return none();
-    if (!found.length && !autopsy) return none("nothing was ever wrong");
+    const before = check ? [preCheck(check)] : [];
+    if (!found.length && !autopsy) return [...before, none("nothing was ever wrong")];
     const cards = found.slice(0, 20).map((each) =>
       make("details", { class: "card" },
         make("summary", {}, when(each.at), make("span", { class: "badge warn", text: each.fault }),
@@ -159,7 +166,7 @@ export function diagnosis(store) {
         make("p", { text: each.reasoning }),
         make("ul", {}, ...each.evidence.map((text) => make("li", { text }))),
         make("p", { class: "hint", text: `found by ${each.diagnostician} in round ${each.round}` })));
-    return [...cards, ...(autopsy ? [make("details", { class: "card" }, make("summary", { text: `Autopsy of ${clock(autopsy.at)}` }), make("pre", { tabindex: 0, text: autopsy.text }))] : [])];
+    return [...before, ...cards, ...(autopsy ? [make("details", { class: "card" }, make("summary", { text: `Autopsy of ${clock(autopsy.at)}` }), make("pre", { tabindex: 0, text: autopsy.text }))] : [])];
   });
 }
 
