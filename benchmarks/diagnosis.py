@@ -46,10 +46,17 @@ stopping = threading.Event()
 """Somebody wants the run to end: what is under way is finished."""
 
 
+class NotReadyError(Exception):
+    """The job did not train before anything was done to it: the fault before has ended it."""
+
+
 def try_fault(job: Job, fault: Fault) -> Result:
     number, name, rank = fault
     kind, result = KINDS[name], Result(number, name, rank, load=os.getloadavg()[0])
-    job.train(kind.steps_before)
+    try:
+        job.train(kind.steps_before)
+    except RuntimeError as error:
+        raise NotReadyError(str(error)) from error
     known = {_key(past): past.count for past in job.diagnosis().verdicts}
     life = job.life
     at = job.inject(name, rank)
@@ -104,9 +111,9 @@ def _await_verdicts(
             if past.count > known.get(_key(past), 0):
                 came_at.setdefault(_key(past), now)
         newest = {past: came_at[_key(past)] for past in verdicts if _key(past) in came_at} or newest
-        if any(past.has_acted for past in newest):
-            break
         counts = [past for past in newest if past.verdict.fault is kind.fault or not kind.takes_time]
+        if any(past.has_acted for past in newest) or (counts and kind.takes_time):
+            break
         if counts and is_first:
             is_first, until = False, min(until, time.monotonic() + SETTLING)
         time.sleep(0.1)  # a question each time: the master tells nobody by itself
@@ -156,8 +163,14 @@ class Lane:
                 job = job or self._job(of_nodes=of_nodes)
                 try:
                     result = try_fault(job, fault)
+                except NotReadyError as error:
+                    print(f"a new job, because the former one does not train: {str(error)[-300:]!r}", flush=True)
+                    job.close()
+                    job = self._job(of_nodes=of_nodes)
+                    result = self._try_again(job, fault)
                 except (RuntimeError, DLRoverError, OSError) as error:
                     result = Result(*fault, note=f"{type(error).__name__}: {str(error)[:600]}")
+                if not result.found_class:
                     job.close()
                     job = None
                 result.took = time.monotonic() - began_at
@@ -166,6 +179,12 @@ class Lane:
         finally:
             if job is not None:
                 job.close()
+
+    def _try_again(self, job: Job, fault: Fault) -> Result:
+        try:
+            return try_fault(job, fault)
+        except (NotReadyError, RuntimeError, DLRoverError, OSError) as error:
+            return Result(*fault, note=f"{type(error).__name__}: {str(error)[:600]}")
 
     def leave_alone(self, episodes: queue.SimpleQueue[Episode]) -> None:
         """Each in a job of its own."""

@@ -73,7 +73,7 @@ KINDS: dict[str, Kind] = {
     "memory-kill": Kind(FaultClass.OUT_OF_MEMORY, needs=("root", "memory")),
     "exception": Kind(FaultClass.EXCEPTION),
     "exit-code": Kind(FaultClass.EXCEPTION),
-    "crash-loop": Kind(FaultClass.CRASH_LOOP, within=60.0, takes_time=True),
+    "crash-loop": Kind(FaultClass.CRASH_LOOP, within=60.0, takes_time=True, goes_on=True),
 }  # fmt: skip
 FIRST = "slow-first-step"
 """What a healthy job begins with."""

@@ -279,6 +279,15 @@ def test_ranks_that_rest_in_backward_wait_although_their_communication_turns_ove
     assert lab.told()[-1].fault is FaultClass.BUSY, "these compute"
 
 
+def test_a_rank_that_is_just_ending_is_told_of_only_when_it_does_not_end(lab: Lab) -> None:
+    ending = dump(2, IN_LOCK, progress=progress(2, Phase.END, is_stalled=False, phase_seconds=6.0))
+    lab.look(*others(ending), second=others(replace(ending, cpu_seconds=1.0)))
+    assert lab.told() == [], "how it ends will say more"
+    lab.after(4)
+    lab.look(*others(ending))
+    assert (lab.told()[-1].fault, lab.ranks()) == (FaultClass.SKIPPED_COLLECTIVE, [2])
+
+
 def test_only_a_debugger_that_stays_has_stopped_a_rank(lab: Lab) -> None:
     """Native stacks are sampled between the dumps, by something that stops the process for a moment."""
     passing = tuple(dump(rank, IN_ALL_REDUCE, Phase.COLLECTIVE) for rank in range(4))

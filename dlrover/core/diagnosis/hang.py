@@ -30,6 +30,8 @@ IDLE_SWITCHES = 5.0
 """Each second. Waits with a timeout wake up now and then to look at the clock."""
 DATA_PATIENCE = 60.0
 """Seconds before a rank that waits for data or for storage is restarted: both often come back, and a restart makes neither quicker."""
+ENDING = 30.0
+"""Seconds that an interpreter may take to end before anybody says that it does not."""
 LONG_PHASES = (Phase.START, Phase.COMPILE, Phase.EVALUATION)
 MAX_SENTENCES = 12
 _STORAGE_CHANNELS = (
@@ -110,6 +112,8 @@ class Finding(Struct, frozen=True, kw_only=True):
     """Somebody to blame computes or goes on, if slowly, or is in a phase that is known to take long."""
     is_urgent: bool = False
     """Proof that needs no second dump: stopped."""
+    is_premature: bool = False
+    """Whoever is to blame is just ending, and how it ends will say more."""
 
 
 def see(node: NodeId, first: WorkerDump | None, second: WorkerDump, interval: float) -> Sight:
@@ -193,13 +197,22 @@ def _judge_outsiders(others: Sequence[Sight], waiting: Sequence[Sight]) -> Findi
     is_hopeless = any(stacks.stopped_children(sight.second) for sight in culprits)
     if fault is FaultClass.STORAGE_STALL:
         is_proof = False
-    return _blame(
+    found = _blame(
         fault,
         culprits,
         (sentence, *_where_others_wait(waiting, ()), *_activity(culprits)),
         confidence if is_proof else min(confidence, 0.8),
         is_proof=is_proof,
         patience=DATA_PATIENCE if needs_patience and not is_hopeless else 0.0,
+    )
+    return replace(found, is_premature=all(_is_ending(sight) for sight in culprits))
+
+
+def _is_ending(sight: Sight) -> bool:
+    """The script is over, and what it leaves is being tidied up, which takes seconds on a busy machine."""
+    progress = sight.second.progress
+    return (
+        progress is not None and progress.phase is Phase.END and progress.phase_seconds < ENDING and not sight.is_still
     )
 
 

@@ -217,6 +217,8 @@ class Watch:
         self._next_look_at = Micros(now + micros(interval_after(self._num_looks)))
         if not sights or not (finding.is_urgent or any(sight.is_overdue for sight in sights)):
             return  # it went on meanwhile
+        if finding.is_premature:
+            return
         stalled_for = _standing(sights) if finding.is_proof else self._stalled_for(now)
         verdict = self._choose(finding, stalled_for)
         if verdict.action in (ActionKind.NONE, ActionKind.NOTIFY):
