@@ -7,11 +7,10 @@ counts every place of every epoch: seen once, seen twice, or missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from msgspec import Struct
 
-from dlrover.core.datasets import Dataset, Range
+from dlrover.core.data_ranges import Range, overlapping, said, subtract
+from dlrover.core.datasets import Dataset
 from dlrover.protocol.data_messages import (
     NO_STEP,
     DatasetSpec,
@@ -158,37 +157,3 @@ class _Ledger:
             return [*(self._owed or []), *since]
         first = [Range(self._begins_at, 0, self.spec.size)] if self._owed is None else list(self._owed)
         return first + [Range(epoch, 0, self.spec.size) for epoch in range(self._begins_at + 1, books.epoch + 1)]
-
-
-def overlapping(ranges: list[Range]) -> Iterator[Range]:
-    """The parts of sorted ranges that others before them cover already."""
-    ends: dict[tuple[int, str, int], int] = {}
-    for each in ranges:
-        end = ends.get(each.key, 0)
-        if each.start < end:
-            yield Range(each.epoch, each.start, min(each.end, end), each.partition, each.listing)
-        ends[each.key] = max(end, each.end)
-
-
-def subtract(wanted: list[Range], found: list[Range]) -> list[Range]:
-    """What of the first is in none of the second."""
-    by_key: dict[tuple[int, str, int], list[Range]] = {}
-    for each in sorted(found, key=lambda each: each.start):
-        by_key.setdefault(each.key, []).append(each)
-    left = []
-    for each in sorted(wanted, key=lambda each: (each.key, each.start)):
-        at = each.start
-        for other in by_key.get(each.key, ()):
-            if other.end <= at or other.start >= each.end:
-                continue
-            if other.start > at:
-                left.append(Range(each.epoch, at, other.start, each.partition, each.listing))
-            at = max(at, other.end)
-        if at < each.end:
-            left.append(Range(each.epoch, at, each.end, each.partition, each.listing))
-    return left
-
-
-def said(each: Range) -> str:
-    where = f" of partition {each.partition}" if each.partition else ""
-    return f"{each.start} to {each.end - 1}{where} in epoch {each.epoch}"

@@ -17,7 +17,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from dlrover.core.datasets import Dataset, Range, SetAside
+from dlrover.core.data_leases import SetAside
+from dlrover.core.data_ranges import Range
+from dlrover.core.datasets import Dataset
 from dlrover.protocol.data_messages import MAX_STATE_BYTES, NO_STEP
 from dlrover.protocol.errors import Rejected
 

@@ -17,15 +17,16 @@ lease with it; so what a model has seen and what is still to be read always add 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.core.permutation import Permutation
-from dlrover.protocol.data_messages import NO_STEP, Claim, DatasetSpec, Shard, Storage
-from dlrover.protocol.identity import Incarnation, NodeId, Round
+from dlrover.core.data_fresh import FreshData
+from dlrover.core.data_leases import Held, Outdone, Reader, SetAside
+from dlrover.core.data_ranges import Range, append, joined, minus, overlaps, range_of
+from dlrover.protocol.data_messages import NO_STEP, Claim, Shard
+from dlrover.protocol.identity import NodeId, Round
 from dlrover.protocol.messages import Micros
 
 MOST_RECALLED = 16
@@ -39,70 +40,6 @@ PACE_MARKS, PACE_INTERVAL = 12, 5_000_000
 """How many points of the recent past the speed of reading is told from, and how many microseconds they are apart."""
 
 
-class Reader(Struct):
-    """One life of a worker, and the shards it holds."""
-
-    node: NodeId
-    local_rank: int
-    incarnation: Incarnation
-    round: Round
-    heard_at: Micros
-    ids: dict[int, None] = {}
-    recalled: dict[int, None] = {}
-    """Of them: asked back, because others have nothing to do."""
-
-
-class Range(Struct, frozen=True, array_like=True):
-    """Places of one epoch that belong to one shard, or to what is left of it."""
-
-    epoch: int
-    start: int
-    end: int
-    partition: str = ""
-    listing: int = 0
-    """Number of the list in which the records are named one by one; 0: the places say it."""
-
-    @property
-    def size(self) -> int:
-        return self.end - self.start
-
-    @property
-    def key(self) -> tuple[int, str, int]:
-        return self.epoch, self.partition, self.listing
-
-
-class Held(Struct):
-    range: Range
-    """What is left of the shard."""
-    node: NodeId
-    local_rank: int
-    is_begun: bool = False
-    given_at: Micros = Micros(0)
-    twin: int = 0
-    """The other copy, if a second worker got the same because this one is slow."""
-    counted_to: int = -1
-    """Of a copy: up to where the records count as consumed already, whoever read them."""
-
-    @property
-    def open(self) -> Range:
-        """What nobody has reported."""
-        whole = self.range
-        return Range(whole.epoch, max(whole.start, self.counted_to), whole.end, whole.partition, whole.listing)
-
-
-class Outdone(Struct):
-    """A copy whose twin was quicker: what its reader still says of it is heard and changes nothing."""
-
-    node: NodeId
-    local_rank: int
-    num_left: int
-
-
-class SetAside(Struct, frozen=True, array_like=True):
-    range: Range
-    message: str
-
-
 class Mark(Struct, frozen=True, array_like=True):
     """How far the reading was at some time."""
 
@@ -110,23 +47,7 @@ class Mark(Struct, frozen=True, array_like=True):
     num_consumed: int
 
 
-class Dataset(Struct):
-    spec: DatasetSpec
-    number: int = 1
-    """In the job: names its deadlines."""
-    epoch: int = 0
-    cursor: int = 0
-    """Shards of the epoch that were taken from its order."""
-    offsets: dict[str, int] = {}
-    """Of a stream: the next fresh offset of each partition."""
-    ends: dict[str, int] = {}
-    """Of a stream: where partitions end, as far as that is known."""
-    num_left: int = -1
-    """Of a stream with a size: records that are still fresh; -1: no limit."""
-    is_over: bool = False
-    """Of a stream that grows: its ends are final."""
-    turn: int = 0
-    """Of a stream: the partition to look at first."""
+class Dataset(FreshData, Struct):
     returned: list[Range] = []
     """The last one is handed out first."""
     held: dict[int, Held] = {}
@@ -158,37 +79,6 @@ class Dataset(Struct):
     # What there is.
 
     @property
-    def is_stream(self) -> bool:
-        return self.spec.storage is Storage.STREAM
-
-    @property
-    def num_shards(self) -> int:
-        """Of one epoch."""
-        return 0 if self.is_stream else -(-self.spec.size // self.spec.shard_size)
-
-    @property
-    def is_last_epoch(self) -> bool:
-        return 0 < self.spec.num_epochs <= self.epoch + 1
-
-    @property
-    def has_fresh(self) -> bool:
-        if self.is_stream:
-            return any(True for _ in self._open_partitions())
-        return bool(self.num_shards) and (self.cursor < self.num_shards or not self.is_last_epoch)
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether nothing fresh will ever come. A stream may grow until all its partitions have an end."""
-        if not self.is_stream:
-            return not self.has_fresh
-        if self.num_left == 0:
-            return True
-        are_ends_final = (
-            self.is_over if self.spec.grows else bool(self.offsets) and all(part in self.ends for part in self.offsets)
-        )
-        return are_ends_final and not self.has_fresh
-
-    @property
     def is_complete(self) -> bool:
         return self.is_exhausted and not self.returned and not self.held
 
@@ -196,33 +86,6 @@ class Dataset(Struct):
     def has_history(self) -> bool:
         """Whether anything was ever read of it, as far as these books know."""
         return self.num_consumed > 0 or self.is_stepped
-
-    @property
-    def num_fresh(self) -> int:
-        """Records of this epoch that nobody has taken."""
-        if self.is_stream:
-            known = sum(max(0, self.ends[part] - at) for part, at in self.offsets.items() if part in self.ends)
-            return known if self.num_left < 0 else self.num_left
-        if self.cursor >= self.num_shards:
-            return 0
-        left = (self.num_shards - self.cursor) * self.spec.shard_size
-        last = self.num_shards - 1
-        short = self.num_shards * self.spec.shard_size - self.spec.size
-        return left - short if self._place_of(last) >= self.cursor else left
-
-    def fresh_ranges(self) -> list[Range]:
-        """What is left of the epoch, in its order: only for datasets of which somebody wants a list."""
-        order = self._order()
-        indices = [order.at(place) if self._shuffles_shards else place for place in range(self.cursor, self.num_shards)]
-        return [self._shard_range(index) for index in indices]
-
-    def reading_order(self, each: Range) -> tuple[int, str, int, int, int]:
-        """A key to sort by: what came first the first time comes first again."""
-        place = 0
-        if self._shuffles_shards and not each.listing:
-            order = _order_of(self.num_shards, self.spec.seed, each.epoch)
-            place = order.place_of(each.start // self.spec.shard_size)
-        return each.epoch, each.partition, each.listing, place, each.start
 
     def advance_to(self, epoch: int, cursor: int, offsets: dict[str, int]) -> bool:
         """Let what is fresh up to there be listed as returned; False: that is too much to list."""
@@ -232,7 +95,7 @@ class Dataset(Struct):
         for _ in range(num_ahead):
             if self.cursor >= self.num_shards:
                 self.epoch, self.cursor = self.epoch + 1, 0
-            self.returned.append(self._fresh_shard())
+            self.returned.append(self.take_fresh_shard())
         for part, offset in offsets.items():
             if part in self.offsets and offset > self.offsets[part]:
                 self.returned.append(Range(0, self.offsets[part], offset, part))
@@ -243,13 +106,13 @@ class Dataset(Struct):
     def places_left(self) -> tuple[object, ...]:
         """What nobody has consumed, the same for books that say it in other pieces."""
         pieces = sorted([*self.returned, *self.held_ranges()], key=lambda each: (each.key, each.start))
-        joined: list[Range] = []
+        whole: list[Range] = []
         for each in pieces:
-            if joined and joined[-1].key == each.key and joined[-1].end == each.start:
-                joined[-1] = _joined(joined[-1], each)
+            if whole and whole[-1].key == each.key and whole[-1].end == each.start:
+                whole[-1] = joined(whole[-1], each)
             else:
-                joined.append(each)
-        return tuple(joined), self.epoch, self.cursor, tuple(sorted(self.offsets.items())), self.num_left
+                whole.append(each)
+        return tuple(whole), self.epoch, self.cursor, tuple(sorted(self.offsets.items())), self.num_left
 
     # How fast it goes.
 
@@ -369,7 +232,7 @@ class Dataset(Struct):
             self.num_committed += taken.size
         else:
             self.is_stepped = True
-            _append(self.provisional.setdefault(step, []), taken)
+            append(self.provisional.setdefault(step, []), taken)
 
     def _note_duration(self, micros: int) -> None:
         self.typical = max(1, micros if not self.typical else (7 * self.typical + micros) // 8)
@@ -466,10 +329,10 @@ class Dataset(Struct):
         self.provisional = {at: ranges for at, ranges in self.provisional.items() if at <= step}
         self.num_consumed -= sum(each.size for each in undone)
         self.pace, self.waived = [], ""
-        claimed = [_range_of(claim) for claim in claims if claim.step <= step]
+        claimed = [range_of(claim) for claim in claims if claim.step <= step]
         former = [id_ for reader in self.all_readers() if reader.round != round_ for id_ in reader.ids]
         # Nobody had told of these, so a worker of this round could get them: it has to begin anew.
-        seen = [id_ for id_, held in self.held.items() if any(_overlaps(each, [held.range]) for each in claimed)]
+        seen = [id_ for id_, held in self.held.items() if any(overlaps(each, [held.range]) for each in claimed)]
         self._return([*undone, *(self._let_go(id_) for id_ in dict.fromkeys([*former, *seen]))])
         return [claim for claim in claims if claim.step <= step and not self._claim(claim)]
 
@@ -490,8 +353,8 @@ class Dataset(Struct):
             number = held.range.listing
             if number and former.listings[number] != self.listings.get(number):
                 continue
-            if sum(each.size for each in _overlaps(held.range, self.returned)) == held.range.size:
-                self.returned = [rest for each in self.returned for rest in reversed(_minus(each, [held.range]))]
+            if sum(each.size for each in overlaps(held.range, self.returned)) == held.range.size:
+                self.returned = [rest for each in self.returned for rest in reversed(minus(each, [held.range]))]
                 holder = self.reader(reader.node, reader.local_rank) or replace(reader, ids={}, recalled={})
                 self._enter(id_, replace(held), holder)
 
@@ -530,16 +393,7 @@ class Dataset(Struct):
             return None
         if self.cursor >= self.num_shards:
             self.epoch, self.cursor = self.epoch + 1, 0
-        return self._fresh_shard()
-
-    def _fresh_shard(self) -> Range:
-        index = self._order().at(self.cursor) if self._shuffles_shards else self.cursor
-        self.cursor += 1
-        return self._shard_range(index)
-
-    def _shard_range(self, index: int) -> Range:
-        start = index * self.spec.shard_size
-        return Range(self.epoch, start, min(start + self.spec.shard_size, self.spec.size))
+        return self.take_fresh_shard()
 
     def _next_of_stream(self, reader: Reader) -> Range | None:
         """A partition is read by one worker at a time: its records keep their order."""
@@ -548,40 +402,10 @@ class Dataset(Struct):
             if self.returned[place].partition not in taken:
                 return self.returned.pop(place)
         waiting = {each.partition: None for each in self.returned}
-        for part in self._open_partitions():
+        for part in self.open_partitions():
             if part not in waiting and part not in taken:
-                return self._cut(part)
+                return self.take_of_partition(part)
         return None
-
-    def _cut(self, part: str) -> Range:
-        start = self.offsets[part]
-        size = self.spec.shard_size if self.num_left < 0 else min(self.spec.shard_size, self.num_left)
-        end = min(start + size, self.ends.get(part, start + size))
-        self.offsets[part] = end
-        if self.num_left > 0:
-            self.num_left -= end - start
-        self.turn = (list(self.offsets).index(part) + 1) % len(self.offsets)
-        return Range(0, start, end, part)
-
-    def _open_partitions(self) -> Iterator[str]:
-        """Those with something fresh, in turn."""
-        if self.num_left == 0:
-            return
-        parts = list(self.offsets)
-        for part in parts[self.turn :] + parts[: self.turn]:
-            is_endless = part not in self.ends and not self.spec.grows
-            if is_endless or self.offsets[part] < self.ends.get(part, 0):
-                yield part
-
-    @property
-    def _shuffles_shards(self) -> bool:
-        return self.spec.shuffle and self.spec.storage is Storage.TABLE
-
-    def _order(self) -> Permutation:
-        return _order_of(self.num_shards, self.spec.seed, self.epoch)
-
-    def _place_of(self, index: int) -> int:
-        return self._order().place_of(index) if self._shuffles_shards else index
 
     def _return(self, ranges: Iterable[Range]) -> None:
         """To the head of the queue, the earliest first; neighbours become one again, up to a whole shard."""
@@ -590,7 +414,7 @@ class Dataset(Struct):
             if each.size and not (kept and self._joins(kept[-1], each)):
                 kept.append(each)
             elif each.size:
-                kept[-1] = _joined(kept[-1], each)
+                kept[-1] = joined(kept[-1], each)
         self.returned.extend(reversed(kept))
 
     def _joins(self, one: Range, two: Range) -> bool:
@@ -601,61 +425,14 @@ class Dataset(Struct):
 
     def _claim(self, claim: Claim) -> bool:
         """Whether all of it is accounted for, after taking back what was returned meanwhile."""
-        missing = [_range_of(claim)]
+        missing = [range_of(claim)]
         for ranges in self.provisional.values():
-            missing = [rest for each in missing for rest in _minus(each, ranges)]
-        taken = [part for each in missing for part in _overlaps(each, self.returned)]
+            missing = [rest for each in missing for rest in minus(each, ranges)]
+        taken = [part for each in missing for part in overlaps(each, self.returned)]
         if sum(each.size for each in missing) != sum(each.size for each in taken):
             return False
-        self.returned = [rest for each in self.returned for rest in reversed(_minus(each, taken))]
+        self.returned = [rest for each in self.returned for rest in reversed(minus(each, taken))]
         for part in taken:
             self.num_consumed += part.size
-            _append(self.provisional.setdefault(claim.step, []), part)
+            append(self.provisional.setdefault(claim.step, []), part)
         return True
-
-
-@functools.lru_cache(maxsize=64)
-def _order_of(size: int, seed: int, epoch: int) -> Permutation:
-    return Permutation(size, seed, epoch)
-
-
-def _range_of(claim: Claim) -> Range:
-    return Range(claim.epoch, claim.start, claim.end, claim.partition, claim.listing)
-
-
-def _joined(one: Range, two: Range) -> Range:
-    return Range(one.epoch, one.start, two.end, one.partition, one.listing)
-
-
-def _append(ranges: list[Range], new: Range) -> None:
-    """Batches of one shard that follow each other become one entry."""
-    if ranges and ranges[-1].key == new.key and ranges[-1].end == new.start:
-        ranges[-1] = _joined(ranges[-1], new)
-    else:
-        ranges.append(new)
-
-
-def _minus(whole: Range, parts: Iterable[Range]) -> list[Range]:
-    """What is left of a range without the others."""
-    left = [whole]
-    for part in parts:
-        if part.key == whole.key:
-            left = [
-                rest
-                for each in left
-                for rest in (
-                    Range(each.epoch, each.start, min(each.end, part.start), each.partition, each.listing),
-                    Range(each.epoch, max(each.start, part.end), each.end, each.partition, each.listing),
-                )
-                if rest.size > 0
-            ]
-    return left
-
-
-def _overlaps(whole: Range, parts: Iterable[Range]) -> list[Range]:
-    found = []
-    for part in parts:
-        start, end = max(whole.start, part.start), min(whole.end, part.end)
-        if part.key == whole.key and start < end:
-            found.append(Range(whole.epoch, start, end, whole.partition, whole.listing))
-    return found

@@ -14,7 +14,7 @@ from collections.abc import Container
 import msgspec
 from msgspec.structs import replace
 
-from dlrover.core import checkpoints, data_books, data_progress, fleet_commands, kv_store, sync_points
+from dlrover.core import checkpoints, data_commands, data_progress, fleet_commands, kv_store, sync_points
 from dlrover.core.commands import HANDLERS, check_sender
 from dlrover.core.course import Course, pending, standby, suspects
 from dlrover.core.deadlines import next_deadline, passed_deadlines
@@ -249,7 +249,7 @@ _ANSWERS = {
     **kv_store.ANSWERS,
     **sync_points.ANSWERS,
     **checkpoints.ANSWERS,
-    **data_books.ANSWERS,
+    **data_commands.ANSWERS,
 }
 
 # msgspec's order="deterministic" takes dicts with str keys only, and ours are keyed by ids. It would also hide the

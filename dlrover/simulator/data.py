@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from dlrover.core.data_audit import Audit, overlapping, said, subtract
-from dlrover.core.data_books import new_dataset
+from dlrover.core.data_audit import Audit
 from dlrover.core.data_checkpoint import write_states
-from dlrover.core.datasets import Dataset, Range
-from dlrover.core.datasets import Reader as CoreReader
+from dlrover.core.data_commands import new_dataset
+from dlrover.core.data_leases import Reader as CoreReader
+from dlrover.core.data_ranges import Range, overlapping, said, subtract
+from dlrover.core.datasets import Dataset
 from dlrover.core.job import Job
 from dlrover.core.sequence import walk
 from dlrover.protocol.data_messages import (

@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.core.data_audit import Audit
-from dlrover.core.data_books import QUICK_LOOK, RESTORE_PATIENCE, state_for_manifest
+from dlrover.core.data_books import RESTORE_PATIENCE, state_for_manifest
+from dlrover.core.data_commands import QUICK_LOOK
 from dlrover.protocol.checkpoint_messages import AwaitSaveDuties, CheckpointCommitted, SaveDuties, ShardWritten
 from dlrover.protocol.data_messages import (
     MAX_STATE_BYTES,

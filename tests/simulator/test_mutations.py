@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from dlrover.core import (
     checkpoints,
     course,
-    data_books,
     data_checkpoint,
+    data_commands,
     fleet_settling,
     kv_store,
     life_cycle,
@@ -250,9 +250,9 @@ def what_a_model_claims_is_not_heard(patch: pytest.MonkeyPatch) -> None:
 def the_word_about_a_model_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     """Who is quicker than the rank that speaks gets shards, and loses them when the data go back to a checkpoint."""
     patch.setattr(Dataset, "take_over_leases", lambda dataset, former, round_: None)
-    original = data_books._is_held_back
+    original = data_commands._is_held_back
     patch.setattr(
-        data_books,
+        data_commands,
         "_is_held_back",
         lambda command, *others: original(replace(command, has_model=False), *others),
     )
