@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dlrover.master.diagnosis_actions import (
+    DiagnosisAction,
     DiagnosisActionQueue,
     DiagnosisActionType,
     EventAction,
@@ -20,7 +21,10 @@ from dlrover.master.pre_check_runner import PreCheckRunner
 from dlrover.master.pre_checks import (
     ConnectionPreCheckOperator,
     JobView,
+    Operator,
     PlatformNodeView,
+    PreCheckOperator,
+    PreCheckResult,
     SchedulingPreCheckOperator,
     Wanted,
     load_operators,
@@ -30,12 +34,14 @@ from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.fleet_messages import (
     DefineFleet,
     FleetSpec,
+    LaunchNode,
     NodeChanged,
     NodeEventKind,
     NodePhase,
     NodesListed,
     NodeType,
     PlatformNode,
+    RemoveNode,
     ReplicaSpec,
 )
 from dlrover.protocol.goodput_messages import AskEvents, Events, JobEvent
@@ -136,6 +142,42 @@ async def test_nothing_is_asked_before_the_platform_has_shown_its_nodes(start_ma
     await master.desk.tell(NodeChanged(kind=NodeEventKind.MODIFIED, node=node))
     await asyncio.wait_for(running, 20)
     assert (await master.status()).pre_check.stage is PreCheckStage.PASS
+
+
+class OneIsBad(PreCheckOperator):
+    num_checks = 0
+
+    @classmethod
+    def get_retry_interval_secs(cls) -> float:
+        return 0.0
+
+    def check(self, *args: Any, **kwargs: Any) -> PreCheckResult:
+        self.num_checks += 1
+        bad = [node for node in kwargs["job_args"].platform_nodes if node.id == 0]
+        return PreCheckResult(result=len(bad), result_msg="the first is bad", abnormal_nodes=bad)
+
+    def failed_actions(self, *args: Any, **kwargs: Any) -> list[DiagnosisAction]:
+        return [NodeAction(node_id=node, reason="bad") for node in kwargs["abnormal_nodes"] * 2]
+
+
+async def test_a_bad_node_is_exchanged_once_and_the_checks_begin_again(start_master: StartMaster) -> None:
+    master = await start_master()
+    intents: list[LaunchNode | RemoveNode] = []
+    master.desk.on_intent = intents.append
+    spec = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=2)})
+    await master.desk.tell(DefineFleet(spec=spec))
+    await master.desk.tell(NodesListed(nodes=()))
+    operator = OneIsBad()
+    runner = PreCheckRunner(
+        master.desk, [Operator("OneIsBad", operator, False)], limit=60, tell=lambda _: None, has_platform=True
+    )
+    runner.begin()
+    await asyncio.wait_for(runner.run(), 20)
+    assert operator.num_checks == 2
+    assert [intent.id for intent in intents if isinstance(intent, LaunchNode)] == [0, 1, 2]
+    assert [intent.id for intent in intents if isinstance(intent, RemoveNode)] == [0]
+    status = await master.status()
+    assert (status.pre_check.stage, status.pre_check.results[0].num_tries) == (PreCheckStage.PASS, 2)
 
 
 @pytest.mark.parametrize(

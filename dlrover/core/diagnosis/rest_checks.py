@@ -140,9 +140,12 @@ class IdleDevices:
 
     name = HANG
     lasting = 300.0
-    idle = 0.001
-    """Of a matrix unit's time, as those counters have it (0 to 1)."""
-    counters = ("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "DCGM_FI_PROF_PIPE_MT_TENSOR_ACTIVE")
+    counters = (
+        ("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", 0.001),
+        ("DCGM_FI_PROF_PIPE_MT_TENSOR_ACTIVE", 0.001),
+        ("npu_chip_info_utilization", 0.5),
+    )
+    """Series, and up to which number they mean rest: a share of the time, and of Ascend percent."""
     least = 4
     """Samples of each node: fewer may miss the work between them."""
     _elsewhere = (Phase.START, Phase.RESTORE, Phase.COMPILE, Phase.CHECKPOINT)
@@ -157,21 +160,31 @@ class IdleDevices:
         if seconds < self.lasting or is_elsewhere or picture.newest_step() is None:
             return
         since = Micros(now - micros(self.lasting))
-        highest: dict[NodeId, list[float]] = {place.node: [] for place in picture.scene.places}
+        rests: dict[NodeId, list[bool]] = {place.node: [] for place in picture.scene.places}
         for sample in picture.samples:
-            found = [value for series, value in sample.taken.numbers.items() if series.startswith(self.counters)]
-            if found and sample.at >= since and sample.taken.node in highest:
-                highest[sample.taken.node].append(max(found))
-        if all(len(values) >= self.least and max(values) <= self.idle for values in highest.values()):
+            is_at_rest = self._is_at_rest(sample)
+            if is_at_rest is not None and sample.at >= since and sample.taken.node in rests:
+                rests[sample.taken.node].append(is_at_rest)
+        if all(len(of_node) >= self.least and all(of_node) for of_node in rests.values()):
             yield conclude(
                 self.name,
                 FaultClass.NETWORK,
                 (),
-                f"Nobody has gone on for {seconds:.0f} s, and no matrix unit of the devices of all {len(highest)} nodes has worked for {self.lasting:.0f} s.",
+                f"Nobody has gone on for {seconds:.0f} s, and no matrix unit of the devices of all {len(rests)} nodes has worked for {self.lasting:.0f} s.",
                 confidence=0.8,
                 action=ActionKind.RESTART_WORKERS,
                 reasoning="Devices that do nothing while nobody goes on wait for each other; nothing says for whom.",
             )
+
+    def _is_at_rest(self, sample: Sample) -> bool | None:
+        """None: it says nothing of it."""
+        found = [
+            value <= idle
+            for series, value in sample.taken.numbers.items()
+            for name, idle in self.counters
+            if series.startswith(name)
+        ]
+        return all(found) if found else None
 
 
 class IdleJob:
