@@ -28,6 +28,9 @@ STREAMING_FROM_BYTES = 64 * 1024
 MAX_THREADS = 4
 """One or two threads saturate the memory of a socket; more only take processors from the training."""
 
+HELPERS_PATIENCE = 0.002
+"""Seconds for a thread to wake up. On a machine that has no processor for it, it would not copy either."""
+
 
 class Span(NamedTuple):
     """Copy `num_bytes` from one address to another."""
@@ -87,7 +90,9 @@ class Copier:
         `CopyInProgress.finish`. The memory must stay as it is until then.
         """
         work = self._work_for(spans)
-        self._start(work, work.num_blocks if num_helpers is None else num_helpers)
+        num_started = self._start(work, work.num_blocks if num_helpers is None else num_helpers)
+        if num_helpers is None:
+            work.wait_for_helpers(num_started)
         return CopyInProgress(self, work)
 
     def close(self) -> None:
@@ -99,12 +104,15 @@ class Copier:
             return _StreamedWork(blocks, blocks.stream)
         return _BundledWork(blocks.bundles, self._copy_one)
 
-    def _start(self, work: _Work, num_helpers: int) -> None:
+    def _start(self, work: _Work, num_helpers: int) -> int:
+        """How many threads will come."""
         if os.getpid() != self._pid:  # threads do not survive a fork
             self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="dlrover-copy")
             self._pid = os.getpid()
-        for _ in range(min(num_helpers, self.num_threads)):
-            self._pool.submit(work.run)
+        num_started = max(0, min(num_helpers, self.num_threads))
+        for _ in range(num_started):
+            self._pool.submit(work.help)
+        return num_started
 
     def _copy_one(self, target: int, source: int, num_bytes: int) -> None:
         """Only where the loop cannot run."""
@@ -139,6 +147,8 @@ class _Work(abc.ABC):
         self._num_left = num_blocks
         self._lock = threading.Lock()
         """Guards the number: a thread that found nothing more to take must still wait for those that copy."""
+        self._helpers = threading.Semaphore(0)
+        """How many have come and were not waited for."""
         self._ended = threading.Event()
         self._error: BaseException | None = None
         if not num_blocks:
@@ -147,6 +157,20 @@ class _Work(abc.ABC):
     @abc.abstractmethod
     def run(self) -> None:
         """Copy blocks until none is left to take."""
+
+    def help(self) -> None:
+        """The same, in a thread that somebody may wait for."""
+        self._helpers.release()
+        self.run()
+
+    def wait_for_helpers(self, num_helpers: int) -> None:
+        """
+        Until so many threads have come, for an instant. Who goes on with Python at once keeps the interpreter's lock, and they
+        could not begin for 5 ms each.
+        """
+        for _ in range(num_helpers):
+            if not self._helpers.acquire(timeout=HELPERS_PATIENCE):
+                return
 
     def is_done(self) -> bool:
         return self._ended.is_set()

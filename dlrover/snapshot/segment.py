@@ -303,7 +303,7 @@ class SegmentWriter:
         newest = self._files[-1]
         complete = self.complete_slots()
         last_good = complete[-1] if complete else None
-        held = {name.slot: name for name in newest.complete_slots()}
+        held = {name.slot: name for name in complete if name.path == str(newest.path)}
         order = sorted(range(self._slots_of(newest)), key=lambda slot: held[slot].generation if slot in held else -1)
         if self._slots_of(newest) == 1 and len(self._files) == 1:
             return order

@@ -114,8 +114,7 @@ def _key_of(optimizer: torch.optim.Optimizer, reason: str, is_recent: bool) -> l
     """Equal as long as the optimizer has the same tensors in the same memory; to ask this takes a third of what a survey does."""
     tensors = _tensors_of(optimizer)
     plain = tensors if _PLAIN_KINDS.issuperset(map(type, tensors)) else _plain(tensors)
-    addresses = [tensor.data_ptr() for tensor in plain]
-    return [id(optimizer), bool(reason), is_recent, *map(id, tensors), *addresses]
+    return [id(optimizer), bool(reason), is_recent, *map(id, tensors), *map(torch.Tensor.data_ptr, plain)]
 
 
 def _owned(looked: Sequence[tuple[torch.optim.Optimizer, str, bool]]) -> frozenset[Memory]:
@@ -131,8 +130,10 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     tensors = [param for group in optimizer.param_groups for param in group["params"]]
     for state in optimizer.state.values():
         if isinstance(state, dict):
-            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return tensors
+            tensors += state.values()
+    if _PLAIN_KINDS.issuperset(map(type, tensors)):  # without a question for each of them
+        return tensors
+    return [value for value in tensors if isinstance(value, torch.Tensor)]
 
 
 def _memory_of(optimizer: torch.optim.Optimizer) -> list[Memory]:
