@@ -20,9 +20,11 @@ from dlrover.core.turn import Outcome
 from dlrover.master.clock import MasterClock
 from dlrover.master.desk import Desk
 from dlrover.master.diagnosticians import UserDiagnosticians
+from dlrover.master.mute_nodes import MuteNodes
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.fleet_messages import NodePhase, NodesListed
 from dlrover.protocol.messages import Command, JobTerms, Micros, NodeId, Reply, ReportFailure
+from dlrover.protocol.steering_messages import RelaunchNode
 from dlrover.protocol.watch_messages import (
     AskDiagnosis,
     Autopsy,
@@ -62,7 +64,8 @@ class WatchKeeper:
         self._wake = asyncio.Event()
         self._scene_key: tuple[object, ...] = ()
         self._written: list[Path] = []
-        self._told: dict[asyncio.Future[Reply], HangFound | FaultFound] = {}
+        self._told: dict[asyncio.Future[Reply], HangFound | FaultFound | RelaunchNode] = {}
+        self._mute = MuteNodes(clock.now())
         heard_before = desk.on_observation
 
         def observed(observation: WatchObservation, now: Micros) -> None:
@@ -106,6 +109,10 @@ class WatchKeeper:
     def _step(self) -> None:
         now = self._clock.now()
         self._follow_job(now)
+        for mute in self._mute.look(self._desk.job.state, now):
+            self._watch.hear_verdict(mute.verdict, now)
+            if mute.wish is not None:
+                self._act(mute.wish)
         lost: list[NodeId] = []
         for effect in self._watch.tick(now):
             match effect:
@@ -185,7 +192,7 @@ class WatchKeeper:
 
     # What goes out.
 
-    def _act(self, command: HangFound | FaultFound) -> None:
+    def _act(self, command: HangFound | FaultFound | RelaunchNode) -> None:
         answer = self._desk.tell(command)
         self._told[answer] = command
         answer.add_done_callback(self._acted)
@@ -196,7 +203,7 @@ class WatchKeeper:
             return
         error = answer.exception()
         if isinstance(error, DLRoverError):
-            log.info("finding refused fault=%s reason=%s", command.verdict.fault.value, error)
+            log.info("finding refused finding=%s reason=%s", type(command).__name__, error)
         elif error is not None:
             raise error
 

@@ -1,0 +1,85 @@
+"""
+Nodes that the platform runs and from which nobody has come: a broken image, a network that leads nowhere, a start that hangs.
+
+Silence cannot be told of somebody who was never heard, so there is a deadline for the first word. The finding becomes a command like any other. A rank whose
+nodes stay mute again and again is not exchanged any more: then something else is wrong, and people are told.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dlrover.core.diagnosis.diagnostician import conclude
+from dlrover.core.fleet import Fleet, FleetNode
+from dlrover.core.state import JobState
+from dlrover.core.turn import MICROS_PER_SECOND, micros
+from dlrover.protocol.fleet_messages import Strategy
+from dlrover.protocol.messages import Micros, NodeId, PlatformId
+from dlrover.protocol.steering_messages import RelaunchNode
+from dlrover.protocol.watch_messages import FaultClass, Verdict
+
+NAME = "first_contact"
+FIRST_WORD = 600.0
+"""Seconds that a node may run before its agent has come."""
+PERIOD = 30.0
+"""Seconds between two looks: there may be ten thousand nodes."""
+MAX_EXCHANGES = 2
+"""Of one rank, by one master."""
+
+
+class Mute(NamedTuple):
+    verdict: Verdict
+    wish: RelaunchNode | None
+    """None: people have to see to it."""
+
+
+class MuteNodes:
+    def __init__(self, began_at: Micros) -> None:
+        """`began_at`: of this master. Agents had no chance to come back before."""
+        self._began_at = began_at
+        self._next_look_at = Micros(began_at + micros(PERIOD))
+        self._num_exchanges: dict[int, int] = {}
+        self._told: dict[PlatformId, None] = {}
+
+    def look(self, state: JobState, now: Micros) -> list[Mute]:
+        """What is to be said and done; each node is told of once."""
+        fleet = state.fleet
+        if now < self._next_look_at or fleet is None or state.end is not None or fleet.is_suspended:
+            return []
+        self._next_look_at = Micros(now + micros(PERIOD))
+        if fleet.spec.strategy is not Strategy.ALLREDUCE:
+            return []  # others may run programs of their own, without an agent
+        self._told = {node: None for node in self._told if node in fleet.nodes}
+        return [self._conclude(node, now) for node in self._mute(fleet, now)]
+
+    def _mute(self, fleet: Fleet, now: Micros) -> list[FleetNode]:
+        found = []
+        for id_ in fleet.workers.running:
+            node = fleet.nodes[id_]
+            if node.agent is not None or node.is_finished or node.running_since is None or id_ in self._told:
+                continue
+            if max(node.running_since, self._began_at) + micros(FIRST_WORD) <= now:
+                found.append(node)
+        return found
+
+    def _conclude(self, node: FleetNode, now: Micros) -> Mute:
+        self._told[node.id] = None
+        assert node.running_since is not None, "a node that runs"
+        seconds = (now - max(node.running_since, self._began_at)) / MICROS_PER_SECOND
+        count = self._num_exchanges.get(node.rank, 0)
+        is_exchanged = count < MAX_EXCHANGES
+        wish = None
+        if is_exchanged:
+            self._num_exchanges[node.rank] = count + 1
+            wish = RelaunchNode(node=NodeId(-1), platform_node=node.id, reason=f"nobody came for {seconds:.0f} s")
+        verdict = conclude(
+            NAME,
+            FaultClass.UNKNOWN,
+            (),
+            f"{node.label} runs on {node.host or 'an unknown machine'}, and nobody has come from it for {seconds:.0f} s.",
+            confidence=0.7,
+            reasoning="Another node may do better; it has done nothing yet that could be lost."
+            if is_exchanged
+            else f"It is the {count + 1}th of its rank: look at what its processes say, another node would not help.",
+        )
+        return Mute(verdict, wish)
