@@ -1,5 +1,5 @@
 """
-The connections of a worker, as the kernel sees them: where it is connected from, and what it sends again because nobody acknowledges it.
+The connections of a worker, as the kernel sees them: where it is connected from, and what it has sent that nobody acknowledges.
 
 A peer that is stopped, busy or deadlocked still acknowledges: its kernel does. Only what does not arrive is sent again and again, so this tells a broken
 network from a broken rank. Read from /proc, in the network namespace of the worker.
@@ -48,8 +48,9 @@ def read_links(pid: int, proc: str = "/proc") -> Links:
             if ipaddress.ip_address(local).is_loopback:
                 continue
             addresses[local] = None
-            timer, times = int(fields[5].partition(":")[0], 16), int(fields[6], 16)
-            if timer == _RESENDING and times > 0:
+            unacknowledged, timer = (int(fields[index].partition(":")[0], 16) for index in (4, 5))
+            times = int(fields[6], 16)
+            if timer == _RESENDING and (times or unacknowledged):
                 unanswered.append(UnansweredLink(local=local, remote=remote, times=times))
     unanswered.sort(key=lambda link: -link.times)
     return Links(tuple(addresses)[:MAX_ADDRESSES], tuple(unanswered[:MAX_LINKS]))

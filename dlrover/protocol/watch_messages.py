@@ -169,13 +169,13 @@ class ThreadStack(Struct, frozen=True, kw_only=True):
 
 
 class UnansweredLink(Struct, frozen=True, kw_only=True):
-    """A connection on which something is sent again because the other side does not acknowledge it."""
+    """A connection on which something was sent that the other side has not acknowledged yet."""
 
     local: str
     """Address, without the port."""
     remote: str
     times: int
-    """How often, so far."""
+    """How often it was sent again so far. Not at all: it is on its way, or does not even leave this machine."""
 
 
 class WorkerDump(Struct, frozen=True, kw_only=True):

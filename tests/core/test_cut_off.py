@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover.core.diagnosis.cut_off import find_cut_off
+from dlrover.core.diagnosis.cut_off import find_cut_off, lasting
 from dlrover.protocol.watch_messages import FaultClass, Phase, UnansweredLink, WorkerDump
 from tests.core.watch_lab import IN_ALL_REDUCE, Lab, dump, inside, progress
 
@@ -22,7 +22,7 @@ def test_the_end_that_all_have_in_common_is_cut_off() -> None:
     assert found is not None
     assert found.ranks == (2,)
     assert found.sentence == (
-        "Rank 2 (10.0.0.2) is cut off: what passes between there and ranks 1, 3 is sent again, up to 5 times, and not acknowledged."
+        "Rank 2 (10.0.0.2) is cut off: what passes between there and ranks 1, 3 is not acknowledged, and was sent again up to 5 times."
     )
 
 
@@ -41,8 +41,20 @@ def test_packets_that_are_lost_without_a_common_rank_blame_nobody(dumps: tuple[W
     assert "Packets are lost" in found.sentence
 
 
-def test_once_is_nothing() -> None:
-    assert find_cut_off([at(0, (1, 1)), at(1), at(2, (1, 1)), at(3)]) is None
+def test_once_is_nothing_unless_it_lasts() -> None:
+    once, never = at(0, (1, 1)), at(0, (1, 0), (2, 0))
+    assert lasting(None, once) == lasting(at(0, (3, 1)), once) == ()
+    assert lasting(never, once) == once.unanswered
+    assert lasting(once, never) == never.unanswered[:1]
+    assert find_cut_off([at(0), at(1)]) is None
+
+
+def test_a_rank_whose_packets_do_not_even_leave_it_is_cut_off() -> None:
+    """Its own system drops them and does not count: they wait at both dumps."""
+    lab = Lab()
+    lab.train()
+    lab.look(at(0), at(1, (2, 4)), at(2, (3, 0)), at(3))
+    assert (lab.told()[-1].fault, lab.ranks()) == (FaultClass.NETWORK, [2])
 
 
 def test_ranks_that_share_an_address_are_cut_off_together() -> None:

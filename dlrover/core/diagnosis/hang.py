@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.core.diagnosis import stacks
-from dlrover.core.diagnosis.cut_off import CutOff, find_cut_off
+from dlrover.core.diagnosis.cut_off import CutOff, find_cut_off, lasting
 from dlrover.core.diagnosis.stacks import say_collective, say_ranks
 from dlrover.protocol.messages import NodeId
 from dlrover.protocol.watch_messages import Collective, Culprit, FaultClass, Phase, WorkerDump
@@ -118,6 +118,7 @@ class Finding(Struct, frozen=True, kw_only=True):
 
 def see(node: NodeId, first: WorkerDump | None, second: WorkerDump, interval: float) -> Sight:
     """`interval`: seconds between the two."""
+    second = replace(second, unanswered=lasting(first, second))
     if first is None or first.pid != second.pid:
         return Sight(node=node, rank=second.global_rank, second=second)
     used = second.cpu_seconds - first.cpu_seconds
