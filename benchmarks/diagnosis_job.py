@@ -262,6 +262,7 @@ def _disk_stall(trainer: Trainer) -> None:
 
 def _network_loss(trainer: Trainer) -> None:
     machine.lose_all_packets()
+    trainer.mark.write_text(f"{os.getpid()} 0\n")
 
 
 def _clock_jump(trainer: Trainer) -> None:
@@ -331,7 +332,7 @@ def _data_error(trainer: Trainer) -> None:
     raise OSError(5, "Input/output error")
 
 
-_LATER = ("debugger",)
+_LATER = ("debugger", "network-loss")
 """They note the moment themselves."""
 FAULTS: dict[str, Callable[[Trainer], None]] = {
     "kill": _kill,

@@ -77,3 +77,18 @@ def test_a_rank_that_is_cut_off_is_named_although_some_came_further_than_others(
     )
     assert (lab.told()[-1].fault, lab.ranks()) == (FaultClass.NETWORK, [2])
     assert lab.acts() == [], "networks come back"
+
+
+def test_the_network_is_not_blamed_while_somebody_has_only_just_come() -> None:
+    lab = Lab()
+    lab.train()
+    late = at(1, progress=progress(1, Phase.COLLECTIVE, phase_seconds=0.2, is_stalled=False))
+    before = dump(1, ("/job/train.py:20 prepare",), Phase.FORWARD)
+    lab.tell(*(progress(rank, Phase.COLLECTIVE) for rank in (0, 2, 3)))
+    lab.answer(0, before, *(at(rank) for rank in (0, 2, 3)))
+    lab.after(4)
+    lab.answer(1, late, *(at(rank) for rank in (0, 2, 3)))
+    assert lab.told() == []
+    lab.after(4)
+    lab.look(*(at(rank) for rank in range(4)))
+    assert (lab.told()[-1].fault, lab.ranks()) == (FaultClass.NETWORK, [])

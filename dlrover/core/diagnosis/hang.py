@@ -113,7 +113,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     is_urgent: bool = False
     """Proof that needs no second dump: stopped."""
     is_premature: bool = False
-    """Whoever is to blame is just ending, and how it ends will say more."""
+    """Somebody is just ending or has just come: the next look will say more."""
 
 
 def see(node: NodeId, first: WorkerDump | None, second: WorkerDump, interval: float) -> Sight:
@@ -315,7 +315,10 @@ def _ahead_last(one: list[Sight], other: list[Sight]) -> tuple[list[Sight], list
 def _blame_network(waiting: Sequence[Sight], cut_off: CutOff | None = None) -> Finding:
     if cut_off is None:
         sentence = f"{_what_they_do(waiting)} Nobody is missing from it, so what they send does not arrive."
-        return Finding(fault=FaultClass.NETWORK, culprits=(), evidence=(sentence,), confidence=0.6)
+        has_moved = any(sight.is_moving for sight in waiting)  # whoever was late has only just come
+        return Finding(
+            fault=FaultClass.NETWORK, culprits=(), evidence=(sentence,), confidence=0.6, is_premature=has_moved
+        )
     culprits = [sight for sight in waiting if sight.rank in cut_off.ranks]
     evidence = (cut_off.sentence, _what_they_do(waiting))
     return _blame(FaultClass.NETWORK, culprits, evidence, 0.85 if culprits else 0.7)
