@@ -26,18 +26,23 @@ from dlrover.core import (
     fleet_wishes,
     goodput,
     hangs,
+    incidents,
     kv_store,
     node_check,
     pre_check,
     steering,
     sync_points,
+    taking_up,
 )
 from dlrover.core import restarts as blame
-from dlrover.core.course import EXIT_RENDEZVOUS_TIMEOUT, Course, gone_times, is_running, pend_timeouts
+from dlrover.core.course import Course
+from dlrover.core.meeting import EXIT_RENDEZVOUS_TIMEOUT
 from dlrover.core.nodes import NodeLife, after_outage
+from dlrover.core.prospects import gone_times, pend_timeouts
 from dlrover.core.rendezvous import Block, Joined
 from dlrover.core.state import JobState
 from dlrover.core.turn import Origin, micros
+from dlrover.core.wishes import is_running
 from dlrover.protocol.check_messages import ReportCheck
 from dlrover.protocol.checkpoint_messages import CheckpointCommand
 from dlrover.protocol.data_messages import DataCommand
@@ -226,7 +231,7 @@ def _join(command: JoinRendezvous, course: Course) -> Reply:
 
     node.local_world_size = command.local_world_size
     if node.id in rdzv.take_up.claims:
-        course.give_up_claims(f"{node.label} does not run in it any more")
+        taking_up.give_up_claims(course, f"{node.label} does not run in it any more")
     joined = Joined(node.rank, command.local_world_size, command.offer, node.place, node.group)
     rdzv.join(node.id, joined, course.now, is_connected=course.state.nodes.is_connected(node.id))
     course.touch(node.id)
@@ -253,11 +258,11 @@ def _report_failure(command: ReportFailure, course: Course) -> Reply:
     )
     incident = restarts.incident
     if incident is not None and incident.round == command.round:
-        course.hear_more(incident, first, lived, command.failures)
+        incidents.hear_more(course, incident, first, lived, command.failures)
     elif is_running(course.state, node) and command.round == rdzv.round:
-        course.begin_incident(first, lived, command.failures)
+        incidents.begin(course, first, lived, command.failures)
     elif node.id in rdzv.take_up.claims and command.round == rdzv.round:
-        course.give_up_claims(f"a worker of {node.label} failed")
+        taking_up.give_up_claims(course, f"a worker of {node.label} failed")
     course.advance()
     return Done()
 

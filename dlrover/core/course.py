@@ -11,10 +11,6 @@ end all marked nodes are looked at once, and those whose wish did change are tol
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from msgspec.structs import replace
-
 from dlrover.core import (
     checkpoints,
     data_books,
@@ -23,19 +19,20 @@ from dlrover.core import (
     fleet_settling,
     fleet_wishes,
     goodput,
-    life_cycle,
+    incidents,
+    meeting,
     node_check,
     pre_check,
     sync_points,
+    taking_up,
 )
 from dlrover.core import restarts as blame
-from dlrover.core.kv_store import NUM_ROUNDS_KEPT
 from dlrover.core.nodes import Node, NodeLife, reattach_window
-from dlrover.core.rendezvous import Member, Opening, World, choose_world, explain_timeout, num_usable
-from dlrover.core.restarts import Incident
+from dlrover.core.prospects import pending
+from dlrover.core.rendezvous import Opening
 from dlrover.core.state import JobState
-from dlrover.core.take_up import Claim, is_sane
 from dlrover.core.turn import micros
+from dlrover.core.wishes import is_running, wish_of
 from dlrover.protocol.fleet_messages import NodeExit
 from dlrover.protocol.messages import (
     Attach,
@@ -43,34 +40,27 @@ from dlrover.protocol.messages import (
     Detection,
     DistinctFailure,
     Effect,
-    End,
     ExitReason,
     FailureKind,
     FinishJob,
     FirstFailure,
-    Idle,
     JobEnd,
     JobTerms,
-    Join,
     Leave,
     Limits,
     Micros,
     NodeId,
     NodeRank,
     Round,
-    Run,
     Stage,
     StopCause,
     TellNode,
-    Wait,
-    Wish,
     WorkerFailure,
 )
 
 DRAIN_MARGIN = 5.0
 """Seconds that nodes have for leaving after the end, on top of what their workers have for stopping."""
 EXIT_TRAINING = 1
-EXIT_RENDEZVOUS_TIMEOUT = 22
 _SIGKILL = 9
 
 
@@ -107,7 +97,7 @@ class Course:
         former = nodes.former.get(rank)
         if former is not None:
             state.senders.forget(former.id)
-        claim = self._hear_claim(command, rank)
+        claim = taking_up.hear_claim(self, command, rank)
         node = nodes.admit(command, rank, is_continued=claim is not None)
         if claim is not None:
             rdzv.take_up.add(node.id, claim)
@@ -124,7 +114,7 @@ class Course:
         """Nobody has a world, so there is nobody who would have to lose it before a round opens."""
         rdzv = self.state.rendezvous
         if rdzv.world is None and rdzv.opening is None:
-            self._open(StopCause.MEMBERSHIP, "the job begins")
+            self.open_round(StopCause.MEMBERSHIP, "the job begins")
 
     def _rank_for(self, command: Attach) -> NodeRank:
         """The one it had before, if nobody else has it by now."""
@@ -132,82 +122,6 @@ class Course:
         if former is not None and former not in nodes.holders and former not in nodes.former:
             return former
         return nodes.lowest_free_rank()
-
-    def _hear_claim(self, command: Attach, rank: NodeRank) -> Claim | None:
-        """A node that is about to be admitted runs workers of a world that we know nothing of: our journal was lost.
-
-        None: it does not, or what it says cannot count.
-        """
-        rdzv, world = self.state.rendezvous, command.world
-        if self.state.end is not None or rdzv.world is not None:
-            return None
-        if command.running_round > rdzv.round:
-            if rdzv.take_up.claims:
-                self.give_up_claims(f"{command.host} ran in round {command.running_round}")
-            # Rounds of a life whose journal was lost must not be numbered again: their stores may still answer.
-            rdzv.round = command.running_round
-            self.touch_all()
-        is_possible = world is not None and is_sane(world, command.running_round) and world.round == rdzv.round
-        is_newest_life = command.incarnation > self.state.nodes.incarnations.get(rank, 0)
-        if world is None or not is_possible or not is_newest_life or rdzv.take_up.is_over:
-            return None
-        if rdzv.take_up.contradicts(world):
-            self.give_up_claims(f"what {command.host} says of round {world.round} contradicts the others")
-            return None
-        if not rdzv.take_up.claims:
-            rdzv.take_up.until = Micros(self.now + micros(reattach_window(self.detection)))
-        return Claim(rank, world)
-
-    def give_up_claims(self, why: str) -> None:
-        """The world from before our time cannot be taken up: a new round forms."""
-        rdzv = self.state.rendezvous
-        # Its number, also if the only one who claimed it is lost by now: no round has completed since.
-        self.say(f"The world of round {rdzv.round} cannot be taken up again: {why}. A new round forms.")
-        for node in rdzv.give_up_claims(self.now):
-            self.touch(node)
-            node_check.expect(self, self.state.nodes.live[node])
-
-    def _take_up(self) -> None:
-        """All members of the claimed world are back: it goes on, and nobody restarts."""
-        state, rdzv = self.state, self.state.rendezvous
-        claimed = rdzv.take_up.in_order()
-        assert claimed is not None, "nothing to take up"
-        assert state.terms is not None, "a claim without a node"
-        first, size = claimed[0][1].world, len(claimed)
-        if size % state.terms.limits.node_unit:
-            self.give_up_claims(f"{size} nodes are no multiple of --node-unit {state.terms.limits.node_unit}")
-            return
-        limits = state.terms.limits
-        if not state.limits_version and not limits.min_nodes <= size <= limits.max_nodes:
-            # It did run, so the job had been scaled; nobody has told us yet what it shall be.
-            limits = replace(limits, min_nodes=min(limits.min_nodes, size), max_nodes=max(limits.max_nodes, size))
-            state.terms = replace(state.terms, limits=limits)
-            state.limits_version += 1
-        members = tuple(
-            Member(
-                node,
-                claim.node_rank,
-                claim.world.local_world_size,
-                claim.world.first_global_rank,
-                # What the others had offered nobody knows any more, and nobody needs.
-                first.coordinator if not claim.world.group_rank else "",
-            )
-            for node, claim in claimed
-        )
-        limits_version = state.limits_version if size >= limits.min_nodes else 0  # it began under lower limits
-        rdzv.adopt(World(first.round, members, first.world_size, limits_version), self.now, first.job_age)
-        rdzv.verdict = (
-            f"Round {rdzv.round} goes on: the journal was lost, all {size} nodes of its world are back, and no worker "
-            "restarts."
-        )
-        self.say(rdzv.verdict)
-        self._enter_running()
-        for member in members:
-            if (node := state.nodes.live.get(member.node)) is not None:
-                node.entered_at = self.now
-            self.touch(member.node)
-        if rdzv.is_all_finished():
-            self.end_job(ExitReason.COMPLETED, "The workers of all nodes ended well.")
 
     def reattach(self, node: Node, command: Attach) -> None:
         """The same life on a new stream: nothing restarts. Or one that never heard of its new incarnation."""
@@ -237,7 +151,7 @@ class Course:
         if node.finished_round:
             return
         if node.id in rdzv.take_up.claims:
-            self.give_up_claims(f"the agent of {node.label} was restarted, its workers are dead")
+            taking_up.give_up_claims(self, f"the agent of {node.label} was restarted, its workers are dead")
         incident = state.restarts.open_incident(rdzv.round)
         if not was_running:
             rdzv.expect(node.id, node.rank)
@@ -256,79 +170,11 @@ class Course:
             first = FirstFailure(failure=failure, node_rank=node.rank, host=node.host, round=rdzv.round, step=node.step)
             lived = (self.now - rdzv.completed_at) / micros(1.0)
             if was_running:
-                self.begin_incident(first, lived, (failure,))
+                incidents.begin(self, first, lived, (failure,))
             elif incident is not None:
-                self.hear_more(incident, first, lived, (failure,))  # others told first that they lost this one
-
-    def begin_incident(
-        self, first: FirstFailure, lived: float, failures: tuple[WorkerFailure, ...], *, is_node_suspect: bool = False
-    ) -> None:
-        """The first report of a round's failures: decide, and open the next round without waiting for the others."""
-        state = self.state
-        incident = Incident(round=first.round, first=first, began_at=self.now, step=first.step, lived=lived)
-        incident.is_node_suspect = is_node_suspect
-        blame.count(incident, failures, first.node_rank, first.host)
-        state.restarts.incident = incident
-        self._open(StopCause.FAILURE, blame.describe(first), fault=_fault_kind(first), first=first)
-        if blame.is_secondary(first.failure):
-            self.say(f"{blame.describe(first)} The next round opens; the first failure may still be reported.")
-        elif not self._are_too_few_left():
-            self._judge(incident)
-
-    def hear_more(
-        self, incident: Incident, first: FirstFailure, lived: float, failures: tuple[WorkerFailure, ...]
-    ) -> None:
-        """A further report of a round that has failed already. It never costs a second restart."""
-        state = self.state
-        if blame.count(incident, failures, first.node_rank, first.host) and state.end is not None:
-            state.end = replace(state.end, distinct_failures=tuple(incident.distinct))
-            self.touch_all()
-        is_late = self.now - incident.began_at > micros(blame.LATE_FAILURE)
-        if is_late and (incident.is_settled or state.end is not None):
-            return
-        is_better = blame.improve(incident, first)
-        if is_better:
-            state.goodput.fault_named(_fault_kind(first), blame.describe(first), first)
-        if incident.is_settled:
-            if is_better:
-                self.say(f"{blame.describe(incident.first)} It was the first failure of the round.")
-            return
-        blame.note(incident, first.step, lived)
-        if state.end is not None:
-            if state.end.first_failure is not None and is_better:
-                message = f"{blame.describe(incident.first)} {state.end_sentence}"
-                state.end = replace(state.end, first_failure=incident.first, message=message)
-                self.touch_all()
-        elif is_better and not blame.is_secondary(incident.first.failure):
-            self._judge(incident)
-
-    def _judge(self, incident: Incident) -> bool:
-        """Restart or end the job after this incident. Returns whether it goes on."""
-        state = self.state
-        assert state.terms is not None, "workers ran before any node attached"
-        decision = blame.decide(state.terms.restarts, state.restarts, incident)
-        if self._is_node_replaced(incident, decision):
-            return True
-        if decision.reason is not None:
-            self.end_job(decision.reason, decision.sentence, first=incident.first)
-            return False
-        self.say(f"{blame.describe(incident.first)} {decision.sentence}")
-        return True
-
-    def _is_node_replaced(self, incident: Incident, decision: blame.Decision) -> bool:
-        """Where a platform can give another node, that is better than ending, and for a broken device the only way."""
-        failure = incident.first.failure
-        if incident.is_node_replaced or not blame.calls_for_another_node(incident, decision):
-            return incident.is_node_replaced
-        exit_reason = NodeExit.HARDWARE if blame.is_device_fault(failure) else NodeExit.FATAL
-        if incident.is_node_suspect:
-            exit_reason = NodeExit.DIAGNOSED
-        if blame.is_out_of_memory(failure):
-            exit_reason = NodeExit.OOM
-        if not life_cycle.replace_node_of(self, incident.first.node_rank, exit_reason, blame.describe(incident.first)):
-            return False
-        self.state.restarts.node_replaced(incident)
-        return True
+                incidents.hear_more(
+                    self, incident, first, lived, (failure,)
+                )  # others told first that they lost this one
 
     def finish_node(self, node: Node, round_: Round, *, has_more_to_say: bool = False) -> None:
         """All workers of the node ended well in that round: it waits at the exit barrier and is never started again.
@@ -402,9 +248,9 @@ class Course:
             # Also if the round is open already: its neighbours are often quicker to tell that they lost somebody.
             rdzv.bystanders.note_loss(node.rank, node.entered_at, self.now)
         if was_claiming:
-            self.give_up_claims(why)
+            taking_up.give_up_claims(self, why)
         if was_running:
-            self._open(StopCause.MEMBERSHIP, why, fault=fault, node_rank=node.rank)
+            self.open_round(StopCause.MEMBERSHIP, why, fault=fault, node_rank=node.rank)
         elif was_member:
             incident = state.restarts.open_incident(rdzv.round)
             if incident is not None and blame.is_secondary(incident.first.failure):
@@ -442,15 +288,15 @@ class Course:
         state, rdzv = self.state, self.state.rendezvous
         assert state.terms is not None, "scaled before any node came"
         limits = state.terms.limits
-        sentence = f"the job was scaled from {_span(former)} to {_span(limits)} nodes"
+        sentence = f"the job was scaled from {meeting.span_of(former)} to {meeting.span_of(limits)} nodes"
         self.say(f"{sentence[0].upper()}{sentence[1:]}.")
         if rdzv.take_up.size > limits.max_nodes:
-            self.give_up_claims(sentence)
+            taking_up.give_up_claims(self, sentence)
         if limits.max_nodes < former.max_nodes:  # growing is the rendezvous's own matter
-            self._make_room(state.terms, sentence)
+            self.make_room(state.terms, sentence)
         fleet_wishes.retarget(self, limits.max_nodes)
 
-    def _make_room(self, terms: JobTerms, why: str) -> None:
+    def make_room(self, terms: JobTerms, why: str) -> None:
         """A world that is too large meets again, and who is too many goes.
 
         Not in the last minutes of a job, when nobody restarts any more. Nor yet while rounds are held: the members would
@@ -461,7 +307,7 @@ class Course:
         if rdzv.finished or (is_too_large and rdzv.is_held):
             return
         if is_too_large:
-            self._open(StopCause.MEMBERSHIP, why)
+            self.open_round(StopCause.MEMBERSHIP, why)
         there = [node for node in state.nodes.live.values() if not node.finished_round and node.dismissed is None]
         there.sort(key=lambda node: (not rdzv.is_member(node.id), node.rank))
         for node in there[terms.limits.max_nodes + terms.standby :]:
@@ -471,9 +317,9 @@ class Course:
     def restart_workers(self, reason: str) -> None:
         """The members of the world stop their workers and meet again. Nobody failed, so nobody's budget pays."""
         self.say(f"{reason[0].upper()}{reason[1:]}.")
-        self._open(StopCause.MEMBERSHIP, reason)
+        self.open_round(StopCause.MEMBERSHIP, reason)
 
-    def _open(
+    def open_round(
         self,
         cause: StopCause,
         reason: str,
@@ -515,116 +361,23 @@ class Course:
         pre_check.expire(self)
         if rdzv.take_up.claims:
             if rdzv.take_up.in_order() is not None:
-                self._take_up()
+                taking_up.take_up(self)
                 self.advance()
                 return
             if rdzv.take_up.until <= self.now:
                 come, size = len(rdzv.take_up.claims), rdzv.take_up.size
-                self.give_up_claims(f"only {come} of its {size} nodes came back in time")
-        self._meet(state.terms)
+                taking_up.give_up_claims(self, f"only {come} of its {size} nodes came back in time")
+        meeting.meet(self, state.terms)
         if rdzv.is_active and state.terms.limits.pend_timeout is not None:
             rdzv.bystanders.note_pending(pending(state), self.now)
 
-    def _meet(self, terms: JobTerms) -> None:
-        """Open the next round if the world should grow, and complete it if its time has come."""
-        state, rdzv, limits = self.state, self.state.rendezvous, terms.limits
-        if rdzv.is_too_large(limits) and not rdzv.finished and not rdzv.is_held:
-            self._make_room(terms, f"the job was scaled to {_span(limits)} nodes")
-            fleet_wishes.retarget(self, limits.max_nodes)
-        if rdzv.opening is None:
-            reason = rdzv.reason_to_grow(limits, self.now)
-            if reason is None:
-                return
-            self.say(f"{reason[0].upper()}{reason[1:]}.")
-            self._open(StopCause.MEMBERSHIP, reason)
-        if self._are_too_few_left():
-            self._end_unfinished(limits)
-            self.advance()
-            return
-        rdzv.note_shortage(limits, self.now)
-        if state.check.is_under_way:
-            rdzv.below_min_since = None  # it has deadlines of its own
-        gives_up_at = rdzv.gives_up_at(limits)
-        if gives_up_at is not None and gives_up_at <= self.now:
-            is_anybody_there = bool(state.nodes.live)
-            reason_ = ExitReason.RENDEZVOUS_TIMEOUT if is_anybody_there else ExitReason.NOT_ENOUGH_NODES
-            sentence = node_check.explain_timeout(state, limits) or explain_timeout(rdzv, limits)
-            self.end_job(reason_, sentence, exit_code=EXIT_RENDEZVOUS_TIMEOUT)
-            self.advance()
-            return
-        self._try_world(terms)
-
-    def _try_world(self, terms: JobTerms) -> None:
-        """Complete the open round if its time has come, and charge what led to it."""
-        state, rdzv, restarts = self.state, self.state.rendezvous, self.state.restarts
-        world, sentence = choose_world(rdzv, terms.limits, self.now, limits_version=state.limits_version)
-        if world is None:
-            if rdzv.waiting and sentence != rdzv.verdict:  # that nobody waits yet is no news
-                self.say(sentence)
-            rdzv.verdict = sentence
-            return
-        incident = restarts.open_incident(rdzv.round)
-        if incident is not None and blame.is_secondary(incident.first.failure):
-            # No better failure was reported. If a member is missing, that is the cause and nobody's budget pays. A node
-            # without power is missed by its peers long before its silence is believed: it just did not come back.
-            incident.is_member_lost = any(
-                node in rdzv.lost or node in rdzv.expected or not state.nodes.is_connected(node)
-                for node in rdzv.group_ranks
-            )
-            if not self._judge(incident):
-                self.advance()
-                return
-        restarts.settle(terms.restarts)
-        former = rdzv.group_ranks
-        rdzv.complete(world, self.now)
-        steps = [node.step for node in state.nodes.live.values()]
-        state.goodput.round_began(self.now, steps, is_full=len(world.members) >= terms.limits.max_nodes)
-        state.kv.drop_before(Round(rdzv.round - NUM_ROUNDS_KEPT + 1))
-        state.sync.drop_before(rdzv.round)
-        data_books.round_began(self, rdzv.round)
-        rdzv.verdict = sentence
-        self.say(sentence)
-        self._enter_running()
-        for member in world.members:
-            if member.node not in former:
-                state.nodes.live[member.node].entered_at = self.now
-            self.touch(member.node)
-        for node in rdzv.expected:
-            self.touch(node)  # they missed it and are asked for the next
-
-    def _enter_running(self) -> None:
+    def enter_running(self) -> None:
         """A suspended job may train, it only launches nothing: it is running when it is resumed."""
         state = self.state
         if state.fleet is not None and state.fleet.is_suspended:
             state.fleet.suspended_from = Stage.RUNNING
         else:
             state.stage = Stage.RUNNING
-
-    def _are_too_few_left(self) -> bool:
-        """Whether the open round can lead to nothing, because some have finished and the rest is no world."""
-        terms = self.state.terms
-        at = None if terms is None else self.state.rendezvous.too_few_at(terms.limits)
-        return at is not None and at <= self.now
-
-    def _end_unfinished(self, limits: Limits) -> None:
-        """Some nodes finished, another failed or was lost, and too few are left for a world."""
-        rdzv = self.state.rendezvous
-        incident = self.state.restarts.open_incident(rdzv.round)
-        num_left = len(rdzv.waiting) + rdzv.num_coming
-        num_finished = len(rdzv.finished)
-        assert rdzv.opening is not None, "nothing failed"
-        if rdzv.world is None and not num_left and num_finished >= limits.min_nodes:
-            self.end_job(ExitReason.COMPLETED, "The workers of all nodes that came to this master had ended well.")
-            return
-        sentence = (
-            f"{num_finished} node{'' if num_finished == 1 else 's'} had finished already, and the {num_left} left "
-            f"cannot form a world of at least {limits.min_nodes}."
-        )
-        if incident is not None:
-            self.end_job(ExitReason.WORKER_ERROR, sentence, first=incident.first)
-        else:
-            why = rdzv.opening.reason
-            self.end_job(ExitReason.NOT_ENOUGH_NODES, f"{why[0].upper()}{why[1:]}. {sentence}")
 
     def end_job(
         self,
@@ -693,7 +446,7 @@ class Course:
                 node_check.expect(self, node)
             self.touch(node.id)
         if state.nodes.live:
-            self._open(StopCause.MEMBERSHIP, why)
+            self.open_round(StopCause.MEMBERSHIP, why)
 
     def _distinct_failures(self, first: FirstFailure | None) -> tuple[DistinctFailure, ...]:
         incident = self.state.restarts.incident
@@ -728,94 +481,3 @@ class Course:
 
     def say(self, verdict: str) -> None:
         self.verdicts.append(verdict)
-
-
-def wish_of(state: JobState, node: Node) -> Wish:
-    """What a live node shall be doing."""
-    rdzv = state.rendezvous
-    if state.end is not None:
-        return End(state.end)
-    if node.dismissed is not None:
-        return node.dismissed
-    if node.finished_round:
-        return Idle(f"your workers finished in round {node.finished_round}; others still work")
-    if node.id in state.check.needed:
-        return node_check.wish_of(state, node)
-    if node.id in rdzv.take_up.claims:
-        return Run(rdzv.take_up.claims[node.id].world)
-    if node.id in rdzv.waiting or node.id in rdzv.absent:
-        return Wait("you have joined; a round will start with you when there is room")
-    if rdzv.is_active and rdzv.is_member(node.id):
-        return Run(rdzv.spec(node.id))
-    if rdzv.opening is not None and rdzv.is_member(node.id):
-        return Join(rdzv.next_round, rdzv.opening.cause, rdzv.opening.reason, node_check.note_on(state, node))
-    reason = f"round {rdzv.next_round} is the next to form"
-    return Join(rdzv.next_round, StopCause.MEMBERSHIP, reason, node_check.note_on(state, node))
-
-
-def is_running(state: JobState, node: Node) -> bool:
-    """Whether the node shall run workers of the active world right now."""
-    rdzv = state.rendezvous
-    return state.end is None and rdzv.is_active and rdzv.is_member(node.id) and not node.finished_round
-
-
-def gone_times(state: JobState, nodes: Iterable[NodeId]) -> dict[NodeId, Micros]:
-    """When those of the nodes that have no stream are given up."""
-    broken = [node for node in nodes if node in state.nodes.broken]
-    has_spare = bool(broken) and state.rendezvous.has_spare()
-    is_last_hope = bool(broken) and _is_none_dispensable(state)
-    return {
-        node: state.nodes.gone_at(
-            node,
-            state.detection,
-            has_spare=has_spare,
-            is_needed=is_last_hope and not state.nodes.live[node].finished_round,
-        )
-        for node in broken
-    }
-
-
-def standby(state: JobState) -> list[NodeId]:
-    """Who waits warm beside the world, as wished: the lowest ranks outside it."""
-    wanted = 0 if state.terms is None else state.terms.standby
-    return state.rendezvous.outsiders()[:wanted]
-
-
-def pending(state: JobState) -> list[NodeId]:
-    """Who waits beside the world although nobody asked for so many."""
-    wanted = 0 if state.terms is None else state.terms.standby
-    return state.rendezvous.outsiders()[wanted:]
-
-
-def pend_timeouts(state: JobState) -> dict[NodeId, Micros]:
-    """When pending nodes are sent away. Not while a round is open: it may take them."""
-    timeout = None if state.terms is None else state.terms.limits.pend_timeout
-    if timeout is None or state.end is not None or not state.rendezvous.is_active:
-        return {}
-    left_out = state.rendezvous.bystanders.left_out
-    return {node: Micros(since + micros(timeout)) for node, since in left_out.items()}
-
-
-def suspects(state: JobState) -> list[NodeId]:
-    """Members that have not come back although all the others can say is that they lost somebody."""
-    rdzv = state.rendezvous
-    incident = state.restarts.open_incident(rdzv.round)
-    if state.end is not None or incident is None or incident.first.failure.kind is not FailureKind.PEER_LOST:
-        return []
-    return [node for node in rdzv.expected if node in rdzv.group_ranks]
-
-
-def _fault_kind(first: FirstFailure) -> str:
-    return "hang" if first.failure.kind is FailureKind.DIAGNOSED else "worker"
-
-
-def _span(limits: Limits) -> str:
-    return f"{limits.min_nodes}:{limits.max_nodes}"
-
-
-def _is_none_dispensable(state: JobState) -> bool:
-    """Whether the job fails with the next unfinished node that goes, because some have finished and too few are left."""
-    rdzv, terms = state.rendezvous, state.terms
-    if state.end is not None or terms is None or not rdzv.finished:
-        return False
-    return num_usable(rdzv.num_unfinished - 1, terms.limits) < terms.limits.min_nodes

@@ -15,10 +15,7 @@ from dlrover.core.data_checkpoint import write_states
 from dlrover.core.datasets import Dataset
 from dlrover.core.nodes import after_outage
 from dlrover.core.turn import micros
-from dlrover.protocol.data_messages import (
-    NO_STEP,
-    TaskType,
-)
+from dlrover.protocol.data_messages import NO_STEP, TaskType
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.identity import NodeId, Round
 from dlrover.protocol.messages import Micros

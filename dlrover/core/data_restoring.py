@@ -15,12 +15,7 @@ from dlrover.core.data_checkpoint import ToldStates, read_checkpoint, read_state
 from dlrover.core.data_progress import state_of
 from dlrover.core.data_rules import LARGEST, check_sender
 from dlrover.core.datasets import Dataset
-from dlrover.protocol.data_messages import (
-    MAX_STATE_BYTES,
-    RestoreAgreed,
-    RestoreDataset,
-    TaskType,
-)
+from dlrover.protocol.data_messages import MAX_STATE_BYTES, RestoreAgreed, RestoreDataset, TaskType
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.identity import Round
 from dlrover.protocol.messages import Command, Done, Reply

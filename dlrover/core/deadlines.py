@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dlrover.core import early_stop, node_check
-from dlrover.core.course import gone_times, pend_timeouts
+from dlrover.core.prospects import gone_times, pend_timeouts
 from dlrover.core.state import JobState
 from dlrover.protocol.messages import DeadlineKind, Micros, NodeId
 

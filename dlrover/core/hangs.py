@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from dlrover.core import life_cycle
+from dlrover.core import incidents, life_cycle
 from dlrover.core.turn import micros
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import NodeExit
@@ -121,7 +121,7 @@ def _act(course: Course, verdict: Verdict, what: str, *, is_hang: bool) -> None:
         verdict.action is ActionKind.RELAUNCH_NODE or _is_repeated(terms, recent, first.node_rank)
     )
     lived = (course.now - rdzv.completed_at) / micros(1.0)
-    course.begin_incident(first, lived, (first.failure,), is_node_suspect=is_node_suspect)
+    incidents.begin(course, first, lived, (first.failure,), is_node_suspect=is_node_suspect)
 
 
 def _is_repeated(terms: WatchTerms, recent: list[Hang], node_rank: NodeRank) -> bool:

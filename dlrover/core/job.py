@@ -16,11 +16,12 @@ from msgspec.structs import replace
 
 from dlrover.core import checkpoints, data_commands, data_progress, fleet_commands, kv_store, sync_points
 from dlrover.core.commands import HANDLERS, check_sender
-from dlrover.core.course import Course, pending, standby, suspects
+from dlrover.core.course import Course
 from dlrover.core.deadlines import next_deadline, passed_deadlines
 from dlrover.core.goodput_report import goodput_status
 from dlrover.core.nodes import Node, NodeLife
 from dlrover.core.peer_directory import PeerDirectory
+from dlrover.core.prospects import pending, standby, suspects
 from dlrover.core.state import DECISION_VERSION, JobState
 from dlrover.core.turn import NotYet, Origin, Outcome
 from dlrover.protocol.check_messages import CheckResult

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from dlrover.core.course import wish_of
 from dlrover.core.job import Job
 from dlrover.core.turn import Origin
+from dlrover.core.wishes import wish_of
 from dlrover.protocol.fleet_messages import (
     DefineFleet,
     LaunchRefused,

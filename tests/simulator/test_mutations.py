@@ -23,6 +23,7 @@ from dlrover.core import (
     kv_store,
     life_cycle,
     node_check,
+    prospects,
     relaunch,
     rendezvous,
     restarts,
@@ -68,12 +69,12 @@ def lost_nodes_are_charged(patch: pytest.MonkeyPatch) -> None:
 
 
 def worlds_ignore_the_unit(patch: pytest.MonkeyPatch) -> None:
-    for module in (rendezvous, course):
+    for module in (rendezvous, prospects):
         patch.setattr(module, "num_usable", lambda num_nodes, limits: min(num_nodes, limits.max_nodes))
 
 
 def worlds_ignore_the_maximum(patch: pytest.MonkeyPatch) -> None:
-    for module in (rendezvous, course):
+    for module in (rendezvous, prospects):
         patch.setattr(module, "num_usable", lambda num_nodes, limits: num_nodes - num_nodes % limits.node_unit)
 
 
