@@ -58,7 +58,7 @@ bench-node-failover: $(STAMP) ## one of two nodes killed: ours, torchrun, dlrove
 bench-checkpoint: $(STAMP) ## saves and restores of 0.25 and 1 GB: ours, torch's, torchsnapshot's, dlrover 0.6.1's (about 40 minutes)
 	$(BIN)/python benchmarks/checkpoint.py --json checkpoint.json
 
-bench-diagnosis: $(STAMP) ## more than 250 faults of 38 kinds in jobs of four workers, and 50 healthy jobs (about 45 minutes)
+bench-diagnosis: $(STAMP) ## more than 250 faults of 38 kinds in jobs of four workers, and 50 healthy jobs (about 30 minutes)
 	$(BIN)/python benchmarks/diagnosis.py --json diagnosis.json
 
 bench-goodput: $(STAMP) ## goodput with a worker killed every 30 s: ours, torchrun, dlrover 0.6.1 (about 35 minutes)

@@ -1,7 +1,7 @@
 """
 The fault corpus: does the master name the right rank and the right class of fault, how soon, and does it leave healthy jobs alone?
 
-`python benchmarks/diagnosis.py` injects faults into real jobs of four gloo workers (`diagnosis_job.py`), several in each job, two jobs at a time, and compares
+`python benchmarks/diagnosis.py` injects faults into real jobs of four gloo workers (`diagnosis_job.py`), several in each job, three jobs at a time, and compares
 each verdict with the truth. Beside them run healthy jobs that pause, evaluate and compute in ways that could be mistaken for hangs: each must go on
 undisturbed. `--quick` injects each kind once, `--kinds a,b` only these.
 
@@ -277,7 +277,7 @@ def main() -> int:
     parser.add_argument("--healthy", type=int, default=50, help="healthy jobs")
     parser.add_argument("--kinds", default="", help="only these, separated by commas")
     parser.add_argument("--quick", action="store_true", help="each kind once, each healthy variation once")
-    parser.add_argument("--lanes", type=int, default=2, help="jobs at the same time")
+    parser.add_argument("--lanes", type=int, default=3, help="jobs at the same time")
     parser.add_argument("--json", type=Path, help="write all results there, after each fault")
     parser.add_argument("--resume", action="store_true", help="leave out what the file of --json has already")
     parser.add_argument("--seed", type=int, default=1)
