@@ -47,6 +47,7 @@ from dlrover.protocol.messages import (
     WorkerFailure,
     WorldSpec,
 )
+from dlrover.simulator import machines
 from dlrover.simulator.data import is_of_data
 from dlrover.simulator.events import SECOND, micros, span
 from dlrover.simulator.network import CLOSE, KEEPALIVE, PULSE, Connection, Downward, Link
@@ -588,7 +589,7 @@ class VirtualAgent:
         """The agent process ends by itself, and its launcher with it."""
         self._vanish()
         self.drop_connection()
-        self.sim.exited(self)
+        machines.exited(self.sim, self)
 
     def die(self, *, is_seen: bool) -> None:
         """Killed, with its workers. `is_seen`: a kernel is left to close the stream."""
@@ -608,7 +609,7 @@ class VirtualAgent:
             self.node.agent = None
         group, self.group = self.group, None
         if group is not None and group.is_up:
-            self.sim.workers_ended(self, group, None)
+            machines.workers_ended(self.sim, self, group, None)
 
     # Workers.
 
@@ -632,7 +633,7 @@ class VirtualAgent:
         costs, chance = self.sim.shape.costs, self.sim.chance.nodes
         self._world = world
         group = self.group = Group(world, self.sim.events.now)
-        self.sim.workers_starting(self, world)
+        machines.workers_starting(self.sim, self, world)
         low, high = costs.worker_start if self._num_groups else costs.first_start
         self._num_groups += 1
         duration = span(chance, low, high)
@@ -654,7 +655,7 @@ class VirtualAgent:
         costs, chance = self.sim.shape.costs, self.sim.chance.nodes
         group.is_stopping = True
         if group.is_up:
-            self.sim.workers_ended(self, group, kind)
+            machines.workers_ended(self.sim, self, group, kind)
         is_stubborn = chance.random() < 0.05
         duration = span(chance, *(costs.stubborn_stop if is_stubborn else costs.stop)) if group.is_up else 1000
         self.sim.events.after(duration, self._end_stop, group)

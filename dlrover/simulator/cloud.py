@@ -26,8 +26,10 @@ from dlrover.protocol.fleet_messages import (
     exit_reason_of,
 )
 from dlrover.protocol.messages import Command, PlatformId, Query
+from dlrover.simulator import machines
 from dlrover.simulator.agents import VirtualAgent, VirtualNode
 from dlrover.simulator.events import SECOND, micros, span
+from dlrover.simulator.invariants import Violation
 from dlrover.simulator.platform import REFUSAL_PAUSE, Platform, draw_health
 
 if TYPE_CHECKING:
@@ -266,7 +268,7 @@ class VirtualCloud(Platform):
         if self.is_refusing and intent.id % 2:
             return "the quota is used up"
         self.launches[intent.id] = None
-        self.sim.check_single(intent)
+        self._check_single(intent)
         node = self.nodes[intent.id] = CloudNode(intent)
         self._changed(node, NodeEventKind.ADDED)
         delay = span(self.sim.chance.platform, *self.sim.shape.costs.replacement)
@@ -324,7 +326,7 @@ class VirtualCloud(Platform):
             return
         self.sim.trouble()
         if node.node is not None and node.node.is_powered:
-            self.sim.lose_machine(node.node, is_seen=True)
+            machines.lose_machine(self.sim, node.node, is_seen=True)
         node.phase = NodePhase.DELETED
         node.exit_reason = node.exit_reason or NodeExit.KILLED
         if is_seen:
@@ -347,7 +349,7 @@ class VirtualCloud(Platform):
         node = running[pick % len(running)].node
         assert node is not None, "only running nodes fail"
         node.exit_code = exit_code
-        self.sim.lose_machine(node, is_seen=True)
+        machines.lose_machine(self.sim, node, is_seen=True)
         return True
 
     def running_ids(self) -> list[PlatformId]:
@@ -359,3 +361,23 @@ class VirtualCloud(Platform):
             self._show(keeper, NodeChanged(kind=kind, node=node.shown()))
         elif keeper is not None and keeper.is_watching and self.is_away:
             self._watch_soon(keeper, 1.0, 5.0)
+
+    def _check_single(self, launch: LaunchNode) -> None:
+        """A second node of a rank is brought only while one is exchanged for it, or when the first was given up."""
+        master = self.sim.master
+        fleet = None if master is None else master.job.state.fleet
+        if fleet is None or self.sim.num_journals_lost or launch.id in self.asked_to_remove:
+            return
+        for id_, node in self.nodes.items():
+            is_there = node.phase in (NodePhase.PENDING, NodePhase.RUNNING) and not node.is_going
+            is_well = is_there and (node.node is None or node.node.is_powered)
+            is_given_up = id_ in fleet.nodes and not fleet.nodes[id_].is_live  # its removal is being written
+            is_wanted = not is_given_up and id_ not in self.asked_to_remove and fleet.migrations.get(id_) != launch.id
+            if is_well and is_wanted and node.launch.rank == launch.rank:
+                raise Violation("fleet", f"{launch.name} is launched while {node.launch.name} has its rank")
+
+    def check_removed(self) -> None:
+        """Nothing of a job that is over stays behind."""
+        for id_ in [*self.nodes, *self.launching]:
+            if id_ not in self.asked_to_remove:
+                raise Violation("fleet", f"the job is over, and nobody asked for the removal of node {id_}")

@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from dlrover.protocol.check_messages import ExitClass
 from dlrover.protocol.messages import FailureKind, LeaveReason, StopCause
+from dlrover.simulator import machines
 from dlrover.simulator.cloud import VirtualCloud
 from dlrover.simulator.events import micros
 from dlrover.simulator.master import CrashPoint
@@ -164,7 +165,7 @@ def _machine_gone(sim: Simulation, fault: Fault) -> bool:
     if node is None:
         return False
     sim.ledger.num_lost_nodes += 1
-    sim.lose_machine(node, is_seen=True)
+    machines.lose_machine(sim, node, is_seen=True)
     return True
 
 
@@ -174,7 +175,7 @@ def _power_loss(sim: Simulation, fault: Fault) -> bool:
         return False
     sim.ledger.fail_node(node.fleet_rank)
     node.is_power_lost = True
-    sim.lose_machine(node, is_seen=False)
+    machines.lose_machine(sim, node, is_seen=False)
     return True
 
 
@@ -225,7 +226,7 @@ def _cut(sim: Simulation, fault: Fault, *, up: bool, down: bool) -> bool:
     node = _node(sim, fault)
     if node is None:
         return False
-    sim.cut(node, up=up, down=down, duration=fault.between(1.0, 400.0), is_deep=fault.pick % 2 == 0)
+    machines.cut_off(sim, node, up=up, down=down, duration=fault.between(1.0, 400.0), is_deep=fault.pick % 2 == 0)
     return True
 
 
@@ -290,7 +291,7 @@ def _master_pause(sim: Simulation, fault: Fault) -> bool:
 def _master_partition(sim: Simulation, fault: Fault) -> bool:
     duration = fault.between(1.0, 400.0)
     for node in [node for node in sim.nodes if node.is_powered]:
-        sim.cut(node, up=True, down=True, duration=duration, is_deep=False)
+        machines.cut_off(sim, node, up=True, down=True, duration=duration, is_deep=False)
     return True
 
 

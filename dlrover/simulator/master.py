@@ -39,6 +39,7 @@ from dlrover.protocol.messages import (
     Query,
     TellNode,
 )
+from dlrover.simulator import oversight
 from dlrover.simulator.events import SECOND, span
 from dlrover.simulator.journal import Fenced
 from dlrover.simulator.network import CLOSE, PULSE, Connection, Downward, Upward
@@ -323,7 +324,7 @@ class VirtualMaster:
                 if isinstance(work.body, KvQuery | AwaitSaveDuties):
                     staged[self.sequence.stage_query(work.body)] = work
                 else:
-                    staged[self.sim.stage(self, work, now)] = work
+                    staged[oversight.stage(self.sim, self, work, now)] = work
             except Rejected as error:
                 rejected.append((work, error))
         if self._dies_at(CrashPoint.STAGED, before):
@@ -414,7 +415,7 @@ class VirtualMaster:
     def _release(self, batch: Batch | None, staged: dict[int, Work]) -> None:
         self._has_begun = True
         released = () if batch is None else self.sequence.committed(batch)
-        self.sim.releasing(self, batch)
+        oversight.release(self.sim, self, batch)
         frames: dict[Connection, list[Downward]] = {}
         told: dict[NodeId, None] = {}
         is_over = False

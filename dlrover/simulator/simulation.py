@@ -10,35 +10,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from dlrover.core.job import Job
-from dlrover.core.sequence import Batch, CoreFault, JournalCorrupt
-from dlrover.protocol.data_messages import RestoreAgreed
-from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import LaunchNode, MigrateNode, NodePhase, Resource, ScaleJob
-from dlrover.protocol.messages import (
-    Command,
-    DeadlineKind,
-    DeadlinePassed,
-    FailureKind,
-    Micros,
-    NodeId,
-    NodeSilent,
-    ReportFailure,
-    TellNode,
-    WorldSpec,
-)
-from dlrover.simulator.agents import MASTER_GRACE, Group, VirtualAgent, VirtualNode
+from dlrover.core.sequence import CoreFault, JournalCorrupt
+from dlrover.protocol.fleet_messages import MigrateNode, Resource, ScaleJob
+from dlrover.protocol.messages import NodeId
+from dlrover.simulator import machines
+from dlrover.simulator.agents import MASTER_GRACE, VirtualAgent, VirtualNode
 from dlrover.simulator.checks import CheckRuns
 from dlrover.simulator.cloud import VirtualCloud
 from dlrover.simulator.data import DataTraffic
 from dlrover.simulator.events import SECOND, Chance, Events, span
 from dlrover.simulator.faults import FAULTS, Fault
-from dlrover.simulator.invariants import Touched, Violation, bound_of, check_command, check_in_full, is_stale
+from dlrover.simulator.invariants import Violation, bound_of, check_in_full
 from dlrover.simulator.journal import VirtualJournal
 from dlrover.simulator.ledger import Ledger
-from dlrover.simulator.master import FENCE_PERIOD, HEARTBEAT, CrashPoint, VirtualMaster, Work
+from dlrover.simulator.master import FENCE_PERIOD, HEARTBEAT, CrashPoint, VirtualMaster
 from dlrover.simulator.network import Connection, Network
 from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.platform import Platform, VirtualPlatform
@@ -53,10 +41,7 @@ REPLAY_EVERY = 10
 LONGEST_PAUSE = 2.0
 STIRRED = 0.006
 """Seconds within which a fault follows the traffic that it shall meet."""
-PEER_LOST_ODDS = 0.3
-"""How often a worker notices the end of a peer before its agent stops it."""
 NUM_KEPT_CONNECTIONS = 4
-NUM_KEPT_WORLDS = 100
 STEADY = 120 * SECOND
 """A node and a master that nothing has troubled for so long have found each other."""
 OVERLAP = 60 * SECOND
@@ -78,7 +63,9 @@ class Simulation:
         self.snapshot_every = random.Random(f"{plan.seed}/snapshots").choice([50, 300, 2000])
         self._on_note = on_note
         self.ledger = Ledger()
-        self.training = Training(self.shape, self.events, self._finish_world, self._world_began)
+        self.training = Training(
+            self.shape, self.events, lambda world: machines.finish_world(self, world), self._world_began
+        )
         self.network = Network(self.events, self.chance.network, self.shape.costs)
         self.journal = VirtualJournal()
         fleet = plan.shape.fleet
@@ -98,9 +85,9 @@ class Simulation:
         self.is_disk_slow = False
         self.is_over = False
         self.master: VirtualMaster | None = None
-        self._is_serving = False
+        self.is_serving = False
         self._num_masters = 0
-        self._seekers: dict[VirtualAgent, None] = {}
+        self.seekers: dict[VirtualAgent, None] = {}
         self._agents: dict[NodeId, VirtualAgent] = {}
         self._num_ongoing = 0
         self._trouble_at = 0
@@ -109,12 +96,12 @@ class Simulation:
         self._ongoing: dict[Callable[[], None], None] = {}
         """How to end the troubles that last."""
         self._has_quiet = False
-        self._ended_at: int | None = None
+        self.ended_at: int | None = None
         self._quiet_at: int | None = None
         """When faults stopped and nobody trained; None: that is not so, or over."""
         self._recovery = 0
         self._master_disturbed_at = 0
-        self._limits = self.terms.limits
+        self.limits = self.terms.limits
         self._durable: bytes | None = None
         """The state that the next master has to find; None: not known for certain."""
         self._node_micros = 0
@@ -149,14 +136,14 @@ class Simulation:
         return self._conclude()
 
     def _check(self) -> None:
-        self._count_nodes()
-        if self.master is not None and self._is_serving:
+        self.count_nodes()
+        if self.master is not None and self.is_serving:
             check_in_full(self, self.master.job)
 
     def _check_bounds(self, faults_end_at: int) -> None:
         now = self.events.now
-        if self._ended_at is not None and self.calm_for() > self.bound and now - self._ended_at > self.bound:
-            raise Violation("I8", f"the job ended {(now - self._ended_at) / SECOND:.0f} s ago and is not over")
+        if self.ended_at is not None and self.calm_for() > self.bound and now - self.ended_at > self.bound:
+            raise Violation("I8", f"the job ended {(now - self.ended_at) / SECOND:.0f} s ago and is not over")
         slowest = self.shape.costs.step * self.shape.max_nodes / self.shape.node_unit
         limit = faults_end_at + 2 * self.bound + round(self.shape.num_steps * slowest * SECOND)
         if now > limit:
@@ -202,6 +189,11 @@ class Simulation:
         nodes = ", ".join(f"{node.node_rank}:{node.status}/{node.wish}" for node in status.nodes)
         return f"stage {status.stage}, round {status.round}: {status.verdict} [{nodes}]"
 
+    @property
+    def has_timeline(self) -> bool:
+        """Whether somebody reads the notes."""
+        return self._on_note is not None
+
     def note(self, text: str) -> None:
         """For the timeline."""
         if self._on_note is not None:
@@ -233,7 +225,7 @@ class Simulation:
 
     def trouble(self) -> None:
         """Something happened that the job has to recover from."""
-        self._count_nodes()
+        self.count_nodes()
         self._trouble_at = self.events.now
         self._progress_then = self.training.progress()
 
@@ -263,7 +255,7 @@ class Simulation:
             end()
         self.note("faults stop")
         self.trouble()
-        if self._ended_at is None and not any(self.training.is_training(world) for world in self.training.worlds):
+        if self.ended_at is None and not any(self.training.is_training(world) for world in self.training.worlds):
             self._quiet_at = self.events.now
 
     def was_calm_since(self, when: int) -> bool:
@@ -279,7 +271,7 @@ class Simulation:
 
     def has_enough_nodes(self) -> bool:
         num_there = sum(1 for node in self.nodes if node.agent is not None and not node.agent.is_leaving)
-        return num_there - num_there % self._limits.node_unit >= self._limits.min_nodes
+        return num_there - num_there % self.limits.node_unit >= self.limits.min_nodes
 
     def has_bad_nodes(self) -> bool:
         return any(node.breakage is not None for node in self.nodes)
@@ -307,7 +299,7 @@ class Simulation:
     def disturb_master(self) -> None:
         self._master_disturbed_at = self.events.now
 
-    def _count_nodes(self) -> None:
+    def count_nodes(self) -> None:
         now = self.events.now
         if now > self._counted_at:
             self._node_micros += (now - self._counted_at) * len(self.nodes)
@@ -331,7 +323,7 @@ class Simulation:
         self.store.check(job)
         self.saves.check(job)
         self._num_masters += 1
-        self._is_serving = False
+        self.is_serving = False
         self.note(f"master epoch {epoch} starts")
         self.trouble()
         self.disturb_master()
@@ -373,7 +365,7 @@ class Simulation:
         master.die(is_seen=is_seen)
         if self.master is master:
             self._durable = durable
-            self._is_serving = False
+            self.is_serving = False
             self.trouble()
             self.pass_by(master.downtime, self._start_master)
 
@@ -389,12 +381,12 @@ class Simulation:
         self.disturb_master()
         master.resume()
         if master is self.master:
-            self._call_seekers()
+            self.call_seekers()
 
     def replace_master(self, *, sleep: int) -> bool:
         """The master sleeps, another takes over, and then the first one wakes up and goes on where it was."""
         old = self.master
-        if old is None or not self._is_serving or not old.stall():
+        if old is None or not self.is_serving or not old.stall():
             return False
         self.note(f"master epoch {old.master_epoch} sleeps and is replaced")
         self._answer_nobody()
@@ -432,38 +424,14 @@ class Simulation:
         master.hear(MigrateNode(node=running[pick % len(running)], resource=Resource(cpu=2.0)))
         return True
 
-    def check_single(self, launch: LaunchNode) -> None:
-        """A second node of a rank is brought only while one is exchanged for it, or when the first was given up."""
-        cloud, master = self.platform, self.master
-        assert isinstance(cloud, VirtualCloud), "only a cloud takes launches"
-        fleet = None if master is None else master.job.state.fleet
-        if fleet is None or self.num_journals_lost or launch.id in cloud.asked_to_remove:
-            return
-        for id_, node in cloud.nodes.items():
-            is_there = node.phase in (NodePhase.PENDING, NodePhase.RUNNING) and not node.is_going
-            is_well = is_there and (node.node is None or node.node.is_powered)
-            is_given_up = id_ in fleet.nodes and not fleet.nodes[id_].is_live  # its removal is being written
-            is_wanted = not is_given_up and id_ not in cloud.asked_to_remove and fleet.migrations.get(id_) != launch.id
-            if is_well and is_wanted and node.launch.rank == launch.rank:
-                raise Violation("fleet", f"{launch.name} is launched while {node.launch.name} has its rank")
-
-    def _check_removed(self) -> None:
-        """Nothing of a job that is over stays behind."""
-        cloud = self.platform
-        if not isinstance(cloud, VirtualCloud):
-            return
-        for id_ in [*cloud.nodes, *cloud.launching]:
-            if id_ not in cloud.asked_to_remove:
-                raise Violation("fleet", f"the job is over, and nobody asked for the removal of node {id_}")
-
     def lose_journal(self, *, downtime: int) -> bool:
         """
         What was known only to the journal is known to nobody now. That a job had ended cannot be told again, though, nor
         what was read of its data.
         """
         master = self.master
-        is_late = self._ended_at is not None or self.training.best_step >= self.shape.num_steps
-        if master is None or not master.is_alive or not self._is_serving or is_late or self.data is not None:
+        is_late = self.ended_at is not None or self.training.best_step >= self.shape.num_steps
+        if master is None or not master.is_alive or not self.is_serving or is_late or self.data is not None:
             return False
         master.downtime = downtime
         self.master_died(master, durable=None, why="and its journal is lost")
@@ -485,142 +453,26 @@ class Simulation:
 
     def listening_master(self) -> VirtualMaster | None:
         master = self.master
-        return master if master is not None and master.is_alive and self._is_serving and not master.is_stalled else None
+        return master if master is not None and master.is_alive and self.is_serving and not master.is_stalled else None
 
     def answers(self, connection: Connection) -> bool:
         """Whether the master at the other end is there and awake."""
         return connection.master.is_alive and not connection.master.is_stalled
 
     def wait_for_master(self, agent: VirtualAgent) -> None:
-        self._seekers[agent] = None
+        self.seekers[agent] = None
 
-    def _call_seekers(self) -> None:
-        seekers, self._seekers = self._seekers, {}
+    def call_seekers(self) -> None:
+        seekers, self.seekers = self.seekers, {}
         for agent in seekers:
             self.events.after(span(self.chance.network, 0.0, LONGEST_PAUSE), agent.attempt)
 
     # What masters do.
 
-    def stage(self, master: VirtualMaster, work: Work, now: Micros) -> int:
-        """The one way into the core; raises `Rejected`, after a look at whether that left no trace."""
-        job, command, origin = master.job, cast(Command, work.body), work.origin
-        state = job.state
-        had_check = state.check.cycle is not None
-        number, before = job.number, job.encode() if self.plan.is_thorough else b""
-        is_repeated = False
-        if origin is not None:
-            life = (origin.node, origin.incarnation)
-            highest = max(self.ledger.applied.get(life, 0), master.applied.get(life, 0))
-            is_repeated = origin.sequence <= highest
-        touched = Touched(
-            command=command,
-            origin=origin,
-            round=state.rendezvous.round,
-            num_restarts=state.restarts.num_restarts,
-            is_stale=is_stale(job, command),
-            num_checks=state.check.num_checks,
-            is_repeated=is_repeated,
-            had_end=job.end is not None,
-        )
-        is_new_model = isinstance(command, RestoreAgreed) and command.round not in state.data.restored
-        try:
-            ticket = master.sequence.stage(command, now, origin)
-        except Rejected as error:
-            if self.data is not None and master is self.master:
-                self.data.was_refused(job, command, error.code)
-            if job.number != number or (before and job.encode() != before):
-                raise Violation(
-                    "I6", f"{type(command).__name__} was refused ({error.code}) and changed the job"
-                ) from error
-            self._note_command(command, f"refused: {error.code}")
-            raise
-        if job.number != number:
-            self.ledger.num_commands += 1
-            self._note_command(command, "")
-            is_sleeper = isinstance(command, ReportFailure) and command.failures[0].kind is FailureKind.STOPPED_BY_US
-            is_gone = isinstance(command, DeadlinePassed) and command.kind is DeadlineKind.NODE_GONE
-            self.ledger.num_alarms += is_sleeper or is_gone or isinstance(command, NodeSilent)
-            if origin is not None:
-                master.applied[life] = origin.sequence
-            if master is not self.master:
-                return ticket  # it was replaced while it slept: whatever it decides will not be durable
-            if not had_check and state.check.cycle is not None:
-                self.check_began_at = self.events.now
-            check_command(self, job, touched)
-            if self.data is not None and is_new_model:
-                self.data.agreed(job, command)
-            if self.plan.is_thorough:
-                check_in_full(self, job)
-        return ticket
-
-    def _note_command(self, command: Command, verdict: str) -> None:
-        if self._on_note is not None:
-            names = (
-                "node",
-                "node_rank",
-                "launch",
-                "incarnation",
-                "round",
-                "running_round",
-                "kind",
-                "id",
-                "step",
-                "reason",
-            )
-            values = [f"{name}={value}" for name in names if (value := getattr(command, name, None)) is not None]
-            if isinstance(command, ReportFailure):
-                values.append(f"failure={command.failures[0].kind}")
-            self.note(f"    {type(command).__name__} {' '.join(values)} {verdict}".rstrip())
-
-    def releasing(self, master: VirtualMaster, batch: Batch | None) -> None:
-        """What is released now is seen by everybody: it must be durable, and of the newest master."""
-        job = master.job
-        if master.master_epoch != self.journal.master_epoch:
-            raise Violation("I6", f"the master of epoch {master.master_epoch} speaks after it was replaced")
-        if job.number != self.journal.last_number:
-            raise Violation("I5", f"command {job.number} is told and {self.journal.last_number} is durable")
-        if master is not self.master:
-            raise Violation("I6", "two masters write")
-        if not self._is_serving:
-            self._is_serving = True
-            self._call_seekers()
-            self.platform.serve(master)
-        self.ledger.applied.update(master.applied)
-        master.applied = {}
-        if batch is None:
-            return
-        self._note_world(job)
-        self._follow_limits(job)
-        for one in batch.released:
-            for effect in one.outcome.effects:
-                if isinstance(effect, TellNode):
-                    node = job.state.nodes.live.get(effect.node)
-                    if node is not None and node.desired.master_epoch != job.master_epoch:
-                        raise Violation("I6", f"{node.label} is told a wish of an old master")
-        if self._on_note is not None:
-            for one in batch.released:
-                for verdict in one.outcome.verdicts:
-                    self.note(f"  {verdict}")
-        if job.end is not None and self._ended_at is None:
-            self._ended_at = self.events.now
-
-    def _follow_limits(self, job: Job) -> None:
-        """The platform gives what the job shall have."""
-        if job.state.terms is not None and job.state.terms.limits != self._limits:
-            self._limits = job.state.terms.limits
-            self.trouble()
-            self.platform.scale(self._limits.max_nodes + self.shape.spares)
-
-    def _note_world(self, job: Job) -> None:
-        world = job.state.rendezvous.world
-        if world is not None and world.coordinator not in self.ledger.worlds:
-            self.ledger.worlds[world.coordinator] = {member.node: place for place, member in enumerate(world.members)}
-            if len(self.ledger.worlds) > NUM_KEPT_WORLDS:
-                del self.ledger.worlds[next(iter(self.ledger.worlds))]
-
     def job_over(self, master: VirtualMaster) -> None:
         self.note("the job is over")
-        self._check_removed()
+        if isinstance(self.platform, VirtualCloud):
+            self.platform.check_removed()
         self.is_over = True
 
     # What agents do.
@@ -635,79 +487,6 @@ class Simulation:
         """Heartbeats stop coming through."""
         connection.master.watch(connection, span(self.chance.network, *HEARTBEAT))
 
-    def cut(self, node: VirtualNode, *, up: bool, down: bool, duration: int, is_deep: bool) -> None:
-        """Hold what the node and the master say to each other. Deep: its workers are cut off from their peers, too."""
-        link, agent = node.link, node.agent
-        self.ledger.fail_node(node.fleet_rank)
-        link.num_cuts_up += up
-        link.num_cuts_down += down
-        coordinator = None
-        if agent is not None:
-            if up and agent.connection is not None and agent.frozen_since is None:
-                self.muted(agent.connection)
-            agent.keepalive_soon()
-            if is_deep and agent.group is not None and agent.group.is_up and not agent.group.is_stopping:
-                coordinator = agent.group.world.coordinator
-                self.training.froze(coordinator)
-                self.events.after(span(self.chance.nodes, 10.0, 120.0), self._time_out, node, coordinator)
-
-        def heal() -> None:
-            link.num_cuts_up -= up
-            link.num_cuts_down -= down
-            node.disturbed_at = self.events.now
-            if coordinator is not None:
-                self.training.thawed(coordinator)
-            if link.is_cut:
-                return
-            for connection in link.connections:
-                self.network.healed(connection)
-            agent = node.agent
-            if agent is not None and agent.connection is not None and agent.frozen_since is None:
-                agent.pulse()
-            if agent is not None and agent in self._seekers:
-                del self._seekers[agent]
-                self.events.after(span(self.chance.network, 0.0, 5.0), agent.attempt)
-
-        self.pass_by(duration, heal)
-
-    def _time_out(self, node: VirtualNode, coordinator: str) -> None:
-        """Collectives with an unreachable node give up after a while, on all its peers."""
-        world = self.training.worlds.get(coordinator)
-        if world is not None and not world.is_over and node.link.is_cut:
-            for peer in self.nodes:
-                agent = peer.agent
-                if agent is not None and agent.runs(coordinator):
-                    self.ledger.charge(agent)
-                    self.events.after(span(self.chance.nodes, 0.0, 2.0), agent.lose_peer, coordinator)
-
-    def workers_starting(self, agent: VirtualAgent, world: WorldSpec) -> None:
-        """Only in a world that is durable and has a place for this node."""
-        members = self.ledger.worlds.get(world.coordinator)
-        if members is None or members.get(agent.id) != world.group_rank:
-            raise Violation("I1", f"{agent.node.label} starts round {world.round}, in which it has no such place")
-        if self.shape.check is not None and (agent.life, agent.incarnation) not in self.ledger.passed:
-            raise Violation("check", f"{agent.node.label} starts round {world.round} and never passed the node check")
-
-    def workers_ended(self, agent: VirtualAgent, group: Group, kind: FailureKind | None) -> None:
-        """Peers may notice before anybody tells them."""
-        coordinator = group.world.coordinator
-        if not self.training.ended(coordinator, agent.node.number):
-            return
-        for node in self.nodes:
-            peer = node.agent
-            if peer is None or peer is agent or not peer.runs(coordinator):
-                continue
-            if self.chance.nodes.random() < PEER_LOST_ODDS:
-                if kind is FailureKind.STOPPED_BY_US:
-                    self.ledger.charge(peer)
-                self.events.after(span(self.chance.nodes, 0.02, 2.0), peer.lose_peer, coordinator)
-
-    def _finish_world(self, coordinator: str) -> None:
-        self.note("the work is done")
-        for node in self.nodes:
-            if node.agent is not None and node.agent.runs(coordinator):
-                self.events.after(span(self.chance.nodes, 0.0, 0.3), node.agent.finish_workers, coordinator)
-
     def _world_began(self, coordinator: str) -> None:
         """An older world that still trains does so unheard, and not for ever."""
         if self._quiet_at is not None:
@@ -717,32 +496,8 @@ class Simulation:
             self.data.world_began(coordinator)
         others = [each for each in self.training.worlds if each != coordinator and self.training.is_training(each)]
         for world in [*others, coordinator] if others else []:  # who wakes up late may be the older one
-            self.events.after(OVERLAP, self._check_overlap, world)
-            self.events.after(MASTER_GRACE + OVERLAP, self._check_overlap, world)
-
-    def _check_overlap(self, coordinator: str) -> None:
-        if self.is_over or not self.training.is_training(coordinator):
-            return
-        newest = None if self.master is None else self.master.job.state.rendezvous.world
-        if newest is not None and newest.coordinator == coordinator:
-            return
-        round_ = self.training.worlds[coordinator].round
-        members = [node.agent for node in self.nodes if node.agent is not None and node.agent.runs(coordinator)]
-        heard = [agent for agent in members if agent.is_attached and self.answers_now(agent)]
-        forgotten = [agent for agent in members if agent.is_overdue()]
-        if heard or forgotten:
-            labels = ", ".join(agent.node.label for agent in [*heard, *forgotten])
-            raise Violation("I1", f"two worlds train at the same time, and {labels} could know: round {round_} is over")
-
-    def answers_now(self, agent: VirtualAgent) -> bool:
-        connection = agent.connection
-        return (
-            connection is not None
-            and agent.frozen_since is None
-            and not connection.link.is_cut
-            and connection.master is self.master
-            and self.answers(connection)
-        )
+            self.events.after(OVERLAP, machines.check_overlap, self, world)
+            self.events.after(MASTER_GRACE + OVERLAP, machines.check_overlap, self, world)
 
     def is_port_taken(self) -> bool:
         if not self.num_ports_taken:
@@ -771,23 +526,3 @@ class Simulation:
         if node.is_powered and node.agent is None and not self.is_over:
             self.trouble()
             VirtualAgent(self, node)
-
-    def lose_machine(self, node: VirtualNode, *, is_seen: bool) -> None:
-        if node.agent is not None:
-            node.agent.die(is_seen=is_seen)
-        self._remove(node)
-
-    def exited(self, agent: VirtualAgent) -> None:
-        self.note(f"{agent.node.label} leaves")
-        agent.node.exit_code = agent.exit_code
-        self._remove(agent.node)
-
-    def _remove(self, node: VirtualNode) -> None:
-        if not node.is_powered:
-            return
-        self._count_nodes()
-        node.is_powered = False
-        self.nodes.remove(node)
-        if self._ended_at is None or isinstance(self.platform, VirtualCloud):
-            self.trouble()
-            self.platform.replace(node)
