@@ -6,19 +6,22 @@ import asyncio
 import socket
 import threading
 import time
+import zlib
 
 import msgspec
 import pytest
 
 from dlrover.agent.editions import shards_of_node
-from dlrover.agent.parity_store import HEAD_BYTES
+from dlrover.agent.parity_store import HEAD_BYTES, ParityStore
 from dlrover.agent.peers import PeerServer, RateLimit, Secret, connect
 from dlrover.agent.replica_store import header_of, meta_of
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages import NodeId, NodeRank, Round
-from dlrover.protocol.peer_messages import Accepted, HeldList, ListHeld, Peer, Proof
+from dlrover.protocol.peer_messages import Accepted, HeldList, ListHeld, Peer, PieceHeader, Proof
+from dlrover.snapshot.checksum import Algorithm
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.mirror import copy_paths
+from dlrover.snapshot.parity import add_slowly
 from dlrover.snapshot.persist import pin_newest, read_request, release
 from dlrover.snapshot.segment import segment_paths
 from tests.agent.replica_lab import JOB, TOKEN, Lab, Meddler, is_right, states_in
@@ -392,6 +395,39 @@ async def test_a_flipped_bit_of_a_parity_never_becomes_a_state(lab):
         num_caught += not states
         lab.lose(new)
     assert num_caught == 9, "each of these places is part of what is computed, and they add up"
+
+
+class Delivery:
+    """The receiving end of a connection over which these bytes come."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content, self.said = content, []
+
+    def send(self, message) -> None:
+        self.said.append(message)
+
+    def receive_into(self, view: memoryview) -> None:
+        view[:] = self._content
+
+
+def test_a_piece_that_arrives_damaged_is_not_added_to_a_parity(tmp_path):
+    """It could never be taken out again: the stripe would be lost without anybody knowing."""
+    store = ParityStore(lambda: add_slowly)
+    store.enter(tmp_path / "node")
+    piece = bytes(range(200))
+    header = PieceHeader(
+        round=Round(1), attempt="a-1", step=1, saved_in=1, num_shards=2, lane=0, stripe=0, row=0, column=0, num_data=1,
+        shard=0, image_bytes=200, length=200, crc=zlib.crc32(piece), algorithm=Algorithm.CRC32,
+    )  # fmt: skip
+    for place in (0, 99, 199):
+        damaged = bytearray(piece)
+        damaged[place] ^= 8
+        with pytest.raises(Rejected, match="another checksum"):
+            store.take(Delivery(bytes(damaged)), header)
+        assert store.list() == ()
+    store.take(Delivery(piece), header)
+    [held] = store.list()
+    assert held.columns == ((0, 200),)
 
 
 async def test_more_losses_than_parities_are_not_made_good(lab):

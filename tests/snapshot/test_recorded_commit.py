@@ -166,6 +166,9 @@ def check(disk: Disk, what: str) -> int:
     if found is None:
         return -1
     assert find_damage(disk, found) == [], what  # type: ignore[arg-type]
+    assert found.path == f"/ckpt/{found.manifest.step}", (
+        f"{what}: whoever reads the tracker without us looks nowhere else"
+    )
     for checkpoint in committed_checkpoints(disk, "/ckpt"):  # type: ignore[arg-type]
         assert find_damage(disk, checkpoint) == [], what  # type: ignore[arg-type]
     native = disk.read("/ckpt/latest") if any(each.name == "latest" for each in disk.list("/ckpt")) else b""

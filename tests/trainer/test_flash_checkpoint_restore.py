@@ -60,6 +60,15 @@ def test_all_parts_of_a_save_come_back_by_name(make, is_storage):
     assert_same(engine.load("model"), PARTS["model"])
 
 
+def test_a_training_that_went_back_is_not_restored_from_the_past_that_it_gave_up(make):
+    """Step 9 is still in memory when step 5 is saved again, by ranks that had gone back to an older model."""
+    engine = make()
+    for step in (9, 5):
+        parts = {"model": {"step": step}}
+        assert engine.save(step, parts, {"model": "model.pt"}, is_storage=False)
+    assert engine.load("model") == {"step": 5}
+
+
 def test_a_step_without_the_wanted_part_is_passed_over(make):
     engine = make()
     engine.save(1, PARTS, PATHS, is_storage=False)
