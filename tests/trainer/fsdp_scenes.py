@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
+from dlrover.snapshot.commit import read_global_manifest
+from dlrover.snapshot.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer
 from dlrover.trainer.torch.flash_checkpoint.dcp import FlashStorageReader, FlashStorageWriter
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
@@ -439,20 +441,40 @@ def save_before_the_first_step(rank: Rank) -> list[bool]:
 
 def save_when_due(rank: Rank) -> list[bool]:
     """With a rhythm, and lazily where that is possible; what comes back is as it was at the call."""
+    checkpointer = FsdpShardCheckpointer(rank.folder / "run", checkpoint_interval=(2, 8), lazy="auto", num_slots=3)
+    found = [isinstance(checkpointer, Checkpointer), *_save_in_a_rhythm(rank, checkpointer)]
+    found += [checkpointer.wait_for_staging(), checkpointer.poll()]
+    found += _save_with_a_metric(rank, checkpointer)
+    whole_state = FsdpFullCheckpointer(rank.folder / "whole", checkpoint_interval=(2, 8), num_slots=3)
+    return [*found, *_save_in_a_rhythm(rank, whole_state), *_save_with_a_metric(rank, whole_state, "whole")]
+
+
+def _save_in_a_rhythm(rank: Rank, checkpointer: FsdpShardCheckpointer | FsdpFullCheckpointer) -> list[bool]:
     model, optimizer = fsdp2()
-    checkpointer = FsdpShardCheckpointer(rank.folder / "run", checkpoint_interval=(2, 4), lazy="auto")
-    found = [isinstance(checkpointer, Checkpointer)]
     results = []
     for step in range(6):
         train(model, optimizer, range(step, step + 1))
         results.append(checkpointer.save_if_due(step, model, optimizer, {"step": step}))
-        if results[-1]:
+        if results[-1] is not None:
             expected = step, whole(model, optimizer)
-    found += [checkpointer.wait_for_staging(), checkpointer.poll(), not checkpointer.is_save_requested()]
-    found.append(None in results and any(results))
+    is_saving = rank.rank == 0 or isinstance(checkpointer, FsdpShardCheckpointer)
+    found = [not checkpointer.is_save_requested(), None in results, any(results) == is_saving]
     other = fsdp2(8)
     found.append(checkpointer.load_checkpoint(*other) == {"step": expected[0]})
     found.append(whole(*other) == expected[1])
+    return found
+
+
+def _save_with_a_metric(
+    rank: Rank, checkpointer: FsdpShardCheckpointer | FsdpFullCheckpointer, name: str = "run"
+) -> list[bool]:
+    model, optimizer = fsdp2()
+    train(model, optimizer, range(1))
+    checkpointer.save_checkpoint(9, model, optimizer, on_busy="block", metric=0.25)
+    found = [checkpointer.wait_latest_checkpoint(30)]
+    dist.barrier()
+    manifest = read_global_manifest(LocalStorage(), str(rank.folder / name / "9"))
+    found.append(manifest is not None and manifest.metric == 0.25)
     checkpointer.close()
     return found
 

@@ -114,6 +114,15 @@ def keep_the_best() -> None:
     trainer.flash_checkpointer.close()
 
 
+def save_by_itself() -> None:
+    """With a rhythm of its own, which begins with a save to storage, though transformers saves nothing."""
+    arguments = make_arguments("rhythm", max_steps=3, save_strategy="no")
+    trainer = FlashCkptTrainer(model=make_model(), args=arguments, train_dataset=data(), checkpoint_interval=(2, 4))
+    trainer.train()
+    assert sorted(path.name for path in (FOLDER / "rhythm").glob("checkpoint-*")) == ["checkpoint-1"]
+    trainer.flash_checkpointer.close()
+
+
 def main() -> None:
     trainer = FlashCkptTrainer(
         model=make_model(), args=make_arguments("flash"), train_dataset=data(), callbacks=[Watch()], memory_steps=1
@@ -145,6 +154,7 @@ def main() -> None:
         assert_same(opened.state_dict(), trained)
     if MODE[0] == "ddp":
         keep_the_best()
+        save_by_itself()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
