@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import TypeVar
 import pytest
 
 from dlrover.agent.config import EntryKind, WatchConfig
-from dlrover.agent.native_stacks import main_frames
+from dlrover.agent.native_stacks import NativeStacks, main_frames
 from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.seats import Seat, parse_stacks
 from dlrover.agent.spawner import Spawner
@@ -37,6 +36,7 @@ from dlrover.protocol.watch_messages import (
 from tests.agent.lab import environment, make_world, run_plainly, run_worker, start_process, until, write
 
 T = TypeVar("T")
+NO_SAMPLER = "py-spy (extra `stacks`) is not installed, or may not look into other processes"
 
 WORKER = """
     import itertools, os, signal, sys, threading
@@ -159,7 +159,20 @@ async def test_a_worker_that_stays_in_its_phase_is_told_of_at_once_and_so_is_one
     await lab.observes(ProgressReport, lambda each: [w.phase for w in each.workers] == [Phase.BACKWARD, Phase.FORWARD])
 
 
-async def test_a_look_tells_what_each_is_doing_however_it_stands_still(lab: Lab) -> None:
+@pytest.fixture(scope="module")
+def has_sampler() -> bool:
+    with subprocess.Popen(
+        [sys.executable, "-c", "print('ready', flush=True); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = asyncio.run(NativeStacks().read_deaf([process.pid], within=30.0))
+        process.stdin.write(b"\n")
+    return bool(found)
+
+
+async def test_a_look_tells_what_each_is_doing_however_it_stands_still(lab: Lab, has_sampler: bool) -> None:
     await lab.start("lock", "gil", "line", "line override")
     lab.workers[2].send_signal(signal.SIGSTOP)
     await until(lambda: _state(lab.workers[2].pid) == "T")
@@ -172,7 +185,7 @@ async def test_a_look_tells_what_each_is_doing_however_it_stands_still(lab: Lab)
     assert waiting.progress.phase is Phase.BACKWARD
     # The signal finds even a thread that lets nobody else run.
     assert "hold_the_interpreter" in frames(holding)
-    assert (stopped.state, stopped.source) == ("T", "none" if shutil.which("py-spy") is None else "py-spy")
+    assert (stopped.state, stopped.source) == ("T", "py-spy" if has_sampler else "none")
     # Whoever has its own use for the signal does not get it.
     assert (overridden.source, overridden.threads) == ("none", ())
     assert overridden.state == "S"
@@ -270,8 +283,9 @@ def test_native_frames_are_those_of_the_main_thread() -> None:
     assert main_frames(b"") == main_frames(b"[1]") == main_frames(b'[{"thread_name": "MainThread"}]') == ()
 
 
-@pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy (extra `stacks`) is not installed")
-async def test_native_frames_come_with_the_second_dump_and_the_worker_goes_on(lab: Lab) -> None:
+async def test_native_frames_come_with_the_second_dump_and_the_worker_goes_on(lab: Lab, has_sampler: bool) -> None:
+    if not has_sampler:
+        pytest.skip(NO_SAMPLER)
     await lab.start("lock")
     order = TakeLook(look=1, round=Round(4), again_after=6.0)
     lab.watch.take_order(WatchOrder(id=1, expires_in=30.0, order=order))
@@ -281,8 +295,9 @@ async def test_native_frames_come_with_the_second_dump_and_the_worker_goes_on(la
     assert lab.watch.helper_pids == ()
 
 
-@pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy (extra `stacks`) is not installed")
-async def test_the_stack_of_a_worker_that_is_stopped_is_read_without_its_help(lab: Lab) -> None:
+async def test_the_stack_of_a_worker_that_is_stopped_is_read_without_its_help(lab: Lab, has_sampler: bool) -> None:
+    if not has_sampler:
+        pytest.skip(NO_SAMPLER)
     await lab.start("lock")
     pid = lab.workers[0].pid
     os.kill(pid, signal.SIGSTOP)
