@@ -162,7 +162,9 @@ async def test_a_worker_that_stays_in_its_phase_is_told_of_at_once_and_so_is_one
 @pytest.fixture(scope="module")
 def has_sampler() -> bool:
     with subprocess.Popen(
-        [sys.executable, "-c", "print('ready', flush=True); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", "import threading; print('ready', flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
