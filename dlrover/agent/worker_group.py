@@ -356,6 +356,7 @@ def worker_environment(
             "DLROVER_JOB_NAME": config.job_name,
             "DLROVER_ROUND": str(world.round),
             "DLROVER_JOB_AGE": f"{world.job_age:.0f}",
+            "DLROVER_TURNS": ",".join(f"{round_}:{step}" for round_, step in world.turns),
             "DLROVER_MAX_NODES": str(config.terms.limits.max_nodes),
             "DLROVER_NODE_RANK": str(node_rank),
             "DLROVER_LOCAL_RANK": str(local_rank),

@@ -15,7 +15,7 @@ from dlrover.core.data_checkpoint import write_states
 from dlrover.core.datasets import Dataset
 from dlrover.core.nodes import after_outage
 from dlrover.core.turn import micros
-from dlrover.protocol.data_messages import NO_STEP, TaskType
+from dlrover.protocol.data_messages import NO_STEP, TaskType, last_shared
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.identity import NodeId, Round
 from dlrover.protocol.messages import Micros
@@ -68,9 +68,12 @@ class DataBooks(Struct):
 
     def last_shared(self, step: int, round_: Round) -> int:
         """The last step up to which a model of that step, trained in that round, has the history that counts now."""
-        if round_ < self.history_from:
-            return NO_STEP
-        return min([step, *(at for later, at in self.restored.items() if later > round_)])
+        return last_shared(step, round_, self.turns())
+
+    def turns(self) -> tuple[tuple[Round, int], ...]:
+        """For all who hold models: which of them belong to the history that counts."""
+        other = ((self.history_from, NO_STEP),) if self.history_from else ()
+        return (*other, *self.restored.items())
 
     def master_restarted(self, last_command_at: Micros, now: Micros) -> None:
         """Nobody could say anything meanwhile."""
@@ -80,9 +83,10 @@ class DataBooks(Struct):
 
 
 def round_began(course: Course, round_: Round) -> None:
-    """Workers of older rounds are gone, and with them their leases."""
+    """Workers of older rounds are gone, and with them their leases. What the new ones may go on with is settled now."""
     books = course.state.data
     books.held_back_since = None
+    course.state.rendezvous.turns = books.turns()
     for dataset in books.datasets.values():
         dataset.pace = []
         dataset.end_leases([reader for reader in dataset.all_readers() if reader.round < round_])

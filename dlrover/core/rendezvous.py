@@ -96,6 +96,8 @@ class Rendezvous(Struct):
     """Member to position in `world`."""
     completed_at: Micros = Micros(0)
     """When `world` began."""
+    turns: tuple[tuple[Round, int], ...] = ()
+    """As `world` was told when it began: later ones say nothing about the models that it found."""
     began_at: Micros | None = None
     """When the first world of the job began, as far as is known."""
     opening: Opening | None = None
@@ -205,6 +207,7 @@ class Rendezvous(Struct):
             coordinator=self.world.coordinator,
             restart_count=self.world.round - 1,
             job_age=0.0 if self.began_at is None else (self.completed_at - self.began_at) / MICROS_PER_SECOND,
+            turns=self.turns,
         )
 
     def is_offer_used(self, node: NodeId, offer: str) -> bool:
@@ -285,10 +288,11 @@ class Rendezvous(Struct):
         self.granted = 0
         self.used_offers = [*self.used_offers, world.coordinator][-NUM_USED_OFFERS:]
 
-    def adopt(self, world: World, now: Micros, job_age: float = 0.0) -> None:
+    def adopt(self, world: World, now: Micros, job_age: float = 0.0, turns: tuple[tuple[Round, int], ...] = ()) -> None:
         """The world that its members claimed is ours from now on; it began before we did, at that age of the job."""
         assert self.world is None, f"round {self.round} has a world already"
         self.began_at = Micros(now - micros(job_age))
+        self.turns = turns
         self.round = world.round
         self.world = world
         self.completed_at = now

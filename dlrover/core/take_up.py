@@ -16,6 +16,7 @@ from dlrover.protocol.messages import Micros, NodeId, NodeRank, Round, WorldSpec
 _MOST = 65_536
 """Nodes of a world, and workers of a node: beyond is rubbish."""
 _OLDEST = 1e9
+_MOST_TURNS = 1024
 """Seconds: no job is older."""
 
 
@@ -86,6 +87,7 @@ def is_sane(world: WorldSpec, running_round: Round) -> bool:
         and world.world_size <= _MOST * _MOST
         and world.coordinator != ""
         and 0 <= world.job_age <= _OLDEST
+        and len(world.turns) <= _MOST_TURNS
     )
 
 

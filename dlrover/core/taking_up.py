@@ -86,7 +86,7 @@ def take_up(course: Course) -> None:
         for node, claim in claimed
     )
     limits_version = state.limits_version if size >= limits.min_nodes else 0  # it began under lower limits
-    rdzv.adopt(World(first.round, members, first.world_size, limits_version), course.now, first.job_age)
+    rdzv.adopt(World(first.round, members, first.world_size, limits_version), course.now, first.job_age, first.turns)
     rdzv.verdict = (
         f"Round {rdzv.round} goes on: the journal was lost, all {size} nodes of its world are back, and no worker "
         "restarts."

@@ -12,6 +12,7 @@ epoch for a shuffled text (`dlrover.core.permutation`); offsets in a partition f
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 from msgspec import Struct
 
@@ -26,6 +27,14 @@ MAX_STATE_BYTES = 1 << 20
 """Of the state of all datasets in a checkpoint's manifest."""
 NO_STEP = -1
 """Consumed for good, whatever model contains it: of scripts that do not tell their steps."""
+
+
+def last_shared(step: int, round_: int, turns: Iterable[tuple[int, int]]) -> int:
+    """
+    The last step up to which a model of that step, trained in that round, has the history that counts. Each turn is a round and the step
+    that its ranks went on with: what older rounds had trained beyond that was given up then, and its records are read again by others.
+    """
+    return min([step, *(at for later, at in turns if later > round_)])
 
 
 class TaskType(enum.IntEnum):

@@ -287,6 +287,8 @@ class WorldSpec(Struct, frozen=True, kw_only=True):
     """How often workers were started again so far, for whatever reason: TORCHELASTIC_RESTART_COUNT."""
     job_age: float = 0.0
     """Seconds from the first round of the job to this one; with the restarts it says how often training is interrupted."""
+    turns: tuple[tuple[Round, int], ...] = ()
+    """Which step the ranks of earlier rounds went on with, of jobs that read shards: see `data_messages.last_shared`."""
 
 
 class StopCause(enum.StrEnum):

@@ -41,6 +41,7 @@ from dlrover.protocol.data_messages import (
     ShardError,
     ShardsGiven,
     Supply,
+    last_shared,
 )
 from dlrover.protocol.identity import Incarnation, NodeId
 from dlrover.protocol.messages import AgentCommand, Command, ExitReason, Micros, Reply, Round
@@ -91,6 +92,14 @@ class Stored(Struct, frozen=True):
     model: Model
     text: str
     """What it has not seen, as its manifest says."""
+
+
+class Kept(Struct, frozen=True):
+    """The newest snapshot of a round."""
+
+    model: Model
+    holders: dict[int, None]
+    """Launches in whose memory it is."""
 
 
 class Reader:
@@ -157,10 +166,8 @@ class DataTraffic:
         """With which the ranks of a round go on."""
         self._told: dict[tuple[str, int], tuple[ReadingWorld, Reader | None]] = {}
         """By agent process and number of the command: who waits for the answer."""
-        self._memory: Model = SCRATCH
-        """The newest snapshot; `SCRATCH`: there is none."""
-        self._holders: dict[int, None] = {}
-        """Launches in whose memory it is."""
+        self._kept: dict[Round, Kept] = {}
+        """In memory. A world that was cut off takes snapshots, too, while others have gone on without it."""
         self._stored: dict[str, Stored] = {}
         """Checkpoints in storage, by attempt."""
         self._saving: dict[str, Model] = {}
@@ -202,7 +209,8 @@ class DataTraffic:
             return
         num_ranks = min(MOST_LOCAL_RANKS, self._sim.shape.local_world_size)
         readers = [Reader(agent, rank) for agent in spoken_for for rank in range(num_ranks)]
-        model, text = self._choose(self._sim.training.worlds[coordinator].started)
+        started = self._sim.training.worlds[coordinator].started
+        model, text = self._choose(started, first.group.world.turns)
         world = ReadingWorld(first, model, text, readers, is_explicit=self._goal is not None)
         self._worlds[coordinator] = world
         for old in list(self._worlds)[:-4]:
@@ -211,21 +219,39 @@ class DataTraffic:
         self._sim.note(f"round {world.round} goes on with the model of step {model.step}{' and its text' * bool(text)}")
         self._sim.events.after(span(self._chance, 0.0, 1.0), self._beat, coordinator, world)
 
-    def _choose(self, started: dict[int, None]) -> tuple[Model, str]:
+    def _choose(self, started: dict[int, None], turns: tuple[tuple[Round, int], ...]) -> tuple[Model, str]:
         """The model of a new world, and what its checkpoint says of the data: nothing if it is from memory."""
-        is_kept = self._sim.shape.has_replicas or not any(launch not in started for launch in self._holders)
-        if not is_kept:
-            self._memory, self._holders = SCRATCH, {}
+        if not self._sim.shape.has_replicas:
+            is_lost = {round_: any(each not in started for each in kept.holders) for round_, kept in self._kept.items()}
+            self._kept = {round_: kept for round_, kept in self._kept.items() if not is_lost[round_]}
+        self._forget_given_up(turns)
         if self._goal is None and self._stored and self._chance.random() < GO_BACK_ODDS:
             told = [each for each in self._stored.values() if each.text]
             self._goal = self._chance.choice(told) if told else None
         if self._goal is not None:
-            self._memory, self._holders = SCRATCH, {}
+            self._kept = {}
             return self._goal.model, self._goal.text
-        if self._memory is SCRATCH and self._stored:
-            newest = max(self._stored.values(), key=_order)
-            return newest.model, newest.text
-        return self._memory, ""
+        model, newest = self._memory, self._newest_stored
+        return (model, "") if model is not SCRATCH or newest is None else (newest.model, newest.text)
+
+    def _forget_given_up(self, turns: tuple[tuple[Round, int], ...]) -> None:
+        """Ranks take no model that others have gone back behind."""
+        for round_, kept in list(self._kept.items()):
+            if last_shared(kept.model.step, round_, turns) < kept.model.step:
+                del self._kept[round_]
+
+    @property
+    def _memory(self) -> Model:
+        """The snapshot to go on with; `SCRATCH`: there is none that is as new as the storage."""
+        model, stored = (
+            max((kept.model for kept in self._kept.values()), key=_order, default=SCRATCH),
+            self._newest_stored,
+        )
+        return SCRATCH if stored is not None and _order(stored.model) > _order(model) else model
+
+    @property
+    def _newest_stored(self) -> Stored | None:
+        return max(self._stored.values(), key=lambda each: _order(each.model), default=None)
 
     # Reading.
 
@@ -379,8 +405,12 @@ class DataTraffic:
             return
         claims = tuple(claim for reader in world.readers for claim in reader.unconfirmed)
         world.model = Model(step=world.step, round=world.round, content=tuple(world.content), claims=claims)
-        self._memory, self._goal = world.model, None
-        self._holders = dict(self._sim.training.worlds[group.world.coordinator].started)
+        self._goal, started = None, self._sim.training.worlds[group.world.coordinator].started
+        for round_, kept in list(self._kept.items()):
+            overwritten = [launch in started for launch in kept.holders]
+            if all(overwritten) if self._sim.shape.has_replicas else any(overwritten):
+                del self._kept[round_]
+        self._kept[world.round] = Kept(world.model, dict(started))
 
     def _begin_save(self, world: ReadingWorld) -> None:
         if world.model.round == world.round and not world.model.claims:
@@ -392,7 +422,7 @@ class DataTraffic:
         """The storage has it, perhaps for the second time."""
         if attempt in self._saving:
             self._stored[attempt] = Stored(self._saving[attempt], text)
-            oldest_first = sorted(self._stored, key=lambda each: _order(self._stored[each]))
+            oldest_first = sorted(self._stored, key=lambda each: _order(self._stored[each].model))
             for old in oldest_first[:-NUM_STORED]:
                 del self._stored[old]
 
@@ -424,6 +454,7 @@ class DataTraffic:
         """Of the newest model. Nobody reads any more, so what is held counts as unread."""
         if self._spec.name not in job.state.data.datasets:
             return
+        self._forget_given_up(job.state.data.turns())
         model = self._memory
         if model is not SCRATCH:
             left = Job.decode(job.encode()).state.data.datasets[self._spec.name]
@@ -468,9 +499,9 @@ def _who(agent: VirtualAgent, world: ReadingWorld) -> dict[str, Any]:
     return {"node": agent.id, "incarnation": agent.incarnation, "round": world.round}
 
 
-def _order(stored: Stored) -> tuple[int, int]:
-    """In which checkpoints follow each other."""
-    return stored.model.round, stored.model.step
+def _order(model: Model) -> tuple[int, int]:
+    """In which models of one history follow each other."""
+    return model.round, model.step
 
 
 def _is_first(agent: VirtualAgent) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dlrover.protocol.data_messages import AskDataCheckpoint, Claim, DataCheckpoint, RestoreAgreed
+from dlrover.protocol.data_messages import AskDataCheckpoint, Claim, DataCheckpoint, RestoreAgreed, last_shared
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages import Round
 from dlrover.trainer import environment
@@ -107,6 +107,21 @@ def _ask_rest(step: int, timeout: float) -> str:
     reply = current_link().ask(question, timeout=timeout)
     assert isinstance(reply, DataCheckpoint), reply
     return reply.content
+
+
+def has_turns() -> bool:
+    """Whether anybody ever went on with a model and its data: else nothing can have been given up. The same on all ranks."""
+    where = environment.current()
+    return where is not None and bool(where.turns)
+
+
+def is_given_up(step: int, round_: int) -> bool:
+    """
+    Whether a model of that step, trained in that round, is of a history that others did not go on with: they took up an older model, and
+    read again what this one contains. It may lie in the memory of a node that was cut off meanwhile.
+    """
+    where = environment.current()
+    return where is not None and last_shared(step, round_, where.turns) < step
 
 
 def loaded() -> None:

@@ -34,6 +34,8 @@ class WorkerEnvironment(Struct, frozen=True, kw_only=True):
     """How often the workers of the job were started again so far."""
     job_age: float = 0.0
     """Seconds from the first start of workers to this one."""
+    turns: tuple[tuple[int, int], ...] = ()
+    """Rounds and the steps that their ranks went on with: what older rounds trained beyond that was given up."""
     progress_page: str = ""
     """Shared memory into which this worker writes what it is doing; empty: nobody watches."""
     dump_file: str = ""
@@ -63,6 +65,7 @@ def read(environ: Mapping[str, str]) -> WorkerEnvironment | None:
         max_nodes=int(environ.get("DLROVER_MAX_NODES", "0")),
         num_restarts=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         job_age=float(environ.get("DLROVER_JOB_AGE", "0")),
+        turns=_read_turns(environ.get("DLROVER_TURNS", "")),
         progress_page=environ.get("DLROVER_PROGRESS_PAGE", ""),
         dump_file=environ.get("DLROVER_DUMP_FILE", ""),
         dump_signal=int(environ.get("DLROVER_DUMP_SIGNAL", "0")),
@@ -71,6 +74,11 @@ def read(environ: Mapping[str, str]) -> WorkerEnvironment | None:
         has_hooks=environ.get("DLROVER_PROGRESS_HOOKS", "") == "1",
         canary_every=int(environ.get("DLROVER_CANARY_EVERY", "0")),
     )
+
+
+def _read_turns(text: str) -> tuple[tuple[int, int], ...]:
+    pairs = (each.split(":") for each in text.split(",") if each)
+    return tuple((int(round_), int(step)) for round_, step in pairs)
 
 
 def snapshot_dir() -> Path:

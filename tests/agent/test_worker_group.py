@@ -268,7 +268,7 @@ def test_the_environment_is_torchruns(tmp_path: Path) -> None:
         added = {name for name in ours if name not in theirs}
         assert added == {
             "DLROVER_AGENT_SOCKET", "DLROVER_JOB_AGE", "DLROVER_JOB_NAME", "DLROVER_LOCAL_RANK", "DLROVER_MAX_NODES", "DLROVER_NODE_RANK",
-            "DLROVER_PARAL_CONFIG_PATH", "DLROVER_ROUND", "RUNTIME_METRICS_PATH",
+            "DLROVER_PARAL_CONFIG_PATH", "DLROVER_ROUND", "DLROVER_TURNS", "RUNTIME_METRICS_PATH",
         }  # fmt: skip
         keep = set(theirs) - differing
         assert {name: ours.get(name) for name in keep} == {name: theirs[name] for name in keep}

@@ -30,6 +30,7 @@ from dlrover.protocol.data_messages import (
     Storage,
     Supply,
     TaskType,
+    last_shared,
 )
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import ExitReason, MasterStarted, Round
@@ -315,6 +316,41 @@ def test_two_histories_that_count_the_same_are_told_apart(scene: Reading) -> Non
     scene.new_round("a", "b")
     scene.restored("a", 1, data_state=text)
     assert places(scene.take("a", 2)) == [(0, 10), (20, 30)]
+
+
+def test_a_world_is_told_which_models_others_have_given_up(scene: Reading) -> None:
+    """Step 3 of the first round may still lie in the memory of a node that was cut off."""
+    old = scene.round
+    assert scene.world("a").turns == ()
+    for step, shard in enumerate(scene.take("a", 3), 1):
+        scene.consume("a", shard, step=step)
+    scene.new_round("a", "b")
+    before = scene.world("a").turns
+    scene.restored("a", 1)
+    between = scene.round
+    assert scene.world("a").turns == before == (), "workers that run already are told nothing new"
+    scene.new_round("a", "b")
+    turns = scene.world("a").turns
+    assert turns == ((between, 1),)
+    assert scene.world("b").turns == turns
+    assert [last_shared(step, old, turns) for step in (1, 2, 3)] == [1, 1, 1]
+    assert last_shared(3, between, turns) == 3
+    scene.restored("a", 0)
+    assert scene.world("a").turns == turns
+
+
+def test_nothing_of_before_is_of_the_history_of_a_checkpoint_that_was_named(scene: Reading) -> None:
+    old = scene.round
+    for step, shard in enumerate(scene.take("a", 3), 1):
+        scene.consume("a", shard, step=step)
+    first = state_for_manifest(scene.job.state, 1, old)
+    scene.new_round("a", "b")
+    scene.restored("a", 1, data_state=first, is_explicit=True)
+    between = scene.round
+    scene.new_round("a", "b")
+    turns = scene.world("a").turns
+    assert last_shared(1, old, turns) == -1
+    assert last_shared(2, between, turns) == 2
 
 
 def test_a_commit_on_the_masters_word_counts_in_the_round_of_its_save(scene: Reading) -> None:

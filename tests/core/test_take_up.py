@@ -17,6 +17,7 @@ from dlrover.protocol.messages import (
     LeaveReason,
     NodeId,
     NodeRank,
+    Round,
     Run,
     Stage,
     Wait,
@@ -45,6 +46,7 @@ def come_back(scene: Scene, worlds: dict[str, WorldSpec], name: str, **details: 
 
 def test_when_all_members_are_back_the_world_goes_on_and_nobody_restarts() -> None:
     scene, worlds = forgotten(*"abc")
+    worlds = {name: replace(world, turns=((Round(2), 7),)) for name, world in worlds.items()}
     lives = {name: agent.incarnation for name, agent in scene.agents.items()}
     for name in "cab":  # in whatever order
         wish = come_back(scene, worlds, name).desired.wish

@@ -191,6 +191,26 @@ FOUND = {
         faults=(Fault(at=19659385, kind="two-masters", pick=579722661, amount=0.28586747553116265),),
         hours=0.02,
     ),
+    # A node that was cut off went on training, while the other one went back to an older model and read its data again. Then both
+    # took the snapshot of the former, of which the books knew nothing any more. First seen as seed 10175.
+    "a-model-that-others-have-given-up-is-taken": Plan(
+        seed=7,
+        shape=Shape(
+            min_nodes=1,
+            max_nodes=2,
+            local_world_size=2,
+            restarts=RestartPolicy(max_restarts=1000),
+            last_call=5.0,
+            num_steps=1080,
+            has_replicas=True,
+            dataset=DatasetSpec(name="clicks", size=86, shard_size=20, num_epochs=2, seed=717, is_required=False),
+        ),
+        faults=(
+            Fault(at=44305645, kind="one-way-partition", pick=828004, amount=0.651),
+            Fault(at=89872446, kind="partition", pick=259631, amount=0.947),
+        ),
+        hours=0.2,
+    ),
 }
 
 

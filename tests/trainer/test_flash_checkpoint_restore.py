@@ -10,9 +10,11 @@ import torch
 
 from dlrover.snapshot.checksum import Corrupt
 from dlrover.snapshot.manifest import ManifestInvalid
+from dlrover.trainer import environment
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
 from dlrover.trainer.torch.flash_checkpoint.reading import read_content, read_file
+from dlrover.trainer.torch.flash_checkpoint.reshard_exchange import Summary, newest_attempts
 from tests.trainer.test_flash_checkpoint import assert_same, state_of
 
 
@@ -67,6 +69,29 @@ def test_a_training_that_went_back_is_not_restored_from_the_past_that_it_gave_up
         parts = {"model": {"step": step}}
         assert engine.save(step, parts, {"model": "model.pt"}, is_storage=False)
     assert engine.load("model") == {"step": 5}
+
+
+@pytest.mark.parametrize(
+    ("turns", "restored"), [("", 9), ("3:9", 9), ("3:5", 5), ("3:5,4:7", 5), ("2:5", 9), ("3:4", 9)]
+)
+def test_what_others_have_given_up_is_the_last_thing_to_go_on_with(make, monkeypatch, caplog, turns, restored):
+    """Steps 5 and 9 are of round 2, on a node that was cut off then; later rounds went on with another one."""
+    engine = make()
+    engine._round = 2
+    for step in (5, 9):
+        assert engine.save(step, {"model": {"step": step}}, {"model": "model.pt"}, is_storage=False)
+    told = environment.read({"DLROVER_AGENT_SOCKET": "/s", "DLROVER_ROUND": "5", "DLROVER_TURNS": turns})
+    monkeypatch.setattr(environment, "current", lambda: told)
+    assert engine.load("model") == {"step": restored}
+    assert ("is all that is left" in caplog.text) == (turns == "3:4")
+
+
+def test_of_two_saves_of_a_step_the_one_counts_that_nobody_has_given_up(monkeypatch):
+    told = environment.read({"DLROVER_AGENT_SOCKET": "/s", "DLROVER_ROUND": "5", "DLROVER_TURNS": "4:5"})
+    monkeypatch.setattr(environment, "current", lambda: told)
+    cut_off = Summary(attempt="cut-off", step=9, round=3, num_shards=1, shards=(0,))
+    ours = Summary(attempt="ours", step=9, round=4, num_shards=2, shards=(0,))
+    assert newest_attempts([ours, cut_off]) == {9: ours}
 
 
 def test_a_step_without_the_wanted_part_is_passed_over(make):

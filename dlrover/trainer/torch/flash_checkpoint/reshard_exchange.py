@@ -24,6 +24,7 @@ from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.dcp_file import DcpItem
 from dlrover.snapshot.layout import LINE_ALIGNMENT
 from dlrover.snapshot.segment_format import round_up
+from dlrover.trainer import data_steps
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement
 from dlrover.trainer.torch.flash_checkpoint.dcp_reading import fit_to, index_of, metadata_of_items, plan_load
 from dlrover.trainer.torch.flash_checkpoint.reshard import SavedState
@@ -74,8 +75,16 @@ def tell_saves(saves: dict[str, SavedState], home: str, agreement: Agreement) ->
 
 
 def newest_attempts(saves: Sequence[Summary]) -> dict[int, Summary]:
-    """By step; of a step that was saved twice the one that is whole, and of such the later one. The same on all ranks."""
-    ordered = sorted(saves, key=lambda each: (each.step, len(each.shards) == each.num_shards, each.round, each.attempt))
+    """
+    By step; of a step that was saved twice one that nobody has given up, of such the one that is whole, and of these the later one. The same on
+    all ranks.
+    """
+
+    def worth(each: Summary) -> tuple[bool, bool, int, str]:
+        is_present = not data_steps.is_given_up(each.step, each.round)
+        return is_present, len(each.shards) == each.num_shards, each.round, each.attempt
+
+    ordered = sorted(saves, key=lambda each: (each.step, worth(each)))
     return {each.step: each for each in ordered}
 
 

@@ -37,6 +37,7 @@ from dlrover.snapshot.segment import Segment, SlotName, segment_paths
 from dlrover.snapshot.segment_format import SegmentInvalid
 from dlrover.snapshot.storage import LocalStorage, Storage, join, read_bytes
 from dlrover.snapshot.user_storage import storage_of
+from dlrover.trainer import data_steps
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, Share
 from dlrover.trainer.torch.flash_checkpoint.copying import load_state
 from dlrover.trainer.torch.flash_checkpoint.early_look import EarlyLook, check, close_behind
@@ -87,9 +88,11 @@ class Restorer:
         """
         offers = self._offers()
         in_memory = self._agreement.common(list(offers))
+        present = self._of_present_history(offers)
         in_storage, trouble = self._stored_steps()
-        candidates = sorted([(step, 1) for step in in_memory] + [(step, 0) for step in in_storage], reverse=True)
-        for step, is_memory in candidates:
+        found = [(step in present, step, 1) for step in in_memory] + [(True, step, 0) for step in in_storage]
+        candidates = sorted(found, reverse=True)
+        for is_present, step, is_memory in candidates:
             if is_memory and not self._agreement.common([self._save_number(offers[step])]):
                 log.warning("ranks hold different saves of step %d; trying the next older one", step)
                 continue
@@ -99,6 +102,10 @@ class Restorer:
                 parts = self._from_storage(step, names, into)
             if self._agreement.have_all(parts is not None):
                 assert parts is not None, "all ranks have it"
+                if not is_present:
+                    log.warning(
+                        "step %d was given up by others, and is all that is left: its data may be read again", step
+                    )
                 claims = self._claims_of(offers[step]) if is_memory else {}
                 return Restored(step, bool(is_memory), parts, claims)
             log.warning("step %d cannot be restored on all ranks; trying the next older one", step)
@@ -127,6 +134,15 @@ class Restorer:
             except (SegmentInvalid, FileNotFoundError):
                 continue
         return {name.step: name for name in of_present_history(found)}
+
+    def _of_present_history(self, offers: Mapping[int, Any]) -> set[int]:
+        """
+        The steps that every rank can have without going back to what others have given up: books of data know nothing of such a model any more. It
+        is better than none, but worse than a checkpoint.
+        """
+        if not data_steps.has_turns():
+            return set(offers)
+        return self._agreement.common([at for at, each in offers.items() if not data_steps.is_given_up(at, each.round)])
 
     def _save_number(self, name: SlotName) -> int:
         """Equal on all ranks for one save: a step that was trained twice is two states."""
