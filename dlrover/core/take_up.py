@@ -16,8 +16,8 @@ from dlrover.protocol.messages import Micros, NodeId, NodeRank, Round, WorldSpec
 _MOST = 65_536
 """Nodes of a world, and workers of a node: beyond is rubbish."""
 _OLDEST = 1e9
-_MOST_TURNS = 1024
 """Seconds: no job is older."""
+_MOST_TURNS = 1024
 
 
 class Claim(Struct, frozen=True):
