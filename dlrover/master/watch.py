@@ -14,13 +14,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from dlrover.core.diagnosis.mute_nodes import MuteNodes
 from dlrover.core.diagnosis.picture import Failed, scene_of
 from dlrover.core.diagnosis.watch import Act, AskNode, Publish, Tell, Watch
 from dlrover.core.turn import Outcome
 from dlrover.master.clock import MasterClock
 from dlrover.master.desk import Desk
 from dlrover.master.diagnosticians import UserDiagnosticians
-from dlrover.master.mute_nodes import MuteNodes
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.fleet_messages import NodePhase, NodesListed
 from dlrover.protocol.messages import Command, JobTerms, Micros, NodeId, Reply, ReportFailure

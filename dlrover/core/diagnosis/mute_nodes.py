@@ -80,6 +80,6 @@ class MuteNodes:
             confidence=0.7,
             reasoning="Another node may do better; it has done nothing yet that could be lost."
             if is_exchanged
-            else f"It is the {count + 1}th of its rank: look at what its processes say, another node would not help.",
+            else f"It is number {count + 1} of its rank: look at what its processes say, another node would not help.",
         )
         return Mute(verdict, wish)
