@@ -120,10 +120,7 @@ class _Ledger:
         for claim in command.claims.get(name, ()):
             if claim.step <= command.step:
                 place = Range(claim.epoch, claim.start, claim.end, claim.partition, claim.listing)
-                if not any(
-                    each.key == place.key and each.start < place.end and place.start < each.end for each in known
-                ):
-                    self._seen.append((claim.step, place))
+                self._seen += [(claim.step, rest) for rest in subtract([place], known)]
 
     def finding(self, books: Dataset) -> Finding:
         seen = sorted((each for _, each in self._seen), key=lambda each: (each.key, each.start))

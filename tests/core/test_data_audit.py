@@ -109,6 +109,17 @@ def test_claims_count(scene: Reading) -> None:
     assert finding.num_seen == 100
 
 
+def test_of_a_claim_that_was_told_in_part_the_rest_counts(scene: Reading) -> None:
+    [shard] = scene.take("a")
+    scene.consume("a", shard, step=5, count=2)
+    scene.new_round("a", "b")
+    scene.restored("a", 7, claims={"d": (Claim(0, shard.start, shard.start + 4, 7),)})
+    finish(scene)
+    finding = audited(scene)
+    assert finding.is_clean, finding
+    assert finding.num_seen == 100
+
+
 def test_a_return_to_a_checkpoint_counts_from_there(scene: Reading) -> None:
     for shard in scene.take("a", 3):
         scene.consume("a", shard)
