@@ -112,7 +112,7 @@ def test_same_environment(jobs, tmp_path, options):
 @pytest.mark.parametrize(
     ("how", "code"),
     [
-        ("exception", 1),
+        pytest.param("exception", 1, marks=pytest.mark.chaos),
         pytest.param("exit", 1, marks=pytest.mark.chaos),
         pytest.param("sys-exit", 1, marks=pytest.mark.chaos),
         pytest.param("text", 1, marks=pytest.mark.chaos),
@@ -137,7 +137,7 @@ def test_a_program_that_fails(jobs, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        ["--log-dir=FOLDER/logs"],
+        pytest.param(["--log-dir=FOLDER/logs"], marks=pytest.mark.chaos, id="log dir alone"),
         pytest.param(["--log-dir=FOLDER/logs", "--redirects=3"], marks=pytest.mark.chaos, id="--redirects=3"),
         pytest.param(["--log-dir=FOLDER/logs", "--tee=3"], marks=pytest.mark.chaos, id="--tee=3"),
         pytest.param(
@@ -150,7 +150,7 @@ def test_a_program_that_fails(jobs, tmp_path):
             id="--redirects=3 --local-ranks-filter=0",
         ),
     ],
-    ids=lambda options: " ".join(options[1:]) or "log dir alone",
+    ids=lambda options: " ".join(options[1:]),
 )
 def test_same_log_files_and_console(jobs, tmp_path, options):
     runs = both(jobs, tmp_path, "--nproc-per-node=2", *options, f"{SCRIPTS}/dump_env.py", "FOLDER", expect_code=0)
