@@ -55,7 +55,7 @@ bench-data: $(STAMP) ## shards, large datasets, samplers and steps: ours, dlrove
 bench-node-failover: $(STAMP) ## one of two nodes killed: ours, torchrun, dlrover 0.6.1 (about 20 minutes)
 	$(BIN)/python benchmarks/node_failover.py
 
-bench-checkpoint: $(STAMP) ## saves and restores of 0.25 and 1 GB: ours, torch's, torchsnapshot's, dlrover 0.6.1's (about 40 minutes)
+bench-checkpoint: $(STAMP) ## saves and restores of 0.25 and 1 GB: ours, torch's, torchsnapshot's, dlrover 0.6.1's (at most 20 minutes)
 	$(BIN)/python benchmarks/checkpoint.py --json checkpoint.json
 
 bench-diagnosis: $(STAMP) ## more than 250 faults of 38 kinds in jobs of four workers, and 50 healthy jobs (about 30 minutes)
