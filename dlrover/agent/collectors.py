@@ -9,21 +9,19 @@ called again, and after three that took too long never. What it raises goes to t
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
+from dlrover.agent import side_thread
 from dlrover.agent.old_diagnosis_data import DiagnosisData
 from dlrover.agent.scrape import ScrapeError
 from dlrover.protocol.messages import Incarnation, NodeId
 from dlrover.protocol.watch_messages import MAX_SAMPLE_TEXT, MAX_SERIES, MAX_TEXT, SampleTaken, WatchObservation
 
 log = logging.getLogger("dlrover.agent")
-
-T = TypeVar("T")
 
 ENTRY_POINTS = "dlrover.collectors"
 TIME_LIMIT = 10.0
@@ -56,7 +54,7 @@ class Collectors:
 
     async def run(self) -> None:
         """Until cancelled."""
-        collectors = await _in_thread(self._load)
+        collectors = await side_thread.begin(self._load, "collector")
         async with asyncio.TaskGroup() as group:
             for name, collector in collectors.items():
                 group.create_task(self._repeat(name[:MAX_NAME], collector), name=f"collector {name}")
@@ -144,15 +142,7 @@ def _with_new_name(collector: Any) -> Any:
 async def _collect(collector: Any) -> object:
     if inspect.iscoroutinefunction(collector.collect):
         return await collector.collect()
-    return await _in_thread(collector.collect)
-
-
-async def _in_thread(call: Callable[[], T]) -> T:
-    """In one of its own, which nobody waits for when the agent ends."""
-    threads = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="collector")
-    running = asyncio.wrap_future(threads.submit(call))
-    threads.shutdown(wait=False)
-    return await running
+    return await side_thread.begin(collector.collect, "collector")
 
 
 def _checked(answer: object) -> tuple[dict[str, float], str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import concurrent.futures
 import enum
 import importlib
 import json
@@ -18,6 +17,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+from dlrover.agent import side_thread
 from dlrover.protocol.fleet_messages import ErrorLevel, NodeExit, ReportNodeError, RestartJob
 from dlrover.protocol.messages import AgentCommand, ReportFailure, StopJob
 
@@ -102,9 +102,7 @@ class Failover:
     async def _ask(self, info: AgentFailureInfo) -> FailoverStrategy:
         if self._is_busy:
             return FailoverStrategy.NORMAL_FAILOVER  # an earlier call still runs, and cannot be ended
-        threads = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="failover")
-        call = asyncio.wrap_future(threads.submit(self._extension.get_user_failover_strategy, info))
-        threads.shutdown(wait=False)
+        call = side_thread.begin(lambda: self._extension.get_user_failover_strategy(info), "failover")
         self._is_busy = True
         call.add_done_callback(self._came_back)
         done, _ = await asyncio.wait([call], timeout=self._time_limit)

@@ -8,7 +8,6 @@ bytes for all of it. Whatever answers, the worst that comes out is an error in w
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import ipaddress
 import math
@@ -16,6 +15,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
+from dlrover.agent import side_thread
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.watch_messages import MAX_SERIES
 
@@ -114,13 +114,11 @@ async def fetch(url: str, *, timeout: float = TIMEOUT, max_bytes: int = MAX_BYTE
 
 
 async def _resolve(host: str) -> str:
-    """In a thread of its own: the loop's own would be waited for when the agent ends, and a name server may take long."""
+    """In a thread of its own: a name server may take long, and the loop's own threads are few."""
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(host))
-    threads = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="resolver")
-    call = asyncio.wrap_future(threads.submit(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM))
-    threads.shutdown(wait=False)
-    return str((await call)[0][4][0])
+    found = await side_thread.begin(lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM), "resolver")
+    return str(found[0][4][0])
 
 
 async def _read(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
