@@ -40,8 +40,7 @@ from dlrover.protocol.data_messages import (
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages import Reply, Round, WorkerRequest
 from dlrover.trainer import data_steps, environment, phases
-from dlrover.trainer.agent_link import Link
-from dlrover.trainer.stand_in import current_link
+from dlrover.trainer.agent_link import Link, current_link
 
 log = logging.getLogger("dlrover.trainer.data")
 

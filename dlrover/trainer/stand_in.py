@@ -8,7 +8,6 @@ nothing of it, so it cannot connect ranks.
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from typing import Any
@@ -35,8 +34,6 @@ from dlrover.protocol.messages import (
     WorkerRequest,
 )
 from dlrover.protocol.sync_messages import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncState
-from dlrover.trainer import environment
-from dlrover.trainer.agent_link import AgentLink, Link
 
 _ALONE = NodeId(0)
 
@@ -116,10 +113,3 @@ class _LonelyJob:
 
     def _apply(self, command: Any) -> Reply:
         return self._job.apply(command, Micros(max(self._job.now, time.monotonic_ns() // 1000))).reply
-
-
-@functools.cache
-def current_link() -> Link:
-    """The process's one line to its agent, or the stand-in outside `dlrover-run`."""
-    where = environment.current()
-    return StandIn() if where is None else AgentLink(where)

@@ -16,8 +16,7 @@ from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages import Round, WorkerRequest
 from dlrover.protocol.sync_messages import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncJoined, SyncState
 from dlrover.trainer import environment
-from dlrover.trainer.agent_link import Link, pause_before_retry
-from dlrover.trainer.stand_in import current_link
+from dlrover.trainer.agent_link import Link, current_link, pause_before_retry
 
 _log = logging.getLogger(__name__)
 

@@ -45,6 +45,7 @@ _READ_AT_IMPORT = ("GOMP_", "KMP_", "LD_", "MALLOC_", "PYTHON", "PYTORCH_", "TOR
 """Variables that libraries or the interpreter read once, when they are loaded: too late to change in a fork."""
 _IDLE = 1.0
 """Seconds without a request before workers are forked ahead: the last ones are busy starting until then."""
+_FLASH_CHECKPOINT = "dlrover.trainer.torch.flash_checkpoint.ddp"
 _READ_LATER = ("TORCH_NCCL_", "TORCHELASTIC_")
 _MAX_CGROUP_ATTEMPTS = 3
 
@@ -104,6 +105,7 @@ class _Zygote:
         self._spares: dict[int, socket.socket] = {}
         """Workers forked ahead by pid, each with the socket on which it waits for its order."""
         self._num_spares_wanted = 0
+        self._has_flash_checkpoint = False
         self._num_cgroups = 0
         self._shares_cgroup = False
         """With workers that run."""
@@ -235,6 +237,13 @@ class _Zygote:
         if search_path:
             sys.path.remove(search_path)
 
+    def _import_flash_checkpoint(self) -> None:
+        """What a worker that restores would import first. Not before the first workers run, whose start would wait for it."""
+        if self._is_warm and not self._has_flash_checkpoint:
+            self._has_flash_checkpoint = True
+            importlib.import_module(_FLASH_CHECKPOINT)
+            gc.freeze()
+
     def _restart_cold(self, note: str) -> None:
         """A clean process without the imports; requests that wait in the socket stay there."""
         os.set_inheritable(self._socket.fileno(), True)
@@ -268,6 +277,7 @@ class _Zygote:
 
     def _fork_ahead(self) -> ForkWorker | None:
         """Fork the next workers before anybody asks: then a restart need not wait for it. An order in the child."""
+        self._import_flash_checkpoint()
         while len(self._spares) < self._num_spares_wanted:
             ours, theirs = socket.socketpair()
             birth = self._fork()

@@ -41,8 +41,7 @@ from dlrover.protocol.kv_messages import (
 )
 from dlrover.protocol.messages import Reply, Round, WorkerRequest
 from dlrover.trainer import environment
-from dlrover.trainer.agent_link import Link, pause_before_retry
-from dlrover.trainer.stand_in import current_link
+from dlrover.trainer.agent_link import Link, current_link, pause_before_retry
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 _SLICE = 30.0

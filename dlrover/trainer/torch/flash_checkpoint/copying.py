@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dlrover.snapshot.contents import Contents, FileEntry, decode_contents, encode_contents
+from dlrover.snapshot.contents import FileEntry, decode_contents
 from dlrover.snapshot.copying import PIECE_BYTES, Blocks, Copier, CopyInProgress, Span, address_of
 from dlrover.snapshot.layout import Layout, Plan, plan_state
 from dlrover.snapshot.segment import PinnedSlot, SegmentWriter, SlotInWriting, SlotName
+from dlrover.trainer.torch.flash_checkpoint.describing import Describer, Description, Header
 from dlrover.trainer.torch.flash_checkpoint.device_copies import DeviceCopies, DevicePair
-from dlrover.trainer.torch.flash_checkpoint.frozen import Frozen, freeze, freeze_again
+from dlrover.trainer.torch.flash_checkpoint.frozen import Frozen, Looks, freeze, freeze_again
 from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY_FROM_BYTES, Block, Changed, Guard, Memory
 from dlrover.trainer.torch.flash_checkpoint.live import fresh_storage, live_storages
-from dlrover.trainer.torch.flash_checkpoint.parts import restore_part, skeleton_of
-from dlrover.trainer.torch.flash_checkpoint.skeleton import Skeleton
+from dlrover.trainer.torch.flash_checkpoint.parts import restore_part
 from dlrover.trainer.torch.flash_checkpoint.staleness import sample_digest
 from dlrover.trainer.torch.flash_checkpoint.tensors import TorchTensors
 
@@ -94,7 +94,7 @@ class StateWriter:
                 slot = self.segments.begin(state.data_length + self._unnamed_bytes, self._guess_meta(plan))
                 if slot is None:
                     return None
-                header = _Header(step, round_, paths or {}, extra or {})
+                header = Header(step, round_, paths or {}, extra or {})
                 try:
                     pending = self._fill(slot, state, header, lazy_memory)
                 except BaseException:
@@ -108,25 +108,25 @@ class StateWriter:
     def _look_at(self, parts: Mapping[str, object]) -> _State:
         last = self._last
         if last is not None and (again := freeze_again(parts, last.looks)) is not None:
-            return _State(again.parts, last.plan, last.storages_of(again.tensors), last.sources, True, last)
+            return _State(again.parts, last.plan, last.storages_of(again.tensors), last.sources, again, last)
         frozen = freeze(parts)
         adapter = TorchTensors()
         plan = plan_state(parts, adapter)
         sources = [_source(number, adapter.storages[identity]) for identity, number in plan.numbers.items()]  # type: ignore[index]
         if frozen is None:
-            return _State(parts, plan, adapter.storages, sources, False)
+            return _State(parts, plan, adapter.storages, sources)
         is_on_cpu = all(source.is_on_cpu for source in sources)
-        self._last = _Known(frozen.forgotten(), plan, sources) if is_on_cpu else None
-        return _State(frozen.parts, plan, adapter.storages, sources, True, self._last)
+        self._last = _Known(frozen.looks, plan, sources) if is_on_cpu else None
+        return _State(frozen.parts, plan, adapter.storages, sources, frozen, self._last)
 
     def _fill(
-        self, slot: SlotInWriting, state: _State, header: _Header, lazy_memory: Collection[Memory]
+        self, slot: SlotInWriting, state: _State, header: Header, lazy_memory: Collection[Memory]
     ) -> PendingSave | None:
         """None: the slot is too small for what only the pickles know."""
         routes = self._routes_into(slot, state, lazy_memory)
-        is_described_later = bool(routes.guarded) and state.is_frozen and self._meta_bytes > 0
+        is_described_later = bool(routes.guarded) and state.frozen is not None and self._meta_bytes > 0
         with _Transfer(self.copier, routes.eager, state.storages):
-            description = None if is_described_later else _describe(state, header)
+            description = None if is_described_later else state.describe(header)
         if description is not None:
             self._learn(description, state.plan)
             if not description.fits(slot):
@@ -140,7 +140,7 @@ class StateWriter:
         guard = Guard(routes.guarded, self._turn)
         transfer = _Transfer(self.copier, routes.lazy, state.storages, num_helpers=0)
 
-        def describe() -> _Description:
+        def describe() -> Description:
             return description if description is not None else self._describe_later(state, header)
 
         return PendingSave(slot, transfer, guard, state, header, describe)
@@ -168,14 +168,14 @@ class StateWriter:
             state.known.routes[slot.address] = found
         return found
 
-    def _describe_later(self, state: _State, header: _Header) -> _Description:
-        description = _describe(state, header)
+    def _describe_later(self, state: _State, header: Header) -> Description:
+        description = state.describe(header)
         if description.unnamed:
             raise Changed("A tensor got other memory while its state was saved.")
         self._learn(description, state.plan)
         return description
 
-    def _learn(self, description: _Description, plan: Plan) -> None:
+    def _learn(self, description: Description, plan: Plan) -> None:
         self._unnamed_bytes = max(self._unnamed_bytes, description.layout.data_length - plan.layout.data_length)
         self._meta_bytes = max(self._meta_bytes, description.meta_bytes)
 
@@ -201,11 +201,12 @@ def _source(number: int, storage: torch.UntypedStorage) -> _Source:
 class _Known:
     """All that is known of a state when it is saved again, without anything that keeps its memory. Only for memory of the host."""
 
-    def __init__(self, looks: Frozen, plan: Plan, sources: list[_Source]) -> None:
+    def __init__(self, looks: Looks, plan: Plan, sources: list[_Source]) -> None:
         self.looks, self.plan, self.sources = looks, plan, sources
         self.data_length = plan.layout.data_length
         self.routes: dict[int, _Routes] = {}
         """By address of the slot."""
+        self.describer = Describer(plan)
         self._large = {facts[3]: index for index, facts in enumerate(looks.facts) if facts[4] >= LAZY_FROM_BYTES}
 
     def storages_of(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
@@ -219,8 +220,8 @@ class _State(NamedTuple):
     storages: Mapping[int, torch.UntypedStorage]
     """By identity; alive until everything is copied."""
     sources: list[_Source]
-    is_frozen: bool
-    """Nobody else can change its containers."""
+    frozen: Frozen | None = None
+    """Nobody else can change its containers, if it is."""
     known: _Known | None = None
     """What the next save of it may use again, or this one does."""
 
@@ -228,37 +229,9 @@ class _State(NamedTuple):
     def data_length(self) -> int:
         return self.plan.layout.data_length if self.known is None else self.known.data_length
 
-
-class _Header(NamedTuple):
-    step: int
-    round: int
-    paths: Mapping[str, str]
-    extra: Mapping[str, bytes]
-
-
-class _Description(NamedTuple):
-    """Everything about a state but its bytes."""
-
-    layout: Layout
-    sections: dict[str, bytes]
-    layout_hash: bytes
-    unnamed: list[tuple[int, torch.UntypedStorage]]
-    """Storages that only the pickles refer to."""
-
-    @property
-    def meta_bytes(self) -> int:
-        return sum(map(len, self.sections.values())) + 64 * len(self.sections) + 1024
-
-    def fits(self, slot: SlotInWriting) -> bool:
-        return self.layout.data_length <= slot.capacity_bytes and self.meta_bytes <= slot.meta_capacity_bytes
-
-
-def _describe(state: _State, header: _Header) -> _Description:
-    skeletons = {name: skeleton_of(part) for name, part in state.parts.items()}
-    layout, files, unnamed = _with_unnamed(state.plan, skeletons, header.paths)
-    pickles = {name: part.content for name, part in skeletons.items()}
-    sections, layout_hash = encode_contents(Contents(layout, files, pickles, dict(header.extra)))
-    return _Description(layout, sections, layout_hash, unnamed)
+    def describe(self, header: Header) -> Description:
+        describer = Describer(self.plan) if self.known is None else self.known.describer
+        return describer.describe(self.parts, self.frozen, header)
 
 
 class PendingSave:
@@ -270,8 +243,8 @@ class PendingSave:
         transfer: _Transfer,
         guard: Guard,
         state: _State,
-        header: _Header,
-        describe: Callable[[], _Description],
+        header: Header,
+        describe: Callable[[], Description],
     ) -> None:
         self._slot, self._transfer, self._guard, self._header = slot, transfer, guard, header
         self.layout = state.plan.layout
@@ -279,14 +252,14 @@ class PendingSave:
         self.storages: Collection[int] = state.plan.numbers.keys()  # type: ignore[assignment]
         """Of the state, by identity."""
         self.digest = b""
-        """Of some of its bytes; known when it is finished."""
+        """Of some of its bytes; known when it is finished, unless it is lazy: nobody asks then."""
         self._describe = describe
-        self._description: _Description | None = None
+        self._description: Description | None = None
         self._describing = threading.Lock()
         """One thread pickles, whoever comes second waits for it instead of doing the same."""
         self.is_lazy = transfer.num_bytes > 0
 
-    def prepare(self) -> _Description:
+    def prepare(self) -> Description:
         """Do what is left to do beside the copy."""
         with self._describing:
             if self._description is None:
@@ -310,7 +283,8 @@ class PendingSave:
             if number is not None:
                 raise Changed(f"{self._name_of(number)} was written to while it was copied.")
             description = self.prepare()
-            self.digest = sample_digest(self._slot.address, self.layout)
+            if not self.is_lazy:
+                self.digest = sample_digest(self._slot.address, self.layout)
             return self._slot.complete(
                 step=self._header.step,
                 round_=self._header.round,
@@ -362,25 +336,6 @@ def _chooser(
     entry: FileEntry, storages: Mapping[int, torch.UntypedStorage]
 ) -> Callable[[int, int, str], torch.UntypedStorage]:
     return lambda number, num_bytes, location: storages[entry.storages[number]]
-
-
-def _with_unnamed(
-    plan: Plan, skeletons: Mapping[str, Skeleton], paths: Mapping[str, str]
-) -> tuple[Layout, tuple[FileEntry, ...], list[tuple[int, torch.UntypedStorage]]]:
-    """Add the storages that only the pickles refer to."""
-    numbers = dict(plan.numbers)
-    unnamed: list[tuple[int, torch.UntypedStorage]] = []
-    files = []
-    for name, skeleton in skeletons.items():
-        own = []
-        for storage in skeleton.storages:
-            number = numbers.setdefault(storage._cdata, len(numbers))
-            if number == len(plan.numbers) + len(unnamed):
-                unnamed.append((number, storage))
-            own.append(number)
-        files.append(FileEntry(name, tuple(own), paths.get(name, ""), skeleton.kind))
-    layout = plan.layout.extended(storage.nbytes() for _, storage in unnamed)
-    return layout, tuple(files), unnamed
 
 
 def _blocks(data: memoryview, layout: Layout, sources: Sequence[_Source]) -> list[Block]:

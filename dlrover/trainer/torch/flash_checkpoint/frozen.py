@@ -14,35 +14,48 @@ Tensor) is laid out anew each time, and pickled before the save returns.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
 
-_ATOMS = frozenset(
-    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout)
-)
+NUMBERS = frozenset((type(None), bool, int, float))
+_ATOMS = NUMBERS | {complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout}
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_shape_of = operator.attrgetter("shape")
 
 Facts = tuple[int, torch.Size, object, int, int, tuple[int, ...]]
 """Of a tensor, all that decides about its place: address, shape, dtype, identity and length of its storage, stride."""
 
 
-class Frozen(NamedTuple):
-    parts: dict[str, Any]
+class Looks(NamedTuple):
+    """Of a state, what a later one is compared with; nothing that keeps memory alive."""
+
     structure: list[object]
     """Of each container, in the order of a walk: its keys and the kinds of what is in it; for one that was met before, which."""
     facts: list[Facts]
     """Of each tensor, in that order."""
-    tensors: list[torch.Tensor]
+    addresses: list[int]
+    shapes: list[torch.Size]
+    """From the facts, to be compared all at once."""
     seen: list[weakref.ref[torch.Tensor]]
-    """The same, without keeping them alive."""
 
-    def forgotten(self) -> Frozen:
-        """What is needed to compare a later one with it, and nothing that keeps memory alive."""
-        return self._replace(parts={}, tensors=[])
+
+class Frozen(NamedTuple):
+    parts: dict[str, Any]
+    looks: Looks
+    tensors: list[torch.Tensor]
+    """In the order of the walk, as everything that follows."""
+    dicts: list[dict[Any, Any]]
+    """In `parts`, ours alone."""
+    numbers: list[tuple[dict[Any, Any], Any]]
+    """Which of them has a number where, or None."""
+    others: list[object]
+    """Names and other values that are no containers, and the numbers in lists and tuples."""
 
 
 class _NotPlain(Exception):
@@ -58,29 +71,42 @@ def freeze(parts: Mapping[str, object]) -> Frozen | None:
     copying = _Copying()
     try:
         frozen = copying.copy(dict(parts))
+        facts = list(map(_facts_of, copying.tensors))
     except (_NotPlain, RecursionError):
         return None
-    return Frozen(frozen, copying.structure, copying.facts, copying.tensors, list(map(weakref.ref, copying.tensors)))
+    looks = Looks(
+        copying.structure,
+        facts,
+        [each[0] for each in facts],
+        [each[1] for each in facts],
+        list(map(weakref.ref, copying.tensors)),
+    )
+    return copying.ended(frozen, looks)
 
 
-def freeze_again(parts: Mapping[str, object], last: Frozen) -> Frozen | None:
+def freeze_again(parts: Mapping[str, object], last: Looks) -> Frozen | None:
     """The same for a state that looks exactly like the last one, with less work. None: it does not."""
     copying = _CopyingAgain(last)
     try:
         frozen = copying.copy(dict(parts))
+        is_alike = len(copying.structure) == len(last.structure) and _are_alike(copying.tensors, last)
     except (_Differs, _NotPlain, RecursionError):
         return None
-    is_whole = len(copying.structure) == len(last.structure) and len(copying.tensors) == len(last.facts)
-    return Frozen(frozen, last.structure, last.facts, copying.tensors, last.seen) if is_whole else None
+    return copying.ended(frozen, last) if is_alike else None
 
 
 class _Copying:
     def __init__(self) -> None:
         self.structure: list[object] = []
-        self.facts: list[Facts] = []
         self.tensors: list[torch.Tensor] = []
+        self._dicts: list[dict[Any, Any]] = []
+        self._numbers: list[tuple[dict[Any, Any], Any]] = []
+        self._others: list[object] = []
         self._known: dict[int, tuple[int, Any]] = {}
         """Containers that were met before: a state may refer to one of them twice, and the pickle shows it."""
+
+    def ended(self, parts: dict[str, Any], looks: Looks) -> Frozen:
+        return Frozen(parts, looks, self.tensors, self._dicts, self._numbers, self._others)
 
     def copy(self, value: Any) -> Any:
         kind = type(value)
@@ -90,18 +116,17 @@ class _Copying:
             return known[1]
         made: Any
         if kind is dict or kind is OrderedDict:
-            self._enter((kind, tuple(value), tuple(map(type, value.values()))))
+            kinds = tuple(map(type, value.values()))
+            self._enter((kind, tuple(value), kinds))
             made = value.copy() if kind is dict else OrderedDict(value)
             self._known[id(value)] = (len(self._known), made)
+            self._dicts.append(made)
             if kind is OrderedDict:
                 made.__dict__.update(value.__dict__)  # a module's state has its versions there
-            # Most of a state are tensors and numbers in dicts: without a call for each number.
-            for key, child in value.items():
-                its_kind = type(child)
-                if its_kind in _TENSORS:
-                    self._note(child)
-                elif its_kind not in _ATOMS:
-                    made[key] = self.copy(child)
+            if _TENSORS.issuperset(kinds):  # as most are: without a look at each
+                self.tensors += made.values()
+            else:
+                self._copy_values(made)
             return made
         if kind is list or kind is tuple:
             self._enter((kind, tuple(map(type, value))))
@@ -111,41 +136,52 @@ class _Copying:
             for child in value:
                 its_kind = type(child)
                 if its_kind in _TENSORS:
-                    self._note(child)
-                made.append(child if its_kind in _TENSORS or its_kind in _ATOMS else self.copy(child))
+                    self.tensors.append(child)
+                elif its_kind in _ATOMS:
+                    self._others.append(child)
+                else:
+                    child = self.copy(child)
+                made.append(child)
             return made if kind is list else tuple(made)
         raise _NotPlain
+
+    def _copy_values(self, made: dict[Any, Any]) -> None:
+        for key, child in made.items():
+            its_kind = type(child)
+            if its_kind in _TENSORS:
+                self.tensors.append(child)
+            elif its_kind in NUMBERS:
+                self._numbers.append((made, key))
+            elif its_kind in _ATOMS:
+                self._others.append(child)
+            else:
+                made[key] = self.copy(child)
 
     def _enter(self, container: object) -> None:
         self.structure.append(container)
 
-    def _note(self, tensor: torch.Tensor) -> None:
-        self.tensors.append(tensor)
-        self.facts.append(_facts_of(tensor))
-
 
 class _CopyingAgain(_Copying):
-    def __init__(self, last: Frozen) -> None:
+    def __init__(self, last: Looks) -> None:
         super().__init__()
-        self._last = last
-        self._expected = zip(last.seen, last.facts, strict=True)
+        self._last = last.structure
 
     def _enter(self, container: object) -> None:
-        structure, last = self.structure, self._last.structure
+        structure, last = self.structure, self._last
         if len(structure) >= len(last) or last[len(structure)] != container:
             raise _Differs
         structure.append(container)
 
-    def _note(self, tensor: torch.Tensor) -> None:
-        self.tensors.append(tensor)
-        for seen, facts in self._expected:  # the next one
-            is_it = seen() is tensor
-            if is_it and facts[0] == tensor.data_ptr() and facts[1] == tensor.shape:
-                return
-            if facts == _facts_of(tensor):
-                return
-            break
-        raise _Differs
+
+def _are_alike(tensors: Sequence[torch.Tensor], last: Looks) -> bool:
+    """Each has the place of the one before. All of them at once, for there are hundreds, and a save stands still for it."""
+    if len(tensors) != len(last.facts) or list(map(torch.Tensor.data_ptr, tensors)) != last.addresses:
+        return False
+    if list(map(_shape_of, tensors)) != last.shapes:
+        return False
+    is_another = list(map(operator.is_not, tensors, map(operator.call, last.seen)))
+    facts = map(_facts_of, compress(tensors, is_another))
+    return all(map(operator.eq, facts, compress(last.facts, is_another)))
 
 
 def _facts_of(tensor: torch.Tensor) -> Facts:
