@@ -22,12 +22,12 @@ from msgspec import Struct
 
 from dlrover.agent.process_tree import kill_descendants
 from dlrover.cli import processes
+from dlrover.cli.command_line import parse
 from dlrover.cli.console import say_block
 from dlrover.cli.discovery import Seat, new_launch
 from dlrover.cli.environment import read_environment
 from dlrover.cli.launcher import EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Programs, result_of
 from dlrover.cli.local_display import Display
-from dlrover.cli.options import parse
 from dlrover.cli.report import failure_report
 from dlrover.cli.runtime_dir import NodeDirectory, reap, user_root
 from dlrover.cli.settings import Settings, parse_nnodes, probe_directory, read_settings

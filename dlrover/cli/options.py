@@ -1,25 +1,17 @@
 """
-The command line of `dlrover-run`, as one table.
+The options of `dlrover-run`, as one table; `command_line` reads them.
 
 torchrun's options are repeated here in our own words because asking torch for them would cost the launcher its whole
 start (1.7 s and 219 MB); a test compares this table with `torch.distributed.run.get_args_parser()` of the installed
-torch, so the two cannot drift apart. The parser is written by hand for three reasons: it must know which values were
-given and from where (flag, environment, default), it must name the nearest option for a misspelt one, and `argparse`
-is not needed for the rest.
-
-Every option also reads `PET_<NAME>`, as under torchrun. Abbreviations are not accepted.
+torch, so the two cannot drift apart.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from dlrover.agent.config import WatchConfig
-from dlrover.protocol.errors import ConfigError
-
-PROGRAM = "dlrover-run"
 
 
 class Kind(enum.Enum):
@@ -28,14 +20,6 @@ class Kind(enum.Enum):
     NUMBER = "number"
     LIST = "list"
     FLAG = "flag"
-
-
-class Origin(enum.StrEnum):
-    """Where a value came from."""
-
-    FLAG = "flag"
-    ENVIRONMENT = "env"
-    DEFAULT = "default"
 
 
 Value = str | int | float | bool | tuple[str, ...] | None
@@ -262,7 +246,7 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
     ),
 )
 
-_OURS = "dlrover"
+OURS = "dlrover"
 _DUMP_SIGNAL = WatchConfig().dump_signal
 OUR_OPTIONS: tuple[Option, ...] = (
     _option(
@@ -270,7 +254,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.INTEGER,
         1,
         "The number of nodes of a world is a multiple of this.",
-        group=_OURS,
+        group=OURS,
         metavar="N",
     ),
     _option(
@@ -278,16 +262,16 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.FLAG,
         False,
         "Take the number of nodes from NODE_NUM and the number of workers from the devices, where not given.",
-        group=_OURS,
+        group=OURS,
     ),
-    _option("--no-warm", Kind.FLAG, False, "Start every worker cold, with its own imports.", group=_OURS),
+    _option("--no-warm", Kind.FLAG, False, "Start every worker cold, with its own imports.", group=OURS),
     _option(
         "--preload",
         Kind.TEXT,
         "",
         "Modules to import once, beside torch, before workers are forked. They may start no thread and touch no "
         "device.",
-        group=_OURS,
+        group=OURS,
         metavar="MODULE,...",
     ),
     _option(
@@ -295,14 +279,14 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.FLAG,
         False,
         "Do not hook torch to find out what workers are doing; only what scripts report is known then.",
-        group=_OURS,
+        group=OURS,
     ),
     _option(
         "--dump-signal",
         Kind.INTEGER,
         _DUMP_SIGNAL,
         "Signal that makes a worker write down its stacks when the job stands still; 0: none.",
-        group=_OURS,
+        group=OURS,
         metavar="NUMBER",
     ),
     _option(
@@ -311,7 +295,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         0,
         "Every so many steps each worker computes a digest of the parameters that all have alike; the one whose differs "
         "is named. 0: never.",
-        group=_OURS,
+        group=OURS,
         metavar="STEPS",
     ),
     _option(
@@ -319,7 +303,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.NUMBER,
         600.0,
         "Seconds that workers train on without a master before they give up.",
-        group=_OURS,
+        group=OURS,
         metavar="SECONDS",
     ),
     _option(
@@ -328,25 +312,25 @@ OUR_OPTIONS: tuple[Option, ...] = (
         "one",
         "Exit code after a failed training: one (1, as torchrun) or the first failed worker's.",
         choices=("one", "worker"),
-        group=_OURS,
+        group=OURS,
     ),
     _option(
         "--job-token-file",
         Kind.TEXT,
         "",
         "File with the secret that lets a node into the job. Not given: DLROVER_JOB_TOKEN.",
-        group=_OURS,
+        group=OURS,
         metavar="FILE",
     ),
-    _option("--tls-ca", Kind.TEXT, "", "Certificates (PEM) that the peer's certificate must come from.", group=_OURS),
-    _option("--tls-cert", Kind.TEXT, "", "Our certificate (PEM).", group=_OURS, metavar="FILE"),
-    _option("--tls-key", Kind.TEXT, "", "The key of our certificate (PEM).", group=_OURS, metavar="FILE"),
+    _option("--tls-ca", Kind.TEXT, "", "Certificates (PEM) that the peer's certificate must come from.", group=OURS),
+    _option("--tls-cert", Kind.TEXT, "", "Our certificate (PEM).", group=OURS, metavar="FILE"),
+    _option("--tls-key", Kind.TEXT, "", "The key of our certificate (PEM).", group=OURS, metavar="FILE"),
     _option(
         "--journal",
         Kind.TEXT,
         "",
         "Keep the master's journal in this directory, for `dlrover replay`. Not given: it is removed with the job.",
-        group=_OURS,
+        group=OURS,
         metavar="DIR",
     ),
     _option(
@@ -354,14 +338,14 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.FLAG,
         False,
         "Let the job's master serve a page about it; `dlrover dashboard` prints a link to it. Needs the extra dashboard.",
-        group=_OURS,
+        group=OURS,
     ),
     _option(
         "--dashboard-port",
         Kind.INTEGER,
         8080,
         "Port of the page; 0, or if it is taken: any free one. Giving it enables the page.",
-        group=_OURS,
+        group=OURS,
         metavar="PORT",
     ),
     _option(
@@ -369,7 +353,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.TEXT,
         "127.0.0.1",
         "Address on which the page is served; 0.0.0.0 or :: for all. From elsewhere it should be read through TLS or a tunnel.",
-        group=_OURS,
+        group=OURS,
         metavar="HOST",
     ),
     _option(
@@ -377,7 +361,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.INTEGER,
         None,
         "Port on which the master serves /metrics for Prometheus. Not given: only on the page's port.",
-        group=_OURS,
+        group=OURS,
         metavar="PORT",
     ),
     _option(
@@ -385,7 +369,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.TEXT,
         "127.0.0.1",
         "Address on which /metrics is served.",
-        group=_OURS,
+        group=OURS,
         metavar="HOST",
     ),
     _option(
@@ -393,7 +377,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.FLAG,
         False,
         "Check nodes and network before training; bad nodes leave the job.",
-        group=_OURS,
+        group=OURS,
     ),
     _option(
         "--precheck",
@@ -401,28 +385,28 @@ OUR_OPTIONS: tuple[Option, ...] = (
         "0",
         "0 nothing, 1 node check as --network-check, 2 also a communication test as --comm-perf-test.",
         choices=("0", "1", "2"),
-        group=_OURS,
+        group=OURS,
     ),
     _option(
         "--comm-perf-test",
         Kind.FLAG,
         False,
         "Node check, then the bandwidth of a collective over all nodes, shown by `dlrover status`.",
-        group=_OURS,
+        group=OURS,
     ),
     _option(
         "--exclude-straggler",
         Kind.FLAG,
         False,
         "A node that the node check finds slow leaves the job.",
-        group=_OURS,
+        group=OURS,
     ),
     _option(
         "--straggler-ratio",
         Kind.NUMBER,
         2.0,
         "A node is slow if the node check took it more than so many times the median.",
-        group=_OURS,
+        group=OURS,
     ),
     _option(
         "--check-fresh-for",
@@ -430,7 +414,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         600.0,
         "A node that passed the node check less than so many seconds ago is not checked again before a restart of the "
         "workers; 0: before every restart.",
-        group=_OURS,
+        group=OURS,
         metavar="SECONDS",
     ),
     _option(
@@ -438,14 +422,14 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.FLAG,
         False,
         "Write the newest snapshot in memory to storage when workers fail or this node has to go.",
-        group=_OURS,
+        group=OURS,
     ),
     _option(
         "--snapshot-write-limit",
         Kind.NUMBER,
         0.0,
         "Megabytes per second with which this node's agent writes snapshots to storage while workers train; 0: no limit.",
-        group=_OURS,
+        group=OURS,
         metavar="MB",
     ),
     _option(
@@ -453,7 +437,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.INTEGER,
         0,
         "So many other nodes keep a copy of each node's snapshots in their memory: who replaces a lost node goes on from it.",
-        group=_OURS,
+        group=OURS,
         metavar="R",
     ),
     _option(
@@ -461,7 +445,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.TEXT,
         "",
         "Instead of whole copies: groups of K+M nodes keep parity of each other's snapshots, of which any M nodes may be lost.",
-        group=_OURS,
+        group=OURS,
         metavar="K+M",
     ),
     _option(
@@ -469,7 +453,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.NUMBER,
         0.0,
         "Megabytes per second that a node may send in the background for copies and parity; 0: no limit.",
-        group=_OURS,
+        group=OURS,
         metavar="MB",
     ),
     _option(
@@ -478,7 +462,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         False,
         "Tune data loader and optimizer at run time.",
         aliases=("--auto-tuning",),
-        group=_OURS,
+        group=OURS,
         unavailable="leave it out",
     ),
     _option(
@@ -487,7 +471,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         "nvidia.com/gpu",
         "Kind of device that the node check tests: nvidia.com/gpu (on a node without one, its CPU), ascend-npu, "
         "mthreads.com/gpu, metax-tech.com/gpu, cpu, or what an installed package adds.",
-        group=_OURS,
+        group=OURS,
         metavar="KIND",
     ),
     _option(
@@ -495,7 +479,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.INTEGER,
         60000,
         "First port to try for HCCL on Ascend.",
-        group=_OURS,
+        group=OURS,
         unavailable="set HCCL_IF_BASE_PORT yourself",
         metavar="PORT",
     ),
@@ -504,7 +488,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.FLAG,
         False,
         "Bind workers to the CPUs near their device.",
-        group=_OURS,
+        group=OURS,
         unavailable="start the workers through numactl with --no-python if you need it now",
     ),
     _option(
@@ -512,7 +496,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.TEXT,
         "preferred",
         "Memory policy that goes with --numa-affinity.",
-        group=_OURS,
+        group=OURS,
         unavailable="start the workers through numactl with --no-python if you need it now",
     ),
     _option(
@@ -520,7 +504,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.TEXT,
         "cpu",
         "Device for the conversion of universal checkpoints.",
-        group=_OURS,
+        group=OURS,
         unavailable="leave it out",
     ),
     _option(
@@ -528,7 +512,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.INTEGER,
         0,
         "So many nodes beyond MAX of --nnodes wait warm, to take the place of a lost one at once.",
-        group=_OURS,
+        group=OURS,
         metavar="N",
     ),
     _option(
@@ -536,7 +520,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.NUMBER,
         5.0,
         "Seconds between two signs of life of a node.",
-        group=_OURS,
+        group=OURS,
         metavar="SECONDS",
     ),
     _option(
@@ -544,7 +528,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.NUMBER,
         40.0,
         "A node that was not heard of for so long is given up; at least two heartbeats.",
-        group=_OURS,
+        group=OURS,
         metavar="SECONDS",
     ),
     _option(
@@ -552,7 +536,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.NUMBER,
         None,
         "The same for a node whose neighbours lost the connection to it. Not given: 12, or what fits the other two.",
-        group=_OURS,
+        group=OURS,
         metavar="SECONDS",
     ),
     _option(
@@ -560,7 +544,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.NUMBER,
         5.0,
         "Seconds for coming back after a node's connection was closed; at most 1 where a standby waits.",
-        group=_OURS,
+        group=OURS,
         metavar="SECONDS",
     ),
     _option(
@@ -568,7 +552,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.TEXT,
         "",
         "When this file appears the machine will be taken away: leave in good order. Not given: DLROVER_PREEMPTION_FILE.",
-        group=_OURS,
+        group=OURS,
         metavar="FILE",
     ),
     _option(
@@ -576,7 +560,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.INTEGER,
         2,
         "What follows when workers stand still: 0 a line in the log, 1 people are told, 2 workers are restarted.",
-        group=_OURS,
+        group=OURS,
         metavar="0|1|2",
     ),
     _option(
@@ -584,7 +568,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.NUMBER,
         5.0,
         "Minutes without progress before workers are restarted though nothing proves that they hang. With proof: seconds.",
-        group=_OURS,
+        group=OURS,
         metavar="MINUTES",
     ),
     _option(
@@ -592,7 +576,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.NUMBER,
         120.0,
         "The same for the first step, for compiling, evaluating, and for ranks that compute.",
-        group=_OURS,
+        group=OURS,
         metavar="MINUTES",
     ),
     _option(
@@ -600,7 +584,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.TEXT,
         "",
         "Plug-in that says what shall follow a failure. Not given: DLROVER_EXTENSION_DYNAMIC_FAILOVER.",
-        group=_OURS,
+        group=OURS,
         metavar="MODULE::CLASS",
     ),
     _option(
@@ -609,7 +593,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         "",
         "File that says what shall follow which line in the log of a failed worker: JSON, "
         '[{"pattern": "REGULAR EXPRESSION", "action": "restart|relaunch|abort"}, ...].',
-        group=_OURS,
+        group=OURS,
         metavar="FILE",
     ),
     _option(
@@ -617,7 +601,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.TEXT,
         "",
         "HTTP addresses on this node whose metrics, in Prometheus' form, go to the diagnosis every minute.",
-        group=_OURS,
+        group=OURS,
         metavar="URL,...",
     ),
     _option(
@@ -626,7 +610,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         "",
         "Checks of the master's before training begins: MODULE::CLASS,... (with ? a failure is only told), or a list of tuples "
         "(module, class, bypass).",
-        group=_OURS,
+        group=OURS,
         metavar="OPERATORS",
     ),
     _option(
@@ -634,7 +618,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.TEXT,
         "",
         "Plug-in of the master that knows the switches above a host. Not given: DLROVER_TOPOLOGY_QUERIER.",
-        group=_OURS,
+        group=OURS,
         metavar="MODULE::CLASS",
     ),
     _option(
@@ -642,224 +626,9 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.TEXT,
         "",
         "Plug-in of the master that orders the nodes of a world. Not given: DLROVER_TOPOLOGY_SORTER.",
-        group=_OURS,
+        group=OURS,
         metavar="MODULE::CLASS",
     ),
 )
 
 OPTIONS = TORCHRUN_OPTIONS + OUR_OPTIONS
-
-_BY_NAME = {name: option for option in OPTIONS for name in (*option.names, option.short) if name}
-_IMMEDIATE = ("-h", "--help", "--check-env", "--check_env")
-
-
-class Parsed(NamedTuple):
-    """
-    The command line and the environment, read and converted; whether the values make sense is the matter of
-    `settings`.
-    """
-
-    values: Mapping[str, Value]
-    origins: Mapping[str, Origin]
-    script: str
-    script_args: tuple[str, ...]
-    immediate: str = ""
-    """`--help` or `--check-env`: do that and nothing else."""
-
-    def text(self, dest: str) -> str:
-        value = self.values[dest]
-        return "" if value is None else str(value)
-
-    def integer(self, dest: str) -> int:
-        value = self.values[dest]
-        assert isinstance(value, int), f"{dest} is no integer option"
-        return value
-
-    def number(self, dest: str) -> float:
-        value = self.values[dest]
-        assert isinstance(value, int | float), f"{dest} is no number option"
-        return float(value)
-
-    def flag(self, dest: str) -> bool:
-        return self.values[dest] is True
-
-    def texts(self, dest: str) -> tuple[str, ...]:
-        value = self.values[dest]
-        assert isinstance(value, tuple), f"{dest} is no list option"
-        return value
-
-    def is_given(self, dest: str) -> bool:
-        """Somebody chose this value, by flag or by variable."""
-        return self.origins[dest] is not Origin.DEFAULT
-
-
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Parsed:
-    """Options up to the script; what follows the script belongs to it, as under torchrun."""
-    values: dict[str, Value] = {option.dest: option.default for option in OPTIONS}
-    origins = {option.dest: Origin.DEFAULT for option in OPTIONS}
-    for option in OPTIONS:
-        text = environ.get(option.variable)
-        if text is not None:
-            values[option.dest] = _convert(option, text, f"the variable {option.variable}={text}")
-            origins[option.dest] = Origin.ENVIRONMENT
-
-    index = 0
-    while index < len(argv):
-        token = argv[index]
-        index += 1
-        if token == "--":
-            break
-        if token == "-" or not token.startswith("-"):
-            index -= 1
-            break
-        if token in _IMMEDIATE:
-            return Parsed(values, origins, "", (), immediate=token.replace("_", "-"))
-        name, inline = _split(token)
-        option = _find(name)
-        if option.is_flag:
-            if inline is not None:
-                raise ConfigError(f"{name} is a flag and takes no value; {token!r} gives it one.")
-            values[option.dest] = True
-        else:
-            if inline is None:
-                if index == len(argv) or _looks_like_option(argv[index]):
-                    raise ConfigError(f"{name} needs a value{_form(option)}, and none follows it.")
-                inline = argv[index]
-                index += 1
-            values[option.dest] = _convert(option, inline, f"{name} {inline}")
-        origins[option.dest] = Origin.FLAG
-
-    if index >= len(argv):
-        raise ConfigError(
-            f"No training script is given. Use: {PROGRAM} [options] SCRIPT [arguments of the script]; {PROGRAM} "
-            "--help lists the options."
-        )
-    script, *rest = argv[index:]
-    if rest and rest[0] == "--":
-        # torchrun's parser swallows this one as the end of *its* options; scripts written for it never see it.
-        rest = rest[1:]
-    return Parsed(values, origins, script, tuple(rest))
-
-
-def unavailable(parsed: Parsed) -> ConfigError | None:
-    """The error for an option whose feature arrives later, if one was asked for with a value that would need it."""
-    for option in OPTIONS:
-        if option.unavailable and parsed.is_given(option.dest) and parsed.values[option.dest] != option.default:
-            shown = "" if option.is_flag else f" {parsed.values[option.dest]}"
-            return ConfigError(
-                f"{option.names[0]}{shown} is not yet available in this version ({_where(option, parsed)}). Until "
-                f"then: {option.unavailable}."
-            )
-    handler = parsed.text("event_log_handler")
-    if handler != "null":
-        return ConfigError(
-            f"--event-log-handler {handler} is not yet available in this version. Until then: leave it out; the job's "
-            "events are in the master's journal (`--journal DIR`, then `dlrover replay`)."
-        )
-    return None
-
-
-def _where(option: Option, parsed: Parsed) -> str:
-    is_variable = parsed.origins[option.dest] is Origin.ENVIRONMENT
-    return f"from the variable {option.variable}" if is_variable else "given on the command line"
-
-
-def describe() -> str:
-    """The text of --help."""
-    import textwrap
-
-    lines = [
-        f"usage: {PROGRAM} [options] SCRIPT [arguments of the script]",
-        "",
-        "Runs a script as torchrun does, on one node or several, and keeps it running: workers that die are",
-        "replaced by warm ones, nodes may come and go. Each option is also read from PET_<NAME>; dashes and",
-        "underscores are the same.",
-    ]
-    for group, title in (("torchrun", "torchrun's options"), (_OURS, "further options")):
-        lines += ["", f"{title}:"]
-        if group == _OURS:
-            lines += ["  --check-env", "      Print what is installed, what is missing and what it is needed for."]
-        for option in OPTIONS:
-            if option.group != group:
-                continue
-            spelling = f"{option.short}, {option.names[0]}" if option.short else option.names[0]
-            if not option.is_flag:
-                spelling += f" {option.metavar or option.dest.upper()}"
-            text = option.help
-            if option.choices:
-                text += f" One of: {', '.join(option.choices)}."
-            if option.unavailable:
-                text += " (Not yet available.)"
-            lines.append(f"  {spelling}")
-            lines += textwrap.wrap(text, width=108, initial_indent="      ", subsequent_indent="      ")
-    return "\n".join(lines) + "\n"
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """ " Did you mean X?", or nothing."""
-    import difflib
-
-    matches = difflib.get_close_matches(word, known, n=1)
-    return f" Did you mean {matches[0]}?" if matches else ""
-
-
-def split_list(text: str) -> tuple[str, ...]:
-    """Commas separate, a double comma is one; the rule of torchrun's filter options."""
-    return tuple(item.replace("\0", ",") for item in text.replace(",,", "\0").split(","))
-
-
-_CONVERTERS: dict[Kind, tuple[Callable[[str], Value], str]] = {
-    Kind.TEXT: (str, "a text"),
-    Kind.INTEGER: (int, "an integer"),
-    Kind.NUMBER: (float, "a number"),
-    Kind.LIST: (split_list, "a list"),
-    Kind.FLAG: (lambda text: bool(int(text)), "0 or 1"),
-}
-
-
-def _convert(option: Option, text: str, shown: str) -> Value:
-    convert, wanted = _CONVERTERS[option.kind]
-    try:
-        value = convert(text)
-    except ValueError as error:
-        raise ConfigError(f"{shown}: {option.names[0]} needs {wanted}.") from error
-    if option.choices and value not in option.choices:
-        raise ConfigError(f"{shown}: {option.names[0]} needs one of {', '.join(option.choices)}.")
-    return value
-
-
-def _split(token: str) -> tuple[str, str | None]:
-    """An option token as (name, attached value): `--a=b`, and `-r3` or `-r=3` for the short ones."""
-    if token.startswith("--"):
-        name, equals, value = token.partition("=")
-        return name, value if equals else None
-    if len(token) > 2 and token[:2] in _BY_NAME:
-        return token[:2], token[2:].removeprefix("=")
-    return token, None
-
-
-def _find(name: str) -> Option:
-    option = _BY_NAME.get(name)
-    if option is None:
-        hint = nearest(name, (*_BY_NAME, *_IMMEDIATE))
-        raise ConfigError(
-            f"{name} is no option of {PROGRAM}.{hint} Options of the training script go behind the script; {PROGRAM} "
-            "--help lists ours."
-        )
-    return option
-
-
-def _looks_like_option(token: str) -> bool:
-    if len(token) < 2 or token[0] != "-":
-        return False
-    try:
-        float(token)
-    except ValueError:
-        return True
-    return False
-
-
-def _form(option: Option) -> str:
-    if option.choices:
-        return f" ({', '.join(option.choices)})"
-    return f" ({option.metavar})" if option.metavar else ""

@@ -19,7 +19,7 @@ EXIT_USAGE = 2
 def main(argv: Sequence[str] | None = None) -> int:
     open_standard_descriptors()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    from dlrover.cli.options import describe, parse
+    from dlrover.cli.command_line import describe, parse
     from dlrover.cli.settings import effective_values, read_settings
 
     try:

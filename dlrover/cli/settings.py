@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from dlrover.agent.config import Entry, EntryKind, LogConfig, Streams, TlsConfig, WatchConfig
+from dlrover.cli.command_line import Origin, Parsed, nearest, parse, unavailable
 from dlrover.cli.environment import Environment, read_environment
-from dlrover.cli.options import Origin, Parsed, nearest, parse, unavailable
 from dlrover.cli.watch_settings import watch_config
 from dlrover.cli.watching import Watching
 from dlrover.protocol.check_messages import CheckTerms

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dlrover.cli import discovery
+from dlrover.cli.command_line import parse
 from dlrover.cli.discovery import MasterPlace, Seat, SeatTaken, find_master, find_token, name_job, own_host
 from dlrover.cli.environment import Environment, read_environment
-from dlrover.cli.options import parse
 from dlrover.cli.runtime_dir import NodeDirectory, user_root
 from dlrover.cli.settings import Settings, build_settings
 from dlrover.protocol.addresses import Address

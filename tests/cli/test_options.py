@@ -6,7 +6,8 @@ import argparse
 
 import pytest
 
-from dlrover.cli.options import OPTIONS, OUR_OPTIONS, TORCHRUN_OPTIONS, Kind, Origin, describe, parse, unavailable
+from dlrover.cli.command_line import Origin, describe, parse, unavailable
+from dlrover.cli.options import OPTIONS, OUR_OPTIONS, TORCHRUN_OPTIONS, Kind
 from dlrover.protocol.errors import ConfigError
 
 torch_run = pytest.importorskip("torch.distributed.run")

@@ -7,8 +7,8 @@ import importlib.util
 import pytest
 
 from dlrover.cli import master_command
+from dlrover.cli.command_line import parse
 from dlrover.cli.environment import read_environment
-from dlrover.cli.options import parse
 from dlrover.cli.settings import build_settings
 from dlrover.cli.watching import Watching
 from dlrover.protocol.errors import ConfigError
