@@ -1,0 +1,242 @@
+"""
+Reads the command line of `dlrover-run` and the environment.
+
+Written by hand for three reasons: it must know which values were given and from where (flag, environment, default), it must name the nearest option for a misspelt
+one, and `argparse` is not needed for the rest.
+
+Every option also reads `PET_<NAME>`, as under torchrun. Abbreviations are not accepted.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from dlrover.cli.options import OPTIONS, OURS, Kind, Option, Value
+from dlrover.protocol.errors import ConfigError
+
+PROGRAM = "dlrover-run"
+
+_BY_NAME = {name: option for option in OPTIONS for name in (*option.names, option.short) if name}
+_IMMEDIATE = ("-h", "--help", "--check-env", "--check_env")
+
+
+class Origin(enum.StrEnum):
+    """Where a value came from."""
+
+    FLAG = "flag"
+    ENVIRONMENT = "env"
+    DEFAULT = "default"
+
+
+class Parsed(NamedTuple):
+    """
+    The command line and the environment, read and converted; whether the values make sense is the matter of
+    `settings`.
+    """
+
+    values: Mapping[str, Value]
+    origins: Mapping[str, Origin]
+    script: str
+    script_args: tuple[str, ...]
+    immediate: str = ""
+    """`--help` or `--check-env`: do that and nothing else."""
+
+    def text(self, dest: str) -> str:
+        value = self.values[dest]
+        return "" if value is None else str(value)
+
+    def integer(self, dest: str) -> int:
+        value = self.values[dest]
+        assert isinstance(value, int), f"{dest} is no integer option"
+        return value
+
+    def number(self, dest: str) -> float:
+        value = self.values[dest]
+        assert isinstance(value, int | float), f"{dest} is no number option"
+        return float(value)
+
+    def flag(self, dest: str) -> bool:
+        return self.values[dest] is True
+
+    def texts(self, dest: str) -> tuple[str, ...]:
+        value = self.values[dest]
+        assert isinstance(value, tuple), f"{dest} is no list option"
+        return value
+
+    def is_given(self, dest: str) -> bool:
+        """Somebody chose this value, by flag or by variable."""
+        return self.origins[dest] is not Origin.DEFAULT
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Parsed:
+    """Options up to the script; what follows the script belongs to it, as under torchrun."""
+    values: dict[str, Value] = {option.dest: option.default for option in OPTIONS}
+    origins = {option.dest: Origin.DEFAULT for option in OPTIONS}
+    for option in OPTIONS:
+        text = environ.get(option.variable)
+        if text is not None:
+            values[option.dest] = _convert(option, text, f"the variable {option.variable}={text}")
+            origins[option.dest] = Origin.ENVIRONMENT
+
+    index = 0
+    while index < len(argv):
+        token = argv[index]
+        index += 1
+        if token == "--":
+            break
+        if token == "-" or not token.startswith("-"):
+            index -= 1
+            break
+        if token in _IMMEDIATE:
+            return Parsed(values, origins, "", (), immediate=token.replace("_", "-"))
+        name, inline = _split(token)
+        option = _find(name)
+        if option.is_flag:
+            if inline is not None:
+                raise ConfigError(f"{name} is a flag and takes no value; {token!r} gives it one.")
+            values[option.dest] = True
+        else:
+            if inline is None:
+                if index == len(argv) or _looks_like_option(argv[index]):
+                    raise ConfigError(f"{name} needs a value{_form(option)}, and none follows it.")
+                inline = argv[index]
+                index += 1
+            values[option.dest] = _convert(option, inline, f"{name} {inline}")
+        origins[option.dest] = Origin.FLAG
+
+    if index >= len(argv):
+        raise ConfigError(
+            f"No training script is given. Use: {PROGRAM} [options] SCRIPT [arguments of the script]; {PROGRAM} "
+            "--help lists the options."
+        )
+    script, *rest = argv[index:]
+    if rest and rest[0] == "--":
+        # torchrun's parser swallows this one as the end of *its* options; scripts written for it never see it.
+        rest = rest[1:]
+    return Parsed(values, origins, script, tuple(rest))
+
+
+def unavailable(parsed: Parsed) -> ConfigError | None:
+    """The error for an option whose feature arrives later, if one was asked for with a value that would need it."""
+    for option in OPTIONS:
+        if option.unavailable and parsed.is_given(option.dest) and parsed.values[option.dest] != option.default:
+            shown = "" if option.is_flag else f" {parsed.values[option.dest]}"
+            return ConfigError(
+                f"{option.names[0]}{shown} is not yet available in this version ({_where(option, parsed)}). Until "
+                f"then: {option.unavailable}."
+            )
+    handler = parsed.text("event_log_handler")
+    if handler != "null":
+        return ConfigError(
+            f"--event-log-handler {handler} is not yet available in this version. Until then: leave it out; the job's "
+            "events are in the master's journal (`--journal DIR`, then `dlrover replay`)."
+        )
+    return None
+
+
+def _where(option: Option, parsed: Parsed) -> str:
+    is_variable = parsed.origins[option.dest] is Origin.ENVIRONMENT
+    return f"from the variable {option.variable}" if is_variable else "given on the command line"
+
+
+def describe() -> str:
+    """The text of --help."""
+    import textwrap
+
+    lines = [
+        f"usage: {PROGRAM} [options] SCRIPT [arguments of the script]",
+        "",
+        "Runs a script as torchrun does, on one node or several, and keeps it running: workers that die are",
+        "replaced by warm ones, nodes may come and go. Each option is also read from PET_<NAME>; dashes and",
+        "underscores are the same.",
+    ]
+    for group, title in (("torchrun", "torchrun's options"), (OURS, "further options")):
+        lines += ["", f"{title}:"]
+        if group == OURS:
+            lines += ["  --check-env", "      Print what is installed, what is missing and what it is needed for."]
+        for option in OPTIONS:
+            if option.group != group:
+                continue
+            spelling = f"{option.short}, {option.names[0]}" if option.short else option.names[0]
+            if not option.is_flag:
+                spelling += f" {option.metavar or option.dest.upper()}"
+            text = option.help
+            if option.choices:
+                text += f" One of: {', '.join(option.choices)}."
+            if option.unavailable:
+                text += " (Not yet available.)"
+            lines.append(f"  {spelling}")
+            lines += textwrap.wrap(text, width=108, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines) + "\n"
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """ " Did you mean X?", or nothing."""
+    import difflib
+
+    matches = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean {matches[0]}?" if matches else ""
+
+
+def split_list(text: str) -> tuple[str, ...]:
+    """Commas separate, a double comma is one; the rule of torchrun's filter options."""
+    return tuple(item.replace("\0", ",") for item in text.replace(",,", "\0").split(","))
+
+
+_CONVERTERS: dict[Kind, tuple[Callable[[str], Value], str]] = {
+    Kind.TEXT: (str, "a text"),
+    Kind.INTEGER: (int, "an integer"),
+    Kind.NUMBER: (float, "a number"),
+    Kind.LIST: (split_list, "a list"),
+    Kind.FLAG: (lambda text: bool(int(text)), "0 or 1"),
+}
+
+
+def _convert(option: Option, text: str, shown: str) -> Value:
+    convert, wanted = _CONVERTERS[option.kind]
+    try:
+        value = convert(text)
+    except ValueError as error:
+        raise ConfigError(f"{shown}: {option.names[0]} needs {wanted}.") from error
+    if option.choices and value not in option.choices:
+        raise ConfigError(f"{shown}: {option.names[0]} needs one of {', '.join(option.choices)}.")
+    return value
+
+
+def _split(token: str) -> tuple[str, str | None]:
+    """An option token as (name, attached value): `--a=b`, and `-r3` or `-r=3` for the short ones."""
+    if token.startswith("--"):
+        name, equals, value = token.partition("=")
+        return name, value if equals else None
+    if len(token) > 2 and token[:2] in _BY_NAME:
+        return token[:2], token[2:].removeprefix("=")
+    return token, None
+
+
+def _find(name: str) -> Option:
+    option = _BY_NAME.get(name)
+    if option is None:
+        hint = nearest(name, (*_BY_NAME, *_IMMEDIATE))
+        raise ConfigError(
+            f"{name} is no option of {PROGRAM}.{hint} Options of the training script go behind the script; {PROGRAM} "
+            "--help lists ours."
+        )
+    return option
+
+
+def _looks_like_option(token: str) -> bool:
+    if len(token) < 2 or token[0] != "-":
+        return False
+    try:
+        float(token)
+    except ValueError:
+        return True
+    return False
+
+
+def _form(option: Option) -> str:
+    if option.choices:
+        return f" ({', '.join(option.choices)})"
+    return f" ({option.metavar})" if option.metavar else ""
