@@ -174,11 +174,14 @@ class Watch:
             )
         )
 
-    @property
-    def told_step(self) -> int | None:
-        """What the historical file of runtime metrics says, if the script writes one."""
+    def named_step(self, round_: Round) -> int | None:
+        """Greatest step in this round that a script or its checkpoint gave a number to: one that can be compared with other rounds."""
+        if round_ != self._round:
+            return None
         self._read_metrics_file()
-        return self._told_step
+        readings = [seat.read() for seat in self._seats]
+        steps = [reading.step for reading in readings if reading.is_step_named]
+        return max((step for step in (*steps, self._told_step) if step is not None), default=None)
 
     def _read_metrics_file(self) -> None:
         if not self._metrics_file:

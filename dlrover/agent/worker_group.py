@@ -115,8 +115,10 @@ class WorkerGroup:
 
     @property
     def step(self) -> int | None:
-        """Greatest step that any of them reported."""
-        return self._socket.step(self.world.round)
+        """Greatest step that any of them reported, or took or restored a checkpoint of."""
+        reported = self._socket.step(self.world.round)
+        named = None if self._watch is None else self._watch.named_step(self.world.round)
+        return max((step for step in (reported, named) if step is not None), default=None)
 
     @property
     def lived(self) -> float:

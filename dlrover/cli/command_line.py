@@ -165,6 +165,13 @@ def describe() -> str:
             text = option.help
             if option.choices:
                 text += f" One of: {', '.join(option.choices)}."
+            # Of torchrun's options many defaults mean "not given" here, and the texts say what happens then.
+            if group == OURS and not option.is_flag and option.default not in (None, "") and not option.unavailable:
+                text += (
+                    f" Default: {option.default:g}."
+                    if isinstance(option.default, float)
+                    else f" Default: {option.default}."
+                )
             if option.unavailable:
                 text += " (Not yet available.)"
             lines.append(f"  {spelling}")

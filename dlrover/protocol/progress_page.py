@@ -61,6 +61,8 @@ class Reading(NamedTuple):
     phase: Phase
     since_ns: int
     step: int | None
+    is_step_named: bool
+    """The script said the number of the step, or it was counted from what a checkpoint said; else from the beginning of the process."""
     num_steps: int
     step_seconds: float
     num_changes: int
@@ -141,6 +143,7 @@ def decode(copy: bytes, now_ns: int) -> Reading:
         phase=PHASES[index],
         since_ns=words[SINCE],
         step=None if words[STEP] == NO_STEP else words[STEP],
+        is_step_named=words[STEP_SOURCE] in (TOLD, REPORTED),
         num_steps=max(0, words[NUM_STEPS]),
         step_seconds=max(0, words[STEP_NS]) / 1e9,
         num_changes=words[NUM_CHANGES],

@@ -62,6 +62,8 @@ WORKER = """
     for _ in range(20):
         writer.leave(writer.enter(phases.DATA), phases.AFTER_DATA)
     writer.set_step(20, 0)
+    if "restored" in sys.argv:
+        phases.tell_step(13)
     if "override" in sys.argv:
         signal.signal(int(os.environ["DLROVER_DUMP_SIGNAL"]), lambda *_: None)
     with phases.span(phases.BACKWARD):
@@ -243,7 +245,13 @@ async def test_the_historical_file_is_read_where_the_script_says_nothing_else(la
     assert not file.exists()
     for text, step in (("{broken", None), ('{"step": "9"}', None), ('{"step": 41, "timestamp": 1}', 41)):
         file.write_text(text)
-        assert lab.watch.told_step == step
+        assert lab.watch.named_step(Round(4)) == step
+
+
+async def test_a_step_has_a_number_if_the_script_or_its_checkpoint_gave_it_one(lab: Lab) -> None:
+    await lab.start("line", "line restored")
+    assert lab.watch.named_step(Round(4)) == 13, "the other's 20 was counted by hooks, which begin anew in each life"
+    assert lab.watch.named_step(Round(5)) is None
 
 
 async def test_nothing_of_a_round_is_left(lab: Lab) -> None:

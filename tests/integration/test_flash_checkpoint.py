@@ -151,6 +151,7 @@ def test_a_break_point_save_is_on_disk_when_the_job_fails(jobs, tmp_path):
         "--save-at-breakpoint", "--max-restarts=0", SCRIPT, tmp_path, "20", "--kill-at", "7"
     )  # fmt: skip
     assert job.process.returncode == 1
+    assert "failed at step 7" in job.err, "a save says which step it is"
     assert (tmp_path / "checkpoints" / "dlrover_latest.txt").read_text() == "7"
     assert torch.load(tmp_path / "checkpoints" / "7" / "rank_0.pt")["step"] == 7
 
