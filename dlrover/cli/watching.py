@@ -39,6 +39,6 @@ def check_extra() -> None:
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"The dashboard needs {' and '.join(missing)}, which is not installed. Use: pip install 'dlrover[dashboard]'; or "
+            f"The dashboard needs {' and '.join(missing)}, which is not installed. Install the extra `dashboard` of this project; or "
             "leave out --enable-dashboard."
         )

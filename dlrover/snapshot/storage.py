@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import io
 import os
 import posixpath
 import secrets
@@ -21,12 +22,12 @@ import shutil
 import stat
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from msgspec import Struct
 
-from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.errors import ConfigError, DLRoverError
 from dlrover.snapshot.direct_io import UNIT_BYTES, WrittenFile, file_crc32, run_in_threads
 
 Read = TypeVar("Read")
@@ -251,7 +252,7 @@ class FsspecStorage:
             import fsspec
         except ImportError as error:
             raise ConfigError(
-                f"Checkpoints in {location} need the fsspec package. Install it with: pip install 'dlrover[storage]'"
+                f"Checkpoints in {location} need the fsspec package, which the extra `storage` of this project brings, and the package of the store (s3fs for s3://)."
             ) from error
         try:
             self._files = fsspec.url_to_fs(location, **options)[0]
@@ -259,26 +260,29 @@ class FsspecStorage:
             raise ConfigError(f"Checkpoints in {location} cannot be reached: {error}") from error
 
     def make_directory(self, path: str) -> None:
-        self._files.makedirs(path, exist_ok=True)
+        with _told_as_os_error(path):
+            self._files.makedirs(path, exist_ok=True)
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
-        with self._files.open(path, "wb") as file:
+        with _told_as_os_error(path), self._files.open(path, "wb") as file:
             for chunk in chunks:
                 file.write(chunk)
 
     def write_atomic(self, path: str, content: bytes) -> None:
-        self._files.pipe_file(path, content)
+        with _told_as_os_error(path):
+            self._files.pipe_file(path, content)
 
     def read(self, path: str) -> bytes:
-        return bytes(self._files.cat_file(path))
+        with _told_as_os_error(path):
+            return bytes(self._files.cat_file(path))
 
     def load(self, path: str, read: Callable[[Any], Read]) -> Read:
-        with self._files.open(path, "rb") as file:
+        with self._open(path) as file:
             return read(file)
 
     def measure(self, path: str) -> WrittenFile:
         crc = size = 0
-        with self._files.open(path, "rb") as file:
+        with self._open(path) as file:
             while content := file.read(UNIT_BYTES):
                 crc, size = zlib.crc32(content, crc), size + len(content)
         return WrittenFile(size, crc)
@@ -286,7 +290,8 @@ class FsspecStorage:
     def list(self, path: str) -> list[StoredName]:
         self._files.invalidate_cache()  # other machines write there too
         try:
-            found = self._files.ls(path, detail=True)
+            with _told_as_os_error(path):
+                found = self._files.ls(path, detail=True)
         except FileNotFoundError:
             return []
         names = (
@@ -296,13 +301,52 @@ class FsspecStorage:
         return sorted(name for name in names if name.name)
 
     def remove_file(self, path: str) -> None:
-        try:
+        with contextlib.suppress(FileNotFoundError), _told_as_os_error(path):
             self._files.rm_file(path)
-        except FileNotFoundError:
-            return
 
     def remove_tree(self, path: str) -> None:
-        try:
+        with contextlib.suppress(FileNotFoundError), _told_as_os_error(path):
             self._files.rm(path, recursive=True)
-        except FileNotFoundError:
-            return
+
+    def _open(self, path: str) -> io.BufferedReader:
+        self._files.invalidate_cache()  # a size that it remembers may be of a former file of this name
+        with _told_as_os_error(path):
+            return io.BufferedReader(_StoredFile(self._files.open(path, "rb"), path), UNIT_BYTES)
+
+
+class _StoredFile(io.RawIOBase):
+    """A file of a store whose errors are those of files."""
+
+    def __init__(self, file: Any, path: str) -> None:
+        self._file, self._path = file, path
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        with _told_as_os_error(self._path):
+            return int(self._file.readinto(buffer))
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+@contextlib.contextmanager
+def _told_as_os_error(path: str) -> Iterator[None]:
+    """Clients of object stores have errors of their own, each others; who saves and restores knows those of files."""
+    try:
+        yield
+    except (OSError, DLRoverError):
+        raise
+    except Exception as error:
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}", path) from error

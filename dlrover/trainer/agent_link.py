@@ -10,7 +10,6 @@ been applied.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import random
 import select
@@ -228,9 +227,16 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-@functools.cache
+_current: dict[str, Link] = {}
+"""At most one."""
+
+
 def current_link() -> Link:
     """The process's one line to its agent, or the stand-in outside `dlrover-run`."""
+    return _current.get("") or _current.setdefault("", _new_link())  # of two threads that come first both get the same
+
+
+def _new_link() -> Link:
     where = environment.current()
     if where is not None:
         return AgentLink(where)

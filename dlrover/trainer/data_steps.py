@@ -20,10 +20,9 @@ from dlrover.protocol.data_messages import AskDataCheckpoint, Claim, DataCheckpo
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages import Round
 from dlrover.trainer import environment
-from dlrover.trainer.agent_link import current_link
+from dlrover.trainer.agent_link import Link, current_link
 
 if TYPE_CHECKING:
-    from dlrover.trainer.agent_link import Link
     from dlrover.trainer.shard_feed import ShardFeed
 
 log = logging.getLogger("dlrover.trainer.data")

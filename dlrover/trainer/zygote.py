@@ -241,7 +241,13 @@ class _Zygote:
         """What a worker that restores would import first. Not before the first workers run, whose start would wait for it."""
         if self._is_warm and not self._has_flash_checkpoint:
             self._has_flash_checkpoint = True
-            importlib.import_module(_FLASH_CHECKPOINT)
+            try:
+                importlib.import_module(_FLASH_CHECKPOINT)
+            except Exception as error:
+                # A script that uses it will hear of it; the others need not care.
+                print(
+                    f"dlrover: {_FLASH_CHECKPOINT} is not preloaded ({type(error).__name__}: {error})", file=sys.stderr
+                )
             gc.freeze()
 
     def _restart_cold(self, note: str) -> None:

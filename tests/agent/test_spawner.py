@@ -481,7 +481,9 @@ async def test_workers_are_forked_ahead_and_used_for_the_next_start(
     spawner: Spawner, tree: ProcessTree, tmp_path: Path
 ) -> None:
     await until_prepared(spawner)
-    script = write(tmp_path / "s.py", "import random, sys; print(random.random(), sys.argv[1])")
+    modules = "'dlrover.trainer.torch.flash_checkpoint.ddp', 'dlrover.core.job'"
+    code = f"import random, sys; print(random.random(), sys.argv[1], *(name in sys.modules for name in ({modules})))"
+    script = write(tmp_path / "s.py", code)
     environ = environment(LOCAL_WORLD_SIZE="2")
 
     async def run_two() -> list[Ended]:
@@ -497,6 +499,9 @@ async def test_workers_are_forked_ahead_and_used_for_the_next_start(
     assert {each.pid for each in ended} == set(spares)
     assert [(each.code, each.stdout.split()[1]) for each in ended] == [(0, "0"), (0, "1")]
     assert ended[0].stdout.split()[0] != ended[1].stdout.split()[0]
+    assert all(each.stdout.split()[2:] == ["True", "False"] for each in ended), (
+        "Flash Checkpoint is there, the core is not"
+    )
 
     _zygote, victim, other = await until(lambda: len(spawner.zygote_pids) == 3 and spawner.zygote_pids)
     os.kill(victim, signal.SIGKILL)

@@ -42,7 +42,7 @@ def test_an_old_path_gives_what_lives_elsewhere_now(module: str, name: str) -> N
 @pytest.mark.parametrize(("module", "names"), FLASH_NAMES.items())
 def test_a_front_end_has_the_names_that_scripts_import(module: str, names: str) -> None:
     if module == "hf_trainer":
-        pytest.importorskip("transformers", reason="pip install 'dlrover[frameworks]'")
+        pytest.importorskip("transformers", reason="the extra `frameworks`")
     found = importlib.import_module(FLASH + module)
     assert [name for name in names.split() if not hasattr(found, name)] == []
 

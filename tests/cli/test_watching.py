@@ -40,7 +40,7 @@ def test_what_is_no_port_is_refused(argv: tuple[str, str]) -> None:
 def test_a_missing_extra_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
-    with pytest.raises(ConfigError, match=r"needs uvicorn.*pip install 'dlrover\[dashboard\]'"):
+    with pytest.raises(ConfigError, match=r"needs uvicorn.*extra `dashboard`"):
         watching("--enable-dashboard")
     assert watching("--metrics-port", "0").metrics_port == 0, "metrics need no extra"
 

@@ -11,9 +11,7 @@ from tests.integration.jobs import SCRIPTS
 
 pytestmark = [
     pytest.mark.timeout(240),  # the imports of the frameworks take most of it, once per life of a worker
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed: pip install 'dlrover[frameworks]'"
-    ),
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed: the extra `frameworks`"),
 ]
 SCRIPT = SCRIPTS / "deepspeed_steps.py"
 

@@ -12,7 +12,7 @@ from tests.integration.jobs import SCRIPTS
 pytestmark = [
     pytest.mark.timeout(240),  # the imports of the frameworks take most of it, once per life of a worker
     pytest.mark.skipif(
-        importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install 'dlrover[frameworks]'"
+        importlib.util.find_spec("transformers") is None, reason="needs transformers: the extra `frameworks`"
     ),
 ]
 SCRIPT = SCRIPTS / "hf_steps.py"
@@ -49,7 +49,7 @@ def test_a_killed_training_goes_on_from_memory_and_plain_transformers_reads_its_
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
 def test_with_deepspeed_too(jobs, tmp_path, stage):
     if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("needs DeepSpeed: pip install 'dlrover[frameworks]'")
+        pytest.skip("needs DeepSpeed: the extra `frameworks`")
     assert_goes_on_from_memory(jobs, tmp_path, "deepspeed", stage)
 
 

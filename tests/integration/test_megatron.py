@@ -12,7 +12,7 @@ SCRIPT = SCRIPTS / "megatron_lives.py"
 @pytest.mark.parametrize("kind", ["core", pytest.param("lm", marks=pytest.mark.chaos)])
 def test_a_killed_megatron_job_goes_on_from_memory(jobs, tmp_path, kind):
     if kind == "core":
-        pytest.importorskip("megatron.core", reason="pip install 'dlrover[frameworks]'")
+        pytest.importorskip("megatron.core", reason="the extra `frameworks`")
     job = jobs.run("--nproc-per-node=2", SCRIPT, kind, tmp_path)
     assert job.process.returncode == 0, job.err
     for rank in (0, 1):

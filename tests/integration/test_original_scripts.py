@@ -81,7 +81,7 @@ def test_scripts_of_frameworks_crash_and_end_where_undisturbed_ones_do(jobs, tmp
     script, *more = words
     needed = {"original_deepspeed.py": "deepspeed", "original_hf.py": "transformers"}.get(script, "torch")
     if importlib.util.find_spec(needed) is None:
-        pytest.skip(f"needs {needed}: pip install 'dlrover[frameworks]'")
+        pytest.skip(f"needs {needed}: the extra `frameworks`")
     options = ["--nproc-per-node=2", SCRIPTS / script, *more]
     job = jobs.run(*options, "--save_dir", tmp_path / "run", "--crash_at", "8", timeout=200)
     assert job.process.returncode == 0, job.err[-5000:]

@@ -496,7 +496,7 @@ def test_urls_without_their_package_and_file_urls_are_explained(monkeypatch: pyt
     with pytest.raises(ConfigError, match="cannot be reached"):
         storage_for("nosuchprotocol://x")
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
-    with pytest.raises(ConfigError, match=r"dlrover\[storage\]"):
+    with pytest.raises(ConfigError, match="the extra `storage`"):
         storage_for("s3://bucket/x")
 
 

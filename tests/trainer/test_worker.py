@@ -18,7 +18,7 @@ import pytest
 from dlrover.agent.config import EntryKind
 from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.spawner import Spawner, StartFailed
-from dlrover.trainer import function, worker
+from dlrover.trainer import function, worker, zygote
 from tests.agent.lab import environment, run_plainly, run_worker, write
 
 FACTS = """
@@ -297,6 +297,14 @@ def run_apart(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """For what no test process survives."""
     command = [sys.executable, "-c", textwrap.dedent(code)]
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, **options)
+
+
+def test_a_flash_checkpoint_that_cannot_be_imported_does_not_end_the_zygote(monkeypatch, capsys):
+    monkeypatch.setattr(zygote, "_FLASH_CHECKPOINT", "dlrover.trainer.torch.no_such_module")
+    own = object.__new__(zygote._Zygote)
+    own._is_warm, own._has_flash_checkpoint = True, False
+    own._import_flash_checkpoint()
+    assert "no_such_module is not preloaded" in capsys.readouterr().err
 
 
 def test_closing_finds_descriptors_above_the_limit() -> None:

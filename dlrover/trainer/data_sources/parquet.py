@@ -1,7 +1,7 @@
 """
 Parquet files, a record per row: a dict from column to value. Read by row group, one or two of which are kept.
 
-Needs pyarrow (`pip install dlrover[data]`). Shards that are shuffled as a whole cost one row group each; records shuffled over the whole file
+Needs pyarrow (the extra `data`). Shards that are shuffled as a whole cost one row group each; records shuffled over the whole file
 would read a row group for almost every one of them.
 """
 
@@ -130,5 +130,5 @@ def _pyarrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError("Parquet files need pyarrow: pip install 'dlrover[data]'.") from error
+        raise ConfigError("Parquet files need pyarrow: install the extra `data` of this project.") from error
     return pyarrow

@@ -27,7 +27,7 @@ class OpenTelemetryExporter:
                 processor = BatchSpanProcessor(OTLPSpanExporter())
         except ImportError as error:
             raise ImportError(
-                "DLROVER_EVENT_EVENT_EXPORTER=OTLP needs OpenTelemetry: pip install 'dlrover[otel]'."
+                "DLROVER_EVENT_EVENT_EXPORTER=OTLP needs OpenTelemetry: install the extra `otel` of this project."
             ) from error
         self._provider = TracerProvider(resource=Resource.create())
         self._provider.add_span_processor(processor)

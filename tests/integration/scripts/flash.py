@@ -1,7 +1,7 @@
 """
 Trains a tiny model deterministically and saves every step into memory; some steps to storage.
 
-    flash.py FOLDER NUM_STEPS [--disk-every N] [--kill-at STEP]... [--hold-at STEP] [--pace SECONDS]
+    flash.py FOLDER NUM_STEPS [--disk-every N] [--kill-at STEP]... [--hold-at STEP] [--pace SECONDS] [--checkpoints URL]
 
 Each life writes which step it restored. `--kill-at` kills a worker by SIGKILL after that step was
 saved, once: the ranks take turns.
@@ -28,6 +28,7 @@ parser.add_argument("--pace", type=float, default=0.0)
 parser.add_argument("--spoil", action="store_true", help="put a file where the checkpoints should go")
 parser.add_argument("--sharded", action="store_true", help="every rank saves something of its own")
 parser.add_argument("--lazy", action="store_true", help="copy while training goes on")
+parser.add_argument("--checkpoints", default="", help="where they go, if not into the folder")
 args = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -36,7 +37,7 @@ torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 shards = {"local_shard_num": dist.get_world_size(), "global_shard_num": dist.get_world_size()} if args.sharded else {}
-checkpointer = DdpCheckpointer(args.folder / "checkpoints", **shards, lazy=args.lazy)
+checkpointer = DdpCheckpointer(args.checkpoints or args.folder / "checkpoints", **shards, lazy=args.lazy)
 
 state = checkpointer.load_checkpoint()
 first = 0

@@ -18,7 +18,7 @@ from dlrover.trainer.torch.flash_checkpoint.parts import skeleton_of
 from dlrover.trainer.torch.flash_checkpoint.pickle_template import Template, make_template
 from dlrover.trainer.torch.flash_checkpoint.skeleton import Skeleton
 
-_MAX_TEMPLATES = 4
+_MAX_PICKLED = 5
 
 
 class Header(NamedTuple):
@@ -51,24 +51,24 @@ class Describer:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._template: Template | None = None
-        self._layout = plan.layout
         self._files: tuple[FileEntry, ...] = ()
-        """What belongs to the template."""
-        self._num_templates = -1
-        """Made so far, the first state left out: most are saved once. One that changes in other ways each time is not worth many."""
+        """Those of the template, where they are."""
+        self._num_pickled = 0
+        """States that had to be pickled since a template last did."""
 
     def describe(self, parts: Mapping[str, object], frozen: Frozen | None, header: Header) -> Description:
         """`frozen`: the same parts held still, if they are."""
         pickles = None if self._template is None or frozen is None else self._template.fill(frozen)
         if pickles is not None:
+            self._num_pickled = 0
             files = [msgspec.structs.replace(file, path=header.paths.get(file.name, "")) for file in self._files]
-            return _encoded(Contents(self._layout, tuple(files), pickles, dict(header.extra)), [])
+            return _encoded(Contents(self._plan.layout, tuple(files), pickles, dict(header.extra)), [])
         skeletons = {name: skeleton_of(part) for name, part in parts.items()}
         layout, named, unnamed = _with_unnamed(self._plan, skeletons, header.paths)
-        if frozen is not None and not unnamed and self._num_templates < _MAX_TEMPLATES:
-            self._num_templates += 1
-            if self._num_templates:
-                self._template, self._layout, self._files = make_template(frozen, skeletons), layout, named
+        self._num_pickled += 1
+        # Most states are saved again or never, and one that changes in other ways each time is not worth a template.
+        if frozen is not None and not unnamed and 2 <= self._num_pickled <= _MAX_PICKLED:
+            self._template, self._files = make_template(frozen, skeletons), named
         pickles = {name: part.content for name, part in skeletons.items()}
         return _encoded(Contents(layout, named, pickles, dict(header.extra)), unnamed)
 

@@ -10,6 +10,8 @@ those only what can change is asked, where their memory is and their shape.
 
 Only plain containers and values are copied. A state that has anything else in it (an object of the user's, a subclass of
 Tensor) is laid out anew each time, and pickled before the save returns.
+
+What is compared here decides about the place of each byte; whether the pickle may be used again as well is a matter of `pickle_template`.
 """
 
 from __future__ import annotations
@@ -27,13 +29,14 @@ NUMBERS = frozenset((type(None), bool, int, float))
 _ATOMS = NUMBERS | {complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout}
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _shape_of = operator.attrgetter("shape")
+_dtype_of = operator.attrgetter("dtype")
 
 Facts = tuple[int, torch.Size, object, int, int, tuple[int, ...]]
 """Of a tensor, all that decides about its place: address, shape, dtype, identity and length of its storage, stride."""
 
 
 class Looks(NamedTuple):
-    """Of a state, what a later one is compared with; nothing that keeps memory alive."""
+    """Of a state, what a later one is compared with; nothing that keeps the memory of its tensors alive, unless they are keys."""
 
     structure: list[object]
     """Of each container, in the order of a walk: its keys and the kinds of what is in it; for one that was met before, which."""
@@ -41,6 +44,8 @@ class Looks(NamedTuple):
     """Of each tensor, in that order."""
     addresses: list[int]
     shapes: list[torch.Size]
+    dtypes: list[object]
+    strides: list[tuple[int, ...]]
     """From the facts, to be compared all at once."""
     seen: list[weakref.ref[torch.Tensor]]
 
@@ -79,6 +84,8 @@ def freeze(parts: Mapping[str, object]) -> Frozen | None:
         facts,
         [each[0] for each in facts],
         [each[1] for each in facts],
+        [each[2] for each in facts],
+        [each[5] for each in facts],
         list(map(weakref.ref, copying.tensors)),
     )
     return copying.ended(frozen, looks)
@@ -90,7 +97,7 @@ def freeze_again(parts: Mapping[str, object], last: Looks) -> Frozen | None:
     try:
         frozen = copying.copy(dict(parts))
         is_alike = len(copying.structure) == len(last.structure) and _are_alike(copying.tensors, last)
-    except (_Differs, _NotPlain, RecursionError):
+    except Exception:  # also what the questions to a tensor of another kind raise, or keys that cannot be compared
         return None
     return copying.ended(frozen, last) if is_alike else None
 
@@ -177,9 +184,13 @@ def _are_alike(tensors: Sequence[torch.Tensor], last: Looks) -> bool:
     """Each has the place of the one before. All of them at once, for there are hundreds, and a save stands still for it."""
     if len(tensors) != len(last.facts) or list(map(torch.Tensor.data_ptr, tensors)) != last.addresses:
         return False
-    if list(map(_shape_of, tensors)) != last.shapes:
+    if list(map(_shape_of, tensors)) != last.shapes or list(map(_dtype_of, tensors)) != last.dtypes:
+        return False
+    if list(map(torch.Tensor.stride, tensors)) != last.strides:
         return False
     is_another = list(map(operator.is_not, tensors, map(operator.call, last.seen)))
+    if 0 in last.addresses:  # an empty tensor says nothing about its memory
+        is_another = [is_new or not address for is_new, address in zip(is_another, last.addresses, strict=True)]
     facts = map(_facts_of, compress(tensors, is_another))
     return all(map(operator.eq, facts, compress(last.facts, is_another)))
 
@@ -188,4 +199,6 @@ def _facts_of(tensor: torch.Tensor) -> Facts:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.__dict__:
         raise _NotPlain
     storage = tensor.untyped_storage()
+    if not tensor.numel() and storage.nbytes():
+        raise _NotPlain  # its address does not tell where that memory is
     return (tensor.data_ptr(), tensor.shape, tensor.dtype, storage._cdata, storage.nbytes(), tensor.stride())

@@ -42,7 +42,7 @@ try:
     from transformers.trainer_utils import get_last_checkpoint as newest_directory
 except ImportError as error:
     raise ImportError(
-        "FlashCkptTrainer needs transformers and accelerate. Install them with: pip install 'dlrover[frameworks]'"
+        "FlashCkptTrainer needs transformers and accelerate. Install the extra `frameworks` of this project."
     ) from error
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")

@@ -29,7 +29,7 @@ from dlrover.trainer.torch.flash_checkpoint.tensors import is_dtensor
 LAZY_FROM_BYTES = 64 * 1024
 """Smaller blocks are copied at once: altogether they are little, and each of them would cost a look."""
 SAMPLE_BYTES = 64
-MAX_SAMPLES = 48
+MAX_SAMPLES = 128
 """Of all blocks together, but one of each at least."""
 MAX_SAMPLES_PER_BLOCK = 8
 _GOLDEN = 0.6180339887498949

@@ -10,11 +10,12 @@ A template is only used for a state of which everything else is the same, and on
 
 from __future__ import annotations
 
+import hashlib
+import io
 import operator
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,17 +29,16 @@ _MARKER = re.compile(rb"\x8a\x08(.{4})" + re.escape(_MARK.to_bytes(4, "little"))
 _KEYS = frozenset((str, int))
 _requires_grad = operator.attrgetter("requires_grad")
 _hooks_of = operator.attrgetter("_backward_hooks")
-_dtype_of = operator.attrgetter("dtype")
 
 
 class _Fixed(NamedTuple):
     """What a pickle depends on beside the looks of the state and its numbers."""
 
     others: bytes
-    """What is neither number nor tensor, pickled: that tells 0.0 from -0.0 and 1 from True."""
+    """Digest of what is neither number nor tensor, pickled: that tells 0.0 from -0.0 and 1 from True."""
     kinds_of_keys: list[tuple[type, ...]]
-    strides: list[tuple[int, ...]]
-    dtypes: list[torch.dtype]
+    firsts: list[int]
+    """Of each tensor: where the same object came first."""
     requires_grad: list[bool]
     storages: list[tuple[int, int]]
     """Identity and length."""
@@ -67,7 +67,7 @@ class Template:
 def make_template(frozen: Frozen, skeletons: dict[str, Skeleton]) -> Template | None:
     """From a state and its pickles. None: this state cannot have one."""
     fixed = _fixed_of(frozen)
-    if fixed is None:
+    if fixed is None or any(_MARKER.search(skeleton.content) for skeleton in skeletons.values()):
         return None
     values = [container[key] for container, key in frozen.numbers]
     try:
@@ -83,8 +83,6 @@ def make_template(frozen: Frozen, skeletons: dict[str, Skeleton]) -> Template | 
         split = _MARKER.split(content)
         pieces[name] = split[::2]
         holes[name] = [int.from_bytes(index, "little") for index in split[1::2]]
-        if any(index >= len(values) for index in holes[name]):
-            return None
     made = Template(fixed, pieces, holes)
     is_right = made._filled(frozen) == {name: skeleton.content for name, skeleton in skeletons.items()}
     return made if is_right else None
@@ -101,23 +99,28 @@ def _fixed_of(frozen: Frozen) -> _Fixed | None:
     if not all(map(_KEYS.issuperset, kinds_of_keys)):
         return None
     attributes = [vars(each) for each in frozen.dicts if type(each) is OrderedDict]
+    others = io.BytesIO()
     try:
-        others = pickle.dumps((frozen.others, attributes), PICKLE_PROTOCOL)
+        _WithoutTensors(others, PICKLE_PROTOCOL).dump((frozen.others, attributes))
     except Exception:  # whatever the user's objects do there
         return None
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    known: dict[int, int] = {}
     return _Fixed(
-        others,
+        hashlib.blake2b(others.getbuffer()).digest(),
         kinds_of_keys,
-        _all(torch.Tensor.stride, tensors),
-        _all(_dtype_of, tensors),
-        _all(_requires_grad, tensors),
-        [(storage._cdata, storage.nbytes()) for storage in storages],
+        [known.setdefault(id(tensor), index) for index, tensor in enumerate(tensors)],
+        list(map(_requires_grad, tensors)),
+        [(storage._cdata, storage.nbytes()) for storage in map(torch.Tensor.untyped_storage, tensors)],
     )
 
 
-def _all(question: Any, tensors: Sequence[torch.Tensor]) -> list[Any]:
-    return list(map(question, tensors))
+class _WithoutTensors(pickle.Pickler):
+    """Refuses tensors: an attribute of a container may be one, and its bytes are not for here."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor | torch.UntypedStorage | torch.storage.TypedStorage):
+            raise pickle.PicklingError("a tensor")
+        return NotImplemented
 
 
 def _pickled(number: float | bool | None) -> bytes:
