@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import ctypes
+import errno
 import itertools
 import os
 import threading
@@ -296,6 +297,8 @@ def prefault(buffer: memoryview, stop: threading.Event | None = None, *, for_rea
             return False
         step = min(_FAULT_STEP_BYTES, length - offset)
         answer = libc.madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(step), advice)
+        if answer != 0 and ctypes.get_errno() != errno.EINVAL:
+            return False  # there is no memory for it after all
         if answer != 0:  # an older kernel: reading a byte of each page maps what was reserved before
             bytes(buffer[offset : offset + step : _PAGE_BYTES])
     return True

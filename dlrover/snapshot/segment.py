@@ -17,6 +17,9 @@ another slot or is told that all are busy. The locks also order the memory: what
 
 A state that outgrows its file gets a new file with the next sequence number. The old one keeps its name until the new one
 holds a complete slot.
+
+The kernel clears each page that it gives, which takes longer than a copy. So a file is born with the room of its first slot, and the others get theirs before
+they are written to, at best by a thread that has the time: a first save never waits for memory that it does not need.
 """
 
 from __future__ import annotations
@@ -237,7 +240,7 @@ class SegmentWriter:
 
     def reserve(self, data_bytes: int, meta_bytes: int = MIN_META_BYTES) -> memoryview:
         """
-        Have a file whose slots hold this much, with memory behind every byte; return all its data areas, to be pre-faulted.
+        Have a file whose slots hold this much; return the data area of the first, with memory behind every byte, to be pre-faulted.
 
         Raises ConfigError when there is no room anywhere.
         """
@@ -245,7 +248,12 @@ class SegmentWriter:
             self._create(data_bytes, max(MIN_META_BYTES, META_SLACK * meta_bytes))
         newest = self._files[-1]
         geometry = newest.prelude.geometry
-        return newest.view[geometry.data_at(0) : geometry.total_bytes]
+        return newest.view[geometry.data_at(0) : geometry.data_at(1)]
+
+    def room_of(self, slot: int) -> SlotRoom | None:
+        """Of the newest file; None: it has no such slot."""
+        newest = self._files[-1] if self._files else None
+        return None if newest is None or slot >= self._slots_of(newest) else SlotRoom(newest, slot)
 
     def begin(self, data_bytes: int, meta_bytes: int) -> SlotInWriting | None:
         """A slot to copy into, or None when readers have pinned every slot that may be overwritten."""
@@ -254,6 +262,9 @@ class SegmentWriter:
         newest = self._files[-1]
         for slot in self._expendable_slots():
             if newest.locks.try_own(1 + slot):
+                if not newest.make_room(slot):
+                    newest.locks.release(1 + slot)
+                    return self.begin(data_bytes, meta_bytes)  # in another file, which is put where there is room
                 generation = 1 + max(file.highest_generation() for file in self._files)
                 newest.set_word(slot, make_word(SlotState.WRITING, generation))
                 self._after_store("writing")
@@ -329,6 +340,28 @@ class SegmentWriter:
         while len(self._files) > 1:
             self._files.pop(0).remove()
             self._after_store("old file removed")
+
+
+class SlotRoom:
+    """Room that a slot has or gets. Any thread may take it, also while the writer is in use."""
+
+    def __init__(self, file: _OpenFile, slot: int) -> None:
+        self._file, self._slot = file, slot
+        self._fd = os.dup(file.fd)  # the file may be outgrown and closed meanwhile
+
+    def take(self) -> memoryview:
+        """The slot's data area, with memory behind every byte; empty: there is none."""
+        geometry = self._file.prelude.geometry
+        start = geometry.data_at(self._slot)
+        try:
+            if self._slot >= self._file.num_roomy:
+                os.posix_fallocate(self._fd, start, geometry.data_bytes)
+                self._file.num_roomy = max(self._file.num_roomy, self._slot + 1)
+            return self._file.view[start : start + geometry.data_bytes]
+        except (OSError, ValueError):  # no room, or closed; a save that needs the slot will find out
+            return memoryview(b"")
+        finally:
+            os.close(self._fd)
 
 
 class SlotInWriting:
@@ -424,10 +457,29 @@ class _OpenFile:
             raise
         self.view = memoryview(self._map)
         self._words = self.view[PAGE_BYTES : 2 * PAGE_BYTES].cast("Q")
+        used = [slot for slot in range(self.prelude.geometry.num_slots) if self._generation_of(slot)]
+        self.num_roomy = 1 + max(used, default=0)
+        """So many slots, from the first on, have memory behind every byte: what was written to has."""
+        self._is_too_large = False
+        """There was no room for all of it."""
 
     def holds(self, data_bytes: int, meta_bytes: int) -> bool:
         geometry = self.prelude.geometry
-        return geometry.data_bytes >= data_bytes and geometry.meta_bytes >= meta_bytes
+        is_enough = geometry.data_bytes >= data_bytes and geometry.meta_bytes >= meta_bytes
+        return is_enough and not self._is_too_large
+
+    def make_room(self, slot: int) -> bool:
+        """Before a slot is written to. False: there is none, and this file is of no further use."""
+        geometry = self.prelude.geometry
+        if slot >= self.num_roomy:
+            start = geometry.data_at(self.num_roomy)
+            try:
+                os.posix_fallocate(self.fd, start, geometry.data_at(slot + 1) - start)
+            except OSError:
+                self._is_too_large = True
+                return False
+            self.num_roomy = slot + 1
+        return True
 
     def set_word(self, slot: int, word: int) -> None:
         """One aligned store of eight bytes: seen whole or not at all."""
@@ -437,8 +489,11 @@ class _OpenFile:
         self.view[offset : offset + len(content)] = content
 
     def highest_generation(self) -> int:
-        words = (self._words[slot * RECORD_BYTES // 8] for slot in range(self.prelude.geometry.num_slots))
-        return max(split_word(word)[1] for word in words)
+        return max(map(self._generation_of, range(self.prelude.geometry.num_slots)))
+
+    def _generation_of(self, slot: int) -> int:
+        """0: it was never written to."""
+        return split_word(self._words[slot * RECORD_BYTES // 8])[1]
 
     def complete_slots(self) -> list[SlotName]:
         return _complete_slots(self.fd, self.prelude.geometry, self.path)
@@ -502,7 +557,8 @@ def _create_file(path: Path, directory: Path, prelude: Prelude, after_store: Cal
     unborn.unlink(missing_ok=True)
     fd = os.open(unborn, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(fd, 0, prelude.geometry.total_bytes)
+        os.posix_fallocate(fd, 0, prelude.geometry.data_at(1))
+        os.ftruncate(fd, prelude.geometry.total_bytes)
         after_store("room")
         os.pwrite(fd, encode_prelude(prelude), 0)
         after_store("prelude")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import subprocess
@@ -196,6 +197,49 @@ def test_a_state_that_grows_gets_a_new_file_and_the_old_one_stays_until_then(
     assert len(segment_paths(home)) == 1
     assert save(writer, 3) is not None, "a smaller state fits into the larger file"
     assert len(segment_paths(home)) == 1
+
+
+def test_a_file_is_born_with_the_room_of_its_first_slot_and_the_second_gets_its_own_before_it_is_used(
+    home: Path, owner: Owner
+) -> None:
+    writer = SegmentWriter(home, owner)
+    size = 1 << 20
+    with writer.reserve(size) as first:
+        assert first.nbytes >= size
+    [path] = segment_paths(home, owner.global_rank)
+    before = os.stat(path).st_blocks * 512
+    assert size <= before < 2 * size < os.stat(path).st_size
+    room = writer.room_of(1)
+    assert room is not None
+    with room.take() as second:
+        assert second.nbytes >= size
+    assert os.stat(path).st_blocks * 512 >= 2 * size
+    assert writer.room_of(2) is None
+    late = writer.room_of(1)
+    writer.close()
+    assert late is not None
+    assert late.take().nbytes == 0, "the file was closed meanwhile"
+
+
+def test_where_there_is_no_room_for_the_second_slot_the_next_state_gets_another_file(
+    home: Path, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = SegmentWriter(home, owner)
+    save(writer, 1)
+    [path] = segment_paths(home, owner.global_rank)
+    reserve = os.posix_fallocate
+
+    def refuse(fd: int, offset: int, length: int) -> None:
+        if offset:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    name = save(writer, 2)
+    assert name is not None
+    assert name.path != str(path)
+    assert [found.step for found in writer.complete_slots()] == [2]
+    writer.close()
 
 
 def test_metadata_that_outgrows_its_announcement_is_refused_and_harms_nothing(home: Path, owner: Owner) -> None:

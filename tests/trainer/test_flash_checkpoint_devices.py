@@ -115,7 +115,7 @@ def test_memory_is_pinned_once_and_given_back():
             assert pinning.pin(other)
         pinning.release()
         pinning.release()
-    assert cuda.calls == ["register 8192 1", "unregister", "register 4096 1", "unregister"]
+    assert cuda.calls == ["register 8192 1", "register 4096 1", "unregister", "unregister"]
 
 
 def test_a_driver_that_refuses_and_a_process_without_cuda_change_nothing():

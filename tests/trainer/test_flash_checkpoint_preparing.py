@@ -39,19 +39,20 @@ def test_the_first_save_goes_into_the_file_that_was_prepared(tmp_path: Path) -> 
 
 def test_memory_that_is_ready_is_not_gone_through_again() -> None:
     """The second time is the first step after a restart, when a restore may be running."""
-    rooms = [mmap.mmap(-1, 4 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2)]
-    first, other = (memoryview(room) for room in rooms)
-    given = iter((first[:], first[:], other[:]))
+    rooms = [mmap.mmap(-1, 4 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(3)]
+    first, second, other = (memoryview(room) for room in rooms)
+    given = iter(([first[:], second[:]], [first[:], second[:]], [other[:], memoryview(b"")]))
     preparation = Preparation(lambda num_bytes, num_tensors: next(given), has_segments=True)
     try:
         preparation.wait()
-        assert num_resident(first) == 4
-        rooms[0].madvise(mmap.MADV_DONTNEED)  # so that a second touch would show
+        assert num_resident(first) == num_resident(second) == 4
+        for room in rooms[:2]:
+            room.madvise(mmap.MADV_DONTNEED)  # so that a second touch would show
         found = []
         for number in (1, 2):
             preparation.after_save(SlotName(number, number, 0, f"file {number}", 0))
             preparation.wait()
-            found.append((num_resident(first), num_resident(other)))
+            found.append((num_resident(first) + num_resident(second), num_resident(other)))
     finally:
         preparation.close()
     assert found == [(0, 0), (0, 4)]

@@ -91,13 +91,12 @@ def _stream_of(cuda: Any, device: torch.device) -> Any:
 
 
 class Pinning:
-    """Memory of the segment that the CUDA driver knows. One range at a time: that of the newest file."""
+    """Memory of the segment that the CUDA driver knows: slots of the newest file."""
 
     def __init__(self, cuda: Any = None) -> None:
         self._cuda = cuda
-        self._range: tuple[int, int] | None = None
-        self._view: memoryview | None = None
-        """Keeps the memory mapped as long as the driver knows it."""
+        self._views: dict[tuple[int, int], memoryview] = {}
+        """By address and length. They keep the memory mapped as long as the driver knows it."""
 
     def pin(self, view: memoryview) -> bool:
         """False: there is no CUDA in this process yet, or the driver refuses. Copies then are slower, and the same."""
@@ -105,21 +104,21 @@ class Pinning:
         if cuda is None or not view.nbytes:
             return False
         wanted = (address_of(view), view.nbytes)
-        if wanted == self._range:
+        if wanted in self._views:
             return True
-        self.release()
         error = int(cuda.cudart().cudaHostRegister(*wanted, _PORTABLE))
         if error:
             log.info("the driver does not pin the memory of snapshots (error %d); copies take a detour", error)
             return False
-        self._cuda, self._range, self._view = cuda, wanted, view[:]
+        self._cuda = cuda
+        self._views[wanted] = view[:]
         return True
 
     def release(self) -> None:
-        if self._range is not None and self._view is not None:
-            self._cuda.cudart().cudaHostUnregister(self._range[0])
-            self._view.release()
-            self._range, self._view = None, None
+        for (address, _), view in self._views.items():
+            self._cuda.cudart().cudaHostUnregister(address)
+            view.release()
+        self._views.clear()
 
 
 def _cuda_in_use() -> Any:

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -384,10 +384,15 @@ class CheckpointEngine:
                 return memoryview(b"")  # a copy is under way, so there is room, and it must not be replaced now
             return self._segments.reserve(num_bytes, room_for_names(num_tensors))
 
-    def _reserve_in_turn(self, num_bytes: int, num_tensors: int) -> memoryview:
-        """Not before the look at a former life: that is waited for sooner."""
+    def _reserve_in_turn(self, num_bytes: int, num_tensors: int) -> Iterator[memoryview]:
+        """Not before the look at a former life: that is waited for sooner. A save may come between two of them."""
         self._look.wait()
-        return self.reserve(num_bytes, num_tensors)
+        yield self.reserve(num_bytes, num_tensors)
+        for slot in range(1, self._num_slots):
+            with self._writing:
+                room = None if self._segments is None else self._segments.room_of(slot)
+            if room is not None:
+                yield room.take()
 
     def _open(self) -> StateWriter:
         if self._writer is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,13 +28,16 @@ SLACK_BYTES = 1024 * 1024
 
 
 class Preparation:
-    def __init__(self, reserve: Callable[[int, int], memoryview], *, has_segments: bool) -> None:
-        """`reserve` has room for so many bytes in so many tensors ready and returns it. With `has_segments` there are some of a former life, only to be mapped."""
+    def __init__(self, reserve: Callable[[int, int], Iterable[memoryview]], *, has_segments: bool) -> None:
+        """
+        `reserve` has room for so many bytes in so many tensors ready and returns it, slot after slot. With `has_segments` there are some of a
+        former life, only to be mapped.
+        """
         self._reserve = reserve
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._path = ""
-        self._touched = (0, 0)
+        self._touched: set[tuple[int, int]] = set()
         """Address and length of what is ready: to go through it again would take a processor from the restore that may run now."""
         self._pinning = Pinning()
         self._is_sized = False
@@ -76,15 +79,20 @@ class Preparation:
 
     def _run(self, num_bytes: int, num_tensors: int) -> None:
         try:
-            view = self._reserve(num_bytes, num_tensors)
+            for index, view in enumerate(self._reserve(num_bytes, num_tensors)):
+                with view:
+                    self._touch(view, is_first=index == 0)
         except (OSError, DLRoverError) as error:
             log.info("memory for snapshots could not be prepared: %s", error)  # the save itself will say it aloud
-            return
-        with view:
-            place = (address_of(view), view.nbytes) if view.nbytes else (0, 0)
-            if place != self._touched and prefault(view, self._stop):
-                self._touched = place
-                self._pinning.pin(view)
+
+    def _touch(self, view: memoryview, *, is_first: bool) -> None:
+        place = (address_of(view), view.nbytes) if view.nbytes else (0, 0)
+        if is_first and place not in self._touched:  # of a file that we have not seen
+            self._touched.clear()
+            self._pinning.release()
+        if view.nbytes and place not in self._touched and prefault(view, self._stop):
+            self._touched.add(place)
+            self._pinning.pin(view)
 
     def _unhook(self) -> None:
         if self._hook is not None:
