@@ -245,6 +245,17 @@ def test_parameters_as_keys_are_compared_without_an_error():
     assert freeze_again({"part": {torch.nn.Parameter(torch.ones(3)): {"step": 1}}}, frozen.looks) is None
 
 
+def test_a_tensor_that_got_another_storage_at_the_same_address_is_pickled_anew():
+    memory = bytearray(64)
+    weight = torch.frombuffer(memory, dtype=torch.float32, count=4)
+    template, frozen = template_of({"weight": weight})
+    assert template is not None
+    weight.data = torch.frombuffer(memory, dtype=torch.float32, count=8)[:4]
+    again = freeze_again({"part": {"weight": weight}}, frozen.looks)
+    assert again is not None, "address, shape and stride are the same"
+    assert template.fill(again) is None
+
+
 def test_a_square_tensor_that_was_turned_is_laid_out_anew():
     weight = torch.rand(3, 3)
     frozen = freeze({"part": {"weight": weight}})
