@@ -311,8 +311,7 @@ class NodeHost:
         """From the start of a node's process until nothing of it is left."""
         exit_code = await asyncio.shield(node.process.exit_code)
         was_stopped = node.stopping is not None
-        self._kill_strangers()
-        await node.process.sweep(0.0 if was_stopped else self._config.orphan_grace)
+        await node.process.sweep(0.0 if was_stopped else self._config.orphan_grace, self._strangers)
         is_out_of_memory = self._memory is not None and bool(
             node.intent.resource.memory_mb and self._memory.num_kills(node.key)
         )
@@ -406,15 +405,13 @@ class NodeHost:
             if tell is not None:
                 tell(status)
 
-    def _kill_strangers(self) -> None:
+    def _strangers(self) -> list[int]:
         """
         Children that we did not start and that carry no mark of ours: a node left them, and cleared their environment.
 
         While its launcher and agent live they would adopt them, so these are of a node that is gone.
         """
-        for pid in _children_of(os.getpid()):
-            if pid not in self._children and not _has_mark(pid, self._run):
-                send(pid, signal.SIGKILL)
+        return [pid for pid in _children_of(os.getpid()) if pid not in self._children and not _has_mark(pid, self._run)]
 
     # The socket.
 

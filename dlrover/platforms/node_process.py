@@ -83,16 +83,24 @@ class NodeProcess:
                 send(pid, signal.SIGKILL)
             await asyncio.wait([self.exit_code], timeout=SWEEP_TIMEOUT)
 
-    async def sweep(self, grace: float) -> None:
-        """After the launcher's end: until nothing of the node is left, by force when the grace is over."""
+    async def sweep(self, grace: float, strangers: Callable[[], Sequence[int]]) -> None:
+        """
+        After the launcher's end: until nothing of the node is left, by force when the grace is over.
+
+        `strangers` tells who lost the node's mark. They are asked for after the marked ones: a process that clears its
+        environment in between is found then, and none gets a mark back.
+        """
         loop = asyncio.get_running_loop()
         kill_at = loop.time() + grace
         give_up_at = kill_at + SWEEP_TIMEOUT
-        while (left := marked(self.mark)) and (now := loop.time()) < give_up_at:
-            if now >= kill_at:
-                for pid in left:
-                    send(pid, signal.SIGKILL)
-            await wait_gone(left, (kill_at if now < kill_at else give_up_at) - now)
+        while True:
+            ours, others = marked(self.mark), strangers()
+            now = loop.time()
+            if not (ours or others) or now >= give_up_at:
+                break
+            for pid in (*ours, *others) if now >= kill_at else others:
+                send(pid, signal.SIGKILL)
+            await wait_gone((*ours, *others), (kill_at if now < kill_at else give_up_at) - now)
         self._output.close()
 
 

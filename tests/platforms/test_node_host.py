@@ -6,18 +6,20 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 
 import pytest
 
 from dlrover.platforms.base import LaunchNotTaken
 from dlrover.platforms.host_messages import ANSWER
 from dlrover.platforms.local import LocalOptions, LocalPlatform
+from dlrover.platforms.node_process import NodeCommand, NodeProcess, wait_gone
 from dlrover.protocol.errors import ConfigError, Unavailable
 from dlrover.protocol.fleet_messages import NodeChanged, NodeEventKind, NodeExit, NodePhase, NodesListed, PlatformNode
 from dlrover.protocol.identity import PlatformId
 from dlrover.protocol.local import HEADER, pack
 from tests.platforms.conftest import LocalLab, until
-from tests.platforms.contract import JOB, launch, remove, run_nodes, watching
+from tests.platforms.contract import DEADLINE, JOB, launch, remove, run_nodes, watching
 
 
 async def test_nothing_of_a_killed_node_remains(local_lab):
@@ -31,6 +33,16 @@ async def test_nothing_of_a_killed_node_remains(local_lab):
         os.kill(node, signal.SIGKILL)
         await watch.until(0, NodePhase.FAILED)
     assert local_lab.processes() == []
+
+
+async def test_a_node_is_not_over_before_what_lost_its_mark_has_ended(tmp_path):
+    """The kernel may take its time after SIGKILL, and one may only be seen when another has ended."""
+    strangers = _Sleepers(2)
+    command = NodeCommand(argv=("true",), environ=dict(os.environ), mark="none", log_file=str(tmp_path / "log"))
+    process = NodeProcess(command, on_line=lambda line, is_error: None)
+    await wait_gone([process.pid], DEADLINE)
+    await process.sweep(300.0, lambda: strangers.alive()[:1])
+    assert strangers.seen == [strangers.pids, strangers.pids[1:], []]
 
 
 async def test_what_one_node_leaves_is_told_from_what_another_runs(local_lab):
@@ -185,3 +197,14 @@ def test_unknown_options_are_refused():
 def _command(pid: int) -> bytes:
     with open(f"/proc/{pid}/cmdline", "rb") as file:
         return file.read()
+
+
+class _Sleepers:
+    def __init__(self, count: int) -> None:
+        self._processes = [subprocess.Popen(["sleep", "300"]) for _ in range(count)]
+        self.pids = [process.pid for process in self._processes]
+        self.seen: list[list[int]] = []
+
+    def alive(self) -> list[int]:
+        self.seen.append([process.pid for process in self._processes if process.poll() is None])
+        return self.seen[-1]
