@@ -273,7 +273,8 @@ def address_of(buffer: memoryview, offset: int = 0) -> int:
 _POPULATE_READ = 22
 _POPULATE_WRITE = 23
 """madvise: give every page of the range a frame, without changing it. Linux 5.14."""
-_FAULT_STEP_BYTES = 64 * 1024 * 1024
+_FAULT_STEP_BYTES = 4 * 1024 * 1024
+"""The kernel holds the lock of the address space for one step, and an allocation of the training waits for it: a millisecond or two."""
 _PAGE_BYTES = 4096
 
 
