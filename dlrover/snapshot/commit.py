@@ -176,8 +176,9 @@ def commit(
             tracking.write()
     finally:
         tracking.clear()
-    tracking.clear_of_the_dead()
-    _remove_leftovers(storage, attempt)
+    with contextlib.suppress(OSError):  # it counts already: what cannot be removed now is left to the next commit
+        tracking.clear_of_the_dead()
+        _remove_leftovers(storage, attempt)
     return Committed(target, manifest)
 
 
@@ -324,9 +325,7 @@ def _put_in_place(storage: Renaming, staging: str, target: str, attempt: Attempt
 
 
 def _remove_leftovers(storage: Storage, attempt: Attempt) -> None:
-    """
-    What was replaced, and what dead attempts left. The checkpoint counts already: what cannot be removed is left to the next commit.
-    """
+    """What was replaced, and what dead attempts left."""
     for entry in storage.list(attempt.directory):
         if entry.is_directory and (_STAGED in entry.name or _SET_ASIDE in entry.name):
             is_own = entry.name.endswith((_STAGED + attempt.attempt, _SET_ASIDE + attempt.attempt))

@@ -11,6 +11,7 @@ all are there. A shared file system cannot tell when a file appears, so it has t
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -46,6 +47,8 @@ from dlrover.snapshot.segment_format import SegmentInvalid, Sums, encode_sums
 from dlrover.snapshot.storage import LocalStorage, Storage, join, parent_of
 from dlrover.snapshot.user_deletion import UserDeletion
 from dlrover.snapshot.user_storage import announce, storage_of
+
+log = logging.getLogger("dlrover.snapshot")
 
 REQUEST = "save"
 """Name of the extra part of a slot that holds the request."""
@@ -249,6 +252,14 @@ def finish(request: SaveRequest, *, digest: str = "", is_newest: bool = True, da
     if isinstance(storage, LocalStorage):
         for path, link in request.links.items():
             _link(join(committed.path, path), link)
+    try:
+        _apply_retention(storage, request)
+    except OSError as error:  # the checkpoint is there, and the next one deletes what this one could not
+        log.warning("step %d is committed; what it made expendable could not be deleted: %s", request.step, error)
+    return committed
+
+
+def _apply_retention(storage: Storage, request: SaveRequest) -> None:
     if request.keep_latest:
         apply_retention(storage, request.directory, KeepLatest(request.keep_latest))
     if request.keep_interval:
@@ -257,7 +268,6 @@ def finish(request: SaveRequest, *, digest: str = "", is_newest: bool = True, da
         apply_retention(storage, request.directory, request.keep)
     if request.deletion is not None:
         apply_retention(storage, request.directory, UserDeletion(request.deletion, request.directory))
-    return committed
 
 
 def wait_until_complete(

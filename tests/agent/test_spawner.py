@@ -172,11 +172,13 @@ async def test_a_kernel_that_has_no_process_for_a_zygote_is_asked_again(
     leash = await own_spawner.spawn(**order)  # asks again itself
     leash.close()
 
+    popen = subprocess.Popen
     with monkeypatch.context() as full:
-        full.setattr(subprocess, "Popen", refuse)
+        full.setattr(
+            subprocess, "Popen", lambda *words, **options: (popen if num_refusals > 5 else refuse)(*words, **options)
+        )
         os.kill(own_spawner.zygote_pids[0], signal.SIGKILL)
-        await until(lambda: num_refusals == 6)
-    await until(lambda: own_spawner.zygote_pids)  # without anybody asking
+        await until(lambda: num_refusals == 6 and own_spawner.zygote_pids)  # without anybody asking
     leash = await own_spawner.spawn(**order)
     leash.close()
     assert own_spawner._restart is None
