@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
 from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.spawner import Spawner
+from tests.agent.stage import Stage
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +31,11 @@ def cold_spawner() -> Iterator[Spawner]:
     spawner = Spawner.start(is_warm=False)
     yield spawner
     spawner.close()
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    stage = Stage(tmp_path)
+    yield stage
+    for life in stage.lives:
+        await life.die()
