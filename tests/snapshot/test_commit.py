@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import zlib
@@ -40,6 +41,7 @@ from dlrover.snapshot.manifest import (
     encode_manifest,
     join_manifests,
 )
+from dlrover.snapshot.persist import SaveRequest, finish
 from dlrover.snapshot.retention import KEEP, KeepBest, KeepBytes, KeepFor, KeepInterval, KeepLatest, apply_retention
 from dlrover.snapshot.storage import LocalStorage, Renaming, Storage, join, storage_for
 from tests.snapshot.power_cut import Disk, PowerCut
@@ -186,6 +188,43 @@ def test_commits_on_real_storages(place: tuple[Storage, str]) -> None:
     assert storage.read(join(directory, NATIVE)) == b"5"
     names = [entry.name for entry in storage.list(directory) if entry.is_directory]
     assert names == ["0", "5"]
+
+
+def test_a_storage_that_fails_after_the_tracker_was_written_has_the_checkpoint_all_the_same(
+    place: tuple[Storage, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither what was left of others nor what the rule gives up can be removed then; the next commit does it."""
+    storage, directory = place
+    save(storage, attempt_at(1, "a", directory))
+    for rank in (0, 1):
+        write_rank(storage, attempt_at(2, "b", directory), rank)
+    listed = type(storage).list
+
+    def list_until_committed(self: Storage, path: str) -> object:
+        if path == directory and latest_step(storage, directory) == 2:
+            raise OSError(errno.EIO, "the store went away")
+        return listed(self, path)
+
+    request = SaveRequest(
+        directory=directory,
+        target="2",
+        step=2,
+        attempt="b",
+        shard=0,
+        num_shards=2,
+        world_size=2,
+        is_storage=True,
+        is_writer=True,
+        is_committer=True,
+        keep_latest=1,
+    )
+    with monkeypatch.context() as failing:
+        failing.setattr(type(storage), "list", list_until_committed)
+        assert finish(request).manifest.step == 2
+    assert "could not be deleted: [Errno 5] the store went away" in caplog.text
+    assert [each.manifest.step for each in committed_checkpoints(storage, directory)] == [1, 2]
+    finish(request)
+    assert [each.manifest.step for each in committed_checkpoints(storage, directory)] == [2]
 
 
 def test_a_step_saved_again_replaces_the_old_one_or_is_refused(place: tuple[Storage, str]) -> None:
