@@ -39,6 +39,8 @@ from dlrover.protocol.watch_messages import (
 log = logging.getLogger("dlrover.agent")
 
 _DUMP_TIMEOUT = 1.0
+_SAMPLER_TIMEOUT = 1.0
+"""For reading the stacks of those that do not answer, from outside."""
 """Seconds for workers to write their stacks. One that holds the interpreter lock writes them all the same; one that is stopped never."""
 _DUMP_LOOK = 0.02
 _CANNOT_ANSWER = "TD"
@@ -304,7 +306,7 @@ class Watch:
         await _written(asked)
         await _recorded(recording)
         deaf = [seat.pid for seat, known in zip(seats, facts, strict=True) if known.state in _CANNOT_ANSWER]
-        read = await self._native.read_deaf(deaf, within=_DUMP_TIMEOUT)
+        read = await self._native.read_deaf(deaf, within=_SAMPLER_TIMEOUT)
         if not is_second:
             facts = [_later_use(before, seat.facts()) for before, seat in zip(facts, seats, strict=True)]
         stalled = self._stalls.stalled

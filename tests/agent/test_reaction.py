@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from dlrover.agent import reaction
+from dlrover.agent import process_tree, reaction
 from dlrover.agent.config import EntryKind
 from dlrover.agent.process_tree import (
     GRACE_AFTER_FAILURE,
@@ -159,7 +159,10 @@ async def test_a_worker_without_a_handler_needs_no_time(start: Start, tree: Proc
     assert worker.exit.result().signal == signal.SIGTERM
 
 
-async def test_one_long_call_into_c_is_no_collective(start: Start, tree: ProcessTree, tmp_path: Path) -> None:
+async def test_one_long_call_into_c_is_no_collective(
+    start: Start, tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_tree, "GRACE_AFTER_FAILURE", DEADLINE)  # the call takes its time on a busy machine
     worker = await start("signal.signal(signal.SIGTERM, leave); note('ready'); sum(range(12_000_000)); time.sleep(60)")
     await stop(tree, worker.pid)
     assert worker.exit.result().exit_code == 0
@@ -176,6 +179,18 @@ ENDLESS = """
 """
 
 
+async def until_computing(pid: int) -> None:
+    """It said that it is ready before it began its one long call."""
+    now = Path(f"/proc/{pid}/stat")
+    began = _ticks(now)
+    await until(lambda: _ticks(now) > began + 2)
+
+
+def _ticks(stat: Path) -> int:
+    """Of processor time that the process has used outside of the kernel."""
+    return int(stat.read_text().rpartition(")")[2].split()[11])
+
+
 @pytest.mark.parametrize("has_accelerator", [True, False])
 async def test_computing_means_nothing_where_waiting_for_a_device_looks_the_same(
     start: Start, tree: ProcessTree, monkeypatch: pytest.MonkeyPatch, has_accelerator: bool
@@ -183,6 +198,7 @@ async def test_computing_means_nothing_where_waiting_for_a_device_looks_the_same
     if has_accelerator:
         monkeypatch.setattr(reaction, "_ACCELERATORS", ("/dev/zero",))
     worker = await start(ENDLESS.format(""))
+    await until_computing(worker.pid)
     limit = 2.5 * LOOK_EVERY
     given = await stop(tree, worker.pid, shutdown_timeout=limit)
     assert given == {worker.pid: LOOK_EVERY if has_accelerator else limit}
@@ -193,9 +209,11 @@ async def test_the_handler_of_a_child_is_not_the_workers(
     start: Start, tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reaction, "_ACCELERATORS", ("/dev/zero",))
+    monkeypatch.setattr(process_tree, "LOOK_EVERY", 2.0)  # so long the child has for its note, on a busy machine
     worker = await start(ENDLESS.format("if os.fork() == 0: note('child'); signal.pause()"))
     await until((tmp_path / "child").exists)
-    assert await stop(tree, worker.pid) == {worker.pid: LOOK_EVERY}
+    await until_computing(worker.pid)
+    assert await stop(tree, worker.pid) == {worker.pid: 2.0}
     assert (tmp_path / "began").exists()
 
 

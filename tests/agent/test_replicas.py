@@ -156,14 +156,16 @@ async def test_copies_of_former_rounds_go_when_the_new_round_has_saved(lab):
     assert len(copy_paths(lab.homes[0])) == 1
 
 
-async def push_by_hand(lab: Lab, name, address: str, round_: int = 1) -> None:
+async def push_by_hand(lab: Lab, name, address: str, round_: int = 1, stall: float = 0.5) -> None:
     """As the replicas do it, without their patience."""
     pinned = pin_newest(name.path, name.slot, name.generation)
     assert pinned is not None
     try:
         request = read_request(decode_contents(pinned.sections()))
         assert request is not None
-        with connect(address, Secret(TOKEN, JOB), None, deadline=time.monotonic() + 5, stall=0.5) as connection:
+        with connect(
+            address, Secret(TOKEN, JOB), None, deadline=time.monotonic() + 10 * stall, stall=stall
+        ) as connection:
             connection.send(header_of(pinned, request, Round(round_)))
             connection.receive(Accepted)
             connection.send_bytes(meta_of(pinned))
@@ -251,7 +253,7 @@ async def test_every_flipped_bit_of_a_transfer_is_caught(lab):
             assert lab.nodes[1]._store.holdings.newest_copy(0) is None, offset
         assert num_caught > 150
         meddler.offset = -1
-        await push_by_hand(lab, name, meddler.address)
+        await push_by_hand(lab, name, meddler.address, stall=10.0)
         assert lab.nodes[1]._store.holdings.newest_copy(0) is not None
     finally:
         meddler.close()
@@ -263,7 +265,7 @@ async def test_a_peer_that_hangs_holds_up_a_restart_no_longer_than_the_deadline(
     await lab.push(0, trainers[0].save(1, num_shards=2))
     await lab.push(1, trainers[1].save(1, num_shards=2))
     lab.lose(1)
-    lab.start(2, stall=0.3, ask_limit=1.0)
+    lab.start(2, stall=2.0, ask_limit=5.0)
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as gone:
         lab.strangers = [Peer(NodeId(8), NodeRank(8), f"127.0.0.1:{silent.getsockname()[1]}")]
         dead = f"127.0.0.1:{gone.getsockname()[1]}"

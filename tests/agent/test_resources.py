@@ -106,8 +106,12 @@ def test_a_node_is_asked_often_while_memory_runs_out_and_seldom_while_nothing_ha
     assert next_period(report(workers=large), report(workers=small), LONGEST) == LONGEST
 
 
+def pids_of_children() -> set[tuple[int, int]]:
+    return {(process.pid, process.started_at_ticks) for process in children(os.getpid())}
+
+
 async def test_a_driver_that_does_not_answer_is_told_of_and_not_asked_again(tmp_path: Path) -> None:
-    before = set(children(os.getpid()))
+    before = pids_of_children()
     count = tmp_path / "asked"
     code = f"import sys, time\nfor line in sys.stdin: open({str(count)!r}, 'a').write('x'); time.sleep(600)"
     probe = Probe((sys.executable, "-c", code), timeout=1.0)
@@ -118,11 +122,11 @@ async def test_a_driver_that_does_not_answer_is_told_of_and_not_asked_again(tmp_
     assert "does not answer" in second.troubles[0]
     assert len(count.read_text() if count.exists() else "x") == 1
     assert watching.helper_pids == ()
-    await until(lambda: set(children(os.getpid())) <= before)
+    await until(lambda: pids_of_children() <= before)
 
 
 async def test_a_probe_tells_of_disks_and_survives_rubbish(tmp_path: Path) -> None:
-    before = set(children(os.getpid()))
+    before = pids_of_children()
     probe = Probe(timeout=30.0)
     answer = await probe.ask([str(tmp_path), str(tmp_path / "none")])
     assert answer.disk_free_mb[str(tmp_path)] > 0
@@ -130,7 +134,7 @@ async def test_a_probe_tells_of_disks_and_survives_rubbish(tmp_path: Path) -> No
     probe.close()
     rubbish = Probe((sys.executable, "-c", "input(); print('rubbish', flush=True); input()"), timeout=30.0)
     assert "cannot be asked" in (await rubbish.ask([])).troubles[0]
-    await until(lambda: set(children(os.getpid())) <= before)
+    await until(lambda: pids_of_children() <= before)
 
 
 def test_remote_file_systems_are_known_by_their_mounts(tmp_path: Path) -> None:

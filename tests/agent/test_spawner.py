@@ -473,7 +473,7 @@ async def test_sigkill_of_the_agent_ends_workers_and_zygote(tmp_path: Path, mode
         assert all(is_alive(pid) for pid in pids)
         process.kill()
         process.wait()
-        await until(lambda: not any(is_alive(pid) for pid in pids), within=2)
+        await until(lambda: not any(is_alive(pid) for pid in pids))
     finally:
         process.kill()
         process.communicate()

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import pytest
 
+from dlrover.agent import watch
 from dlrover.agent.config import EntryKind, WatchConfig
 from dlrover.agent.native_stacks import NativeStacks, main_frames
 from dlrover.agent.process_tree import ProcessTree
@@ -33,7 +34,7 @@ from dlrover.protocol.watch_messages import (
     WatchOrder,
     WorkerDump,
 )
-from tests.agent.lab import environment, make_world, run_plainly, run_worker, start_process, until, write
+from tests.agent.lab import DEADLINE, environment, make_world, run_plainly, run_worker, start_process, until, write
 
 T = TypeVar("T")
 NO_SAMPLER = "py-spy (extra `stacks`) is not installed, or may not look into other processes"
@@ -176,7 +177,10 @@ def has_sampler() -> bool:
     return bool(found)
 
 
-async def test_a_look_tells_what_each_is_doing_however_it_stands_still(lab: Lab, has_sampler: bool) -> None:
+async def test_a_look_tells_what_each_is_doing_however_it_stands_still(
+    lab: Lab, has_sampler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_SAMPLER_TIMEOUT", DEADLINE)  # it is slow on a busy machine
     await lab.start("lock", "gil", "line", "line override")
     lab.workers[2].send_signal(signal.SIGSTOP)
     await until(lambda: _state(lab.workers[2].pid) == "T")
@@ -305,9 +309,12 @@ async def test_native_frames_come_with_the_second_dump_and_the_worker_goes_on(la
     assert lab.watch.helper_pids == ()
 
 
-async def test_the_stack_of_a_worker_that_is_stopped_is_read_without_its_help(lab: Lab, has_sampler: bool) -> None:
+async def test_the_stack_of_a_worker_that_is_stopped_is_read_without_its_help(
+    lab: Lab, has_sampler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not has_sampler:
         pytest.skip(NO_SAMPLER)
+    monkeypatch.setattr(watch, "_SAMPLER_TIMEOUT", DEADLINE)  # it is slow on a busy machine
     await lab.start("lock")
     pid = lab.workers[0].pid
     os.kill(pid, signal.SIGSTOP)

@@ -183,7 +183,7 @@ def test_two_launchers_on_one_host_share_one_master_and_its_token(job: StandinJo
     first = job.start(*endpoint, behaviour="wait")
     job.event("waiting")
     assert job.event("master")[1] == str(port)
-    second = job.start(*endpoint, behaviour="ok")
+    second = job.start(*endpoint, behaviour="ok", STANDIN_FIND_MASTER="60")  # which this one does not look for
     _, said = second.communicate(timeout=20)
     assert (second.returncode, said) == (0, "")
     assert (job.tmp_path / "master-lives").stat().st_size == 1

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -27,10 +28,9 @@ async def test_nothing_of_a_killed_node_remains(local_lab):
     platform = local_lab.platform()
     await run_nodes(platform, 0)
     local_lab.order(0, "leave children")
-    await until(lambda: len(local_lab.processes()) == 3)
+    await until(lambda: len(local_lab.processes()) == 3 and len(_obedient(local_lab)) == 1)
     async with watching(platform) as watch:
-        [node] = [pid for pid in local_lab.processes() if b"obedient" in _command(pid)]
-        os.kill(node, signal.SIGKILL)
+        os.kill(*_obedient(local_lab), signal.SIGKILL)
         await watch.until(0, NodePhase.FAILED)
     assert local_lab.processes() == []
 
@@ -50,7 +50,7 @@ async def test_what_one_node_leaves_is_told_from_what_another_runs(local_lab):
     await run_nodes(platform, 0, 1)
     for node in (0, 1):
         local_lab.order(node, "leave children")
-    await until(lambda: len(local_lab.processes()) == 6)
+    await until(lambda: len(local_lab.processes()) == 6 and len(_obedient(local_lab)) == 2)
     async with watching(platform) as watch:
         await platform.apply(remove(0))
         await watch.until(0, NodePhase.DELETED)
@@ -194,9 +194,9 @@ def test_unknown_options_are_refused():
         LocalPlatform.from_options(JOB, {"socket": "/nowhere", "colour": "blue"})
 
 
-def _command(pid: int) -> bytes:
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return file.read()
+def _obedient(lab: LocalLab) -> list[int]:
+    """Nodes; for an instant also a child that has not yet become what it shall be."""
+    return [pid for pid in lab.processes() if b"obedient" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 class _Sleepers:
