@@ -94,7 +94,8 @@ class Trainer:
         for step in itertools.count(int(start.item()) + 1):
             fault = self._fault(step)
             self.step(step, fault)
-            (self.folder / f"step-{self.rank}").write_text(f"{step} {self.life}")
+            (self.folder / f"step-{self.rank}.new").write_text(f"{step} {self.life}")
+            (self.folder / f"step-{self.rank}.new").rename(self.folder / f"step-{self.rank}")
             if (self.folder / "end").exists():
                 return
 

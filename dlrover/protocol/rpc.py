@@ -364,6 +364,7 @@ async def ask(address: str, body: Question, *, token: str, tls: TlsConfig | None
     """One question, one answer. Nobody listens: Unavailable at once. A busy master is asked again until the timeout."""
     end_at = time.monotonic() + timeout
     data = QUESTION.encode(body)
+    refusal: Unavailable | None = None
     async with open_channel(address, tls) as channel:
         method = channel.unary_unary(f"/{SERVICE}/{ASK_METHOD}")
         while True:
@@ -371,14 +372,17 @@ async def ask(address: str, body: Question, *, token: str, tls: TlsConfig | None
             try:
                 answer = VERDICT.decode(await method(data, timeout=max(left, 0.001), metadata=call_metadata(token)))
             except grpc.aio.AioRpcError as error:
+                if refusal is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise refusal from error  # it is there, and said why
                 raise error_of(error.code(), error.details(), address) from error
             if isinstance(answer, Answer):
                 return answer.body
             if answer.retry_after is None:
                 raise Rejected(answer.message, code=answer.code)
+            refusal = Unavailable(answer.message, answer.retry_after)
             pause = answer.retry_after * random.uniform(1.0, 2.0)
             if pause >= end_at - time.monotonic():
-                raise Unavailable(answer.message, answer.retry_after)
+                raise refusal
             await asyncio.sleep(pause)
 
 

@@ -379,13 +379,15 @@ def _freeze_and_wake(job: ByHand, node: int, now: int) -> int:
     worker = job.worker(node)
     since = time.monotonic()
     for pid in frozen:
-        kill(pid, signal.SIGSTOP)
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGSTOP)
     now = job.recovers("a node freezes", 3, since=since, after=now)
     assert worker not in job.world().values()
     job.goes_on()
     since = time.monotonic()
     for pid in frozen:
-        kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # ended by the one that was woken before
+            kill(pid, signal.SIGCONT)
     wait_until(lambda: worker not in job.jobs.processes(), WITHIN, job.explain)
     job.say(f"it wakes up: its workers are gone after {time.monotonic() - since:.2f} s")
     return job.recovers("it is back", 4, since=since, after=now)

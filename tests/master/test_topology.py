@@ -104,10 +104,6 @@ async def test_plug_ins_that_raise_or_talk_rubbish_harm_nobody(
 
 
 class TestCalls:
-    @pytest.fixture(autouse=True)
-    def _quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(room, "TIME_LIMIT", 0.02)
-
     @pytest.fixture
     def held(self) -> Iterator[threading.Event]:
         """Set at the end, so that no thread stays behind."""
@@ -116,8 +112,9 @@ class TestCalls:
         event.set()
 
     async def test_a_plug_in_that_never_answers_is_asked_no_more_after_a_while(
-        self, held: threading.Event, caplog: pytest.LogCaptureFixture
+        self, held: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(room, "TIME_LIMIT", 0.02)
         num_asked = 0
 
         def stuck(host: str) -> tuple[str, str]:

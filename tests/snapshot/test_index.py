@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from dlrover.protocol.errors import Unavailable
-from dlrover.snapshot.index import Home, home_path, make_private, reap_orphans
+from dlrover.snapshot.index import Home, home_path, make_private, reap_orphans, remove_empty_root
 from dlrover.snapshot.segment import SegmentWriter
 from tests.snapshot.conftest import owner_of
 from tests.snapshot.states import newest_step, save
@@ -46,6 +47,31 @@ def test_the_directories_are_private(home: Path) -> None:
     (home / "link").symlink_to(home / "root")
     with pytest.raises(PermissionError):
         make_private(home / "link")
+
+
+def test_a_directory_that_others_remove_when_it_is_empty_is_made_again(home: Path) -> None:
+    """Of two trainers that share the directory above, one may end while the other begins."""
+    root = home / "root"
+    has_begun, is_over = threading.Event(), threading.Event()
+
+    def remove_again_and_again() -> None:
+        while not is_over.is_set():
+            has_begun.set()
+            remove_empty_root(root)
+
+    remover = threading.Thread(target=remove_again_and_again)
+    remover.start()
+    has_begun.wait(30)
+    try:
+        for _ in range(3000):
+            make_private(root)
+    finally:
+        is_over.set()
+        remover.join()
+    root.mkdir(exist_ok=True)
+    (root / "file").touch()
+    with pytest.raises(FileExistsError):
+        make_private(root / "file")
 
 
 def test_a_living_owner_is_never_reaped(home: Path) -> None:

@@ -109,20 +109,18 @@ def test_a_thousand_saves_with_storage_that_stands_still(make: Make, plan: Plan,
     is in storage at the end.
     """
     checkpointer = make(directory, num_slots=3)
-    saved, skipped, blocking = [], [], []
+    saved, skipped = [], []
     with plan.standing_still():
         for step in range(1000):
             kind = StorageType.MEMORY if step % 2 else StorageType.DISK
             result = checkpointer.save_checkpoint(step, state_of(step), storage_type=kind)
             (saved if result else skipped).append(step)
             assert result or result.reason is SaveReason.SKIPPED_BUSY
-            blocking.append(result.blocking)
         # One is being written, one waits for it, and the newest state is never given up for an attempt at a newer one.
         assert len(saved) >= 3
         assert len(saved) + len(skipped) == 1000
         assert_same(checkpointer.load_checkpoint(), state_of(saved[-1]))
         assert plan.num_writes <= 2, "the first file is still being written"
-    assert sorted(blocking)[980] < 0.1
     assert checkpointer.save_checkpoint(1000, state_of(1000), on_busy="block")
     checkpointer.close()
     assert latest_step(storage_for(directory), directory) == 1000

@@ -235,6 +235,35 @@ def test_the_next_save_and_a_restore_finish_the_copy_first(begin):
     assert_same(training.checkpointer.load_checkpoint(), expected)
 
 
+def test_memory_that_is_prepared_late_does_not_replace_what_a_save_uses(begin):
+    """The thread that prepares it guesses more than the state turned out to need, and may come at any moment."""
+    training = begin()
+    training.train()
+    training.engine._preparation.wait()
+    [home] = segment_paths(training.engine.outlet.home)
+    stage, prepared = training.engine._lazily.stage, []
+
+    def stage_after_a_preparation(*arguments: object) -> None:
+        thread = threading.Thread(target=lambda: prepared.append(training.engine.reserve(100_000_000).nbytes))
+        thread.start()
+        thread.join(0.2)  # it has its chance, and has to wait for more
+        assert thread.is_alive()
+        stage(*arguments)
+        prepared.append(thread)
+
+    training.engine._lazily.stage = stage_after_a_preparation
+    training.gate.clear()
+    expected = training.copy_of_state(1)
+    assert training.save(1).is_lazy
+    prepared[0].join(DEADLINE)
+    assert prepared[1:] == [0], "nothing to be touched while a copy is under way"
+    training.gate.set()
+    assert training.checkpointer.wait_for_staging()
+    training.engine.reserve(100_000_000)
+    assert segment_paths(training.engine.outlet.home) == [home]
+    assert_same(training.checkpointer.load_checkpoint(), expected)
+
+
 def test_a_lazy_save_to_storage_is_written_once_it_is_whole(begin, tmp_path):
     training = begin()
     training.train()

@@ -40,6 +40,7 @@ from dlrover.trainer.torch.flash_checkpoint.fsdp import FsdpShardCheckpointer, S
 def checkpointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DLROVER_SNAPSHOT_DIR", str(tmp_path / "snapshots"))
     made = FsdpShardCheckpointer(tmp_path / "run")
     yield made
     made.close()

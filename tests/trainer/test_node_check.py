@@ -144,7 +144,7 @@ async def test_the_partner_of_a_node_that_hangs_gives_up_in_time(
 ) -> None:
     (tmp_path / "results").mkdir()
     port = free_port()
-    more = {"MOCK_ERR_RANK": "1", "MOCK_ERR_KIND": "hang", "NETWORK_CHECK_TIMEOUT": "2"}
+    more = {"MOCK_ERR_RANK": "1", "MOCK_ERR_KIND": "hang", "NETWORK_CHECK_TIMEOUT": "6"}
 
     def run(rank: int) -> Awaitable[Ended]:
         environ = environment(**variables(rank, 2, port, tmp_path / "results", **more))

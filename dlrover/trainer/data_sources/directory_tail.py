@@ -108,10 +108,12 @@ class TailWatch:
         self._thread.start()
 
     def close(self) -> None:
-        self._closing.set()
-        if self._thread.is_alive():
+        if not self._closing.is_set():
+            self._closing.set()
             self._events.wake()
             self._thread.join(timeout=10.0)
+            if not self._thread.is_alive():
+                self._events.close()  # not by the thread: who wakes it must not find other descriptors by these numbers
         if self.trouble is not None:
             raise self.trouble
 
@@ -121,8 +123,6 @@ class TailWatch:
         except Exception as error:  # the edge of the thread: readers would wait for ever for data that nobody tells of
             log.error("%s is not watched any more: %s", self._tail.folder, error)
             self.trouble = error
-        finally:
-            self._events.close()
 
     def _watch(self) -> None:
         changed: Iterable[str] | None = None

@@ -90,8 +90,10 @@ def run_stage(folder: Path, stage: int, kills: bool) -> None:
             stored = weights(engine)
             assert (folder / f"zero-{stage}" / "latest").read_text() == "4"
             torch.distributed.barrier()
-        if kills and step == KILL_AT and first == 1 and rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if kills and step == KILL_AT and first == 1:
+            torch.distributed.barrier()  # everybody has saved
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
     assert type(engine.checkpoint_engine).__name__ == "TorchCheckpointEngine", "put back after every save"
     assert not list((folder / f"zero-{stage}").glob("at-*")), "memory saves leave nothing on disk"
     checkpointer.close()

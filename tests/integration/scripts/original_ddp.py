@@ -79,8 +79,10 @@ def main():
         if iter_num % args.save_storage_interval == 0:
             checkpointer.save_checkpoint(iter_num, state_dict, path, storage_type=StorageType.DISK)
             checkpointer.wait_latest_checkpoint(timeout=60)
-        if iter_num == args.crash_at and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            os._exit(1)
+        if iter_num == args.crash_at and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            dist.barrier()  # everybody has saved
+            if rank == 1:
+                os._exit(1)
     dist.barrier()
     if rank == 0:
         print(f"loss {loss.item():.9f}", flush=True)

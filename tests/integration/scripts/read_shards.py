@@ -53,7 +53,7 @@ is_ended = False
 while True:
     while len(records) < BATCH and not is_ended:
         try:
-            task = client.get_task(timeout=0.05)
+            task = client.get_task(timeout=0.05 if dist.get_world_size() > 1 else None)
         except TimeoutError:
             break  # others hold the rest; our step is due
         is_ended = task is None

@@ -65,6 +65,20 @@ def test_an_idle_directory_is_over(tmp_path: Path, listen: type[Listener]) -> No
     assert hears.next() == ({}, True)
 
 
+def test_a_watch_keeps_its_descriptors_until_it_is_closed(tmp_path: Path) -> None:
+    """Else whoever wakes its thread at the end might write into a file that has got the number since."""
+    before = os.listdir("/proc/self/fd")
+    (tmp_path / "_END").touch()
+    hears = Listener(DirectoryTail(tmp_path))
+    assert hears.next() == ({}, True)
+    hears.watch._thread.join(60)
+    kept = set(os.listdir("/proc/self/fd")) - set(before)
+    assert len(kept) == 3
+    hears.watch.close()
+    hears.watch.close()
+    assert not kept & set(os.listdir("/proc/self/fd"))
+
+
 def test_a_file_that_shrinks_ends_the_watch_and_readers_hear_why(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("one\ntwo\n")
     tail = DirectoryTail(tmp_path)

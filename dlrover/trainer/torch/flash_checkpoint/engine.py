@@ -117,6 +117,8 @@ class CheckpointEngine:
         the one that ends a lazy save publishes it.
         """
         self._num_saves = 0
+        self._has_saved = False
+        """Whether a snapshot of this process counts."""
         self._honoured_request = 0
         """Number of the newest wish for a storage save that was fulfilled."""
         self._is_storage_owed = False
@@ -382,6 +384,8 @@ class CheckpointEngine:
             assert self._segments is not None, "opened above"
             if self._lazily.is_under_way:
                 return memoryview(b"")  # a copy is under way, so there is room, and it must not be replaced now
+            if self._has_saved:
+                num_bytes = num_tensors = 0  # there is room, as large as the state is and not as it was guessed to be
             return self._segments.reserve(num_bytes, room_for_names(num_tensors))
 
     def _reserve_in_turn(self, num_bytes: int, num_tensors: int) -> Iterator[memoryview]:
@@ -432,18 +436,20 @@ class CheckpointEngine:
                 finally:
                     is_agreed = self._segments is not None and self._segments.is_agreed
                     self._is_judgement_due = is_agreed and lazy is not False
-                if pending is not None and not pending.is_lazy:
+                if pending is None:
+                    return SaveResult(reason=SaveReason.SKIPPED_BUSY, step=request.step)
+                if not pending.is_lazy:
                     self._saved(pending.finish(), request)
+                assert self._segments is not None, "a save has been made with it"
+                result = SaveResult(reason=SaveReason.SAVED, step=request.step, num_bytes=self._segments.num_bytes)
+                self._lazily.after_save()
+                if pending.is_lazy:  # known to be under way before anybody else may touch the segments
+                    self._lazily.stage(pending, request, result)
         except (OSError, ConfigError, Unavailable) as error:
             return self._failed(request.step, error, 0.0)
-        if pending is None:
-            return SaveResult(reason=SaveReason.SKIPPED_BUSY, step=request.step)
-        assert self._segments is not None, "a save has been made with it"
-        result = SaveResult(reason=SaveReason.SAVED, step=request.step, num_bytes=self._segments.num_bytes)
-        self._lazily.after_save()
-        if pending.is_lazy:
-            self._lazily.stage(pending, request, result)
-        elif self._staleness.is_stale(request.step, pending.digest, pending.layout, pending.storages, stepped):
+        if not pending.is_lazy and self._staleness.is_stale(
+            request.step, pending.digest, pending.layout, pending.storages, stepped
+        ):
             self._tell_stale(result)
         return result
 
@@ -537,6 +543,7 @@ class CheckpointEngine:
     def _saved(self, name: SlotName, request: SaveRequest) -> None:
         """The snapshot counts from here on. Called with the lock: the outlet is not made for two threads."""
         self.outlet.saved(name, request)
+        self._has_saved = True
         self._unjudged = name
         if request.is_storage:
             self._storage_request = request
