@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import hypothesis
 
-hypothesis.settings.register_profile("dlrover", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# A gate judges a change by the same examples each time; people's own runs look for new ones.
+hypothesis.settings.register_profile(
+    "dlrover",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("dlrover")
 
 # Started by nohup, or in the background of a script, this process ignores some signals and all children would inherit that.

@@ -53,6 +53,7 @@ async def run_worker(
     kind: EntryKind = EntryKind.SCRIPT,
     environ: Mapping[bytes, bytes] | None = None,
     cwd: str = "",
+    deadline: float = DEADLINE,
 ) -> Ended:
     """One worker from its fork to its end."""
     out, err = scratch / f"out{time.monotonic_ns()}", scratch / f"err{time.monotonic_ns()}"
@@ -67,7 +68,7 @@ async def run_worker(
         )
     exited = tree.watch(leash.pid)
     await leash.release()
-    ended = await asyncio.wait_for(exited, DEADLINE)
+    ended = await asyncio.wait_for(exited, deadline)
     return Ended(code_of(ended), out.read_text(), err.read_text(), leash.pid)
 
 

@@ -189,7 +189,7 @@ async def test_multiprocessing_and_data_loaders_work(spawner: Spawner, tree: Pro
                 print([batch.tolist() for batch in loader])
         """,
     )
-    ended = await run_worker(spawner, tree, script, scratch=tmp_path)
+    ended = await run_worker(spawner, tree, script, scratch=tmp_path, deadline=120)  # torch is imported twice anew
     assert ended.code == 0, ended.stderr
     numbers = "[[0, 1, 2, 3], [4, 5, 6, 7]]"
     assert ended.stdout.splitlines() == ["fork [1, 4, 9]", numbers, "spawn [1, 4, 9]", numbers]
