@@ -14,13 +14,16 @@
 The job is meant for a number of workers. When it has fewer, each of them does the work of several: so many micro-batches that together they are the batch of the
 full world, gradients averaged as there, and the optimizer and the scheduler step once for all of them. With a sampler that is dealt (`deal`)
 some ranks do one micro-batch more than others where the numbers do not divide; all synchronise once per step, so nobody waits in vain.
+
+A GradScaler is given to `prepare`, too: gradients are unscaled once, when all micro-batches of the step are in. Who clips gradients does so only
+where `trainer.is_last_micro_batch`: before, they are those of a part.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -56,6 +59,9 @@ class ElasticTrainer:
         """Whether the micro-step that runs completes a step."""
         self._is_accumulating = False
         """Whether there are gradients of a step that is not done: they must not be cleared."""
+        self._has_scaler = False
+        self._is_total_fixed = False
+        """Whether the step that runs is to have the batch of the full world."""
         self._hooks: list[Any] = []
         self.num_steps = 0
         """Steps of the optimizer so far; a restored state counts on."""
@@ -74,22 +80,34 @@ class ElasticTrainer:
             return len(range(self._rank, self.max_workers, self._world_size))
         return -(-self.max_workers // self._world_size)
 
-    def prepare(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> Any:
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Whether the micro-batch that runs completes a step: after its backward, and not before, the gradients are those of the whole batch."""
+        return self._is_last
+
+    def prepare(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None, grad_scaler: Any = None) -> Any:
         """
         The optimizer (and the scheduler) that step once for each batch of the full world.
 
-        They are the same objects: only their `step` and `zero_grad` wait until it is time.
+        They are the same objects: only their `step` and `zero_grad` wait until it is time. So do `unscale_`, `step` and `update` of a
+        GradScaler that is given here, which need not be taken from the result.
         """
         _gate(optimizer, "step", lambda: self._is_last, then=self._note_step)
         _gate(optimizer, "zero_grad", lambda: not self._is_accumulating)
+        if grad_scaler is not None:
+            self._has_scaler = True
+            _gate_class(grad_scaler, ("unscale_", "step", "update"), lambda: self._is_last)
+        is_unscaling = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        optimizer._step_supports_amp_scaling = _ScalerGuard(self._check_scaler, answer=is_unscaling)
         if lr_scheduler is None:
             return optimizer
-        _gate_class(lr_scheduler, "step", lambda: self._is_last)
+        _gate_class(lr_scheduler, ("step",), lambda: self._is_last)
         return optimizer, lr_scheduler
 
     @contextlib.contextmanager
     def step(self, fix_total_batch_size: bool = False) -> Iterator[None]:
         """Around each micro-batch. With `fix_total_batch_size` the batch of a step is that of the full world; without, each micro-batch is a step."""
+        self._is_total_fixed = fix_total_batch_size
         num_micro_steps = self.gradient_accumulation_steps if fix_total_batch_size else 1
         self._scale_gradients(is_wanted=fix_total_batch_size and self.max_workers != self._world_size)
         self._micro_step += 1
@@ -102,6 +120,7 @@ class ElasticTrainer:
             self._sampler.count_batch(self._micro_batch_size)
         if self._is_last:
             self._micro_step = 0
+            self._is_accumulating = False
             self.num_steps += 1
             report(self.num_steps)
             if self.num_steps % LOOK_EVERY == 0 and isinstance(self._dataloader, ElasticDataLoader):
@@ -147,6 +166,17 @@ class ElasticTrainer:
         if self._sampler is not None and "sampler" in state:
             self._sampler.load_state_dict(state["sampler"])
 
+    def _check_scaler(self) -> None:
+        """
+        A scaler that nobody told us of unscales what is accumulated at every micro-batch, and all but the last one are lost. That shows in no
+        error, and not before there are fewer workers: so it is refused from the first step on.
+        """
+        if self._is_total_fixed and self.max_workers > 1 and not self._has_scaler:
+            raise ConfigError(
+                "A GradScaler steps the optimizer, and with fewer workers than the full world has it would unscale the gradients once for each "
+                "micro-batch. Give it to the trainer: trainer.prepare(optimizer, lr_scheduler, grad_scaler=scaler)."
+            )
+
     def _note_step(self) -> None:
         self._is_accumulating = False
 
@@ -168,7 +198,8 @@ class ElasticTrainer:
                 raise ConfigError("The model has no parameters to train.")
 
             def scale(gradient: torch.Tensor) -> torch.Tensor:
-                self._is_accumulating = True
+                # After the last backward clearing is right, also if nobody steps because the gradients are not finite.
+                self._is_accumulating = not self._is_last
                 return gradient * factor
 
             self._hooks = [each.register_hook(scale) for each in parameters]
@@ -181,16 +212,34 @@ def _configured_workers() -> int:
     return num_nodes * int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
-def _gate_class(owner: Any, name: str, is_open: Any) -> None:
+class _ScalerGuard:
+    """
+    Stands where an optimizer says whether it unscales gradients itself. Only a scaler that is about to step asks for that, and it does so before
+    the step: the one place where a scaler shows that was not given to the trainer.
+    """
+
+    def __init__(self, check: Callable[[], None], *, answer: bool) -> None:
+        self._check = check
+        self._answer = answer
+
+    def __bool__(self) -> bool:
+        self._check()
+        return self._answer
+
+
+def _gate_class(owner: Any, names: tuple[str, ...], is_open: Any) -> None:
     """The same by a class of its own for one object: a scheduler's `state_dict` is all that hangs on the object."""
     base = type(owner)
-    inner = getattr(base, name)
 
-    def gated(self: Any, *args: Any, **options: Any) -> Any:
-        return inner(self, *args, **options) if is_open() else None
+    def gate(inner: Any) -> Any:
+        def gated(self: Any, *args: Any, **options: Any) -> Any:
+            return inner(self, *args, **options) if is_open() else None
 
-    names = {name: gated, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    owner.__class__ = type(base.__name__, (base,), names)
+        return gated
+
+    methods = {name: gate(getattr(base, name)) for name in names}
+    told = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    owner.__class__ = type(base.__name__, (base,), methods | told)
 
 
 def _gate(owner: Any, name: str, is_open: Any, then: Any = None) -> None:
