@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -49,14 +50,25 @@ class ElasticBatchSampler(BatchSampler):  # type: ignore[misc]  # torch is not f
     drop_last: bool
     sampler: Iterable[int]
 
+    def __init__(self, sampler: Iterable[int], batch_size: int, drop_last: bool) -> None:
+        super().__init__(sampler, batch_size, drop_last)
+        self.sizes: deque[int] = deque()
+        """Records of the batches that the newest iteration has put together, in order, as long as nobody takes them away."""
+
     def __iter__(self) -> Iterator[list[int]]:
+        self.sizes = deque()  # at once and not with the first batch: who iterates takes it
+        return self._put_together(self.sizes)
+
+    def _put_together(self, sizes: deque[int]) -> Iterator[list[int]]:
         batch: list[int] = []
         for index in self.sampler:
             batch.append(index)
             if len(batch) >= self.batch_size:
+                sizes.append(len(batch))
                 yield batch
                 batch = []
         if batch and not self.drop_last:
+            sizes.append(len(batch))
             yield batch
 
 
@@ -92,9 +104,14 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
         self._write_back()
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in super().__iter__():
+        batches = super().__iter__()
+        # What a batch looks like is the business of `collate_fn`: it does not show its size. Batches come in the order in which they were put
+        # together, however far processes read ahead.
+        sizes = self._batches.sizes
+        for batch in batches:
+            size = sizes.popleft()
             if self._elastic_sampler is not None:
-                self._elastic_sampler.count_batch(_size_of(batch, self._batches.batch_size))
+                self._elastic_sampler.count_batch(size)
             yield batch
 
     def get_batch_size(self) -> int:
@@ -204,14 +221,3 @@ def _agreed(wish: _Wish) -> _Wish:
         told = told.cuda()
     dist.broadcast(told, src=0)
     return _Wish(*(int(each) for each in told))
-
-
-def _size_of(batch: Any, default: int) -> int:
-    """Records in a batch, as far as it shows."""
-    while isinstance(batch, (list, tuple)) and batch and not isinstance(batch[0], (int, float, str)):
-        batch = batch[0]
-    if isinstance(batch, dict) and batch:
-        batch = next(iter(batch.values()))
-    if isinstance(batch, torch.Tensor):
-        return int(batch.shape[0]) if batch.dim() else default
-    return len(batch) if isinstance(batch, (list, tuple)) else default
