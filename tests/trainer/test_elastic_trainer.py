@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from dlrover.protocol.errors import ConfigError  # noqa: E402
 from dlrover.trainer.torch.elastic import ElasticTrainer  # noqa: E402
+from dlrover.trainer.torch.elastic.dataloader import ElasticDataLoader  # noqa: E402
 from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler  # noqa: E402
 
 BATCH, SIZE, FULL = 4, 96, 4
@@ -298,4 +301,60 @@ def test_without_dealing_all_ranks_take_equally_many_steps_and_the_last_one_coun
                 optimizer.zero_grad()
             steps.append(trainer.num_steps)
     assert steps == [0, 1, 1, 2, 3, 3, 4, 4, 5, 6]
-    assert gradients[:2] == [1.0, 1.0], "the mean over two micro-batches"
+    assert gradients == [1.0] * 6, "the mean over two micro-batches, and over the one that is left"
+
+
+class Twos:
+    """One of two workers; the gradient of each micro-batch is 1."""
+
+    def __init__(self, loader: Any) -> None:
+        self.net = torch.nn.Linear(1, 1, bias=False).double()
+        self.trainer = ElasticTrainer(self.net, loader, max_workers=2)
+        self.optimizer = self.trainer.prepare(torch.optim.SGD(self.net.parameters(), lr=1.0))
+
+    def takes_step(self) -> bool:
+        """With the next micro-batch."""
+        with self.trainer.step(fix_total_batch_size=True):
+            self.net.weight.sum().backward()
+            if self.trainer.is_last_micro_batch:
+                assert float(self.net.weight.grad) == 1.0, "a mean"
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self.trainer.is_last_micro_batch
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ElasticDataLoader])
+def test_an_epoch_that_is_left_early_does_not_end_the_next(tmp_path: Path, kind: Any) -> None:
+    options = {"config_file": str(tmp_path / "c.json")} if kind is ElasticDataLoader else {}
+    loader = kind(range(5), 1, **options)
+    twos = Twos(loader)
+    for num_seen, steps in ((2, [0, 1]), (5, [0, 1, 0, 1, 1]), (3, [0, 1, 0]), (5, [1, 0, 1, 0, 1])):
+        assert [twos.takes_step() for _ in itertools.islice(loader, num_seen)] == [bool(each) for each in steps]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("sizes", [(4, 8), (8, 4)])
+def test_a_new_batch_size_moves_the_end_of_the_epoch(tmp_path: Path, sizes: tuple[int, int], num_workers: int) -> None:
+    loader = ElasticDataLoader(range(52), config_file=str(tmp_path / "c.json"), num_workers=num_workers)
+    twos = Twos(loader)
+    for _ in range(2):
+        loader.update_batch_size(sizes[0])
+        steps = []
+        for number, _ in enumerate(loader, 1):
+            if number == 3:
+                loader.update_batch_size(sizes[1])
+            steps.append(twos.takes_step())
+        assert len(steps) not in (-(-52 // sizes[0]), -(-52 // sizes[1])), "it changed on the way"
+        assert steps == [number % 2 == 0 or number == len(steps) for number in range(1, len(steps) + 1)]
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[misc]
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+def test_a_stream_has_no_end_to_look_for() -> None:
+    loader = DataLoader(Stream(), 1)
+    twos = Twos(loader)
+    assert [twos.takes_step() for _ in loader] == [False, True, False, True, False]
+    assert [twos.takes_step() for _ in loader] == [True, False, True, False, True]

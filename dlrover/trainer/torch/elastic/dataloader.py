@@ -17,6 +17,7 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +44,21 @@ class _Wish(Struct, frozen=True):
     pin_memory: int = -1
 
 
+@dataclass
+class _Pass:
+    """What one iteration over the batches has put together so far."""
+
+    sizes: deque[int] = field(default_factory=deque)
+    """Records of its batches, in order, as long as nobody takes them away."""
+    num_batches: int = 0
+    num_records: int = 0
+
+    def note(self, size: int) -> None:
+        self.sizes.append(size)
+        self.num_batches += 1
+        self.num_records += size
+
+
 class ElasticBatchSampler(BatchSampler):  # type: ignore[misc]  # torch is not followed
     """Looks at its batch size before every batch."""
 
@@ -52,23 +68,28 @@ class ElasticBatchSampler(BatchSampler):  # type: ignore[misc]  # torch is not f
 
     def __init__(self, sampler: Iterable[int], batch_size: int, drop_last: bool) -> None:
         super().__init__(sampler, batch_size, drop_last)
-        self.sizes: deque[int] = deque()
-        """Records of the batches that the newest iteration has put together, in order, as long as nobody takes them away."""
+        self.newest = _Pass()
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.sizes = deque()  # at once and not with the first batch: who iterates takes it
-        return self._put_together(self.sizes)
+        self.newest = _Pass()  # at once and not with the first batch: who iterates takes it
+        return self._put_together(self.newest)
 
-    def _put_together(self, sizes: deque[int]) -> Iterator[list[int]]:
+    @property
+    def num_batches(self) -> int:
+        """Of the newest iteration: what is put together, and what is left in batches of today's size. TypeError: the sampler does not know its length."""
+        left = max(0, len(self.sampler) - self.newest.num_records)  # type: ignore[arg-type]
+        return self.newest.num_batches + (left // self.batch_size if self.drop_last else -(-left // self.batch_size))
+
+    def _put_together(self, newest: _Pass) -> Iterator[list[int]]:
         batch: list[int] = []
         for index in self.sampler:
             batch.append(index)
             if len(batch) >= self.batch_size:
-                sizes.append(len(batch))
+                newest.note(len(batch))
                 yield batch
                 batch = []
         if batch and not self.drop_last:
-            sizes.append(len(batch))
+            newest.note(len(batch))
             yield batch
 
 
@@ -107,12 +128,17 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
         batches = super().__iter__()
         # What a batch looks like is the business of `collate_fn`: it does not show its size. Batches come in the order in which they were put
         # together, however far processes read ahead.
-        sizes = self._batches.sizes
+        sizes = self._batches.newest.sizes
         for batch in batches:
             size = sizes.popleft()
             if self._elastic_sampler is not None:
                 self._elastic_sampler.count_batch(size)
             yield batch
+
+    @property
+    def num_batches(self) -> int:
+        """Of the epoch that runs, as its batches were and are; `len` is what an epoch with batches of today's size would have."""
+        return self._batches.num_batches
 
     def get_batch_size(self) -> int:
         return self._batches.batch_size

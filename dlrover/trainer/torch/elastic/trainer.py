@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from dlrover.protocol.errors import ConfigError
 from dlrover.trainer import environment
@@ -53,8 +55,12 @@ class ElasticTrainer:
         self.max_workers = max(wanted, self._world_size)
         self._model = model
         self._dataloader = dataloader
+        if isinstance(dataloader, DataLoader):
+            _watch_epochs(dataloader, self._note_epoch)
         self._micro_step = 0
         """In the accumulation that runs, from 1."""
+        self._num_micro_steps = 1
+        """Of that accumulation: decided when it begins, because its gradients are scaled by it."""
         self._is_last = True
         """Whether the micro-step that runs completes a step."""
         self._is_accumulating = False
@@ -108,11 +114,12 @@ class ElasticTrainer:
     def step(self, fix_total_batch_size: bool = False) -> Iterator[None]:
         """Around each micro-batch. With `fix_total_batch_size` the batch of a step is that of the full world; without, each micro-batch is a step."""
         self._is_total_fixed = fix_total_batch_size
-        num_micro_steps = self.gradient_accumulation_steps if fix_total_batch_size else 1
+        num_left = self._count_in_epoch()
+        if not self._micro_step:
+            self._num_micro_steps = min(self.gradient_accumulation_steps, num_left or sys.maxsize)
         self._scale_gradients(is_wanted=fix_total_batch_size and self.max_workers != self._world_size)
         self._micro_step += 1
-        is_epoch_over = self._count_in_epoch()
-        self._is_last = self._micro_step >= num_micro_steps or is_epoch_over
+        self._is_last = not fix_total_batch_size or self._micro_step >= self._num_micro_steps
         no_sync = getattr(self._model, "no_sync", None)
         with contextlib.nullcontext() if self._is_last or no_sync is None else no_sync():
             yield
@@ -126,15 +133,22 @@ class ElasticTrainer:
             if self.num_steps % LOOK_EVERY == 0 and isinstance(self._dataloader, ElasticDataLoader):
                 self._dataloader.load_config()
 
-    def _count_in_epoch(self) -> bool:
-        """Whether this is the last micro-batch of the loader, if that knows how many it has: its step is taken with what there is."""
+    def _count_in_epoch(self) -> int:
+        """Micro-batches that the loader has left, with the one that begins: a step at the end is taken with what there is. 0: nobody knows."""
         if self._sampler is not None or not isinstance(self._dataloader, Sized):
-            return False
-        self._num_in_epoch += 1
-        if self._num_in_epoch < len(self._dataloader):
-            return False
+            return 0
+        try:
+            loader = self._dataloader
+            num_batches = loader.num_batches if isinstance(loader, ElasticDataLoader) else len(loader)
+        except TypeError:  # a stream
+            return 0
+        num_left = max(0, num_batches - self._num_in_epoch)
+        self._num_in_epoch = self._num_in_epoch + 1 if num_left > 1 else 0
+        return num_left
+
+    def _note_epoch(self) -> None:
+        """An accumulation that was begun goes on: its gradients are there."""
         self._num_in_epoch = 0
-        return True
 
     def reset(self) -> None:
         """Count steps from 0 again; an accumulation that was begun is forgotten."""
@@ -191,8 +205,6 @@ class ElasticTrainer:
             hook.remove()
         self._hooks = []
         if is_wanted:
-            num_played = self.gradient_accumulation_steps * self._world_size
-            factor = self._world_size / (num_played if self._sampler is None else self.max_workers)
             parameters = [each for each in self._model.parameters() if each.requires_grad]
             if not parameters:
                 raise ConfigError("The model has no parameters to train.")
@@ -200,7 +212,8 @@ class ElasticTrainer:
             def scale(gradient: torch.Tensor) -> torch.Tensor:
                 # After the last backward clearing is right, also if nobody steps because the gradients are not finite.
                 self._is_accumulating = not self._is_last
-                return gradient * factor
+                is_dealt = self._sampler is not None
+                return gradient * (self._world_size / self.max_workers if is_dealt else 1 / self._num_micro_steps)
 
             self._hooks = [each.register_hook(scale) for each in parameters]
 
@@ -240,6 +253,18 @@ def _gate_class(owner: Any, names: tuple[str, ...], is_open: Any) -> None:
     methods = {name: gate(getattr(base, name)) for name in names}
     told = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     owner.__class__ = type(base.__name__, (base,), methods | told)
+
+
+def _watch_epochs(loader: Any, note: Callable[[], None]) -> None:
+    """Hear when somebody iterates the loader: `break` ends an epoch where no count shows it. Python looks for `__iter__` at the class only."""
+    base = type(loader)
+
+    def watched(self: Any) -> Any:
+        note()
+        return base.__iter__(self)
+
+    names = {"__iter__": watched, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    loader.__class__ = type(base.__name__, (base,), names)
 
 
 def _gate(owner: Any, name: str, is_open: Any, then: Any = None) -> None:
