@@ -100,6 +100,58 @@ def test_the_middle_of_an_epoch_goes_on_with_other_ranks(tmp_path: Path, num_wor
     assert seen == Counter(NUMBERS)
 
 
+def as_columns(records: list[int]) -> Any:
+    """As detection models like it: tuples of images, all of them three long."""
+    return tuple(zip(*([(torch.tensor([each] * 3), each, each) for each in records]), strict=True))
+
+
+def as_texts(records: list[int]) -> Any:
+    """A list of records as they are, each a dict of tensors as long as its text."""
+    return [{"ids": torch.full((7,), each)} for each in records]
+
+
+def as_lists(records: list[int]) -> Any:
+    """What torch makes of dicts of lists: one tensor for each place in the list."""
+    return torch.utils.data.default_collate([{"ids": [each] * 3} for each in records])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("collate", [as_columns, as_texts, as_lists, sum])
+def test_the_records_of_a_batch_count_whatever_it_looks_like(tmp_path: Path, collate: Any, num_workers: int) -> None:
+    sampler = ElasticDistributedSampler(NUMBERS, 2, 0)  # type: ignore[arg-type]
+    data = loader(tmp_path / "c.json", batch_size=6, sampler=sampler, collate_fn=collate, num_workers=num_workers)
+    counted = [data.state_dict()["sampler"]["completed_num"] for _ in data]
+    assert counted == [12, 24, 36, 40]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_a_new_batch_size_counts_from_the_batch_that_has_it(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Processes have batches of the old size ahead; the next epoch begins with its own."""
+    sampler = ElasticDistributedSampler(NUMBERS, 1, 0)  # type: ignore[arg-type]
+    data = loader(tmp_path / "c.json", sampler=sampler, collate_fn=as_texts, **options)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        data.update_batch_size(3)
+        seen, sizes = 0, set()
+        for batch in data:
+            data.update_batch_size(5)
+            seen += len(batch)
+            sizes.add(len(batch))
+            assert data.state_dict()["sampler"]["completed_num"] == seen
+        assert sizes >= {3, 5}
+
+
+def test_two_passes_at_once_do_not_take_each_others_sizes(tmp_path: Path) -> None:
+    sampler = ElasticDistributedSampler(NUMBERS, 1, 0)  # type: ignore[arg-type]
+    data = loader(tmp_path / "c.json", sampler=sampler, collate_fn=as_texts)
+    one, other = iter(data), iter(data)
+    seen = len(next(one))
+    data.update_batch_size(6)
+    for each in (other, other, one, other):
+        seen += len(next(each))
+        assert data.state_dict()["sampler"]["completed_num"] == seen
+
+
 def test_a_loader_without_our_sampler_does_not_know_where_it_stands(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="ElasticDistributedSampler"):
         loader(tmp_path / "c.json").state_dict()

@@ -113,6 +113,67 @@ def test_steps_may_count_through_epochs_or_not() -> None:
     assert sampler.state_dict(3, 2)["completed_num"] == 12
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+def test_the_last_step_of_the_second_epoch_is_not_the_beginning_of_it(is_read: bool) -> None:
+    """A caller that counts from the beginning of each epoch says there what one that counts through them says at its beginning."""
+    sampler = ElasticDistributedSampler(Numbers(40), 2, 0)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        if is_read:
+            assert len(list(sampler)) == 20
+    assert sampler.state_dict(10, 2)["completed_num"] == 40
+
+
+def test_the_beginning_of_the_second_epoch_is_not_the_end_of_it() -> None:
+    """A caller that counts through the epochs, and saves before the first step."""
+    sampler = ElasticDistributedSampler(Numbers(40), 2, 0)
+    assert len(list(sampler)) == 20
+    sampler.set_epoch(1)
+    assert sampler.state_dict(10, 2)["completed_num"] == 0, "nothing was read yet"
+    records = iter(sampler)
+    for _ in range(4):
+        next(records)
+    assert sampler.state_dict(10, 2)["completed_num"] == 0, "two batches were read, perhaps ahead"
+    assert sampler.state_dict(12, 2)["completed_num"] == 8
+    assert len(list(records)) == 16
+    sampler.set_epoch(2)
+    assert len(list(sampler)) == 20
+    assert sampler.state_dict(20, 2)["completed_num"] == 0, "it was seen to count through the epochs"
+
+
+@given(st.sampled_from(["training", "epoch", "restart", "epoch from the restart"]), st.data())
+def test_however_a_caller_counts_what_it_saves_is_what_was_used(counting: str, data: st.DataObject) -> None:
+    """Three epochs of ten steps, restored in the first one; the caller saves at every so manyth step of its count, before which nothing is read ahead."""
+    restored_at = data.draw(st.integers(0, 9), "restored at")
+    every = data.draw(st.integers(1, max(1, restored_at)), "every")
+    sampler = ElasticDistributedSampler(Numbers(40), 2, 0)
+    sampler.load_state_dict(sampler.state_dict(restored_at, 2))
+    since_restart = 0
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        records = iter(sampler)
+        done = 0 if epoch else restored_at
+        for step in range(done + 1, 11):
+            assert len([next(records), next(records)]) == 2
+            since_restart += 1
+            told = {
+                "training": 10 * epoch + step, "epoch": step, "restart": since_restart,
+                "epoch from the restart": step if epoch else since_restart,
+            }[counting]  # fmt: skip
+            if told % every == 0:
+                assert sampler.state_dict(told, 2)["completed_num"] == 4 * step
+
+
+def test_a_caller_that_counts_from_the_restart_goes_on_so() -> None:
+    state = ElasticDistributedSampler(Numbers(400), 2, 0).state_dict(40, 2)
+    sampler = ElasticDistributedSampler(Numbers(400), 2, 0)
+    sampler.load_state_dict(state)
+    assert sampler.state_dict(40, 2)["completed_num"] == 160, "saved before anything was read"
+    assert len(list(sampler)) == 120
+    counted = [sampler.state_dict(step, 2)["completed_num"] for step in (40, 50, 60)]
+    assert counted == [160 + 4 * step for step in (40, 50, 60)]
+
+
 def test_the_end_of_an_epoch_is_the_beginning_of_the_next() -> None:
     state = ElasticDistributedSampler(Numbers(10), 4, 0).state_dict(3, 1)
     resumed = ElasticDistributedSampler(Numbers(10), 4, 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
+from dlrover.protocol.errors import ConfigError  # noqa: E402
 from dlrover.trainer.torch.elastic import ElasticTrainer  # noqa: E402
+from dlrover.trainer.torch.elastic.dataloader import ElasticDataLoader  # noqa: E402
 from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler  # noqa: E402
 
 BATCH, SIZE, FULL = 4, 96, 4
@@ -129,7 +133,7 @@ def test_the_full_world_is_what_the_environment_says(
     assert ElasticTrainer(model()).gradient_accumulation_steps == wanted
 
 
-def test_a_scaler_sees_a_real_optimizer() -> None:
+def test_a_prepared_optimizer_is_a_real_one() -> None:
     net = model()
     trainer = ElasticTrainer(net, max_workers=2)
     optimizer = trainer.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
@@ -144,6 +148,100 @@ def test_a_scaler_sees_a_real_optimizer() -> None:
             optimizer.zero_grad()
     assert len(heard) == 2
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.1
+
+
+def scaler() -> torch.amp.GradScaler:
+    """It grows after every second step, so that a step too many shows."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+
+
+def train_scaled(num_parts: int, *, fused: bool, clips: bool, broken: tuple[int, ...] = ()) -> dict[str, Any]:
+    """An epoch with a scaler, each step in so many parts. The loss of the broken ones, counted in quarters of a step, is not finite."""
+    net, scaling = model().float(), scaler()
+    trainer = ElasticTrainer(net, max_workers=num_parts)
+    plain = torch.optim.Adam(net.parameters(), lr=0.05, fused=fused)
+    optimizer = trainer.prepare(plain, grad_scaler=scaling)
+    size = BATCH * FULL // num_parts
+    scales = []
+    for number, (inputs, wanted) in enumerate(DataLoader(data(), size)):
+        quarters = range(number * FULL // num_parts, (number + 1) * FULL // num_parts)
+        with trainer.step(fix_total_batch_size=True):
+            loss = torch.nn.functional.mse_loss(net(inputs.float()), wanted.float())
+            if any(each in broken for each in quarters):
+                loss = loss * float("inf")
+            scaling.scale(loss).backward()
+            if clips:
+                scaling.unscale_(optimizer)
+                if trainer.is_last_micro_batch:
+                    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            scaling.step(optimizer)
+            scaling.update()
+            optimizer.zero_grad()
+        if not trainer._micro_step:
+            scales.append(scaling.get_scale())
+    assert trainer.num_steps == SIZE // (BATCH * FULL)
+    return {"weights": net.state_dict(), "scales": scales, "num_taken": int(plain.state_dict()["state"][0]["step"])}
+
+
+@pytest.mark.parametrize("broken", [(), (4,), (7,)], ids=["finite", "first-overflows", "last-overflows"])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_unscales_the_whole_batch_once(fused: bool, clips: bool, broken: tuple[int, ...]) -> None:
+    """Also where a step is left out because a part of it is not finite: the next one begins anew."""
+    whole = train_scaled(1, fused=fused, clips=clips, broken=broken)
+    parts = train_scaled(FULL, fused=fused, clips=clips, broken=broken)
+    assert whole["num_taken"] == parts["num_taken"] == SIZE // (BATCH * FULL) - bool(broken)
+    assert parts["scales"] == whole["scales"]
+    for name, weight in whole["weights"].items():
+        torch.testing.assert_close(parts["weights"][name], weight, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_scaler_that_was_not_given_is_refused_before_there_are_fewer_workers(world_size: int) -> None:
+    net = model()
+    trainer = ElasticTrainer(net, max_workers=2)
+    trainer._world_size = world_size  # as in a group; nothing is exchanged here
+    optimizer = trainer.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
+    scaling, off = scaler(), torch.amp.GradScaler("cpu", enabled=False)
+    with trainer.step(fix_total_batch_size=True):
+        scaling.scale(net(torch.ones(2, 5, dtype=torch.float64)).sum()).backward()
+        off.step(optimizer)
+        with pytest.raises(ConfigError, match="grad_scaler=scaler"):
+            scaling.step(optimizer)
+
+
+def test_a_scaler_needs_no_trainer_where_every_micro_batch_is_a_step() -> None:
+    net = model()
+    trainer = ElasticTrainer(net, max_workers=2)
+    optimizer = trainer.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
+    before, scaling = net[0].weight.clone(), scaler()
+    with trainer.step():
+        scaling.scale(net(torch.ones(2, 5, dtype=torch.float64)).sum()).backward()
+        scaling.step(optimizer)
+        scaling.update()
+    assert not torch.equal(net[0].weight, before)
+
+
+@pytest.mark.parametrize(("is_inside", "has_backward"), [(True, True), (False, True), (False, False)])
+def test_a_step_that_nobody_takes_is_cleared(is_inside: bool, has_backward: bool) -> None:
+    net = torch.nn.Linear(1, 1, bias=False).double()
+    trainer = ElasticTrainer(net, max_workers=2)
+    optimizer = trainer.prepare(torch.optim.SGD(net.parameters(), lr=1.0))
+    left = []
+    for value in (1.0, float("inf"), 3.0, 5.0):
+        with trainer.step(fix_total_batch_size=True):
+            loss = (net.weight * value).sum()
+            if has_backward or loss.isfinite():
+                loss.backward()
+            if value == 5.0:
+                left.append(float(net.weight.grad))
+            if loss.isfinite():
+                optimizer.step()
+            if is_inside:
+                optimizer.zero_grad()
+        if not is_inside:
+            optimizer.zero_grad()
+    assert left == [4.0], "the mean over the second step alone"
 
 
 def test_the_state_of_a_prepared_scheduler_is_torchs_own() -> None:
@@ -203,4 +301,60 @@ def test_without_dealing_all_ranks_take_equally_many_steps_and_the_last_one_coun
                 optimizer.zero_grad()
             steps.append(trainer.num_steps)
     assert steps == [0, 1, 1, 2, 3, 3, 4, 4, 5, 6]
-    assert gradients[:2] == [1.0, 1.0], "the mean over two micro-batches"
+    assert gradients == [1.0] * 6, "the mean over two micro-batches, and over the one that is left"
+
+
+class Twos:
+    """One of two workers; the gradient of each micro-batch is 1."""
+
+    def __init__(self, loader: Any) -> None:
+        self.net = torch.nn.Linear(1, 1, bias=False).double()
+        self.trainer = ElasticTrainer(self.net, loader, max_workers=2)
+        self.optimizer = self.trainer.prepare(torch.optim.SGD(self.net.parameters(), lr=1.0))
+
+    def takes_step(self) -> bool:
+        """With the next micro-batch."""
+        with self.trainer.step(fix_total_batch_size=True):
+            self.net.weight.sum().backward()
+            if self.trainer.is_last_micro_batch:
+                assert float(self.net.weight.grad) == 1.0, "a mean"
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self.trainer.is_last_micro_batch
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ElasticDataLoader])
+def test_an_epoch_that_is_left_early_does_not_end_the_next(tmp_path: Path, kind: Any) -> None:
+    options = {"config_file": str(tmp_path / "c.json")} if kind is ElasticDataLoader else {}
+    loader = kind(range(5), 1, **options)
+    twos = Twos(loader)
+    for num_seen, steps in ((2, [0, 1]), (5, [0, 1, 0, 1, 1]), (3, [0, 1, 0]), (5, [1, 0, 1, 0, 1])):
+        assert [twos.takes_step() for _ in itertools.islice(loader, num_seen)] == [bool(each) for each in steps]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("sizes", [(4, 8), (8, 4)])
+def test_a_new_batch_size_moves_the_end_of_the_epoch(tmp_path: Path, sizes: tuple[int, int], num_workers: int) -> None:
+    loader = ElasticDataLoader(range(52), config_file=str(tmp_path / "c.json"), num_workers=num_workers)
+    twos = Twos(loader)
+    for _ in range(2):
+        loader.update_batch_size(sizes[0])
+        steps = []
+        for number, _ in enumerate(loader, 1):
+            if number == 3:
+                loader.update_batch_size(sizes[1])
+            steps.append(twos.takes_step())
+        assert len(steps) not in (-(-52 // sizes[0]), -(-52 // sizes[1])), "it changed on the way"
+        assert steps == [number % 2 == 0 or number == len(steps) for number in range(1, len(steps) + 1)]
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[misc]
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+def test_a_stream_has_no_end_to_look_for() -> None:
+    loader = DataLoader(Stream(), 1)
+    twos = Twos(loader)
+    assert [twos.takes_step() for _ in loader] == [False, True, False, True, False]
+    assert [twos.takes_step() for _ in loader] == [True, False, True, False, True]

@@ -15,7 +15,9 @@ import json
 import logging
 import os
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +44,21 @@ class _Wish(Struct, frozen=True):
     pin_memory: int = -1
 
 
+@dataclass
+class _Pass:
+    """What one iteration over the batches has put together so far."""
+
+    sizes: deque[int] = field(default_factory=deque)
+    """Records of its batches, in order, as long as nobody takes them away."""
+    num_batches: int = 0
+    num_records: int = 0
+
+    def note(self, size: int) -> None:
+        self.sizes.append(size)
+        self.num_batches += 1
+        self.num_records += size
+
+
 class ElasticBatchSampler(BatchSampler):  # type: ignore[misc]  # torch is not followed
     """Looks at its batch size before every batch."""
 
@@ -49,14 +66,30 @@ class ElasticBatchSampler(BatchSampler):  # type: ignore[misc]  # torch is not f
     drop_last: bool
     sampler: Iterable[int]
 
+    def __init__(self, sampler: Iterable[int], batch_size: int, drop_last: bool) -> None:
+        super().__init__(sampler, batch_size, drop_last)
+        self.newest = _Pass()
+
     def __iter__(self) -> Iterator[list[int]]:
+        self.newest = _Pass()  # at once and not with the first batch: who iterates takes it
+        return self._put_together(self.newest)
+
+    @property
+    def num_batches(self) -> int:
+        """Of the newest iteration: what is put together, and what is left in batches of today's size. TypeError: the sampler does not know its length."""
+        left = max(0, len(self.sampler) - self.newest.num_records)  # type: ignore[arg-type]
+        return self.newest.num_batches + (left // self.batch_size if self.drop_last else -(-left // self.batch_size))
+
+    def _put_together(self, newest: _Pass) -> Iterator[list[int]]:
         batch: list[int] = []
         for index in self.sampler:
             batch.append(index)
             if len(batch) >= self.batch_size:
+                newest.note(len(batch))
                 yield batch
                 batch = []
         if batch and not self.drop_last:
+            newest.note(len(batch))
             yield batch
 
 
@@ -92,10 +125,20 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
         self._write_back()
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in super().__iter__():
+        batches = super().__iter__()
+        # What a batch looks like is the business of `collate_fn`: it does not show its size. Batches come in the order in which they were put
+        # together, however far processes read ahead.
+        sizes = self._batches.newest.sizes
+        for batch in batches:
+            size = sizes.popleft()
             if self._elastic_sampler is not None:
-                self._elastic_sampler.count_batch(_size_of(batch, self._batches.batch_size))
+                self._elastic_sampler.count_batch(size)
             yield batch
+
+    @property
+    def num_batches(self) -> int:
+        """Of the epoch that runs, as its batches were and are; `len` is what an epoch with batches of today's size would have."""
+        return self._batches.num_batches
 
     def get_batch_size(self) -> int:
         return self._batches.batch_size
@@ -204,14 +247,3 @@ def _agreed(wish: _Wish) -> _Wish:
         told = told.cuda()
     dist.broadcast(told, src=0)
     return _Wish(*(int(each) for each in told))
-
-
-def _size_of(batch: Any, default: int) -> int:
-    """Records in a batch, as far as it shows."""
-    while isinstance(batch, (list, tuple)) and batch and not isinstance(batch[0], (int, float, str)):
-        batch = batch[0]
-    if isinstance(batch, dict) and batch:
-        batch = next(iter(batch.values()))
-    if isinstance(batch, torch.Tensor):
-        return int(batch.shape[0]) if batch.dim() else default
-    return len(batch) if isinstance(batch, (list, tuple)) else default

@@ -11,9 +11,11 @@ records that 4 ranks would read.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Iterator, Sized
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,17 @@ from torch.utils.data.distributed import DistributedSampler
 from dlrover.protocol.errors import ConfigError
 
 VERSION = 2
+
+
+class _Counting(NamedTuple):
+    """How a caller counts the steps that it tells `state_dict`."""
+
+    is_through_epochs: bool
+    is_through_restart: bool
+
+
+_COUNTINGS = (_Counting(True, True), _Counting(False, True), _Counting(False, False), _Counting(True, False))
+"""The likeliest first: the step of the training, which a restored one goes on with."""
 
 
 class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc]  # torch is not followed
@@ -48,6 +61,10 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
         """The caller's step at which `_completed` was right."""
         self._former_lengths: list[int] = []
         """Records per rank of the epochs that this process went through since then: for callers that count on through epochs."""
+        self._countings: tuple[_Counting, ...] = _COUNTINGS
+        """Those that what the caller has told so far leaves possible."""
+        self._newest: Iterator[int] | None = None
+        """The newest iteration over this sampler; None: nobody has read since the restored state."""
         self._num_batches = self._num_used = 0
         self.is_counted = False
         """Whether a loader counts the batches."""
@@ -97,7 +114,8 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
             # Batch by batch in turn: all batches are whole.
             size = self._batch_size
             shares = [torch.stack([share.view(-1, size) for share in shares], dim=1).flatten()]
-        return iter(shares[0].tolist())  # only the share of this rank becomes Python's numbers
+        self._newest = iter(shares[0].tolist())  # only the share of this rank becomes Python's numbers
+        return self._newest
 
     def __len__(self) -> int:
         return self.num_samples * len(self.roles)
@@ -114,13 +132,16 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
         self._completed = 0
         self._num_batches = self._num_used = 0
         self._recount()
+        if self._newest is not None:
+            self._newest = iter(range(len(self)))  # nothing of this epoch has been read
 
     def state_dict(self, iter_step: int | None = None, micro_batch_size: int | None = None) -> dict[str, Any]:
         """
         Where the epoch stands after so many steps of so many records on every rank.
 
-        `iter_step` may count from the beginning of the epoch or of the training, and from the restored state on or through it. Without
-        arguments the batches count that `count_batch` was told of.
+        `iter_step` may count from the beginning of the epoch or of the training, and from the restored state on or through it: how, shows in
+        what is told, and is remembered. Only a first state that would fit either way counts as a step of the training. Without arguments the
+        batches count that `count_batch` was told of.
         """
         if iter_step is None:
             completed = self._completed + self._num_counted
@@ -170,6 +191,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
         self._completed = max(0, completed)
         self._counted_from = int(state.get("iter_step", 0))
         self._former_lengths.clear()
+        self._countings, self._newest = _COUNTINGS, None
         self._num_batches = self._num_used = 0
         self._recount()
 
@@ -179,14 +201,34 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
             length // batch_size if self.drop_last else math.ceil(length / batch_size)
             for length in self._former_lengths
         )
-        through = iter_step - self._counted_from - former
-        if through >= 0 and (former or self._counted_from):
-            longest = math.ceil(self.num_samples / batch_size)
-            if through <= longest:
-                return through  # it counts on from the restored state, through the epochs
-        if not self._former_lengths and self._counted_from and iter_step >= self._counted_from:
-            return iter_step - self._counted_from
-        return iter_step
+        steps: dict[_Counting, int] = {}
+        for each in _COUNTINGS:
+            is_of_restored = each.is_through_restart and (each.is_through_epochs or not self._former_lengths)
+            before = (former if each.is_through_epochs else 0) + (self._counted_from if is_of_restored else 0)
+            steps[each] = iter_step - before
+        num_read = self._num_read
+        longest = math.ceil(self.num_samples / batch_size)
+        read = longest if num_read is None else math.ceil(num_read / batch_size)
+        # A caller whose batches had several sizes may seem to have used more than was read, and one may change its mind.
+        for known, most in itertools.product((self._countings, _COUNTINGS), (read, longest)):
+            possible = [each for each in known if 0 <= steps[each] <= most]
+            if possible:
+                break
+        else:
+            is_through = not self._former_lengths and iter_step >= self._counted_from
+            return iter_step - self._counted_from if is_through else iter_step
+        # Who saves has mostly done something: the last step of an epoch rather than none of the next.
+        if num_read or (num_read is None and self._former_lengths):
+            possible = [each for each in possible if steps[each]] or possible
+        self._countings = tuple(possible)
+        return steps[possible[0]]
+
+    @property
+    def _num_read(self) -> int | None:
+        """Records of each replica that were read of this epoch since the restored state, perhaps ahead; None: not through this sampler."""
+        if self._newest is None:
+            return None
+        return (len(self) - operator.length_hint(self._newest)) // len(self.roles)
 
     def _recount(self) -> None:
         """How much is left of this epoch for each rank."""

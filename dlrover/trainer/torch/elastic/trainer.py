@@ -14,17 +14,22 @@
 The job is meant for a number of workers. When it has fewer, each of them does the work of several: so many micro-batches that together they are the batch of the
 full world, gradients averaged as there, and the optimizer and the scheduler step once for all of them. With a sampler that is dealt (`deal`)
 some ranks do one micro-batch more than others where the numbers do not divide; all synchronise once per step, so nobody waits in vain.
+
+A GradScaler is given to `prepare`, too: gradients are unscaled once, when all micro-batches of the step are in. Who clips gradients does so only
+where `trainer.is_last_micro_batch`: before, they are those of a part.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sized
+import sys
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from dlrover.protocol.errors import ConfigError
 from dlrover.trainer import environment
@@ -50,12 +55,19 @@ class ElasticTrainer:
         self.max_workers = max(wanted, self._world_size)
         self._model = model
         self._dataloader = dataloader
+        if isinstance(dataloader, DataLoader):
+            _watch_epochs(dataloader, self._note_epoch)
         self._micro_step = 0
         """In the accumulation that runs, from 1."""
+        self._num_micro_steps = 1
+        """Of that accumulation: decided when it begins, because its gradients are scaled by it."""
         self._is_last = True
         """Whether the micro-step that runs completes a step."""
         self._is_accumulating = False
         """Whether there are gradients of a step that is not done: they must not be cleared."""
+        self._has_scaler = False
+        self._is_total_fixed = False
+        """Whether the step that runs is to have the batch of the full world."""
         self._hooks: list[Any] = []
         self.num_steps = 0
         """Steps of the optimizer so far; a restored state counts on."""
@@ -74,27 +86,40 @@ class ElasticTrainer:
             return len(range(self._rank, self.max_workers, self._world_size))
         return -(-self.max_workers // self._world_size)
 
-    def prepare(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> Any:
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Whether the micro-batch that runs completes a step: after its backward, and not before, the gradients are those of the whole batch."""
+        return self._is_last
+
+    def prepare(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None, grad_scaler: Any = None) -> Any:
         """
         The optimizer (and the scheduler) that step once for each batch of the full world.
 
-        They are the same objects: only their `step` and `zero_grad` wait until it is time.
+        They are the same objects: only their `step` and `zero_grad` wait until it is time. So do `unscale_`, `step` and `update` of a
+        GradScaler that is given here, which need not be taken from the result.
         """
         _gate(optimizer, "step", lambda: self._is_last, then=self._note_step)
         _gate(optimizer, "zero_grad", lambda: not self._is_accumulating)
+        if grad_scaler is not None:
+            self._has_scaler = True
+            _gate_class(grad_scaler, ("unscale_", "step", "update"), lambda: self._is_last)
+        is_unscaling = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        optimizer._step_supports_amp_scaling = _ScalerGuard(self._check_scaler, answer=is_unscaling)
         if lr_scheduler is None:
             return optimizer
-        _gate_class(lr_scheduler, "step", lambda: self._is_last)
+        _gate_class(lr_scheduler, ("step",), lambda: self._is_last)
         return optimizer, lr_scheduler
 
     @contextlib.contextmanager
     def step(self, fix_total_batch_size: bool = False) -> Iterator[None]:
         """Around each micro-batch. With `fix_total_batch_size` the batch of a step is that of the full world; without, each micro-batch is a step."""
-        num_micro_steps = self.gradient_accumulation_steps if fix_total_batch_size else 1
+        self._is_total_fixed = fix_total_batch_size
+        num_left = self._count_in_epoch()
+        if not self._micro_step:
+            self._num_micro_steps = min(self.gradient_accumulation_steps, num_left or sys.maxsize)
         self._scale_gradients(is_wanted=fix_total_batch_size and self.max_workers != self._world_size)
         self._micro_step += 1
-        is_epoch_over = self._count_in_epoch()
-        self._is_last = self._micro_step >= num_micro_steps or is_epoch_over
+        self._is_last = not fix_total_batch_size or self._micro_step >= self._num_micro_steps
         no_sync = getattr(self._model, "no_sync", None)
         with contextlib.nullcontext() if self._is_last or no_sync is None else no_sync():
             yield
@@ -102,20 +127,28 @@ class ElasticTrainer:
             self._sampler.count_batch(self._micro_batch_size)
         if self._is_last:
             self._micro_step = 0
+            self._is_accumulating = False
             self.num_steps += 1
             report(self.num_steps)
             if self.num_steps % LOOK_EVERY == 0 and isinstance(self._dataloader, ElasticDataLoader):
                 self._dataloader.load_config()
 
-    def _count_in_epoch(self) -> bool:
-        """Whether this is the last micro-batch of the loader, if that knows how many it has: its step is taken with what there is."""
+    def _count_in_epoch(self) -> int:
+        """Micro-batches that the loader has left, with the one that begins: a step at the end is taken with what there is. 0: nobody knows."""
         if self._sampler is not None or not isinstance(self._dataloader, Sized):
-            return False
-        self._num_in_epoch += 1
-        if self._num_in_epoch < len(self._dataloader):
-            return False
+            return 0
+        try:
+            loader = self._dataloader
+            num_batches = loader.num_batches if isinstance(loader, ElasticDataLoader) else len(loader)
+        except TypeError:  # a stream
+            return 0
+        num_left = max(0, num_batches - self._num_in_epoch)
+        self._num_in_epoch = self._num_in_epoch + 1 if num_left > 1 else 0
+        return num_left
+
+    def _note_epoch(self) -> None:
+        """An accumulation that was begun goes on: its gradients are there."""
         self._num_in_epoch = 0
-        return True
 
     def reset(self) -> None:
         """Count steps from 0 again; an accumulation that was begun is forgotten."""
@@ -147,6 +180,17 @@ class ElasticTrainer:
         if self._sampler is not None and "sampler" in state:
             self._sampler.load_state_dict(state["sampler"])
 
+    def _check_scaler(self) -> None:
+        """
+        A scaler that nobody told us of unscales what is accumulated at every micro-batch, and all but the last one are lost. That shows in no
+        error, and not before there are fewer workers: so it is refused from the first step on.
+        """
+        if self._is_total_fixed and self.max_workers > 1 and not self._has_scaler:
+            raise ConfigError(
+                "A GradScaler steps the optimizer, and with fewer workers than the full world has it would unscale the gradients once for each "
+                "micro-batch. Give it to the trainer: trainer.prepare(optimizer, lr_scheduler, grad_scaler=scaler)."
+            )
+
     def _note_step(self) -> None:
         self._is_accumulating = False
 
@@ -161,15 +205,15 @@ class ElasticTrainer:
             hook.remove()
         self._hooks = []
         if is_wanted:
-            num_played = self.gradient_accumulation_steps * self._world_size
-            factor = self._world_size / (num_played if self._sampler is None else self.max_workers)
             parameters = [each for each in self._model.parameters() if each.requires_grad]
             if not parameters:
                 raise ConfigError("The model has no parameters to train.")
 
             def scale(gradient: torch.Tensor) -> torch.Tensor:
-                self._is_accumulating = True
-                return gradient * factor
+                # After the last backward clearing is right, also if nobody steps because the gradients are not finite.
+                self._is_accumulating = not self._is_last
+                is_dealt = self._sampler is not None
+                return gradient * (self._world_size / self.max_workers if is_dealt else 1 / self._num_micro_steps)
 
             self._hooks = [each.register_hook(scale) for each in parameters]
 
@@ -181,16 +225,46 @@ def _configured_workers() -> int:
     return num_nodes * int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
-def _gate_class(owner: Any, name: str, is_open: Any) -> None:
+class _ScalerGuard:
+    """
+    Stands where an optimizer says whether it unscales gradients itself. Only a scaler that is about to step asks for that, and it does so before
+    the step: the one place where a scaler shows that was not given to the trainer.
+    """
+
+    def __init__(self, check: Callable[[], None], *, answer: bool) -> None:
+        self._check = check
+        self._answer = answer
+
+    def __bool__(self) -> bool:
+        self._check()
+        return self._answer
+
+
+def _gate_class(owner: Any, names: tuple[str, ...], is_open: Any) -> None:
     """The same by a class of its own for one object: a scheduler's `state_dict` is all that hangs on the object."""
     base = type(owner)
-    inner = getattr(base, name)
 
-    def gated(self: Any, *args: Any, **options: Any) -> Any:
-        return inner(self, *args, **options) if is_open() else None
+    def gate(inner: Any) -> Any:
+        def gated(self: Any, *args: Any, **options: Any) -> Any:
+            return inner(self, *args, **options) if is_open() else None
 
-    names = {name: gated, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    owner.__class__ = type(base.__name__, (base,), names)
+        return gated
+
+    methods = {name: gate(getattr(base, name)) for name in names}
+    told = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    owner.__class__ = type(base.__name__, (base,), methods | told)
+
+
+def _watch_epochs(loader: Any, note: Callable[[], None]) -> None:
+    """Hear when somebody iterates the loader: `break` ends an epoch where no count shows it. Python looks for `__iter__` at the class only."""
+    base = type(loader)
+
+    def watched(self: Any) -> Any:
+        note()
+        return base.__iter__(self)
+
+    names = {"__iter__": watched, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    loader.__class__ = type(base.__name__, (base,), names)
 
 
 def _gate(owner: Any, name: str, is_open: Any, then: Any = None) -> None:
