@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from dlrover.core.diagnosis.watch import AskNode, Tell
+from dlrover.core.diagnosis.watch import AGAIN_SOON, EPISODE, AskNode, Tell
+from dlrover.protocol.messages import Incarnation
 from dlrover.protocol.watch_messages import (
     ActionKind,
     FaultClass,
+    FaultFound,
     HangFound,
     HangStrategy,
     Phase,
+    ResourceReport,
     WatchTerms,
     WorkerDump,
 )
@@ -197,6 +200,51 @@ def test_after_acting_nothing_more_is_done_to_the_same_round(lab: Lab) -> None:
     lab.tell(progress(1))
     assert len(lab.acts()) == 1
     assert len(lab.asked()) == len(NODES)
+
+
+def lose_a_device(lab: Lab) -> None:
+    report = ResourceReport(node=NODES[0], incarnation=Incarnation(1), troubles=("NVML: GPU is lost",))
+    lab.watch.hear(report, lab.now)
+    lab.after(2)
+    lab.tick()
+
+
+def test_a_hang_is_acted_upon_although_nothing_came_of_another_finding(lab: Lab) -> None:
+    lose_a_device(lab)
+    (act,) = lab.acts()
+    assert isinstance(act.command, FaultFound)
+    lab.watch.hear_answer(act.command, lab.now, is_heard=True)  # nobody can replace the node
+    assert [past.has_acted for past in lab.watch.diagnosis(9).verdicts] == [False]
+    for _ in range(50):
+        lose_a_device(lab)
+    assert len(lab.acts()) == 1, "the same finding would lead to nothing again"
+    lab.look(*others(dump(2, IN_LOCK, Phase.FORWARD)))
+    assert [type(each.command) for each in lab.acts()] == [FaultFound, HangFound]
+
+
+def test_a_finding_of_which_nothing_came_is_tried_again_after_long(lab: Lab) -> None:
+    lose_a_device(lab)
+    lab.watch.hear_answer(lab.acts()[0].command, lab.now, is_heard=True)
+    lab.after(EPISODE)
+    lose_a_device(lab)
+    assert len(lab.acts()) == 2
+
+
+def test_a_hang_that_the_job_has_not_heard_of_is_found_again(lab: Lab) -> None:
+    hanging = others(dump(2, IN_LOCK, Phase.FORWARD))
+    lab.look(*hanging)
+    lab.watch.hear_answer(acted(lab), lab.now, is_heard=False)  # the journal cannot be written
+    assert lab.watch.next_deadline() is not None
+    lab.after(AGAIN_SOON)
+    lab.look(*hanging)
+    assert [type(each.command) for each in lab.acts()] == [HangFound, HangFound]
+
+
+def test_an_answer_that_comes_when_the_next_round_is_open_changes_nothing(lab: Lab) -> None:
+    lab.look(*others(dump(2, IN_LOCK, Phase.FORWARD)))
+    lab.enter(1, is_active=False)
+    lab.watch.hear_answer(acted(lab), lab.now, is_heard=True)
+    assert [past.has_acted for past in lab.watch.diagnosis(9).verdicts] == [True]
 
 
 def test_the_cost_of_a_restart_is_measured_and_named_the_next_time(lab: Lab) -> None:

@@ -4,7 +4,8 @@ The watch over a job: it hears what nodes tell, decides when to look, and conclu
 Volatile, on the job's clock, and pure: what it wants comes out as effects. It never changes the job. A verdict that says to act becomes a command with
 its evidence, which the job may refuse, because it knows better by then.
 
-One episode, one word: a verdict that is found again is counted and not repeated, and only one finding acts on a round.
+One episode, one word: a verdict that is found again is counted and not repeated, and only one finding acts on a round. If nothing comes of it (nobody can
+replace the node, the journal cannot be written) the round goes on, and so does the watch: others may act at once, the same finding after a pause.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from dlrover.protocol.messages import Micros, NodeId, Round
 from dlrover.protocol.watch_messages import (
     ActionKind,
     Autopsy,
+    Culprit,
     Diagnosis,
+    FaultClass,
     FaultFound,
     HangFound,
     HangStrategy,
@@ -48,6 +51,8 @@ SETTLING = 1.0
 """Seconds between two rounds of the diagnosticians: a storm of reports is looked at once."""
 MARGIN = 0.25
 """Seconds: ranks enter their last phase within a step of each other, and a look shall not come too early by so little."""
+AGAIN_SOON = 3.0
+"""Seconds before a finding that the job has not heard is sent again."""
 RESTART_COST = 3.0
 """Seconds that a restart is taken to cost before one was measured."""
 
@@ -76,6 +81,7 @@ class Publish(Struct, frozen=True):
     autopsy: Autopsy
 
 
+_Subject = tuple[str, FaultClass, tuple[Culprit, ...]]
 WatchEffect = AskNode | Act | Tell | Publish
 
 
@@ -96,6 +102,8 @@ class Watch:
         self._next_look_at = Micros(0)
         self._acted_round: Round | None = None
         self._acted_at: Micros | None = None
+        self._held_until: dict[_Subject, Micros] = {}
+        """Findings of which nothing came in this round, and when they may act again."""
         self._has_stepped = False
         """Some rank of this job has told of a step, in whichever round."""
         self._is_news = False
@@ -108,6 +116,7 @@ class Watch:
         """What the job says now."""
         if scene.round != self.picture.scene.round or not scene.is_active:
             self._end_episode()
+            self._held_until = {}
         self.terms = terms
         self.picture.enter(scene)
 
@@ -143,6 +152,23 @@ class Watch:
     def hear_verdict(self, verdict: Verdict, now: Micros) -> None:
         """Of a user's own diagnostician."""
         self._conclude(verdict, now)
+
+    def hear_answer(self, command: HangFound | FaultFound, now: Micros, *, is_heard: bool) -> None:
+        """
+        The job has answered a finding, and its scene was followed since. `is_heard`: it decided, whatever that was.
+
+        While the round goes on nothing came of it. That must not end the watch over this round: what was found may be what makes it hang.
+        """
+        scene = self.picture.scene
+        if not scene.is_active or scene.round != command.round or self._acted_round != command.round:
+            return
+        self._acted_round = self._acted_at = None
+        self._held_until[_subject_of(command.verdict)] = Micros(now + micros(EPISODE if is_heard else AGAIN_SOON))
+        self._verdicts = [
+            replace(past, has_acted=False) if past.has_acted and past.round == command.round else past
+            for past in self._verdicts
+        ]
+        self._is_news = True  # somebody else may have waited for its turn
 
     def lost(self, nodes: Sequence[NodeId]) -> None:
         """Who could not be asked."""
@@ -301,7 +327,8 @@ class Watch:
         round_ = self.picture.scene.round
         verdict = self._as_allowed(verdict)
         acts = verdict.action not in (ActionKind.NONE, ActionKind.NOTIFY)
-        if acts and (not self.picture.scene.is_active or self._acted_round == round_):
+        is_held = now < self._held_until.get(_subject_of(verdict), 0)
+        if acts and (is_held or not self.picture.scene.is_active or self._acted_round == round_):
             verdict, acts = replace(verdict, action=ActionKind.NOTIFY), False
         known = self._find(verdict, now)
         if known is None:
@@ -343,14 +370,14 @@ class Watch:
             past = self._verdicts[index]
             if max(past.at, past.last_at) < now - micros(EPISODE):
                 break
-            same = (past.verdict.diagnostician, past.verdict.fault, past.verdict.culprits)
-            if past.round == self.picture.scene.round and same == (
-                verdict.diagnostician,
-                verdict.fault,
-                verdict.culprits,
-            ):
+            if past.round == self.picture.scene.round and _subject_of(past.verdict) == _subject_of(verdict):
                 return index
         return None
+
+
+def _subject_of(verdict: Verdict) -> _Subject:
+    """What it is about: two verdicts with the same one are one finding."""
+    return verdict.diagnostician, verdict.fault, verdict.culprits
 
 
 def _standing(sights: Sequence[Sight]) -> float:
