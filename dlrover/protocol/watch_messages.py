@@ -152,6 +152,8 @@ class ResourceReport(Struct, tag=True, frozen=True, kw_only=True):
     network_out_mb_s: float = 0.0
     workers: tuple[ProcessSample, ...] = ()
     devices: tuple[DeviceSample, ...] = ()
+    has_devices: bool = False
+    """There are some; without the vendor's library nobody can read them, and `devices` is empty."""
     troubles: tuple[str, ...] = ()
     """`GPU is lost`, a driver call that does not return, ..."""
     clock_jump: float = 0.0
