@@ -105,8 +105,11 @@ async def test_workers_are_looked_at_although_nobody_could_replace_a_node_that_w
     for agent in agents:
         await agent.attached()
     await asyncio.gather(*(agent.join() for agent in agents))
+    ranks = {}
     for agent in agents:
-        await agent.wish(Run)
+        wish = (await agent.wish(Run)).wish
+        assert isinstance(wish, Run)
+        ranks[agent] = wish.world.first_global_rank
     broken = agents[0]
     broken.channel.observe(
         ResourceReport(node=broken.node, incarnation=broken.incarnation, troubles=("NVML: GPU is lost",))
@@ -118,7 +121,7 @@ async def test_workers_are_looked_at_although_nobody_could_replace_a_node_that_w
             if answer.verdicts:
                 break
     for agent in agents:
-        tell(agent, progress(agents.index(agent), is_stalled=True))
+        tell(agent, progress(ranks[agent], is_stalled=True))
     for agent in agents:
         assert (await asyncio.wait_for(agent.orders.get(), 20)).order.round == 1
 
