@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from dlrover.core.diagnosis.watch import AGAIN_SOON, EPISODE, AskNode, Tell
-from dlrover.protocol.messages import Incarnation
+from dlrover.core.diagnosis.watch import AGAIN_SOON, EPISODE, MAX_VERDICTS, AskNode, Tell
+from dlrover.protocol.messages import Incarnation, NodeId
 from dlrover.protocol.watch_messages import (
     ActionKind,
+    Culprit,
     FaultClass,
     FaultFound,
     HangFound,
     HangStrategy,
     Phase,
     ResourceReport,
+    Verdict,
     WatchTerms,
     WorkerDump,
 )
@@ -297,6 +299,32 @@ def test_a_verdict_is_remembered_once_and_counted(lab: Lab) -> None:
     past = lab.watch.diagnosis(10).verdicts
     assert [(each.verdict.fault, each.count) for each in past] == [(FaultClass.DATA_STALL, 5)]
     assert len([effect for effect in lab.effects if isinstance(effect, Tell)]) == 3, "at 1, 2 and 4"
+
+
+def of_many_nodes(lab: Lab, num_nodes: int) -> int:
+    """How many are told when each of them has the same trouble."""
+    for node in range(num_nodes):
+        culprits = (Culprit(node=NodeId(node), global_rank=-1),)
+        lab.watch.hear_verdict(Verdict(fault=FaultClass.DISK_FULL, diagnostician="x", culprits=culprits), lab.now)
+    lab.after(2)
+    return sum(isinstance(effect, Tell) for effect in lab.tick())
+
+
+def test_a_verdict_of_each_of_many_nodes_is_not_told_again_and_again(lab: Lab) -> None:
+    assert [of_many_nodes(lab, 250) for _ in range(5)] == [250, 250, 0, 250, 0], "found 1, 2 and 4 times"
+    shown = lab.watch.diagnosis(1000).verdicts
+    assert len(shown) == MAX_VERDICTS
+    assert len({past.verdict.culprits for past in shown}) == MAX_VERDICTS
+    assert lab.watch.newest == shown[-1]
+
+
+def test_a_verdict_that_goes_on_is_the_same_one_although_a_later_one_is_long_over(lab: Lab) -> None:
+    of_many_nodes(lab, 1)
+    of_many_nodes(lab, 2)
+    for _ in range(3):
+        lab.after(EPISODE - 10)
+        of_many_nodes(lab, 1)
+    assert [past.count for past in lab.watch.diagnosis(10).verdicts] == [5, 1]
 
 
 def test_answers_of_an_older_look_and_strange_ranks_are_ignored(lab: Lab) -> None:
