@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from dlrover.core.job import Job
@@ -59,6 +61,22 @@ class TestBooking:
         scene.at(31).leave("a", LeaveReason.STOPPED_BY_USER)
         assert scene.job.goodput(scene.now).num_faults == 0, "it did not go on: both were stopped"
         assert scene.job.goodput(scene.now).faults == ()
+
+    def test_what_is_booked_only_grows_although_it_looked_otherwise_before(self) -> None:
+        scene = a_job("a")
+        seen = []
+        scene.at(20)
+        seen.append(scene.job.goodput(scene.now))
+        account(scene, "a", {T.START_UP: 8, T.COMPUTE: 1})
+        seen.append(scene.job.goodput(scene.now))
+        scene.at(40).fail("a", failure(at=40))
+        seen.append(scene.job.goodput(scene.now))
+        scene.at(45).rejoin("a")
+        seen.append(scene.job.goodput(scene.now))
+        assert [status.seconds[T.COMPUTE] for status in seen[:2]] == [10, 2]
+        assert [status.booked.get(T.COMPUTE, 0) for status in seen] == [0, 1, 1, 22]
+        for before, after in pairwise(seen):
+            assert all(after.booked[class_] >= seconds for class_, seconds in before.booked.items())
 
     def test_running_time_is_split_as_the_workers_tell(self) -> None:
         scene = a_job("a")
