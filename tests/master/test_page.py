@@ -16,7 +16,7 @@ from dlrover.master.gathering import gather_diagnosis
 from dlrover.master.lookout import Lookout
 from dlrover.master.web import stream
 from dlrover.master.web.access import one_time_link, read_only_token
-from dlrover.master.web.app import COOKIE, MAX_BODY, MAX_VIEWERS
+from dlrover.master.web.app import MAX_BODY, MAX_VIEWERS
 from dlrover.protocol.checkpoint_messages import RequestSave
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import Micros, NodeId, Round, StopJob
@@ -58,7 +58,7 @@ async def test_without_a_token_there_is_nothing_but_a_form() -> None:
         for headers in (
             {},
             bearer("wrong"),
-            {"Cookie": f"{COOKIE}=act.9999999999.x.y"},
+            {"Cookie": f"{page.access.cookie_name}=act.9999999999.x.y"},
             {"Authorization": "Basic eDp5"},
         ):
             for path in (*READS, *OLD_READS):
@@ -98,6 +98,19 @@ async def test_a_link_becomes_a_cookie_and_works_once() -> None:
         session = {"Cookie": cookie.split(";")[0]}
         assert b"<main" in (await fetch(page, "/", headers=session)).body
         assert (await fetch(page, "/api/v1/view", headers=session)).status == 200
+
+
+async def test_pages_of_two_jobs_on_one_host_do_not_sign_each_other_out() -> None:
+    """Browsers tell cookies apart by name and host, and not by port."""
+    jar: dict[str, str] = {}
+    async with serve_page() as one, serve_page(token="token-of-another") as other:
+        for page, token in ((one, TOKEN), (other, "token-of-another")):
+            name, _, value = (await fetch(page, f"/?token={token}")).headers["set-cookie"].split(";")[0].partition("=")
+            jar[name] = value
+            assert token not in name
+        session = {"Cookie": "; ".join(f"{name}={value}" for name, value in jar.items())}
+        for page in (one, other):
+            assert (await fetch(page, "/api/v1/me", headers=session)).status == 200
 
 
 async def test_actions_need_the_token_a_confirmation_and_our_own_page() -> None:
