@@ -86,6 +86,8 @@ class WorkerProgress(Struct, frozen=True, kw_only=True):
     """How long it has been in this phase."""
     seconds: dict[Phase, float] = {}
     """By phase, since the worker started, on its own monotonic clock. Sums to its age."""
+    has_hooks: bool = True
+    """Else nothing tells when its start is over, unless its script reports."""
     step_seconds: float = 0.0
     """Of the newest whole step."""
     collective: Collective | None = None
