@@ -48,22 +48,8 @@ def tell(agent: Agent, *workers: WorkerProgress) -> None:
     agent.channel.observe(report)
 
 
-async def test_a_stopped_worker_is_looked_at_and_the_world_starts_anew(
-    make_master: MakeMaster, connect: Connect, tmp_path: Path
-) -> None:
-    master = make_master(reports=str(tmp_path / "reports"))
-    master.start()
-    agents = [connect(master.address, launch=f"l{number}") for number in range(2)]
-    for agent in agents:
-        await agent.attached()
-    await asyncio.gather(*(agent.join() for agent in agents))
-    ranks = {}
-    for agent in agents:
-        wish = (await agent.wish(Run)).wish
-        assert isinstance(wish, Run)
-        ranks[agent] = wish.world.first_global_rank
-    for agent in agents:
-        tell(agent, progress(ranks[agent], is_stalled=True))
+async def answer_that_one_is_stopped(agents: list[Agent], ranks: dict[Agent, int]) -> None:
+    """The look that all are asked for next."""
     for agent in agents:
         order = (await asyncio.wait_for(agent.orders.get(), 20)).order
         assert order.round == 1
@@ -78,6 +64,31 @@ async def test_a_stopped_worker_is_looked_at_and_the_world_starts_anew(
             node=agent.node, incarnation=agent.incarnation, look=order.look, number=0, workers=(dump,)
         )  # fmt: skip
         agent.channel.observe(taken)
+
+
+async def ranks_of(agents: list[Agent]) -> dict[Agent, int]:
+    """When they have met."""
+    ranks = {}
+    for agent in agents:
+        wish = (await agent.wish(Run)).wish
+        assert isinstance(wish, Run)
+        ranks[agent] = wish.world.first_global_rank
+    return ranks
+
+
+async def test_a_stopped_worker_is_looked_at_and_the_world_starts_anew(
+    make_master: MakeMaster, connect: Connect, tmp_path: Path
+) -> None:
+    master = make_master(reports=str(tmp_path / "reports"))
+    master.start()
+    agents = [connect(master.address, launch=f"l{number}") for number in range(2)]
+    for agent in agents:
+        await agent.attached()
+    await asyncio.gather(*(agent.join() for agent in agents))
+    ranks = await ranks_of(agents)
+    for agent in agents:
+        tell(agent, progress(ranks[agent], is_stalled=True))
+    await answer_that_one_is_stopped(agents, ranks)
     for agent in agents:
         wish = (await agent.wish(Join)).wish
         assert isinstance(wish, Join)
@@ -105,11 +116,7 @@ async def test_workers_are_looked_at_although_nobody_could_replace_a_node_that_w
     for agent in agents:
         await agent.attached()
     await asyncio.gather(*(agent.join() for agent in agents))
-    ranks = {}
-    for agent in agents:
-        wish = (await agent.wish(Run)).wish
-        assert isinstance(wish, Run)
-        ranks[agent] = wish.world.first_global_rank
+    ranks = await ranks_of(agents)
     broken = agents[0]
     broken.channel.observe(
         ResourceReport(node=broken.node, incarnation=broken.incarnation, troubles=("NVML: GPU is lost",))
