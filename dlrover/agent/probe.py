@@ -23,7 +23,9 @@ from dlrover.protocol.watch_messages import MAX_TEXT, DeviceSample
 
 _MAX_DEVICES = 64
 _MAX_ANSWER = 1 << 18
-_DEVICE_FILES = ("/dev/nvidiactl", "/dev/davinci_manager")
+_READABLE = ("/dev/nvidiactl", "/dev/davinci_manager")
+DEVICE_FILES = (*_READABLE, "/dev/kfd", "/dev/dxg", "/dev/accel", "/dev/dri/renderD128")
+"""Of accelerators, also of those that nothing here can read."""
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "gluster", "gpfs", "beegfs", "9p", "afs")
 
 
@@ -34,7 +36,7 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 
 def needs_probe(paths: Sequence[str]) -> bool:
-    return any(map(os.path.exists, _DEVICE_FILES)) or any(map(is_remote, paths))
+    return any(map(os.path.exists, _READABLE)) or any(map(is_remote, paths))
 
 
 def is_remote(path: str, mounts: str = "/proc/self/mounts") -> bool:

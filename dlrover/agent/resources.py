@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from dlrover.agent.limits import Limits
-from dlrover.agent.probe import Answer, Probe, is_remote, needs_probe
+from dlrover.agent.probe import DEVICE_FILES, Answer, Probe, is_remote, needs_probe
 from dlrover.agent.process_tree import descendants
 from dlrover.protocol.messages import Incarnation, NodeId
 from dlrover.protocol.watch_messages import MAX_TEXT, NodeEvent, ProcessSample, ResourceReport, WatchObservation
@@ -65,6 +65,7 @@ class ResourceMonitor:
         shm: str = "/dev/shm",
         probe: Probe | None = None,
         limits: Limits | None = None,
+        device_files: Sequence[str] = DEVICE_FILES,
         clocks: Callable[[], tuple[float, float]] = lambda: (time.monotonic(), time.time()),
     ) -> None:
         """`workers`: pid to global rank. `paths`: whose disks may fill. `clocks`: monotonic and wall."""
@@ -76,6 +77,7 @@ class ResourceMonitor:
         self._shm = shm
         self._probe = probe or (Probe() if needs_probe(self._remote) else None)
         self._limits = limits or Limits()
+        self._has_devices = any(map(os.path.exists, device_files))
         self._clocks = clocks
         self._before: _Counters | None = None
         self._told: ResourceReport | None = None
@@ -149,6 +151,7 @@ class ResourceMonitor:
             network_out_mb_s=max(0, now.network_out - before.network_out) / elapsed / _MB,
             workers=self._samples(now, deltas, elapsed),
             devices=answer.devices,
+            has_devices=self._has_devices or bool(answer.devices),
             troubles=tuple(text[:MAX_TEXT] for text in answer.troubles[:_MAX_TROUBLES]),
             clock_jump=jump if abs(jump) > CLOCK_JUMP else 0.0,
         )

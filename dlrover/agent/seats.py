@@ -81,7 +81,11 @@ class Seat:
         reading = self.page.read(now_ns)
         if not reading.pid:
             return WorkerProgress(
-                local_rank=self.local_rank, global_rank=self.global_rank, pid=self.pid, step=told_step
+                local_rank=self.local_rank,
+                global_rank=self.global_rank,
+                pid=self.pid,
+                step=told_step,
+                has_hooks=False,
             )
         return WorkerProgress(
             local_rank=self.local_rank,
@@ -92,6 +96,7 @@ class Seat:
             phase=reading.phase,
             phase_seconds=reading.seconds_in_phase(now_ns),
             seconds={phase: ns / 1e9 for phase, ns in reading.phase_ns.items() if ns},
+            has_hooks=reading.has_hooks,
             step_seconds=reading.step_seconds,
             collective=reading.collective,
             metrics=reading.metrics,

@@ -73,16 +73,22 @@ class Connection:
         from dlrover.cli.environment import read_environment
         from dlrover.protocol.addresses import TlsConfig
 
-        environment = read_environment(os.environ)
+        environment, address = read_environment(os.environ), self._given_address
         token = read_token_file(self.token_file) if self.token_file else environment.job_token
         has_tls = self.tls_ca or self.tls_cert or self.tls_key
         tls = TlsConfig(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key) if has_tls else None
-        address = self.addr or ("" if self.job else environment.master_addr)
         if not address:
             found = find_local_job(self.job)
             address, tls = found.address, tls or found.tls
             token = token or read_token_file(found.token_file)
         return Reached(address, token, tls)
+
+    @property
+    def _given_address(self) -> str:
+        """By option or environment; empty: the job is to be found on this host."""
+        from dlrover.cli.environment import read_environment
+
+        return self.addr or ("" if self.job else read_environment(os.environ).master_addr)
 
     def send(self, question: Question) -> Reply:
         import asyncio
@@ -108,7 +114,7 @@ class Connection:
         from dlrover.cli.history import ask_history, read_history
 
         journal = self.journal
-        if journal is None and not self.addr:
+        if journal is None and not self._given_address:
             journal = _journal_of(find_local_job(self.job))
         return read_history(journal) if journal is not None else ask_history(self.send)
 

@@ -27,6 +27,7 @@ _KINDS = {
     FailureKind.PORT_TAKEN: "the port of the coordinator was taken",
     FailureKind.BAD_SCRIPT: "the script cannot run at all",
     FailureKind.STOPPED_BY_US: "stopped by us",
+    FailureKind.DIAGNOSED: "found at fault while it ran",
     FailureKind.START_FAILED: "it could not be started",
 }
 

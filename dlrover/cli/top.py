@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
@@ -23,14 +24,14 @@ from dlrover.protocol.watch_messages import Activity, AskActivity, NodeActivity
 REFRESH = 1.0
 """Seconds between two looks when nothing happens; an event is shown at once."""
 MAX_FAILURES = 30
-"""Looks in a row that the master may leave unanswered: it may be starting again."""
+"""Looks in a row that the master may leave unanswered, a second apart: it may be starting again."""
 _STYLES = {"error": "red", "warn": "yellow", "info": "default"}
 
 Ask = Callable[[Question], Reply]
 
 
-def show(ask: Ask, console: Console, *, once: bool = False) -> None:
-    """Until the job is over, or Ctrl-C. Raises what asking raises, if the master stays away."""
+def show(ask: Ask, console: Console, *, once: bool = False, pause: Callable[[float], object] = time.sleep) -> None:
+    """Until the job is over, or Ctrl-C. Raises what asking raises, if the master stays away. `pause`: between two failures, which cost no time."""
     if once or not console.is_terminal:
         console.print(_look(ask, 0, console)[0])
         return
@@ -44,9 +45,11 @@ def show(ask: Ask, console: Console, *, once: bool = False) -> None:
                     failures += 1
                     if failures > MAX_FAILURES:
                         raise
-                    view, is_over = Panel(Text(f"The master does not answer: {error}")), False
-                else:
-                    failures = 0
+                    view = Panel(Text(f"The master does not answer: {error}"))
+                    live.update(view, refresh=True)
+                    pause(REFRESH)  # nobody tells when a master is back
+                    continue
+                failures = 0
                 live.update(view, refresh=True)
                 if is_over:
                     break

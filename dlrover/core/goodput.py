@@ -242,17 +242,21 @@ class Goodput(Struct):
 
     def totals(self, place: Place, now: Micros) -> dict[TimeClass, int]:
         """Microseconds by class up to now, with what is not accounted for yet as it looks now."""
-        totals = dict(place.micros)
-        open_ = now - place.since if place.opened_at is not None else 0
-        untold = place.unsplit + (open_ if place.doing is None else 0)
+        totals = self.booked(place, now)
+        untold = place.unsplit + (_open(place, now) if place.doing is None else 0)
         for class_, amount in _shares(untold, place):
             totals[class_] = totals.get(class_, 0) + amount
-        if place.doing is not None and open_:
-            totals[place.doing] = totals.get(place.doing, 0) + open_
         return totals
 
+    def booked(self, place: Place, now: Micros) -> dict[TimeClass, int]:
+        """The same without that: what no account will move any more."""
+        booked = dict(place.micros)
+        if place.doing is not None and (open_ := _open(place, now)):
+            booked[place.doing] = booked.get(place.doing, 0) + open_
+        return booked
+
     def _catch_up(self, place: Place, now: Micros) -> None:
-        passed = now - place.since if place.opened_at is not None else 0
+        passed = _open(place, now)
         place.since = now
         if place.doing is None:
             place.unsplit += passed
@@ -300,6 +304,11 @@ class Goodput(Struct):
     def _open_fault(self) -> int:
         """The newest one, if nobody has recovered from it."""
         return self.num_faults if self.faults and self.faults[-1].recovered_at is None else 0
+
+
+def _open(place: Place, now: Micros) -> int:
+    """Microseconds in what the place is doing now."""
+    return now - place.since if place.opened_at is not None else 0
 
 
 def is_beginning(place: Place) -> bool:

@@ -22,10 +22,13 @@ def goodput_status(state: JobState, now: Micros) -> GoodputStatus:
     goodput = state.goodput
     nodes = []
     whole: dict[TimeClass, int] = {}
+    booked: dict[TimeClass, int] = {}
     for rank, place in sorted(goodput.places.items()):
         totals = goodput.totals(place, now)
         for class_, micros in totals.items():
             whole[class_] = whole.get(class_, 0) + micros
+        for class_, micros in goodput.booked(place, now).items():
+            booked[class_] = booked.get(class_, 0) + micros
         doing = None if place.opened_at is None else place.doing or TimeClass.COMPUTE
         nodes.append(
             NodeGoodput(
@@ -51,6 +54,7 @@ def goodput_status(state: JobState, now: Micros) -> GoodputStatus:
         faults=tuple(_cost(fault) for fault in _up_to(goodput, now) if not _is_end(state, fault[0])),
         num_faults=goodput.num_faults - sum(_is_end(state, fault) for fault in goodput.faults),
         counterfactuals=_counterfactuals(state, whole),
+        booked=_seconds(booked),
     )
 
 

@@ -5,7 +5,8 @@ Volatile like all observations. It keeps nothing that the job would miss: accoun
 ones from the next reports, and one that is lost costs nothing. What only the job knows (which steps were done before, what was booked already)
 is asked of it when a node is first heard of in a round.
 
-The phase that a worker is in right now is not accounted for once it lasts: it may turn out to be a hang.
+The phase that a worker is in right now is not accounted for once it lasts: it may turn out to be a hang. Nor is the start of a worker that has no hooks
+and reports nothing: for it that is the only phase, and what nobody accounts for counts as computing.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class ProgressLedger:
         if not book.workers:
             return
         began_at = state.rendezvous.completed_at if state.rendezvous.round == report.round else None
-        if began_at is not None and not book.gap and report.workers:
+        if began_at is not None and not book.gap and _has_told(book):
             age = max(_sum(worker.seconds.values()) for worker in report.workers)
             book.gap = max(0.0, (now - began_at) / MICROS_PER_SECOND - age)
         self._split_steps(book)
@@ -115,7 +116,7 @@ class ProgressLedger:
         accounts = []
         for node, book in self._books.items():
             millis = self._millis(book)
-            if millis != book.sent:
+            if millis != book.sent and _has_told(book):
                 book.sent = millis
                 accounts.append(NodeAccount(node, book.incarnation, book.round, book.step, millis))
         self._has_news = False
@@ -125,6 +126,10 @@ class ProgressLedger:
 
     def _note(self, book: _Book, worker: WorkerProgress) -> None:
         seconds = {phase: value for phase, value in worker.seconds.items() if math.isfinite(value) and value > 0}
+        if not worker.has_hooks and not any(phase in seconds for phase in _STEPS):
+            started = seconds.pop(Phase.START, 0.0)
+            if started and seconds:  # it saves, or ends: then it has worked before
+                seconds[Phase.FORWARD] = started
         is_open = worker.is_stalled or worker.phase_seconds >= OPEN_PHASE
         if is_open and worker.phase in seconds and worker.phase not in (Phase.START, Phase.COMPILE, Phase.END):
             seconds[worker.phase] = max(0.0, seconds[worker.phase] - worker.phase_seconds)
@@ -186,6 +191,10 @@ class ProgressLedger:
         totals[TimeClass.START_UP] += book.gap
         told = tuple(min(2**44, round(totals[class_] * 1000)) for class_ in SPLIT)
         return tuple(map(max, told, book.sent)) if book.sent else told
+
+
+def _has_told(book: _Book) -> bool:
+    return any(seconds for worker in book.workers.values() for seconds in worker.seconds.values())
 
 
 def _sum(values: Iterable[float]) -> float:

@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import queue
+import re
 import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -75,7 +76,7 @@ class WebhookReporter:
 
     def __init__(self, url: str, *, timeout: float = HOOK_TIMEOUT, pause: float = HOOK_PAUSE) -> None:
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"event reporter {url}: give a URL that begins with http:// or https://.")
+            raise ConfigError(f"event reporter {_receiver(url)}: give a URL that begins with http:// or https://.")
         self._url = url
         self._timeout = timeout
         self._pause = pause
@@ -105,17 +106,18 @@ class WebhookReporter:
             self._send(event)
 
     def _send(self, event: JobEvent) -> None:
-        from urllib.error import URLError
+        from http.client import HTTPException
         from urllib.request import Request, urlopen
 
-        request = Request(self._url, msgspec.json.encode(event), {"Content-Type": "application/json"}, method="POST")
         why = ""
         for attempt in range(HOOK_ATTEMPTS):
             try:
+                body = msgspec.json.encode(event)
+                request = Request(self._url, body, {"Content-Type": "application/json"}, method="POST")
                 with urlopen(request, timeout=self._timeout):
                     return
-            except (URLError, OSError, ValueError) as error:
-                why = str(error)
+            except (OSError, HTTPException, ValueError) as error:
+                why = _reason(error)
             if attempt + 1 < HOOK_ATTEMPTS:
                 self._closing.wait(self._pause * 2**attempt)
         self._lose(why)
@@ -123,7 +125,24 @@ class WebhookReporter:
     def _lose(self, why: str) -> None:
         self.num_lost += 1
         if self.num_lost & (self.num_lost - 1) == 0:  # the first, the second, the fourth, ...
-            log.warning("event hook lost num_events=%d url=%s reason=%s", self.num_lost, self._url, why)
+            log.warning("event hook lost num_events=%d receiver=%s reason=%s", self.num_lost, _receiver(self._url), why)
+
+
+def _receiver(url: str) -> str:
+    """Scheme and host. The rest is often what opens the hook, and people who may not act can read the log."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}://{re.split('[/?#]', rest, maxsplit=1)[0].rpartition('@')[2]}" if separator else url
+
+
+def _reason(error: Exception) -> str:
+    """Without the words of those who quote the URL in them."""
+    from urllib.error import HTTPError, URLError
+
+    if isinstance(error, HTTPError):
+        return f"it answered {error.code}"
+    cause = error.reason if isinstance(error, URLError) else error
+    name = type(cause if isinstance(cause, Exception) else error).__name__
+    return f"{name}: {cause.strerror}" if isinstance(cause, OSError) and cause.strerror else name
 
 
 class _Guarded:
@@ -163,7 +182,7 @@ def _build(name: str) -> EventReporter:
         return WebhookReporter(name)
     module, _, class_name = name.partition("::")
     if not class_name:
-        raise ConfigError(f"event reporter {name!r}: give log, file:PATH, a URL, or module::Class.")
+        raise ConfigError(f"event reporter {_receiver(name)!r}: give log, file:PATH, a URL, or module::Class.")
     try:
         return _Guarded(getattr(importlib.import_module(module), class_name)(), name)
     except Exception as error:  # an extension

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+
+import msgspec
+
 from dlrover.master.lookout import Lookout
 from dlrover.protocol.goodput_messages import AskEvents, AskGoodput, Events, GoodputStatus
 from dlrover.protocol.messages import JobStatus
@@ -105,7 +109,10 @@ async def gather_diagnosis(lookout: Lookout) -> None:
 
 
 def _key(past: PastVerdict) -> str:
-    return f"{past.at} {past.verdict.diagnostician}"
+    """One diagnostician may find the same on many nodes at once, and each finding has its place."""
+    verdict = past.verdict
+    about = hashlib.sha256(msgspec.json.encode((past.round, verdict.fault, verdict.culprits))).hexdigest()
+    return f"{past.at} {verdict.diagnostician} {about[:16]}"
 
 
 def _verdict(past: PastVerdict) -> dict[str, object]:

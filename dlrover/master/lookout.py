@@ -47,6 +47,8 @@ SLOW = 5.0
 """The same while nobody does; and the longest time between two looks."""
 LARGEST_SHARE = 0.05
 """Of the time that asking may take."""
+RESTING = 4.0
+"""Times the usual time between two steps that are told, or the heartbeat: then training stands still, and its last speed is none."""
 NUM_FAILURES = 25
 MAX_TRACEBACK = 8_000
 MAX_TAIL = 4_000
@@ -92,6 +94,7 @@ class Lookout:
         self.num_viewers = 0
         self.step: int | None = None
         self.steps_per_second: float | None = None
+        """0: no step has come for long. None: nobody knows, or the job is over."""
         self.metrics: dict[str, float] = {}
         """What the script reports with its steps, as of its smallest rank."""
         self.verdicts: tuple[PastVerdict, ...] = ()
@@ -108,6 +111,7 @@ class Lookout:
         self._cost = 0.0  # seconds of the newest look
         self._failures: deque[FailureView] = deque(maxlen=NUM_FAILURES)
         self._mark: tuple[int, Micros] | None = None  # step and time that the speed is counted from
+        self._usual = 0.0  # seconds between the newest two steps that were told
         self._teller: int | None = None
         """Rank whose metrics are shown, the smallest that tells any: in most trainings all ranks report the same."""
         self._somebody_came = asyncio.Event()
@@ -174,9 +178,21 @@ class Lookout:
             return
         seconds = (now - self._mark[1]) / 1e6
         if step > self._mark[0] and seconds >= 1.0:
-            self.steps_per_second = (step - self._mark[0]) / seconds
-            self.board.point("steps per second", now / 1e6, self.steps_per_second)
+            if self.steps_per_second != 0.0:  # else the time in which it stood still would count
+                self.steps_per_second, self._usual = (step - self._mark[0]) / seconds, seconds
+                self.board.point("steps per second", now / 1e6, self.steps_per_second)
+            else:
+                self.steps_per_second = None
             self._mark = (step, now)
+
+    def _note_rest(self, status: JobStatus) -> None:
+        if status.end is not None:
+            self.steps_per_second = None
+        elif self.steps_per_second and self._mark is not None:
+            longest = RESTING * max(self._usual, self._source.heartbeat)
+            if status.now - self._mark[1] > longest * 1e6:
+                self.steps_per_second = 0.0
+                self.board.point("steps per second", status.now / 1e6, 0.0)
 
     # What is asked for.
 
@@ -233,6 +249,7 @@ class Lookout:
         steps = [node.step for node in status.nodes if node.step is not None]
         if steps and not self.progress:
             self._note_step(max(steps), status.now)
+        self._note_rest(status)
         self._put_nodes(status)
         self._put_job(status)
         self._put_failures({node.node: node.host for node in status.nodes})

@@ -70,7 +70,12 @@ METRICS = (
     Described("dlrover_step", "gauge", "Greatest step that was reported."),
     Described("dlrover_steps_per_second", "gauge", "Speed of the training, over the last seconds."),
     Described("dlrover_goodput_ratio", "gauge", "Share of new steps in all time but idle time, from 0 to 1."),
-    Described("dlrover_goodput_node_seconds_total", "counter", "Where the time of the nodes went.", ("class",)),
+    Described(
+        "dlrover_goodput_node_seconds_total",
+        "counter",
+        "Where the time of the nodes went, once it is booked.",
+        ("class",),
+    ),
     Described(
         "dlrover_training_metric", "gauge", "What the script reports with its steps, such as the loss.", ("metric",)
     ),
@@ -215,7 +220,7 @@ class Meters:
             families.add("dlrover_verdicts", number, fault)
         if self._lookout.goodput is not None:
             families.add("dlrover_goodput_ratio", self._lookout.goodput.goodput)
-            for name, seconds in self._lookout.goodput.seconds.items():
+            for name, seconds in self._lookout.goodput.booked.items():
                 families.add("dlrover_goodput_node_seconds_total", seconds, name)
         self._tell_training(families)
         for command, number in sorted(self._commands.items()):

@@ -21,7 +21,7 @@ from dlrover.core.turn import Outcome
 from dlrover.master.clock import MasterClock
 from dlrover.master.desk import Desk
 from dlrover.master.diagnosticians import UserDiagnosticians
-from dlrover.protocol.errors import DLRoverError
+from dlrover.protocol.errors import DLRoverError, Unavailable
 from dlrover.protocol.fleet_messages import NodePhase, NodesListed
 from dlrover.protocol.messages import Command, JobTerms, Micros, NodeId, Reply, ReportFailure
 from dlrover.protocol.steering_messages import RelaunchNode
@@ -206,6 +206,11 @@ class WatchKeeper:
             log.info("finding refused finding=%s reason=%s", type(command).__name__, error)
         elif error is not None:
             raise error
+        if isinstance(command, HangFound | FaultFound):
+            now = self._clock.now()
+            self._follow_job(now)
+            self._watch.hear_answer(command, now, is_heard=not isinstance(error, Unavailable))
+            self._wake.set()
 
     def _publish(self, autopsy: Autopsy) -> None:
         name = f"{self._job_name or 'job'}-autopsy-{autopsy.round}-{len(self._written) + 1}.md"

@@ -130,7 +130,7 @@ class GoodputStatus(Struct, tag=True, frozen=True, kw_only=True):
     wall: float
     """Seconds since the first node came."""
     seconds: dict[TimeClass, float]
-    """Node-seconds of the whole job."""
+    """Node-seconds of the whole job. What running workers have not told yet is counted as it looks now, and may turn out to be something else."""
     beginning: dict[TimeClass, float]
     """Those of them that were spent before the first steps and that no fault is to blame for."""
     goodput: float
@@ -143,6 +143,8 @@ class GoodputStatus(Struct, tag=True, frozen=True, kw_only=True):
     """The newest ones."""
     num_faults: int = 0
     counterfactuals: tuple[Counterfactual, ...] = ()
+    booked: dict[TimeClass, float] = {}
+    """`seconds` without what may still turn out to be something else: each of them only grows."""
 
 
 # Events: what happened, for people.

@@ -41,6 +41,8 @@ CURSOR = (448, 128)
 DIGEST = (576, 32)
 HAS_RECORDER = 76
 """A word: the worker answers when it is asked for torch's record of collectives."""
+HAS_HOOKS = 77
+"""A word: torch is here and hooked, so that the page tells when the start is over."""
 METRIC_NAMES = (1024, 40)
 METRIC_VALUES = 2560
 """Doubles."""
@@ -73,6 +75,7 @@ class Reading(NamedTuple):
     metrics: dict[str, float]
     main_thread: int
     has_recorder: bool
+    has_hooks: bool
     dump_signal: int
     """That makes the worker write its stacks; 0: nothing does."""
     cursor: str
@@ -152,6 +155,7 @@ def decode(copy: bytes, now_ns: int) -> Reading:
         metrics=_metrics(copy, words[NUM_METRICS]),
         main_thread=words[MAIN_THREAD],
         has_recorder=words[HAS_RECORDER] == 1,
+        has_hooks=words[HAS_HOOKS] == 1,
         dump_signal=words[DUMP_SIGNAL] if 0 < words[DUMP_SIGNAL] < 65 else 0,
         cursor=_text(copy, *CURSOR) or (f"batch {words[NUM_BATCHES]}" if words[NUM_BATCHES] > 0 else ""),
         digest=_text(copy, *DIGEST),

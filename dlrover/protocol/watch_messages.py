@@ -86,6 +86,8 @@ class WorkerProgress(Struct, frozen=True, kw_only=True):
     """How long it has been in this phase."""
     seconds: dict[Phase, float] = {}
     """By phase, since the worker started, on its own monotonic clock. Sums to its age."""
+    has_hooks: bool = True
+    """Else nothing tells when its start is over, unless its script reports."""
     step_seconds: float = 0.0
     """Of the newest whole step."""
     collective: Collective | None = None
@@ -152,6 +154,8 @@ class ResourceReport(Struct, tag=True, frozen=True, kw_only=True):
     network_out_mb_s: float = 0.0
     workers: tuple[ProcessSample, ...] = ()
     devices: tuple[DeviceSample, ...] = ()
+    has_devices: bool = False
+    """There are some; without the vendor's library nobody can read them, and `devices` is empty."""
     troubles: tuple[str, ...] = ()
     """`GPU is lost`, a driver call that does not return, ..."""
     clock_jump: float = 0.0

@@ -65,6 +65,9 @@ def _install_torch(torch: ModuleType, where: environment.WorkerEnvironment) -> N
 
     on_step = canary.Canary(where.canary_every).after_step if where.canary_every > 0 else None
     progress_hooks.install(torch, on_step=on_step)
+    writer = phases.current()
+    if writer is not None:
+        writer.words[layout.HAS_HOOKS] = 1
     if where.recorder_pipe:
         when_imported(
             "torch.distributed.distributed_c10d",

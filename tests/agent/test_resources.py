@@ -81,6 +81,18 @@ async def test_a_node_tells_what_it_and_each_worker_use(tmp_path: Path) -> None:
     assert [each.name for each in observed if isinstance(each, NodeEvent)] == ["clock-jump"]
 
 
+async def test_a_device_that_nobody_can_read_is_told_of_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "nvidiactl").touch()
+    for name, is_there in (("nvidiactl", True), ("davinci_manager", False)):
+        clocks = Clocks()
+        watching = monitor(tmp_path, clocks, [], device_files=[str(tmp_path / name)])
+        await watching.sample()
+        clocks.pass_(1.0)
+        report = await watching.sample()
+        assert report is not None
+        assert (report.has_devices, report.devices) == (is_there, ())
+
+
 def report(memory: float = 10.0, cpu: float = 1.0, **changes: object) -> ResourceReport:
     return ResourceReport(
         node=NodeId(1),

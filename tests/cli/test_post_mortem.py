@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from dlrover.cli import top
+from dlrover.cli.connection import Connection
 from dlrover.cli.events_command import asked
 from dlrover.cli.history import read_history
 from dlrover.cli.post_mortem import as_html, as_markdown
@@ -221,6 +222,34 @@ async def test_top_prints_once_without_a_terminal_and_ends_cleanly_on_ctrl_c(sce
     top.show(interrupted, Console(file=terminal, width=160, force_terminal=True))
     assert "[bold]no markup[/bold]" in terminal.getvalue()
     assert "\x1b[?1049l" in terminal.getvalue(), "the terminal is given back"
+
+
+def test_watching_waits_for_a_master_that_starts_again() -> None:
+    pauses: list[float] = []
+
+    def ask(question: Question) -> Reply:
+        if len(pauses) == 5:
+            raise KeyboardInterrupt
+        raise Unavailable("nobody listens there", 1.0)
+
+    terminal = Console(file=StringIO(), width=160, force_terminal=True)
+    top.show(ask, terminal, pause=pauses.append)
+    assert pauses == [top.REFRESH] * 5
+
+    def never(question: Question) -> Reply:
+        raise Unavailable("nobody listens there", 1.0)
+
+    pauses.clear()
+    with pytest.raises(Unavailable):
+        top.show(never, terminal, pause=pauses.append)
+    assert len(pauses) == top.MAX_FAILURES
+
+
+def test_a_history_is_asked_of_the_master_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLROVER_MASTER_ADDR", "127.0.0.1:1")
+    monkeypatch.setenv("DLROVER_JOB_TOKEN", "token")
+    with pytest.raises(Unavailable):  # and not that no job runs on this host
+        Connection().history()
 
 
 def test_following_ends_with_the_job_although_its_master_is_gone() -> None:

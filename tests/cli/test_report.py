@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from dlrover.agent.config import AgentResult
 from dlrover.cli.report import failure_report
 from dlrover.protocol.messages import (
@@ -54,6 +56,16 @@ def test_a_signal_has_its_name_and_the_log_is_shown_where_there_is_no_traceback(
     assert "line 99" in text
     assert "line 69" not in text
     assert "70 lines left out" in text
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_every_kind_of_failure_has_its_last_words(kind: FailureKind) -> None:
+    assert "it was so: and so" in report_of(kind=kind, message="it was so: and so")
+
+
+def test_a_hang_is_told_as_what_the_diagnosis_found() -> None:
+    text = report_of(kind=FailureKind.DIAGNOSED, message="stopped: the round stood still for 6.0 s.")
+    assert "no exit status, found at fault while it ran: stopped: the round stood still for 6.0 s." in text
 
 
 def test_without_any_trace_the_report_says_how_to_get_one() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsIndex
 
 import pytest
 
 from dlrover.core.diagnosis.failure_checks import fault_of
-from dlrover.core.diagnosis.picture import Failed
+from dlrover.core.diagnosis.node_checks import Devices
+from dlrover.core.diagnosis.picture import Failed, Picture, Place, RankRecord, Window
+from dlrover.core.diagnosis.progress_checks import Straggler
+from dlrover.core.diagnosis.samples import Sample, Samples
 from dlrover.protocol.messages import FailureKind, Incarnation, Micros, NodeId, NodeRank, Round
 from dlrover.protocol.watch_messages import (
     ActionKind,
@@ -19,6 +23,7 @@ from dlrover.protocol.watch_messages import (
     Phase,
     ProcessSample,
     ResourceReport,
+    SampleTaken,
     Verdict,
 )
 from tests.core.scene import failure
@@ -78,6 +83,47 @@ def test_small_differences_and_majorities_are_no_stragglers(own: dict[int, float
     lab = Lab()
     train(lab, 4, own)
     assert found(lab, FaultClass.STRAGGLER) == []
+
+
+class CountedWindows(deque[Window]):
+    num_reads = 0
+
+    def __getitem__(self, index: SupportsIndex) -> Window:
+        CountedWindows.num_reads += 1
+        return super().__getitem__(index)
+
+
+def test_stragglers_are_found_in_time_that_grows_with_the_ranks_and_not_with_their_square() -> None:
+    picture, num_ranks = Picture(), 400
+    place = Place(node=NODES[0], node_rank=NodeRank(0), host="", first_rank=0, num_ranks=num_ranks)
+    for rank in range(num_ranks):
+        record = picture.ranks[rank] = RankRecord(place, rank)
+        record.heard_at = Micros(1)
+        record.windows = CountedWindows([Window(steps=10, own=8.0 if rank == 7 else 1.0, waiting=1.0)] * 2)
+    CountedWindows.num_reads = 0
+    (verdict,) = Straggler().diagnose(picture, Micros(2))
+    assert ranks(verdict) == [7]
+    assert CountedWindows.num_reads < 20 * num_ranks
+
+
+class CountedSamples(Samples):
+    num_asked = 0
+
+    def newest(self) -> list[Sample]:
+        self.num_asked += 1
+        return super().newest()
+
+
+def test_what_collectors_told_is_gone_through_once_and_not_for_each_node() -> None:
+    picture, samples = Picture(), CountedSamples()
+    picture.samples = samples
+    for node in map(NodeId, range(50)):
+        picture.resources[node] = resources(node)
+        trouble = "GPU is lost" if node == 9 else ""
+        samples.add(SampleTaken(node=node, incarnation=Incarnation(1), kind="mine", trouble=trouble), Micros(1))
+    (verdict,) = Devices().diagnose(picture, Micros(2))
+    assert [culprit.node for culprit in verdict.culprits] == [9]
+    assert samples.num_asked == 1
 
 
 def test_the_rank_that_first_reported_no_number_is_named() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from dlrover.core.job import Job
@@ -59,6 +61,22 @@ class TestBooking:
         scene.at(31).leave("a", LeaveReason.STOPPED_BY_USER)
         assert scene.job.goodput(scene.now).num_faults == 0, "it did not go on: both were stopped"
         assert scene.job.goodput(scene.now).faults == ()
+
+    def test_what_is_booked_only_grows_although_it_looked_otherwise_before(self) -> None:
+        scene = a_job("a")
+        seen = []
+        scene.at(20)
+        seen.append(scene.job.goodput(scene.now))
+        account(scene, "a", {T.START_UP: 8, T.COMPUTE: 1})
+        seen.append(scene.job.goodput(scene.now))
+        scene.at(40).fail("a", failure(at=40))
+        seen.append(scene.job.goodput(scene.now))
+        scene.at(45).rejoin("a")
+        seen.append(scene.job.goodput(scene.now))
+        assert [status.seconds[T.COMPUTE] for status in seen[:2]] == [10, 2]
+        assert [status.booked.get(T.COMPUTE, 0) for status in seen] == [0, 1, 1, 22]
+        for before, after in pairwise(seen):
+            assert all(after.booked[class_] >= seconds for class_, seconds in before.booked.items())
 
     def test_running_time_is_split_as_the_workers_tell(self) -> None:
         scene = a_job("a")
@@ -212,6 +230,7 @@ def progress(
         seconds=seconds,
         phase=Phase.FORWARD,
         phase_seconds=details.get("phase_seconds", 0.0),
+        has_hooks=bool(details.get("has_hooks", True)),
     )
     round_ = scene.job.state.goodput.places[agent.node_rank].round
     return ProgressReport(node=agent.node, incarnation=agent.incarnation, round=round_, workers=(worker,))
@@ -231,6 +250,32 @@ class TestProgress:
         hear(scene.at(20), ledger, "a", told, step=5, num_steps=5)
         expected = {T.START_UP: 13, T.DATA_WAIT: 1, T.COMPUTE: 5, T.CHECKPOINT: 1}
         assert seconds_of(scene) == expected  # the second between the round and the first worker is start-up
+
+    def test_a_worker_of_which_nothing_tells_when_its_start_ends_computes(self) -> None:
+        scene, ledger = a_job("a"), ProgressLedger()
+        for second in (20, 1000, 3610):
+            hear(scene.at(second), ledger, "a", {Phase.START: second - 11.0}, has_hooks=False)
+        assert seconds_of(scene) == {T.START_UP: 10, T.COMPUTE: 3600}
+        hear(scene.at(3620), ledger, "a", {Phase.START: 3600.0, Phase.END: 9.0}, has_hooks=False)
+        assert seconds_of(scene) == {T.START_UP: 11, T.COMPUTE: 3600, T.STOPPING: 9}
+
+    def test_a_program_that_has_no_page_computes(self) -> None:
+        scene, ledger = a_job("a"), ProgressLedger()
+        for second in (15, 3610):
+            hear(scene.at(second), ledger, "a", {}, has_hooks=False)
+        assert seconds_of(scene) == {T.START_UP: 10, T.COMPUTE: 3600}
+
+    def test_the_start_counts_once_something_tells_that_it_is_over(self) -> None:
+        scene, ledger = a_job("a"), ProgressLedger()
+        hear(scene.at(20), ledger, "a", {Phase.START: 10.0}, has_hooks=False)
+        told = {Phase.START: 12.0, Phase.FORWARD: 8.0}  # by the script's own reports
+        hear(scene.at(30), ledger, "a", told, step=5, num_steps=5, has_hooks=False)
+        assert seconds_of(scene) == {T.START_UP: 22, T.COMPUTE: 8}
+
+    def test_the_start_of_a_worker_with_hooks_counts_at_once(self) -> None:
+        scene, ledger = a_job("a"), ProgressLedger()
+        hear(scene.at(20), ledger, "a", {Phase.START: 10.0})
+        assert seconds_of(scene) == {T.START_UP: 20}
 
     def test_steps_done_before_are_done_again(self) -> None:
         scene, ledger = a_job("a", "b"), ProgressLedger()

@@ -113,7 +113,15 @@ def _by_devices(lab: Lab) -> list[Verdict]:
     return [verdict for verdict in acted if verdict.evidence and "matrix unit" in verdict.evidence[0]]
 
 
-def rest(lab: Lab, minutes: int, *, cpu: float = 0.01, devices: tuple[DeviceSample, ...] = ()) -> None:
+def rest(
+    lab: Lab,
+    minutes: int,
+    *,
+    cpu: float = 0.01,
+    cores: float = 8,
+    devices: tuple[DeviceSample, ...] = (),
+    has_devices: bool = False,
+) -> None:
     for _ in range(minutes):
         for index, node in enumerate(NODES):
             workers = (
@@ -121,7 +129,13 @@ def rest(lab: Lab, minutes: int, *, cpu: float = 0.01, devices: tuple[DeviceSamp
                 ProcessSample(global_rank=-1, cpu=3.0),  # the agent's own
             )
             report = ResourceReport(
-                node=node, incarnation=Incarnation(1), cores=8, workers=workers, devices=devices, memory_mb=1
+                node=node,
+                incarnation=Incarnation(1),
+                cores=cores,
+                workers=workers,
+                devices=devices,
+                has_devices=has_devices,
+                memory_mb=1,
             )
             lab.watch.hear(report, lab.now)
         lab.tick()
@@ -136,6 +150,18 @@ def test_workers_that_use_nothing_for_two_hours_and_never_told_of_a_step_are_res
     assert lab.acts() == []
     rest(lab, 3)
     assert [act.command.verdict.diagnostician for act in lab.acts()] == ["training_hang"]
+
+
+def test_a_worker_that_uses_one_of_many_cores_is_at_work() -> None:
+    lab = Lab()
+    rest(lab, 130, cpu=1.0, cores=64)
+    assert lab.told() == []
+
+
+def test_devices_that_nobody_can_read_may_be_at_work() -> None:
+    lab = Lab()
+    rest(lab, 130, has_devices=True)
+    assert lab.told() == []
 
 
 def test_devices_or_steps_leave_the_decision_to_others() -> None:

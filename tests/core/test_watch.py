@@ -5,13 +5,18 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from dlrover.core.diagnosis.watch import AskNode, Tell
+from dlrover.core.diagnosis.watch import AGAIN_SOON, EPISODE, MAX_VERDICTS, AskNode, Tell
+from dlrover.protocol.messages import Incarnation, NodeId
 from dlrover.protocol.watch_messages import (
     ActionKind,
+    Culprit,
     FaultClass,
+    FaultFound,
     HangFound,
     HangStrategy,
     Phase,
+    ResourceReport,
+    Verdict,
     WatchTerms,
     WorkerDump,
 )
@@ -199,6 +204,51 @@ def test_after_acting_nothing_more_is_done_to_the_same_round(lab: Lab) -> None:
     assert len(lab.asked()) == len(NODES)
 
 
+def lose_a_device(lab: Lab) -> None:
+    report = ResourceReport(node=NODES[0], incarnation=Incarnation(1), troubles=("NVML: GPU is lost",))
+    lab.watch.hear(report, lab.now)
+    lab.after(2)
+    lab.tick()
+
+
+def test_a_hang_is_acted_upon_although_nothing_came_of_another_finding(lab: Lab) -> None:
+    lose_a_device(lab)
+    (act,) = lab.acts()
+    assert isinstance(act.command, FaultFound)
+    lab.watch.hear_answer(act.command, lab.now, is_heard=True)  # nobody can replace the node
+    assert [past.has_acted for past in lab.watch.diagnosis(9).verdicts] == [False]
+    for _ in range(50):
+        lose_a_device(lab)
+    assert len(lab.acts()) == 1, "the same finding would lead to nothing again"
+    lab.look(*others(dump(2, IN_LOCK, Phase.FORWARD)))
+    assert [type(each.command) for each in lab.acts()] == [FaultFound, HangFound]
+
+
+def test_a_finding_of_which_nothing_came_is_tried_again_after_long(lab: Lab) -> None:
+    lose_a_device(lab)
+    lab.watch.hear_answer(lab.acts()[0].command, lab.now, is_heard=True)
+    lab.after(EPISODE)
+    lose_a_device(lab)
+    assert len(lab.acts()) == 2
+
+
+def test_a_hang_that_the_job_has_not_heard_of_is_found_again(lab: Lab) -> None:
+    hanging = others(dump(2, IN_LOCK, Phase.FORWARD))
+    lab.look(*hanging)
+    lab.watch.hear_answer(acted(lab), lab.now, is_heard=False)  # the journal cannot be written
+    assert lab.watch.next_deadline() is not None
+    lab.after(AGAIN_SOON)
+    lab.look(*hanging)
+    assert [type(each.command) for each in lab.acts()] == [HangFound, HangFound]
+
+
+def test_an_answer_that_comes_when_the_next_round_is_open_changes_nothing(lab: Lab) -> None:
+    lab.look(*others(dump(2, IN_LOCK, Phase.FORWARD)))
+    lab.enter(1, is_active=False)
+    lab.watch.hear_answer(acted(lab), lab.now, is_heard=True)
+    assert [past.has_acted for past in lab.watch.diagnosis(9).verdicts] == [True]
+
+
 def test_the_cost_of_a_restart_is_measured_and_named_the_next_time(lab: Lab) -> None:
     lab.look(*others(dump(2, IN_LOCK, Phase.FORWARD)))
     lab.enter(1, is_active=False)
@@ -249,6 +299,32 @@ def test_a_verdict_is_remembered_once_and_counted(lab: Lab) -> None:
     past = lab.watch.diagnosis(10).verdicts
     assert [(each.verdict.fault, each.count) for each in past] == [(FaultClass.DATA_STALL, 5)]
     assert len([effect for effect in lab.effects if isinstance(effect, Tell)]) == 3, "at 1, 2 and 4"
+
+
+def of_many_nodes(lab: Lab, num_nodes: int) -> int:
+    """How many are told when each of them has the same trouble."""
+    for node in range(num_nodes):
+        culprits = (Culprit(node=NodeId(node), global_rank=-1),)
+        lab.watch.hear_verdict(Verdict(fault=FaultClass.DISK_FULL, diagnostician="x", culprits=culprits), lab.now)
+    lab.after(2)
+    return sum(isinstance(effect, Tell) for effect in lab.tick())
+
+
+def test_a_verdict_of_each_of_many_nodes_is_not_told_again_and_again(lab: Lab) -> None:
+    assert [of_many_nodes(lab, 250) for _ in range(5)] == [250, 250, 0, 250, 0], "found 1, 2 and 4 times"
+    shown = lab.watch.diagnosis(1000).verdicts
+    assert len(shown) == MAX_VERDICTS
+    assert len({past.verdict.culprits for past in shown}) == MAX_VERDICTS
+    assert lab.watch.newest == shown[-1]
+
+
+def test_a_verdict_that_goes_on_is_the_same_one_although_a_later_one_is_long_over(lab: Lab) -> None:
+    of_many_nodes(lab, 1)
+    of_many_nodes(lab, 2)
+    for _ in range(3):
+        lab.after(EPISODE - 10)
+        of_many_nodes(lab, 1)
+    assert [past.count for past in lab.watch.diagnosis(10).verdicts] == [5, 1]
 
 
 def test_answers_of_an_older_look_and_strange_ranks_are_ignored(lab: Lab) -> None:

@@ -180,12 +180,12 @@ class Page:
 
 
 @contextlib.asynccontextmanager
-async def serve_page(job: StandInJob | None = None, *, master_log: str = "") -> AsyncIterator[Page]:
+async def serve_page(job: StandInJob | None = None, *, master_log: str = "", token: str = TOKEN) -> AsyncIterator[Page]:
     job = StandInJob() if job is None else job
     lookout = Lookout(job)
     lookout.gatherers += [gather_data, gather_events, gather_goodput, gather_diagnosis]
     meters = Meters(lookout, last_heard=job.last_heard, num_in_work=lambda: 0)
-    access = Access(TOKEN)
+    access = Access(token)
     workers = lambda: {each.global_rank: node for node, report in lookout.progress.items() for each in report.workers}  # noqa: E731
     logs = LogReader(master_log, order=lambda node, order: job.order(node, order), workers=workers)
     web = Web(lookout, access=access, ask=job.ask, logs=logs, metrics=meters.render, metrics_type=CONTENT_TYPE)

@@ -165,6 +165,40 @@ class TestReporters:
         reporter.close()
         assert reporter.num_lost == 3
 
+    @pytest.mark.parametrize(
+        ("url", "receiver"),
+        [
+            ("http://user:secret@127.0.0.1:9/services/secret?key=secret", "http://127.0.0.1:9"),
+            ("http://127.0.0.1:9?key=secret", "http://127.0.0.1:9"),
+            ("http://127.0.0.1:9/secret with a space", "http://127.0.0.1:9"),
+            ("http://[127.0.0.1/secret", "http://[127.0.0.1"),
+        ],
+    )
+    def test_the_log_does_not_tell_what_opens_a_web_hook(
+        self, url: str, receiver: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        reporter = WebhookReporter(url, timeout=5, pause=0.01)
+        reporter.report(an_event())
+        reporter.close()
+        assert reporter.num_lost == 1
+        assert f"receiver={receiver} " in caplog.text
+        assert "secret" not in caplog.text
+
+    def test_an_answer_that_refuses_is_told_by_its_number(
+        self, hook: tuple[str, type[_Hook]], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        url, kind = hook
+        kind.failures = 3
+        reporter = WebhookReporter(url, timeout=10, pause=0.01)
+        reporter.report(an_event())
+        reporter.close()
+        assert "reason=it answered 5" in caplog.text
+
+    def test_a_misspelt_web_hook_is_refused_without_what_opens_it(self) -> None:
+        with pytest.raises(ConfigError, match=r"htps://hooks.example.com") as caught:
+            build_reporters(["htps://user:secret@hooks.example.com/secret"])
+        assert "secret" not in str(caught.value)
+
     async def test_a_file_and_a_class_of_the_user(self, tmp_path: Path) -> None:
         reporters = build_reporters(["log", f"file:{tmp_path / 'out'}", "tests.master.test_events::Raising"])
         log = EventLog(None, reporters)

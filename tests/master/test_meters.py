@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from dlrover.core.turn import Outcome
@@ -15,8 +16,9 @@ from dlrover.master.exposition import MAX_HEAD, Exposition
 from dlrover.master.lookout import Lookout
 from dlrover.master.meters import MAX_NODES, METRICS, Meters
 from dlrover.protocol.checkpoint_messages import CheckpointCommitted, ShardWritten
-from dlrover.protocol.messages import Done, Micros, Round
-from tests.master.page_lab import NOW, StandInJob, a_failure, a_progress, a_status, a_usage
+from dlrover.protocol.goodput_messages import TimeClass
+from dlrover.protocol.messages import Done, ExitReason, JobEnd, Micros, Round
+from tests.master.page_lab import NO_GOODPUT, NOW, StandInJob, a_failure, a_progress, a_status, a_usage
 
 ROOT = Path(__file__).parents[2]
 NAMES = {metric.name for metric in METRICS}
@@ -65,6 +67,49 @@ async def test_the_numbers_are_those_of_the_job() -> None:
     assert found["dlrover_journal_commit_seconds_bucket", ("0.0025",)] == 1
     assert found["dlrover_requests_in_work", ()] == 3
     assert found["dlrover_workers", ("forward",)] == 3
+
+
+async def test_the_counter_of_seconds_tells_what_is_booked_because_a_counter_never_falls() -> None:
+    lookout, meters = watched()
+    seconds, booked = {TimeClass.COMPUTE: 10.0, TimeClass.START_UP: 5.0}, {TimeClass.START_UP: 5.0}
+    lookout.goodput = replace(NO_GOODPUT, wall=15.0, seconds=seconds, booked=booked)
+    found = samples(await meters.render())
+    told = {labels: value for (name, labels), value in found.items() if name == "dlrover_goodput_node_seconds_total"}
+    assert told == {("start-up",): 5.0}
+
+
+async def test_a_job_that_stands_still_or_is_over_has_no_speed_of_before() -> None:
+    job = StandInJob()
+    lookout = Lookout(job)
+
+    async def speed_at(second: int, *, step: int) -> float | None:
+        now = Micros(NOW + second * 1_000_000)
+        lookout.observe(a_progress(0, step=step), now)
+        job.status = replace(job.status, now=now)
+        await lookout.look()
+        return lookout.steps_per_second
+
+    assert await speed_at(0, step=100) is None
+    assert await speed_at(5, step=110) == 2.0
+    assert await speed_at(20, step=110) == 2.0, "four heartbeats have not passed"
+    assert await speed_at(30, step=110) == 0.0
+    assert lookout.board.last_point("steps per second") == 0.0
+    assert await speed_at(100, step=110) == 0.0
+    assert await speed_at(105, step=112) is None, "the hang is no part of its speed"
+    assert await speed_at(110, step=122) == 2.0
+    job.status = replace(job.status, end=JobEnd(reason=ExitReason.COMPLETED, exit_code=0, message="done"))
+    assert await speed_at(111, step=122) is None
+
+
+async def test_a_job_of_long_steps_has_a_speed_between_them() -> None:
+    job = StandInJob()
+    lookout = Lookout(job)
+    for second, step in ((0, 1), (60, 2), (200, 2)):
+        now = Micros(NOW + second * 1_000_000)
+        lookout.observe(a_progress(0, step=step), now)
+        job.status = replace(job.status, now=now)
+        await lookout.look()
+    assert lookout.steps_per_second == pytest.approx(1 / 60)
 
 
 async def test_beyond_a_thousand_nodes_only_sums_are_told() -> None:

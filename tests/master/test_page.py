@@ -9,17 +9,29 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from dlrover.master.gathering import gather_diagnosis
+from dlrover.master.lookout import Lookout
 from dlrover.master.web import stream
 from dlrover.master.web.access import one_time_link, read_only_token
-from dlrover.master.web.app import COOKIE, MAX_BODY, MAX_VIEWERS
+from dlrover.master.web.app import MAX_BODY, MAX_VIEWERS
 from dlrover.protocol.checkpoint_messages import RequestSave
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Micros, NodeId, StopJob
+from dlrover.protocol.messages import Micros, NodeId, Round, StopJob
 from dlrover.protocol.steering_messages import RelaunchNode, RestartWorkers
-from dlrover.protocol.watch_messages import SendTail, TailSent, WatchOrder
-from tests.master.page_lab import TOKEN, Page, a_failure, a_status, bearer, fetch, populate, serve_page
+from dlrover.protocol.watch_messages import (
+    Culprit,
+    Diagnosis,
+    FaultClass,
+    PastVerdict,
+    SendTail,
+    TailSent,
+    Verdict,
+    WatchOrder,
+)
+from tests.master.page_lab import NOW, TOKEN, Page, StandInJob, a_failure, a_status, bearer, fetch, populate, serve_page
 
 READS = [
     "/api/v1/view",
@@ -46,7 +58,7 @@ async def test_without_a_token_there_is_nothing_but_a_form() -> None:
         for headers in (
             {},
             bearer("wrong"),
-            {"Cookie": f"{COOKIE}=act.9999999999.x.y"},
+            {"Cookie": f"{page.access.cookie_name}=act.9999999999.x.y"},
             {"Authorization": "Basic eDp5"},
         ):
             for path in (*READS, *OLD_READS):
@@ -86,6 +98,19 @@ async def test_a_link_becomes_a_cookie_and_works_once() -> None:
         session = {"Cookie": cookie.split(";")[0]}
         assert b"<main" in (await fetch(page, "/", headers=session)).body
         assert (await fetch(page, "/api/v1/view", headers=session)).status == 200
+
+
+async def test_pages_of_two_jobs_on_one_host_do_not_sign_each_other_out() -> None:
+    """Browsers tell cookies apart by name and host, and not by port."""
+    jar: dict[str, str] = {}
+    async with serve_page() as one, serve_page(token="token-of-another") as other:
+        for page, token in ((one, TOKEN), (other, "token-of-another")):
+            name, _, value = (await fetch(page, f"/?token={token}")).headers["set-cookie"].split(";")[0].partition("=")
+            jar[name] = value
+            assert token not in name
+        session = {"Cookie": "; ".join(f"{name}={value}" for name, value in jar.items())}
+        for page in (one, other):
+            assert (await fetch(page, "/api/v1/me", headers=session)).status == 200
 
 
 async def test_actions_need_the_token_a_confirmation_and_our_own_page() -> None:
@@ -229,6 +254,26 @@ async def test_a_worker_s_log_is_asked_of_its_agent() -> None:
             "worker-1",
             "worker-2",
         ]
+
+
+async def test_a_verdict_of_each_of_many_nodes_has_its_place_on_the_page() -> None:
+    past = tuple(
+        PastVerdict(
+            at=NOW,
+            round=Round(3),
+            verdict=Verdict(
+                fault=FaultClass.DISK_FULL,
+                diagnostician="disk_full",
+                culprits=(Culprit(node=NodeId(node), global_rank=-1),),
+            ),
+        )
+        for node in range(5)
+    )
+    lookout = Lookout(StandInJob(diagnosis=Diagnosis(verdicts=past)))
+    lookout.gatherers.append(gather_diagnosis)
+    await lookout.look()
+    views = [msgspec.to_builtins(view) for view in lookout.board.section("verdicts").values()]
+    assert {view["culprits"] for view in views} == {f"node {node}" for node in range(5)}
 
 
 async def test_old_paths_and_pages_of_nodes_answer_with_the_job_s_own_data() -> None:

@@ -33,12 +33,14 @@ from dlrover.master.config import (
 )
 from dlrover.master.journal import read_stored
 from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.kv_messages import KvSet
 from dlrover.protocol.messages import (
     Done,
     End,
     ExitReason,
     JobEnd,
     JobTerms,
+    Join,
     LeaveJob,
     LeaveReason,
     Ping,
@@ -51,6 +53,7 @@ from dlrover.protocol.messages import (
 from dlrover.protocol.rpc import ask
 from dlrover.protocol.transport import AGENT_METHOD, SERVICE, call_metadata
 from tests.master.conftest import TOKEN, Agent, Connect, MakeMaster, status_of
+from tests.master.test_watch import answer_that_one_is_stopped, progress, ranks_of, tell
 
 
 async def test_a_master_killed_at_any_moment_has_forgotten_nothing_that_anybody_saw(
@@ -395,6 +398,41 @@ async def test_a_full_disk_stops_commands_only_and_passes_by_itself(
     offers, states = replayed(master.journal)
     assert len(offers) == len(set(offers))
     assert seen.digest in states
+
+
+async def test_a_hang_that_was_found_while_the_disk_was_full_is_acted_upon_afterwards(
+    make_master: MakeMaster, small_disk: Path, connect: Connect, tmp_path: Path
+) -> None:
+    master = make_master(journal=str(small_disk / "journal.sqlite"), reports=str(tmp_path / "reports"))
+    master.start()
+    agents = [connect(master.address, launch=f"l{number}") for number in range(2)]
+    for agent in agents:
+        await agent.attached()
+    await asyncio.gather(*(agent.join() for agent in agents))
+    ranks = await ranks_of(agents)
+    filler = fill(small_disk)
+
+    async def save_on_and_on() -> None:
+        while True:
+            kept = KvSet(
+                round=Round(1), node=agents[0].node, incarnation=agents[0].incarnation, items={"k": b"x" * 1000}
+            )
+            await agents[0].channel.call(kept, timeout=2)
+
+    with pytest.raises(Unavailable):
+        await save_on_and_on()
+    for agent in agents:
+        tell(agent, progress(ranks[agent], is_stalled=True))
+    await answer_that_one_is_stopped(agents, ranks)
+    async with asyncio.timeout(20):
+        while "finding refused finding=HangFound" not in master.log():
+            await status_of(master.address)
+    filler.unlink()
+    await answer_that_one_is_stopped(agents, ranks)
+    for agent in agents:
+        wish = (await agent.wish(Join)).wish
+        assert isinstance(wish, Join)
+        assert wish.round == 2
 
 
 def test_a_disk_that_is_full_at_the_start_is_one_clear_sentence(make_master: MakeMaster, small_disk: Path) -> None:

@@ -29,6 +29,7 @@ from dlrover.protocol.watch_messages import (
     LookTaken,
     Phase,
     ProgressReport,
+    ResourceReport,
     ThreadStack,
     Verdict,
     WorkerDump,
@@ -47,22 +48,8 @@ def tell(agent: Agent, *workers: WorkerProgress) -> None:
     agent.channel.observe(report)
 
 
-async def test_a_stopped_worker_is_looked_at_and_the_world_starts_anew(
-    make_master: MakeMaster, connect: Connect, tmp_path: Path
-) -> None:
-    master = make_master(reports=str(tmp_path / "reports"))
-    master.start()
-    agents = [connect(master.address, launch=f"l{number}") for number in range(2)]
-    for agent in agents:
-        await agent.attached()
-    await asyncio.gather(*(agent.join() for agent in agents))
-    ranks = {}
-    for agent in agents:
-        wish = (await agent.wish(Run)).wish
-        assert isinstance(wish, Run)
-        ranks[agent] = wish.world.first_global_rank
-    for agent in agents:
-        tell(agent, progress(ranks[agent], is_stalled=True))
+async def answer_that_one_is_stopped(agents: list[Agent], ranks: dict[Agent, int]) -> None:
+    """The look that all are asked for next."""
     for agent in agents:
         order = (await asyncio.wait_for(agent.orders.get(), 20)).order
         assert order.round == 1
@@ -77,6 +64,31 @@ async def test_a_stopped_worker_is_looked_at_and_the_world_starts_anew(
             node=agent.node, incarnation=agent.incarnation, look=order.look, number=0, workers=(dump,)
         )  # fmt: skip
         agent.channel.observe(taken)
+
+
+async def ranks_of(agents: list[Agent]) -> dict[Agent, int]:
+    """When they have met."""
+    ranks = {}
+    for agent in agents:
+        wish = (await agent.wish(Run)).wish
+        assert isinstance(wish, Run)
+        ranks[agent] = wish.world.first_global_rank
+    return ranks
+
+
+async def test_a_stopped_worker_is_looked_at_and_the_world_starts_anew(
+    make_master: MakeMaster, connect: Connect, tmp_path: Path
+) -> None:
+    master = make_master(reports=str(tmp_path / "reports"))
+    master.start()
+    agents = [connect(master.address, launch=f"l{number}") for number in range(2)]
+    for agent in agents:
+        await agent.attached()
+    await asyncio.gather(*(agent.join() for agent in agents))
+    ranks = await ranks_of(agents)
+    for agent in agents:
+        tell(agent, progress(ranks[agent], is_stalled=True))
+    await answer_that_one_is_stopped(agents, ranks)
     for agent in agents:
         wish = (await agent.wish(Join)).wish
         assert isinstance(wish, Join)
@@ -93,6 +105,32 @@ async def test_a_stopped_worker_is_looked_at_and_the_world_starts_anew(
     assert isinstance(status, JobStatus)
     assert status.newest_verdict == past
     assert "diagnosis fault=stopped" in master.log()
+
+
+async def test_workers_are_looked_at_although_nobody_could_replace_a_node_that_was_found_at_fault(
+    make_master: MakeMaster, connect: Connect, tmp_path: Path
+) -> None:
+    master = make_master(reports=str(tmp_path / "reports"))
+    master.start()
+    agents = [connect(master.address, launch=f"l{number}") for number in range(2)]
+    for agent in agents:
+        await agent.attached()
+    await asyncio.gather(*(agent.join() for agent in agents))
+    ranks = await ranks_of(agents)
+    broken = agents[0]
+    broken.channel.observe(
+        ResourceReport(node=broken.node, incarnation=broken.incarnation, troubles=("NVML: GPU is lost",))
+    )
+    async with asyncio.timeout(20):
+        while True:
+            answer = await ask(master.address, AskDiagnosis(), token=TOKEN, timeout=10)
+            assert isinstance(answer, Diagnosis)
+            if answer.verdicts:
+                break
+    for agent in agents:
+        tell(agent, progress(ranks[agent], is_stalled=True))
+    for agent in agents:
+        assert (await asyncio.wait_for(agent.orders.get(), 20)).order.round == 1
 
 
 class _Plugin:

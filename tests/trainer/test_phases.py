@@ -265,6 +265,7 @@ def test_torch_tells_what_it_is_doing_and_scripts_see_no_difference(tmp_path: Pa
         assert len(reading.digest) == 16
         # torch's own recorder knows the collectives of DDP, too.
         assert reading.has_recorder
+        assert reading.has_hooks
         recorded = seat.recorded()
         assert "barrier" in {each.operation for each in recorded}
         assert {each.shape for each in recorded} >= {"float[2,3]"}
@@ -288,5 +289,6 @@ def test_a_worker_without_torch_does_not_import_it(tmp_path: Path) -> None:
         environ = {**os.environ, **seat.environment(), "DLROVER_AGENT_SOCKET": "x", "DLROVER_PROGRESS_HOOKS": "1"}
         subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environ, timeout=DEADLINE, check=True)
         assert seat.read().phase is Phase.END
+        assert not seat.progress().has_hooks
     finally:
         seat.close()

@@ -134,14 +134,14 @@ class Devices:
     name = "resource_collection_failure"
 
     def diagnose(self, picture: Picture, now: Micros) -> Iterable[Verdict]:
+        by_collectors: dict[NodeId, list[str]] = {}
+        for sample in picture.samples.newest():
+            if GPU_LOST in sample.taken.trouble:
+                by_collectors.setdefault(sample.taken.node, []).append(f"{sample.taken.kind}: {sample.taken.trouble}")
         for node, report in picture.resources.items():
             sick = [f"Device {device.index} says: {device.health}." for device in report.devices if device.health]
             lost = [trouble for trouble in report.troubles if GPU_LOST in trouble]
-            lost += [
-                f"{sample.taken.kind}: {sample.taken.trouble}"
-                for sample in picture.samples.newest()
-                if sample.taken.node == node and GPU_LOST in sample.taken.trouble
-            ]
+            lost += by_collectors.get(node, [])
             if lost or sick:
                 yield conclude(
                     self.name,

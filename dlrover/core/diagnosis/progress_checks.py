@@ -27,11 +27,14 @@ class Straggler:
         ranks = [record for record in picture.heard() if len(record.windows) >= self._windows]
         if len(ranks) < 2 or len(ranks) < len(picture.ranks):
             return
-        slow = [record for record in ranks if self._is_slow(record, ranks)]
+        # Once for all: to sort the ranks again for each of them takes the master's time with the square of their number.
+        medians = [statistics.median_low([_own(record, back) for record in ranks]) for back in range(self._windows)]
+        slow = [record for record in ranks if self._is_slow(record, medians)]
         if not slow or len(slow) * 2 > len(ranks):
             return
-        own, usual = _own(slow[0], 0), statistics.median_low([_own(record, 0) for record in ranks])
-        waited = statistics.median([_waited(record, 0) for record in ranks if record not in slow])
+        own, usual = _own(slow[0], 0), medians[0]
+        named = {record.global_rank: None for record in slow}
+        waited = statistics.median([_waited(record, 0) for record in ranks if record.global_rank not in named])
         yield conclude(
             self.name,
             FaultClass.STRAGGLER,
@@ -42,11 +45,11 @@ class Straggler:
             reasoning="Training goes on, only slower: replacing the node costs a restart, which is for people to decide.",
         )
 
-    def _is_slow(self, record: RankRecord, ranks: list[RankRecord]) -> bool:
-        for back in range(self._windows):
+    def _is_slow(self, record: RankRecord, medians: list[float]) -> bool:
+        for back, usual in enumerate(medians):
             if record.windows[-1 - back].steps < self._steps:
                 return False
-            own, usual = _own(record, back), statistics.median_low([_own(each, back) for each in ranks])
+            own = _own(record, back)
             step = own + _waited(record, back)
             if own < self._slow * usual or own - usual < self._costly * step:
                 return False

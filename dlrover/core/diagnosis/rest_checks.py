@@ -193,9 +193,8 @@ class IdleJob:
     name = HANG
     lasting = 7200.0
     """Seconds."""
-    share = 0.05
-    """Of the processors that a node has: below nothing is going on."""
     cores = 0.1
+    """Of one worker: below nothing is going on. Not a share of what the node has: one thread at work is little of 64 cores."""
 
     def __init__(self) -> None:
         self._round = Round(0)
@@ -228,6 +227,6 @@ class IdleJob:
             )
 
     def _is_idle(self, report: ResourceReport) -> bool:
-        """Not where there are devices: they may be at work."""
-        used = sum(sample.cpu for sample in report.workers if sample.global_rank >= 0)
-        return not report.devices and used < max(self.cores, self.share * report.cores)
+        """Not where there are devices: they may be at work, whether or not anybody can read them."""
+        used = [sample.cpu for sample in report.workers if sample.global_rank >= 0]
+        return bool(used) and max(used) < self.cores and not report.has_devices and not report.devices

@@ -4,7 +4,8 @@ The watch over a job: it hears what nodes tell, decides when to look, and conclu
 Volatile, on the job's clock, and pure: what it wants comes out as effects. It never changes the job. A verdict that says to act becomes a command with
 its evidence, which the job may refuse, because it knows better by then.
 
-One episode, one word: a verdict that is found again is counted and not repeated, and only one finding acts on a round.
+One episode, one word: a verdict that is found again is counted and not repeated, and only one finding acts on a round. If nothing comes of it (nobody can
+replace the node, the journal cannot be written) the round goes on, and so does the watch: others may act at once, the same finding after a pause.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from dlrover.protocol.messages import Micros, NodeId, Round
 from dlrover.protocol.watch_messages import (
     ActionKind,
     Autopsy,
+    Culprit,
     Diagnosis,
+    FaultClass,
     FaultFound,
     HangFound,
     HangStrategy,
@@ -42,12 +45,17 @@ from dlrover.protocol.watch_messages import (
 )
 
 MAX_VERDICTS = 200
+"""That are shown."""
+MAX_EPISODES = 50_000
+"""Findings of a round of which it is known that they were told: several for each node of the largest job."""
 EPISODE = 600.0
 """Seconds after which the same verdict is news again."""
 SETTLING = 1.0
 """Seconds between two rounds of the diagnosticians: a storm of reports is looked at once."""
 MARGIN = 0.25
 """Seconds: ranks enter their last phase within a step of each other, and a look shall not come too early by so little."""
+AGAIN_SOON = 3.0
+"""Seconds before a finding that the job has not heard is sent again."""
 RESTART_COST = 3.0
 """Seconds that a restart is taken to cost before one was measured."""
 
@@ -76,6 +84,18 @@ class Publish(Struct, frozen=True):
     autopsy: Autopsy
 
 
+_Subject = tuple[str, FaultClass, tuple[Culprit, ...]]
+
+
+class _Episode(Struct):
+    """One finding of this round, apart from its words: many more of them are remembered than shown."""
+
+    at: Micros
+    last_at: Micros
+    count: int = 1
+    has_acted: bool = False
+
+
 WatchEffect = AskNode | Act | Tell | Publish
 
 
@@ -88,7 +108,10 @@ class Watch:
         self.restart_cost: float | None = None
         """Seconds from an action to the first step after it, as measured here; None: never yet."""
         self._diagnosticians = built_in() if diagnosticians is None else tuple(diagnosticians)
-        self._verdicts: list[PastVerdict] = []
+        self._verdicts: dict[tuple[Round, Micros, _Subject], PastVerdict] = {}
+        """Oldest first."""
+        self._episodes: dict[_Subject, _Episode] = {}
+        """Of this round; who was found last stands last."""
         self._look: Look | None = None
         self._num_orders = 0
         self._num_looks = 0
@@ -96,6 +119,8 @@ class Watch:
         self._next_look_at = Micros(0)
         self._acted_round: Round | None = None
         self._acted_at: Micros | None = None
+        self._held_until: dict[_Subject, Micros] = {}
+        """Findings of which nothing came in this round, and when they may act again."""
         self._has_stepped = False
         """Some rank of this job has told of a step, in whichever round."""
         self._is_news = False
@@ -108,6 +133,9 @@ class Watch:
         """What the job says now."""
         if scene.round != self.picture.scene.round or not scene.is_active:
             self._end_episode()
+            self._held_until = {}
+        if scene.round != self.picture.scene.round:
+            self._episodes = {}
         self.terms = terms
         self.picture.enter(scene)
 
@@ -144,6 +172,24 @@ class Watch:
         """Of a user's own diagnostician."""
         self._conclude(verdict, now)
 
+    def hear_answer(self, command: HangFound | FaultFound, now: Micros, *, is_heard: bool) -> None:
+        """
+        The job has answered a finding, and its scene was followed since. `is_heard`: it decided, whatever that was.
+
+        While the round goes on nothing came of it. That must not end the watch over this round: what was found may be what makes it hang.
+        """
+        scene = self.picture.scene
+        if not scene.is_active or scene.round != command.round or self._acted_round != command.round:
+            return
+        self._acted_round = self._acted_at = None
+        subject = _subject_of(command.verdict)
+        self._held_until[subject] = Micros(now + micros(EPISODE if is_heard else AGAIN_SOON))
+        episode = self._episodes.get(subject)
+        if episode is not None:
+            episode.has_acted = False
+            self._show(_past_of(episode, command.round, command.verdict))
+        self._is_news = True  # somebody else may have waited for its turn
+
     def lost(self, nodes: Sequence[NodeId]) -> None:
         """Who could not be asked."""
         if self._look is not None:
@@ -174,11 +220,12 @@ class Watch:
         return min(times, default=None)
 
     def diagnosis(self, last: int) -> Diagnosis:
-        return Diagnosis(verdicts=tuple(self._verdicts[-max(0, last) :] if last > 0 else ()), autopsy=self.autopsy)
+        verdicts = tuple(self._verdicts.values())[-last:] if last > 0 else ()
+        return Diagnosis(verdicts=verdicts, autopsy=self.autopsy)
 
     @property
     def newest(self) -> PastVerdict | None:
-        return self._verdicts[-1] if self._verdicts else None
+        return next(reversed(self._verdicts.values()), None)
 
     # Hangs.
 
@@ -301,21 +348,18 @@ class Watch:
         round_ = self.picture.scene.round
         verdict = self._as_allowed(verdict)
         acts = verdict.action not in (ActionKind.NONE, ActionKind.NOTIFY)
-        if acts and (not self.picture.scene.is_active or self._acted_round == round_):
+        subject = _subject_of(verdict)
+        is_held = now < self._held_until.get(subject, 0)
+        if acts and (is_held or not self.picture.scene.is_active or self._acted_round == round_):
             verdict, acts = replace(verdict, action=ActionKind.NOTIFY), False
-        known = self._find(verdict, now)
-        if known is None:
-            past = PastVerdict(at=now, round=round_, verdict=verdict, has_acted=acts)
-            self._verdicts = [*self._verdicts, past][-MAX_VERDICTS:]
+        episode = self._note(subject, now)
+        episode.has_acted |= acts
+        past = _past_of(episode, round_, verdict)
+        is_told = acts or _is_power_of_two(episode.count)
+        if is_told:
             self._effects.append(Tell(past))
-        else:
-            before = self._verdicts[known]
-            past = replace(
-                before, verdict=verdict, count=before.count + 1, last_at=now, has_acted=before.has_acted or acts
-            )
-            self._verdicts[known] = past
-            if acts or _is_power_of_two(past.count):
-                self._effects.append(Tell(past))
+        if is_told or _key(past) in self._verdicts:
+            self._show(past)
         if acts:
             self._acted_round, self._acted_at = round_, now
             if stalled_for is not None:
@@ -337,20 +381,43 @@ class Watch:
         reasoning = f"Nothing is done because of --hang-detection {int(strategy)}."
         return replace(verdict, action=action, reasoning=reasoning)
 
-    def _find(self, verdict: Verdict, now: Micros) -> int | None:
-        """The same thing, found in this round and not long ago."""
-        for index in range(len(self._verdicts) - 1, -1, -1):
-            past = self._verdicts[index]
-            if max(past.at, past.last_at) < now - micros(EPISODE):
-                break
-            same = (past.verdict.diagnostician, past.verdict.fault, past.verdict.culprits)
-            if past.round == self.picture.scene.round and same == (
-                verdict.diagnostician,
-                verdict.fault,
-                verdict.culprits,
-            ):
-                return index
-        return None
+    def _note(self, subject: _Subject, now: Micros) -> _Episode:
+        """Found, for the first time or again in this round and not long ago."""
+        episode = self._episodes.pop(subject, None)
+        if episode is None or episode.last_at < now - micros(EPISODE):
+            episode = _Episode(now, now)
+        else:
+            episode.count += 1
+            episode.last_at = now
+        self._episodes[subject] = episode
+        if len(self._episodes) > MAX_EPISODES:
+            del self._episodes[next(iter(self._episodes))]
+        return episode
+
+    def _show(self, past: PastVerdict) -> None:
+        self._verdicts[_key(past)] = past
+        if len(self._verdicts) > MAX_VERDICTS:
+            del self._verdicts[next(iter(self._verdicts))]
+
+
+def _past_of(episode: _Episode, round_: Round, verdict: Verdict) -> PastVerdict:
+    return PastVerdict(
+        at=episode.at,
+        round=round_,
+        verdict=verdict,
+        count=episode.count,
+        last_at=episode.last_at if episode.count > 1 else Micros(0),
+        has_acted=episode.has_acted,
+    )
+
+
+def _key(past: PastVerdict) -> tuple[Round, Micros, _Subject]:
+    return past.round, past.at, _subject_of(past.verdict)
+
+
+def _subject_of(verdict: Verdict) -> _Subject:
+    """What it is about: two verdicts with the same one are one finding."""
+    return verdict.diagnostician, verdict.fault, verdict.culprits
 
 
 def _standing(sights: Sequence[Sight]) -> float:

@@ -57,6 +57,11 @@ class Access:
         self._used[given] = int(given.split(".")[1])
         return Scope.ACT
 
+    @property
+    def cookie_name(self) -> str:
+        """Of this job alone: browsers keep one jar for all ports of a host, where other jobs have pages of their own."""
+        return f"dlrover_session_{_sign(self._token, 'cookie name', '')[:12]}"
+
     def cookie(self, scope: Scope) -> str:
         return _signed(self._token, "cookie", scope.value, round(self._clock()) + SESSION_SECONDS)
 

@@ -37,7 +37,6 @@ from dlrover.protocol.messages import Reply
 
 log = logging.getLogger(__name__)
 
-COOKIE = "dlrover_session"
 MAX_BODY = 16 * 1024
 MAX_VIEWERS = 64
 MAX_PAGE = 1000
@@ -128,7 +127,7 @@ class Web:
         if not self._is_ours(request):
             raise HTTPException(403, "This request was sent from another site.")
         response = _answer(200, b"{}", "application/json")
-        response.delete_cookie(COOKIE, path="/", httponly=True, samesite="strict")
+        response.delete_cookie(self._access.cookie_name, path="/", httponly=True, samesite="strict")
         return response
 
     def _welcome(self, request: Request, scope: Scope) -> Response:
@@ -139,7 +138,7 @@ class Web:
         """
         response = _answer(200, self._files["enter.html"], "text/html")
         response.set_cookie(
-            COOKIE,
+            self._access.cookie_name,
             self._access.cookie(scope),
             max_age=SESSION_SECONDS,
             path="/",
@@ -243,7 +242,7 @@ class Web:
         bearer = _bearer(request)
         if bearer:
             return self._access.scope_of_token(bearer)
-        return self._access.scope_of_cookie(request.cookies.get(COOKIE, ""))
+        return self._access.scope_of_cookie(request.cookies.get(self._access.cookie_name, ""))
 
     def _is_ours(self, request: Request) -> bool:
         return is_own_origin(request.headers.get("origin", ""), request.headers.get("host", ""), request.url.scheme)
