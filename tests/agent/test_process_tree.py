@@ -40,6 +40,19 @@ FAMILY = """
 """
 
 
+HELPER = """
+    # A child, and a grandchild in a session of its own.
+    import os, sys, time
+    if os.fork() == 0 and os.fork() == 0:
+        os.setsid()
+        with open(sys.argv[1] + ".part", "w") as file:
+            file.write(f"{os.getppid()} {os.getpid()}")
+        os.rename(sys.argv[1] + ".part", sys.argv[1])
+    while True:
+        time.sleep(60)
+"""
+
+
 async def start_family(tmp_path: Path, tree: ProcessTree, *options: str) -> tuple[int, list[int], asyncio.Future]:
     script = write(tmp_path / "family.py", FAMILY)
     report = tmp_path / "pids"
@@ -103,7 +116,7 @@ async def test_orphans_that_end_by_themselves_are_reaped(tree: ProcessTree, tmp_
         """,
     )
     report = tmp_path / "pid"
-    process = start_process(sys.executable, script, str(report), stdin=subprocess.PIPE)
+    process = start_process(sys.executable, script, str(report), stdin=subprocess.PIPE, start_new_session=True)
     exited = tree.watch(process.pid)
     process.returncode = 0
     assert (await asyncio.wait_for(exited, 10)).exit_code == 7
@@ -112,6 +125,33 @@ async def test_orphans_that_end_by_themselves_are_reaped(tree: ProcessTree, tmp_
     assert look_up(orphan).parent_pid == os.getpid()
     process.stdin.close()
     await until(lambda: is_gone(orphan))
+
+
+async def test_a_helper_of_ours_tells_its_exit_status_to_whoever_started_it(tree: ProcessTree) -> None:
+    helper = start_process(sys.executable, "-c", "raise SystemExit(7)")
+    await until(lambda: look_up(helper.pid).state == "Z")
+    tree.reap_orphans()
+    await tree.sweep()
+    assert helper.wait() == 7
+
+
+async def test_helpers_and_what_is_below_them_outlive_the_workers_and_end_with_us(
+    tree: ProcessTree, tmp_path: Path
+) -> None:
+    report = tmp_path / "helpers"
+    helper = start_process(sys.executable, write(tmp_path / "helper.py", HELPER), str(report))
+    await until(report.exists)
+    below = [int(pid) for pid in report.read_text().split()]
+    pid, family, _exited = await start_family(tmp_path, tree)
+    await asyncio.wait_for(tree.stop([pid], cause=StopCause.FAILURE, shutdown_timeout=20), 10)
+    tree.kill()
+    assert all(is_gone(member) for member in family)
+    assert helper.poll() is None
+    assert all(is_alive(member) for member in below)
+    tree.close()
+    assert helper.wait() == -signal.SIGKILL
+    statuses = [(await asyncio.to_thread(os.waitpid, member, 0))[1] for member in below]  # ours by now
+    assert statuses == [signal.SIGKILL] * 2
 
 
 async def test_without_pidfds_the_exit_arrives_by_sigchld(
