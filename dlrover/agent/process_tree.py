@@ -82,10 +82,11 @@ def become_subreaper() -> None:
 
 
 def look_up(pid: int) -> Process | None:
+    """None: no such process, or another user's where /proc shows only one's own (`hidepid`)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             line = file.read()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     fields = line[line.rindex(b")") + 2 :].split()  # the name before may hold blanks and brackets
     return Process(pid, int(fields[1]), fields[0].decode(), int(fields[19]), int(fields[3]))

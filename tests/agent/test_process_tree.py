@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -196,3 +197,38 @@ def test_the_launcher_kills_descendants_without_a_loop(tmp_path: Path) -> None:
     pids = [int(pid) for pid in report.read_text().split()]
     assert len(pids) == 3
     assert all(is_gone(pid) for pid in pids)
+
+
+def test_processes_that_proc_hides_are_nobody_of_ours(tmp_path: Path) -> None:
+    script = write(
+        tmp_path / "hidden.py",
+        """
+        import os, signal, subprocess
+        from dlrover.agent.process_tree import descendants, kill_descendants, look_up
+        from dlrover.agent.reaction import Handler, Reaction
+        from dlrover.cli.runtime_dir import Owner, is_running
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            open("/proc/1/stat")
+        except PermissionError:
+            pass
+        else:
+            raise AssertionError("nothing is hidden")
+        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+        assert [process.pid for process in descendants(os.getpid())] == [child.pid]
+        assert look_up(1) is None
+        assert Reaction(1).handler is Handler.NONE
+        assert not Reaction(1).is_on_its_way(1.0)
+        assert not is_running(Owner(pid=1, started="7@boot"))
+        assert kill_descendants() == []
+        """,
+    )
+    mount = "mount -t proc -o hidepid=1 proc /proc"
+    unshare = shutil.which("unshare") or "false"
+    tried = subprocess.run([unshare, "--mount", "sh", "-c", mount], capture_output=True, timeout=30, check=False)
+    if tried.returncode:
+        pytest.skip(f"a /proc with hidepid cannot be mounted here: {tried.stderr.decode().strip()}")
+    command = [unshare, "--mount", "sh", "-c", f'{mount} && exec "$0" "$1"', sys.executable, script]
+    subprocess.run(command, check=True, timeout=30)
