@@ -118,7 +118,7 @@ def load_collectors(built_in: Sequence[Any] = ()) -> dict[str, Any]:
             is_enabled = getattr(collector, "is_enabled", None)
             if callable(is_enabled) and not is_enabled():
                 continue
-        except Exception as error:  # importing and building run the user's code, which may raise anything
+        except (Exception, SystemExit) as error:  # importing and building run the user's code, which may raise anything
             log.warning("collector %s is left out: %s: %s", point.name, type(error).__name__, error)
             continue
         found[point.name] = collector
@@ -141,7 +141,10 @@ def _with_new_name(collector: Any) -> Any:
 
 async def _collect(collector: Any) -> object:
     if inspect.iscoroutinefunction(collector.collect):
-        return await collector.collect()
+        try:
+            return await collector.collect()
+        except SystemExit as error:
+            raise side_thread.as_error(error) from error
     return await side_thread.begin(collector.collect, "collector")
 
 

@@ -72,7 +72,7 @@ class Failover:
             extension = getattr(importlib.import_module(module_name), class_name)()
             if not isinstance(extension, DynamicAgentFailoverExtension):
                 raise TypeError(f"{class_name} is no DynamicAgentFailoverExtension")
-        except Exception as error:  # importing and building run the user's code, which may raise anything
+        except (Exception, SystemExit) as error:  # importing and building run the user's code, which may raise anything
             log.warning("failover extension %s is left out: %s: %s", name, type(error).__name__, error)
             return None
         return cls(extension)

@@ -29,12 +29,6 @@ class NativeStacks:
         beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
         self._program = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
         self._frames: dict[int, tuple[str, ...]] = {}
-        self._running: dict[int, None] = {}
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Of samplers that run now."""
-        return tuple(self._running)
 
     def of(self, pid: int) -> tuple[str, ...]:
         return self._frames.get(pid, ())
@@ -66,7 +60,6 @@ class NativeStacks:
             )  # fmt: skip
         except OSError:
             return ()
-        self._running[process.pid] = None
         try:
             async with asyncio.timeout(within):
                 output, _ = await process.communicate()
@@ -78,7 +71,6 @@ class NativeStacks:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LEAST):
                     await process.wait()  # not before it is gone
-            self._running.pop(process.pid, None)
         return main_frames(output[:_MAX_OUTPUT])
 
 

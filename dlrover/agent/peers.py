@@ -51,6 +51,8 @@ WORK_PATIENCE = 60.0
 MAX_MESSAGE_BYTES = 1024 * 1024
 MAX_CONNECTIONS = 64
 NICENESS = 5
+_PAUSE = 1.0
+"""Seconds until a connection is taken again after there was no descriptor or thread for one."""
 _BLOCK_BYTES = 1024 * 1024
 """Moved between two looks at the clock and the rate limit."""
 _PORTS_FOR_WORKERS = 2
@@ -249,12 +251,14 @@ class PeerServer:
         self._slots = threading.Semaphore(MAX_CONNECTIONS)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
+        self._is_closed = threading.Event()
         self._socket = _listen(host, ports)
         self.address = str(Address(host, self._socket.getsockname()[1]))
         threading.Thread(target=self._accept, name="dlrover-peers", daemon=True).start()
 
     def close(self) -> None:
         """Also ends the conversations that are under way."""
+        self._is_closed.set()
         with self._lock:
             open_, self._open = self._open, set()
         for sock in (self._socket, *open_):
@@ -265,15 +269,30 @@ class PeerServer:
         self._socket.close()
 
     def _accept(self) -> None:
-        while True:
+        """Until closed: whatever else is in the way of a connection, a lack of descriptors or threads, passes."""
+        is_told = False
+        while not self._is_closed.is_set():
             try:
-                sock, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            if not self._slots.acquire(blocking=False):
-                sock.close()
-                continue
+                self._take_next()
+                is_told = False
+            except (OSError, RuntimeError) as error:
+                if not is_told and not self._is_closed.is_set():
+                    log.warning("no other node can be served now, which is tried again and again: %s", error)
+                    is_told = True
+                self._is_closed.wait(_PAUSE)
+
+    def _take_next(self) -> None:
+        """Raises OSError, and RuntimeError where no thread can be started."""
+        sock, _ = self._socket.accept()
+        if not self._slots.acquire(blocking=False):
+            sock.close()
+            return
+        try:
             threading.Thread(target=self._converse, args=(sock,), name="dlrover-peer", daemon=True).start()
+        except RuntimeError:
+            sock.close()
+            self._slots.release()
+            raise
 
     def _converse(self, sock: socket.socket) -> None:
         try:

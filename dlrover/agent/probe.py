@@ -62,11 +62,6 @@ class Probe:
         self.trouble = ""
         """Why it is not asked any more; empty while it is."""
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        pid = None if self._transport is None else self._transport.get_pid()
-        return () if pid is None else (pid,)
-
     async def ask(self, paths: Sequence[str]) -> Answer:
         if self.trouble:
             return Answer(troubles=(self.trouble,))

@@ -6,6 +6,10 @@ becomes our child in the end. So "everything that belongs to the job here" is si
 else is ever touched. A process is named by pid *and* start time and signalled through a pidfd, so that a reused pid
 is never hit.
 
+Not all of them are the workers': code that runs in the agent (a user's storage or collector, our own probes) starts
+programs too, and waits for them itself. Those are told apart by their session. A session is inherited or made anew,
+never joined, and the zygote and each worker have their own: so a child in the agent's session was started by the agent.
+
 Read from /proc by hand and not with psutil: the launcher and the agent's first lines use this, and psutil opens
 several files per process where one will do.
 """
@@ -55,6 +59,7 @@ class Process(NamedTuple):
     state: str
     started_at_ticks: int
     """Since boot; with the pid it names a process for good."""
+    session: int
 
 
 class Exit(NamedTuple):
@@ -77,13 +82,14 @@ def become_subreaper() -> None:
 
 
 def look_up(pid: int) -> Process | None:
+    """None: no such process, or another user's where /proc shows only one's own (`hidepid`)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             line = file.read()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     fields = line[line.rindex(b")") + 2 :].split()  # the name before may hold blanks and brackets
-    return Process(pid, int(fields[1]), fields[0].decode(), int(fields[19]))
+    return Process(pid, int(fields[1]), fields[0].decode(), int(fields[19]), int(fields[3]))
 
 
 def all_processes() -> list[Process]:
@@ -93,8 +99,12 @@ def all_processes() -> list[Process]:
 
 def descendants(of: int, *, keep: Collection[int] = ()) -> list[Process]:
     """Children, their children and so on, parents first; without the `keep` ones and all that is below them."""
+    return _below(of, all_processes(), keep)
+
+
+def _below(of: int, processes: Iterable[Process], keep: Collection[int]) -> list[Process]:
     by_parent: dict[int, list[Process]] = {}
-    for process in all_processes():
+    for process in processes:
         by_parent.setdefault(process.parent_pid, []).append(process)
     found: list[Process] = []
     layer = [of]
@@ -203,6 +213,11 @@ class ProcessTree:
     Watches workers through pidfds (or SIGCHLD where there are none), reaps orphans that end by themselves while
     training runs, and stops trees. `keep` names pids that are never touched: the zygote of the moment. With `cgroups`
     what is to be killed is killed there at once, before anybody looks for it.
+
+    Helpers, children in our own session that nobody watches here, are left to the code that started them, and so is what
+    is below them: that code reads the exit status, and a failed upload whose status we had taken would look like a
+    success. They end with us. A program that is started in a session of its own cannot be told from what a worker left,
+    and is stopped with the workers; one that leaves a child behind in our session leaves a zombie there until we end.
     """
 
     def __init__(self, keep: Callable[[], Collection[int]] = tuple, *, cgroups: Cgroups | None = None) -> None:
@@ -215,7 +230,10 @@ class ProcessTree:
         self._loop.add_signal_handler(signal.SIGCHLD, self._on_child)
 
     def close(self) -> None:
+        """Kills the helpers as well: whoever waits for them ends now, and the launcher may not be there to do it."""
         self._loop.remove_signal_handler(signal.SIGCHLD)
+        for process in descendants(os.getpid(), keep=self._keep()):
+            send_signal(process, signal.SIGKILL)
         for watch in list(self._watched.values()):
             self._forget(watch)
 
@@ -272,12 +290,22 @@ class ProcessTree:
 
     def reap_orphans(self) -> None:
         """Adopted processes that ended by themselves: nobody else would take them out of the process table."""
-        keep = self._keep()
         own_pid = os.getpid()
-        for process in all_processes():
+        for process in self._of_workers():
             is_dead_child = process.parent_pid == own_pid and process.state == "Z"
-            if is_dead_child and process.pid not in self._watched and process.pid not in keep:
+            if is_dead_child and process.pid not in self._watched:
                 _reap(process.pid)
+
+    def _of_workers(self) -> list[Process]:
+        """Every descendant but the kept ones, the helpers and what is below either, parents first."""
+        own_pid, own_session = os.getpid(), os.getsid(0)
+        processes = all_processes()
+        helpers = {
+            process.pid
+            for process in processes
+            if process.parent_pid == own_pid and process.session == own_session and process.pid not in self._watched
+        }
+        return _below(own_pid, processes, helpers.union(self._keep()))
 
     async def stop(
         self,
@@ -289,7 +317,7 @@ class ProcessTree:
         on_stuck: Callable[[Sequence[int]], None] | None = None,
     ) -> dict[int, float]:
         """
-        End these watched workers with all that is below them, then every other descendant but the kept ones.
+        End these watched workers with all that is below them, then every other descendant but the kept ones and helpers.
 
         First the signal and the time that the cause allows, then SIGKILL. When this returns nothing of the job is
         left here (or it sleeps in the kernel beyond our reach, which is logged). Returns how many seconds each worker
@@ -304,7 +332,7 @@ class ProcessTree:
             if watch is not None
         ]
         # Not only what is below the workers now: what they left to us (daemons) belongs to them as well.
-        for process in descendants(os.getpid(), keep=self._keep()):
+        for process in self._of_workers():
             send_signal(process, number)
             if process.state == "T":
                 send_signal(process, signal.SIGCONT)  # a stopped process takes no signal but SIGKILL
@@ -336,15 +364,15 @@ class ProcessTree:
             send_signal(process, signal.SIGKILL)
 
     def kill(self) -> None:
-        """SIGKILL to every descendant but the kept ones, without waiting for their ends."""
+        """SIGKILL to every descendant but the kept ones and helpers, without waiting for their ends."""
         if self._cgroups is not None:
             self._cgroups.kill(self._keep())
-        for process in descendants(os.getpid(), keep=self._keep()):
+        for process in self._of_workers():
             if process.state != "Z":
                 send_signal(process, signal.SIGKILL)
 
     async def sweep(self, *, deadline: float = _KILL_DEADLINE) -> None:
-        """Kill and reap every descendant but the kept ones, until none is left."""
+        """Kill and reap every descendant but the kept ones and helpers, until none is left."""
         import asyncio
 
         until = self._loop.time() + deadline
@@ -353,7 +381,7 @@ class ProcessTree:
         while True:
             remaining = []
             own_pid = os.getpid()
-            for process in descendants(own_pid, keep=self._keep()):
+            for process in self._of_workers():
                 if process.pid in self._watched:
                     if process.state != "Z":
                         send_signal(process, signal.SIGKILL)

@@ -84,11 +84,11 @@ class Reaction:
 
 
 def _caught_signals(pid: int) -> frozenset[int]:
-    """Numbers of the signals for which the process has a handler; empty if it is gone."""
+    """Numbers of the signals for which the process has a handler; empty if it is gone, or hidden from us since it changed its user."""
     try:
         with open(f"/proc/{pid}/status") as file:
             mask = next((int(line.split()[1], 16) for line in file if line.startswith("SigCgt:")), 0)
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return frozenset()
     return frozenset(number for number in range(1, 65) if mask >> (number - 1) & 1)
 
@@ -97,7 +97,7 @@ def _look_at_main_thread(pid: int) -> _MainThread | None:
     try:
         with open(f"/proc/{pid}/task/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     return _MainThread(fields[0].decode(), (int(fields[11]) + int(fields[12])) / _TICKS)
 

@@ -82,10 +82,6 @@ class ResourceMonitor:
         self._before: _Counters | None = None
         self._told: ResourceReport | None = None
 
-    @property
-    def helper_pids(self) -> tuple[int, ...]:
-        return () if self._probe is None else self._probe.pids
-
     async def run(self) -> None:
         """Never returns; cancel it."""
         period = SHORTEST  # the first rates need two readings

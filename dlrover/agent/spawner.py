@@ -229,7 +229,12 @@ class Spawner:
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environ, close_fds=True
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    env=environ,
+                    close_fds=True,
+                    start_new_session=True,  # what it forks and leaves to us must not look like a helper of ours
                 )
         except BaseException:
             ours.close()

@@ -96,11 +96,6 @@ class Watch:
             load, observe=lambda observation: self._observe(observation), who=lambda: self._who()
         )
 
-    @property
-    def helper_pids(self) -> tuple[int, ...]:
-        """Processes of ours that are no part of the training."""
-        return (*self._native.pids, *(() if self._monitor is None else self._monitor.helper_pids))
-
     def connect(
         self,
         observe: Callable[[WatchObservation], None],

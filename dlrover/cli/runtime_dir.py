@@ -454,13 +454,13 @@ def _subdirectories(path: str) -> Iterator[str]:
 
 
 def _start_of(pid: int) -> str | None:
-    """None: no such process, or only its zombie is left."""
+    """None: no such process, or only its zombie is left, or it is another user's and hidden from us: then it is none of ours."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     if fields[0] in (b"Z", b"X"):
         return None

@@ -107,7 +107,7 @@ def build(meta: ClassMeta) -> Any:
     kwargs = {key: _object(value) for key, value in meta.kwargs.items()}
     try:
         return cls(**kwargs)
-    except Exception as error:  # code of the user's: whatever it raises, the caller has to hear of it in one form
+    except (Exception, SystemExit) as error:  # code of the user's: the caller has to hear of it in one form
         raise ConfigError(
             f"{meta.module_path}.{meta.class_name} cannot be built with {kwargs}: {type(error).__name__}: {error}"
         ) from error
@@ -128,7 +128,7 @@ def find_class(meta: ClassMeta) -> Any:
 def _import(meta: ClassMeta) -> Any:
     try:
         return importlib.import_module(meta.module_path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == meta.module_path.split(".")[0]
         if not is_missing or not meta.search_path or meta.search_path in sys.path:
             raise _not_importable(meta, error) from error
@@ -136,11 +136,11 @@ def _import(meta: ClassMeta) -> Any:
     importlib.invalidate_caches()
     try:
         return importlib.import_module(meta.module_path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _not_importable(meta, error) from error
 
 
-def _not_importable(meta: ClassMeta, error: Exception) -> ConfigError:
+def _not_importable(meta: ClassMeta, error: BaseException) -> ConfigError:
     return ConfigError(
         f"{meta.module_path}.{meta.class_name} cannot be imported here: {type(error).__name__}: {error}. The class has to be importable by "
         "its module's name on every node: install it, or put its directory into PYTHONPATH before the job starts."

@@ -295,7 +295,7 @@ class UserStorage:
             return getattr(self._inner, name)(*args)
         except (OSError, DLRoverError):
             raise
-        except Exception as error:  # code of the user's: it must not look like a bug of ours
+        except (Exception, SystemExit) as error:  # code of the user's: it must not look like a bug of ours, nor end us
             raise UserStorageFailed(
                 f"The storage {type(self._inner).__name__} failed in {name}: {type(error).__name__}: {error}"
             ) from error

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dlrover.agent.collectors import Collectors
+from dlrover.agent.collectors import Collectors, load_collectors
 from dlrover.agent.config import WatchConfig
 from dlrover.agent.old_diagnosis_data import TrainingLog, WorkerTrainingMetric
 from dlrover.agent.scrape import Scrape, ScrapeError, fetch, parse, scrapes, xpu_timer
@@ -118,9 +120,14 @@ class Mine:
         self.num_calls += 1
         if self.answer == "hold":
             self.let_go.wait(60)
-        if isinstance(self.answer, Exception):
+        if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
+
+
+class Async(Mine):
+    async def collect(self) -> object:  # type: ignore[override]
+        return super().collect()
 
 
 async def test_users_own_are_asked_apart_from_each_other_and_what_they_raise_is_told_once() -> None:
@@ -129,6 +136,8 @@ async def test_users_own_are_asked_apart_from_each_other_and_what_they_raise_is_
         "numbers": Mine({"a": 1, "bad": float("nan"), 3: 2.5, "text": "x"}),
         "text": Mine("x" * 100_000),
         "lost": Mine(RuntimeError("GPU is lost")),
+        "leaving": Mine(SystemExit(3)),
+        "leaving async": Async(SystemExit(3)),
         "wrong": Mine(7),
         "nothing": Mine(None),
         "old": Mine(TrainingLog(logs=["one", "two"])),
@@ -154,6 +163,8 @@ async def test_users_own_are_asked_apart_from_each_other_and_what_they_raise_is_
     assert of("numbers")[0].numbers == {"a": 1.0, "3": 2.5}
     assert len(of("text")[0].text) == 65536
     assert [each.trouble for each in of("lost")] == ["RuntimeError: GPU is lost"]
+    assert [each.trouble for each in of("leaving")] == ["RuntimeError: SystemExit: 3"]
+    assert [each.trouble for each in of("leaving async")] == ["RuntimeError: SystemExit: 3"]
     assert "neither numbers" in of("wrong")[0].trouble
     assert of("nothing") == []
     assert of("old")[0].text == "one\ntwo"
@@ -161,6 +172,21 @@ async def test_users_own_are_asked_apart_from_each_other_and_what_they_raise_is_
     held.let_go.set()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+def test_a_collector_that_leaves_when_it_is_loaded_costs_a_warning_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    package = tmp_path / "mine-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+    (package / "entry_points.txt").write_text("[dlrover.collectors]\nbad = leaving:Mine\ngood = staying:Mine\n")
+    (tmp_path / "leaving.py").write_text("raise SystemExit(3)")
+    (tmp_path / "staying.py").write_text("class Mine:\n    def collect(self): return {}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert list(load_collectors()) == ["good"]
+    assert "collector bad is left out: SystemExit: 3" in caplog.text
+    sys.modules.pop("staying", None)
 
 
 async def test_the_watch_of_an_agent_has_them_measure() -> None:

@@ -37,7 +37,7 @@ class Says(DynamicAgentFailoverExtension):
         self.heard = failure_info
         if self.answer == "hold":
             self.may_go.wait(30)
-        if isinstance(self.answer, Exception):
+        if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer  # type: ignore[return-value]
 
@@ -50,6 +50,7 @@ class Says(DynamicAgentFailoverExtension):
         (FailoverStrategy.GLOBAL_FAILOVER, [ReportFailure, RestartJob]),
         (FailoverStrategy.ABORTION_FAILOVER, [StopJob]),
         (ValueError("no"), [ReportFailure]),
+        (SystemExit(3), [ReportFailure]),
         ("NODE_FAILOVER", [ReportFailure]),
         (None, [ReportFailure]),
     ],
@@ -91,5 +92,7 @@ def test_what_cannot_be_loaded_is_left_out_with_a_warning(
     assert Failover.load("my_failover::Other") is None
     assert Failover.load("my_failover::Missing") is None
     assert Failover.load("no_such_module::Mine") is None
-    assert caplog.text.count("is left out") == 3
+    (tmp_path / "leaving_failover.py").write_text("raise SystemExit(3)")
+    assert Failover.load("leaving_failover::Mine") is None
+    assert caplog.text.count("is left out") == 4
     sys.modules.pop("my_failover", None)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +38,19 @@ FAMILY = """
             os._exit(0)
         stay()
     stay()
+"""
+
+
+HELPER = """
+    # A child, and a grandchild in a session of its own.
+    import os, sys, time
+    if os.fork() == 0 and os.fork() == 0:
+        os.setsid()
+        with open(sys.argv[1] + ".part", "w") as file:
+            file.write(f"{os.getppid()} {os.getpid()}")
+        os.rename(sys.argv[1] + ".part", sys.argv[1])
+    while True:
+        time.sleep(60)
 """
 
 
@@ -103,7 +117,7 @@ async def test_orphans_that_end_by_themselves_are_reaped(tree: ProcessTree, tmp_
         """,
     )
     report = tmp_path / "pid"
-    process = start_process(sys.executable, script, str(report), stdin=subprocess.PIPE)
+    process = start_process(sys.executable, script, str(report), stdin=subprocess.PIPE, start_new_session=True)
     exited = tree.watch(process.pid)
     process.returncode = 0
     assert (await asyncio.wait_for(exited, 10)).exit_code == 7
@@ -112,6 +126,33 @@ async def test_orphans_that_end_by_themselves_are_reaped(tree: ProcessTree, tmp_
     assert look_up(orphan).parent_pid == os.getpid()
     process.stdin.close()
     await until(lambda: is_gone(orphan))
+
+
+async def test_a_helper_of_ours_tells_its_exit_status_to_whoever_started_it(tree: ProcessTree) -> None:
+    helper = start_process(sys.executable, "-c", "raise SystemExit(7)")
+    await until(lambda: look_up(helper.pid).state == "Z")
+    tree.reap_orphans()
+    await tree.sweep()
+    assert helper.wait() == 7
+
+
+async def test_helpers_and_what_is_below_them_outlive_the_workers_and_end_with_us(
+    tree: ProcessTree, tmp_path: Path
+) -> None:
+    report = tmp_path / "helpers"
+    helper = start_process(sys.executable, write(tmp_path / "helper.py", HELPER), str(report))
+    await until(report.exists)
+    below = [int(pid) for pid in report.read_text().split()]
+    pid, family, _exited = await start_family(tmp_path, tree)
+    await asyncio.wait_for(tree.stop([pid], cause=StopCause.FAILURE, shutdown_timeout=20), 10)
+    tree.kill()
+    assert all(is_gone(member) for member in family)
+    assert helper.poll() is None
+    assert all(is_alive(member) for member in below)
+    tree.close()
+    assert helper.wait() == -signal.SIGKILL
+    statuses = [(await asyncio.to_thread(os.waitpid, member, 0))[1] for member in below]  # ours by now
+    assert statuses == [signal.SIGKILL] * 2
 
 
 async def test_without_pidfds_the_exit_arrives_by_sigchld(
@@ -156,3 +197,38 @@ def test_the_launcher_kills_descendants_without_a_loop(tmp_path: Path) -> None:
     pids = [int(pid) for pid in report.read_text().split()]
     assert len(pids) == 3
     assert all(is_gone(pid) for pid in pids)
+
+
+def test_processes_that_proc_hides_are_nobody_of_ours(tmp_path: Path) -> None:
+    script = write(
+        tmp_path / "hidden.py",
+        """
+        import os, signal, subprocess
+        from dlrover.agent.process_tree import descendants, kill_descendants, look_up
+        from dlrover.agent.reaction import Handler, Reaction
+        from dlrover.cli.runtime_dir import Owner, is_running
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            open("/proc/1/stat")
+        except PermissionError:
+            pass
+        else:
+            raise AssertionError("nothing is hidden")
+        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+        assert [process.pid for process in descendants(os.getpid())] == [child.pid]
+        assert look_up(1) is None
+        assert Reaction(1).handler is Handler.NONE
+        assert not Reaction(1).is_on_its_way(1.0)
+        assert not is_running(Owner(pid=1, started="7@boot"))
+        assert kill_descendants() == []
+        """,
+    )
+    mount = "mount -t proc -o hidepid=1 proc /proc"
+    unshare = shutil.which("unshare") or "false"
+    tried = subprocess.run([unshare, "--mount", "sh", "-c", mount], capture_output=True, timeout=30, check=False)
+    if tried.returncode:
+        pytest.skip(f"a /proc with hidepid cannot be mounted here: {tried.stderr.decode().strip()}")
+    command = [unshare, "--mount", "sh", "-c", f'{mount} && exec "$0" "$1"', sys.executable, script]
+    subprocess.run(command, check=True, timeout=30)

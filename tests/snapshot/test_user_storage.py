@@ -132,6 +132,19 @@ def test_what_the_users_code_raises_is_told_as_the_storages_failure(tmp_path):
         UserStorage(FailingStorage()).write(str(tmp_path / "x"), [b"1"])
 
 
+def test_a_storage_that_calls_exit_fails_and_takes_nobody_along(tmp_path, monkeypatch):
+    class Leaving(PosixDiskStorage):
+        def exists(self, path):
+            sys.exit("no token")
+
+    with pytest.raises(UserStorageFailed, match="Leaving failed in exists: SystemExit: no token"):
+        UserStorage(Leaving()).list(str(tmp_path))
+    (tmp_path / "leaving_storage.py").write_text("import sys; sys.exit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be imported here: SystemExit: 3"):
+        build(ClassMeta("leaving_storage", "Mine"))
+
+
 def test_the_state_dict_of_a_users_storage_cannot_be_pickled_by_mistake(tmp_path):
     import pickle
 
