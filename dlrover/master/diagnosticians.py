@@ -75,7 +75,10 @@ class UserDiagnosticians:
                     plugin = Translated(point.name, plugin)
                 if not callable(getattr(plugin, "diagnose", None)):
                     raise TypeError("it has no method `diagnose`")
-            except Exception as error:  # importing and building run the user's code, which may raise anything
+            except (
+                Exception,
+                SystemExit,
+            ) as error:  # importing and building run the user's code, which may raise anything
                 log.warning("diagnostician %s is left out: %s: %s", point.name, type(error).__name__, error)
                 continue
             plugins[point.name] = plugin
@@ -132,7 +135,7 @@ class UserDiagnosticians:
                 log.warning("diagnostician %s took longer than %g s", name, self._time_limit)
                 await asyncio.wait([call])  # a thread cannot be ended: it is left alone until it comes back
             return await call
-        except Exception as error:  # an extension may raise anything; the job goes on without its answer
+        except (Exception, SystemExit) as error:  # an extension may raise anything; the job goes on without its answer
             log.warning("diagnostician %s failed: %s: %s", name, type(error).__name__, error)
             return []
 

@@ -156,7 +156,7 @@ class _Guarded:
     def report(self, event: JobEvent) -> None:
         try:
             self._reporter.report(event)
-        except Exception:  # an extension
+        except (Exception, SystemExit):  # an extension
             if not self._has_failed:
                 log.exception("event reporter failed name=%s; further failures are not logged", self._name)
             self._has_failed = True
@@ -164,7 +164,7 @@ class _Guarded:
     def close(self) -> None:
         try:
             self._reporter.close()
-        except Exception:  # an extension
+        except (Exception, SystemExit):  # an extension
             log.exception("event reporter could not be closed name=%s", self._name)
 
 
@@ -185,7 +185,7 @@ def _build(name: str) -> EventReporter:
         raise ConfigError(f"event reporter {_receiver(name)!r}: give log, file:PATH, a URL, or module::Class.")
     try:
         return _Guarded(getattr(importlib.import_module(module), class_name)(), name)
-    except Exception as error:  # an extension
+    except (Exception, SystemExit) as error:  # an extension
         raise ConfigError(f"event reporter {name}: {error}") from error
 
 

@@ -178,7 +178,7 @@ class PreCheckRunner:
             return None
         try:
             return running.result()
-        except Exception as error:  # an operator may raise anything; the job goes on without its answer
+        except (Exception, SystemExit) as error:  # an operator may raise anything; the job goes on without its answer
             self._broken(operator, f"raised {type(error).__name__}: {error}")
             return None
 
@@ -238,7 +238,7 @@ def _state_of(operator: Operator, result: PreCheckResult | None) -> OperatorStat
 def _interval(operator: Operator) -> float:
     try:
         seconds = float(operator.plugin.get_retry_interval_secs())
-    except Exception:  # of the user; what it is about is not worth more
+    except (Exception, SystemExit):  # of the user; what it is about is not worth more
         return 5.0
     return min(max(seconds, 0.1), 600.0)
 

@@ -278,7 +278,7 @@ def load_operators(wanted: Sequence[Wanted]) -> list[Operator]:
             plugin = getattr(importlib.import_module(module), class_name)()
             if not callable(getattr(plugin, "check", None)):
                 raise TypeError(f"{class_name} has no method `check`")
-        except Exception as error:  # importing and building run the user's code, which may raise anything
+        except (Exception, SystemExit) as error:  # importing and building run the user's code, which may raise anything
             log.warning("pre-check %s::%s is left out: %s: %s", module, class_name, type(error).__name__, error)
             continue
         loaded.append(Operator(class_name, plugin, is_bypassed))

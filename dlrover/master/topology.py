@@ -139,7 +139,7 @@ class Topology:
                 self._query = None if which == "querier" else self._query
                 self._sort = None if which == "sorter" else self._sort
             return None
-        except Exception as error:  # an extension may raise anything; the job goes on without its answer
+        except (Exception, SystemExit) as error:  # an extension may raise anything; the job goes on without its answer
             self._warn(which, f"{type(error).__name__}: {error}")
             return None
         self._num_timeouts[which] = 0
@@ -158,7 +158,7 @@ def _method_of(name: str, method: str, what: str) -> Callable[..., Any]:
     try:
         plugin = getattr(importlib.import_module(module_name), class_name)()
         found = getattr(plugin, method)
-    except Exception as error:  # importing and building run the user's code, which may raise anything
+    except (Exception, SystemExit) as error:  # importing and building run the user's code, which may raise anything
         raise ConfigError(f"The {what} {name} cannot be used: {type(error).__name__}: {error}.") from error
     if not callable(found):
         raise ConfigError(f"The {what} {name} cannot be used: its {method} is no method.")
