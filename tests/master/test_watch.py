@@ -149,7 +149,7 @@ class _Plugin:
 VERDICT = Verdict(fault=FaultClass.UNKNOWN, diagnostician="mine", evidence=("x" * 10_000,))
 
 
-@pytest.mark.parametrize("answer", [VERDICT, [VERDICT], None, ValueError("no"), 7])
+@pytest.mark.parametrize("answer", [VERDICT, [VERDICT], None, ValueError("no"), SystemExit(1), 7])
 async def test_a_users_diagnostician_may_answer_anything(answer: object) -> None:
     plugins = UserDiagnosticians({"mine": _Plugin(answer)})
     found = await plugins.ask("mine", _Plugin(answer), portrait_of(Picture()))
