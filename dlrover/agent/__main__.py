@@ -83,6 +83,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
     from dlrover.agent.collectors import load_collectors
     from dlrover.agent.devices import resolve_local_world_size
     from dlrover.agent.failover import Failover
+    from dlrover.agent.last_saves import LastSaves
     from dlrover.agent.node_check import CheckTask
     from dlrover.agent.output import WorkerOutput
     from dlrover.agent.process_tree import ProcessTree
@@ -130,6 +131,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
         )
 
     replicas = _open_replicas(config, saver)
+    last_saves = LastSaves(saver, config.runtime_dir)
 
     try:
         agent = Agent(
@@ -142,6 +144,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             run_check=CheckTask(config, spawner=spawner, tree=tree),
             on_break=saver.break_point,
             promise=saver.promise,
+            on_leaving=last_saves.announce,
             warm_up=spawner.warm_up,
             exchange=replicas,
             watch=watch,
@@ -150,7 +153,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
         socket.relay_to(agent.relay)
         saver.report_to(agent.relay)
         result = await agent.run()
-        await saver.drain(is_hurried=result.exit_code >= EXIT_BY_SIGNAL)
+        await last_saves.finish(agent.told_to_end, is_hurried=result.exit_code >= EXIT_BY_SIGNAL)
         return result
     except ConfigError as error:
         return AgentResult(exit_code=EXIT_USAGE, message=str(error))
