@@ -30,6 +30,7 @@ from dlrover.cli.runtime_dir import (
     reap_in_passing,
     reap_snapshots,
     remove_snapshots,
+    saving_until,
     snapshot_root,
     user_root,
 )
@@ -54,8 +55,6 @@ NUM_QUICK_DEATHS = 5
 """Master deaths before it ever served, in a row, that are answered by an immediate start; then the pauses grow."""
 MAX_MASTER_PAUSE = 5.0
 SWEEP_TIMEOUT = 5.0
-SAVING_FILE = "saving"
-"""The agent's note that it still writes checkpoints, and until when."""
 
 
 class Patience(NamedTuple):
@@ -521,14 +520,7 @@ class Launcher:
                 self._fail(EXIT_MASTER_LOST, message)
 
     def _saving_until(self) -> float:
-        """Until when (monotonic) the agent, which has ended training, may still write checkpoints; 0: it does not."""
-        if self._is_hurried:
-            return 0.0
-        try:
-            with open(os.path.join(self._directory.path, SAVING_FILE), encoding="ascii") as file:
-                return float(file.read())
-        except (FileNotFoundError, ValueError):
-            return 0.0
+        return 0.0 if self._is_hurried else saving_until(self._directory.path)
 
     def _until_next_deadline(self) -> float | None:
         deadlines = [at for at in (self._kill_agent_at, self._master_starts_at) if at is not None]

@@ -29,7 +29,7 @@ from dlrover.cli.environment import read_environment
 from dlrover.cli.launcher import EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Programs, result_of
 from dlrover.cli.local_display import Display
 from dlrover.cli.report import failure_report
-from dlrover.cli.runtime_dir import NodeDirectory, reap, user_root
+from dlrover.cli.runtime_dir import NodeDirectory, directory_of, reap, saving_until, user_root
 from dlrover.cli.settings import Settings, parse_nnodes, probe_directory, read_settings
 from dlrover.master.config import MasterConfig
 from dlrover.platforms import namespaces
@@ -261,6 +261,7 @@ class LocalJob:
                 memory=self._memory,
                 on_line=display.line,
                 on_change=display.change,
+                saving_until=self._saving_until,
             )
             await self._host.start()
             self._listen_to_signals()
@@ -291,6 +292,10 @@ class LocalJob:
             self._display.say(f"dashboard: `dlrover dashboard {plan.job_name}` prints a link to it")
         if plan.log_dir:
             self._display.say(f"output of the nodes: {plan.log_dir}")
+
+    def _saving_until(self, node_pid: int) -> float:
+        path = directory_of(self._directory.job_dir, node_pid)
+        return 0.0 if path is None else saving_until(path)
 
     def _node_environ(self) -> dict[str, str]:
         passed_on = {name: value for name, value in self._environ.items() if name not in _NOT_PASSED_ON}
@@ -422,6 +427,9 @@ class LocalJob:
                 asyncio.ensure_future(self._host.stop(grace=0.0))  # noqa: RUF006 (`_finish` waits for the same nodes)
             return
         self._stopped_by = number
+        if self._is_over.is_set():
+            asyncio.ensure_future(self._host.stop())  # noqa: RUF006 (as above)
+            return
         if self._restart is not None:
             self._restart.cancel()
         if self._master is None or not os.path.exists(self._path("master.ready")):
@@ -440,7 +448,9 @@ class LocalJob:
     async def _finish(self) -> None:
         if self._end is not None:
             await self._host.wait(NODE_FAREWELL)
-        await self._host.stop()
+        if self._stopped_by is None and (num_saving := self._host.num_saving):
+            self._display.say(f"waiting for {num_saving} nodes that still write checkpoints")
+        await self._host.stop(is_urgent=self._stopped_by is not None)
         if self._master is not None:
             processes.send(self._master, signal.SIGTERM)
             await self._host.wait_child(self._master, MASTER_TIMEOUT)

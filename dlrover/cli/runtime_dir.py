@@ -33,6 +33,7 @@ from dlrover.protocol.errors import ConfigError
 MAX_PATH_BYTES = 96
 """Of a node directory: a unix socket's name has at most 107 bytes, and `/agent.sock` must follow."""
 _NODE_BYTES = len("/node-00000000")
+_NUM_LOOKS = 5
 _JOB_NAME_BYTES = range(12, 33)
 """How much of a job's name is kept: as much as fits. Below the minimum another root is taken."""
 STALE_AFTER = 600.0
@@ -43,6 +44,8 @@ OWNER_FILE = "owner.json"
 LIFE_FILE = "alive.lock"
 """Locked by the owner as long as it lives."""
 TOKEN_FILE = "token"
+SAVING_FILE = "saving"
+"""The agent's note that it ends and still writes checkpoints, and until when."""
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
@@ -309,6 +312,32 @@ def is_alive(path: str, owner: Owner | None) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def directory_of(job_dir: str, pid: int) -> str | None:
+    """The node directory of this job that the launcher with this pid made; None: it has none yet, or no more."""
+    for path in _subdirectories(job_dir):
+        try:
+            with open(os.path.join(path, OWNER_FILE), "rb") as file:
+                owner = msgspec.json.decode(file.read(), type=Owner)
+        except (OSError, msgspec.DecodeError):
+            continue  # being made, or being removed
+        if owner.pid == pid:
+            return path
+    return None
+
+
+def saving_until(path: str) -> float:
+    """Until when (monotonic) the agent in this node directory may still write checkpoints; 0: it does not."""
+    for _ in range(_NUM_LOOKS):
+        try:
+            with open(os.path.join(path, SAVING_FILE), encoding="ascii") as file:
+                return float(file.read())
+        except FileNotFoundError:
+            return 0.0
+        except (OSError, ValueError):
+            continue  # empty for the moment in which it is renewed
+    return 0.0
 
 
 class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
