@@ -7,6 +7,7 @@ and before it has any thread. Everything else here happens while torch loads.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from dlrover.protocol.messages import Micros, NodeRank, WorldSpec
 
 EXIT_USAGE = 2
+RESULT_PART = "result.json.part"
+RESULT_BYTES = 64 * 1024
+"""Kept free for the result on a disk that is full by then: tails of logs make up most of it."""
 EXIT_BUG = 70
 """The launcher starts another agent then: we leave no result."""
 
@@ -60,6 +64,7 @@ def main() -> int:
         else "%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    _reserve_result(config)
     try:
         result = _run(config, spawner, cgroups)
     except Exception:  # the process edge: a bug ends the process, and the launcher starts another
@@ -192,10 +197,25 @@ def _read_token(config: AgentConfig) -> str:
     return Path(config.token_file).read_text(encoding="utf-8").strip() if config.token_file else ""
 
 
+def _reserve_result(config: AgentConfig) -> None:
+    """A job that succeeded must not seem to have crashed because the disk has become full."""
+    with (
+        contextlib.suppress(OSError),  # then it is full already, and may have room at the end
+        open(Path(config.runtime_dir) / RESULT_PART, "wb", opener=_open_reserved) as file,
+    ):
+        os.posix_fallocate(file.fileno(), 0, RESULT_BYTES)
+
+
+def _open_reserved(path: str, flags: int) -> int:
+    return os.open(path, flags & ~os.O_TRUNC, 0o600)
+
+
 def _write_result(config: AgentConfig, result: AgentResult) -> None:
     """Whole or not at all: without a result the launcher takes us for crashed and starts another agent."""
-    partial = Path(config.runtime_dir) / "result.json.part"
-    partial.write_bytes(msgspec.json.encode(result))
+    partial = Path(config.runtime_dir) / RESULT_PART
+    with open(partial, "wb", opener=_open_reserved) as file:
+        file.write(msgspec.json.encode(result))
+        file.truncate()
     partial.rename(partial.with_suffix(""))
 
 

@@ -36,7 +36,7 @@ from dlrover.cli.runtime_dir import (
 )
 from dlrover.cli.settings import Settings
 from dlrover.protocol.addresses import Address
-from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.errors import ConfigError, DLRoverError
 from dlrover.protocol.messages import JobEnd
 
 if TYPE_CHECKING:
@@ -54,6 +54,9 @@ MAX_PORT_CHOICES = 5
 NUM_QUICK_DEATHS = 5
 """Master deaths before it ever served, in a row, that are answered by an immediate start; then the pauses grow."""
 MAX_MASTER_PAUSE = 5.0
+MIN_PAUSE = 0.1
+START_PATIENCE = 120.0
+"""Seconds for what keeps a child from being started again to heal: a full disk, a machine that is out of processes."""
 SWEEP_TIMEOUT = 5.0
 
 
@@ -64,6 +67,8 @@ class Patience(NamedTuple):
     """Seconds for a master that another launcher hosts to answer for the first time."""
     agent_margin: float = 10.0
     """Seconds beyond the workers' grace that the agent has after a signal."""
+    restart: float = START_PATIENCE
+    """Seconds for a child that has to be started again to become possible."""
     master: float = 2.0
     """Seconds for a master to end by itself when its only node left, and after SIGTERM."""
     shared_master: float = 60.0
@@ -171,8 +176,11 @@ class Launcher:
         self._agent: int | None = None
         self._agent_started_at = 0.0
         self._num_agent_deaths = 0  # in a row
+        self._agent_starts_at: float | None = None  # a start that waits for its time
+        self._agent_missed_since: float | None = None  # it could not be started again so far
         self._master: int | None = None
-        self._master_starts_at: float | None = None  # a start that waits for its time
+        self._master_starts_at: float | None = None
+        self._master_missed_since: float | None = None
         self._num_quick_master_deaths = 0  # in a row, each before the master served
         self._has_master_served = False
         self._num_port_choices = 1
@@ -256,6 +264,22 @@ class Launcher:
         self._agent_started_at = time.monotonic()
         self._agent = processes.spawn((*self._programs.agent, "--config", path), self._environ)
 
+    def _restart_agent(self) -> None:
+        """The job is under way: what keeps the agent from starting may pass, and the others wait for us meanwhile."""
+        self._agent_starts_at = None
+        try:
+            self._start_agent()
+            self._agent_missed_since = None
+        except (DLRoverError, OSError) as error:
+            now, limit = time.monotonic(), self._patience.restart
+            if self._agent_missed_since is None:
+                self._agent_missed_since = now
+                say(f"the agent cannot be started now; trying again for {limit:.0f} s. {error}")
+            if now - self._agent_missed_since >= limit:
+                self._fail(EXIT_FAILED, f"The agent could not be started for {limit:.0f} s. {error}")
+            else:
+                self._agent_starts_at = now + pause_after(now - self._agent_missed_since)
+
     def _on_agent_exit(self, status: int) -> None:
         result = self._read_result()
         if self._stopped_by is not None:
@@ -271,10 +295,7 @@ class Launcher:
             self._report(result)
             return
         if self._job_end is not None:
-            result = result_of(self._job_end)
-            say("the job ended while this node's agent was not there to hear of it")
-            self._ended = Ended(self._exit_code(result), result)
-            self._report(result)
+            self._end_without_agent(self._job_end)
             return
         how = processes.describe_status(status)
         lived = time.monotonic() - self._agent_started_at
@@ -288,7 +309,13 @@ class Launcher:
             self._fail(EXIT_FAILED, message)
         else:
             say(f"the agent ended ({how}); starting it again, its workers resume")
-            self._start_agent()
+            self._restart_agent()
+
+    def _end_without_agent(self, end: JobEnd) -> None:
+        result = result_of(end)
+        say("the job ended while this node's agent was not there to hear of it")
+        self._ended = Ended(self._exit_code(result), result)
+        self._report(result)
 
     def _read_result(self) -> AgentResult | None:
         path = os.path.join(self._directory.path, "result.json")
@@ -369,6 +396,22 @@ class Launcher:
             (*self._programs.master, "--config", path), self._environ, output=self._master_log
         )
 
+    def _restart_master(self) -> None:
+        """Workers train on without it. When it has been away for as long as agents wait for it, nobody needs it any more."""
+        self._master_starts_at = None
+        try:
+            self._start_master()
+            self._master_missed_since = None
+        except (DLRoverError, OSError) as error:
+            now, limit = time.monotonic(), max(self._patience.restart, self._settings.master_grace)
+            if self._master_missed_since is None:
+                self._master_missed_since = now
+                say(f"the master cannot be started now; trying again for {limit:.0f} s. {error}")
+            if now - self._master_missed_since >= limit:
+                self._fail(EXIT_MASTER_LOST, f"The master could not be started for {limit:.0f} s. {error}")
+            else:
+                self._master_starts_at = now + pause_after(now - self._master_missed_since)
+
     @property
     def _ready_file(self) -> str:
         return os.path.join(self._directory.path, "master.ready")
@@ -394,6 +437,9 @@ class Launcher:
         self._job_end = self._read_end()
         if self._job_end is not None and self._departed is not None:
             self._ended = Ended(self._departed.exit_code, self._departed)
+            return
+        if self._job_end is not None and self._agent_starts_at is not None:
+            self._end_without_agent(self._job_end)
             return
         if self._job_end is not None:
             # The agent is on its way out. One that is not (it has just been started again and will find no master)
@@ -460,8 +506,8 @@ class Launcher:
             processes.send(self._agent, signal.SIGKILL)
             self._agent = None
             self._sweep()
-        self._start_agent()
-        self._start_master()
+        self._restart_agent()
+        self._restart_master()
 
     def _master_tail(self) -> str:
         try:
@@ -482,7 +528,7 @@ class Launcher:
             if self._master is not None and self._has_other_nodes and os.path.exists(self._ready_file):
                 # The master goes with us; without it the others would train into the void and then wait for its return.
                 processes.send(self._master, signal.SIGUSR1)
-            if self._departed is not None:
+            if self._departed is not None or self._agent_starts_at is not None:
                 self._ended = Ended(128 + number, self._departed)
         elif number == signal.SIGINT:
             say("interrupted again: killing everything at once")
@@ -507,8 +553,10 @@ class Launcher:
         if self._kill_agent_at is not None and now >= self._kill_agent_at and self._agent is not None:
             processes.send(self._agent, signal.SIGKILL)
             self._kill_agent_at = None
+        if self._agent_starts_at is not None and now >= self._agent_starts_at:
+            self._restart_agent()
         if self._master_starts_at is not None and now >= self._master_starts_at:
-            self._start_master()
+            self._restart_master()
         if self._probe is not None and self._probe.is_over:
             probe, self._probe = self._probe, None
             if not probe.has_found and self._stopped_by is None:
@@ -523,7 +571,8 @@ class Launcher:
         return 0.0 if self._is_hurried else saving_until(self._directory.path)
 
     def _until_next_deadline(self) -> float | None:
-        deadlines = [at for at in (self._kill_agent_at, self._master_starts_at) if at is not None]
+        planned = (self._kill_agent_at, self._agent_starts_at, self._master_starts_at)
+        deadlines = [at for at in planned if at is not None]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _fail(self, exit_code: int, message: str) -> None:
@@ -598,6 +647,11 @@ class Launcher:
                 return
             if any(number != signal.SIGCHLD for number in self._inbox.wait(remaining)):
                 return
+
+
+def pause_after(missed: float) -> float:
+    """Before the next try: as long again as it has been missed so far."""
+    return min(MAX_MASTER_PAUSE, max(MIN_PAUSE, missed))
 
 
 def result_of(end: JobEnd) -> AgentResult:

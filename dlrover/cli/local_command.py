@@ -26,7 +26,15 @@ from dlrover.cli.command_line import parse
 from dlrover.cli.console import say_block
 from dlrover.cli.discovery import Seat, new_launch
 from dlrover.cli.environment import read_environment
-from dlrover.cli.launcher import EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Programs, result_of
+from dlrover.cli.launcher import (
+    EXIT_FAILED,
+    EXIT_MASTER_LOST,
+    EXIT_USAGE,
+    START_PATIENCE,
+    Programs,
+    pause_after,
+    result_of,
+)
 from dlrover.cli.local_display import Display
 from dlrover.cli.report import failure_report
 from dlrover.cli.runtime_dir import NodeDirectory, directory_of, reap, saving_until, user_root
@@ -38,7 +46,7 @@ from dlrover.platforms.memory_limits import MemoryLimits
 from dlrover.platforms.namespaces import Namespaces
 from dlrover.platforms.node_host import HostConfig, NodeHost, claim_kernel_names, remove_left_behind
 from dlrover.protocol.addresses import LOOPBACK, Address
-from dlrover.protocol.errors import ConfigError, JobError
+from dlrover.protocol.errors import ConfigError, DLRoverError, JobError
 from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec, Resource
 from dlrover.protocol.messages import JobEnd
 
@@ -245,6 +253,8 @@ class LocalJob:
         self._master: int | None = None
         self._num_quick_deaths = 0
         self._restart: asyncio.TimerHandle | None = None
+        self._missed_since: float | None = None
+        """Since then the master could not be started again."""
         self._stopped_by: int | None = None
         self._end: JobEnd | None = None
         self._is_over = asyncio.Event()
@@ -266,7 +276,11 @@ class LocalJob:
             await self._host.start()
             self._listen_to_signals()
             self._introduce()
-            self._start_master()
+            try:
+                self._start_master()
+            except JobError as error:
+                display.say(str(error))
+                self._conclude(EXIT_MASTER_LOST)
             showing = asyncio.ensure_future(display.run())
             try:
                 await self._is_over.wait()
@@ -318,7 +332,6 @@ class LocalJob:
         return os.path.join(self._plan.log_dir or self._directory.path, "master.log")
 
     def _start_master(self) -> None:
-        self._restart = None
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path("master.ready"))  # it speaks of one life only
         config = MasterConfig(
@@ -346,14 +359,32 @@ class LocalJob:
             parent_pid=os.getpid(),
         )
         path = self._directory.write("master.json", msgspec.json.encode(config))
-        try:
-            argv = (*self._programs.master, "--config", path)
-            self._master = processes.spawn(argv, self._environ, output=self._master_log)
-        except JobError as error:
-            self._display.say(str(error))
-            self._conclude(EXIT_MASTER_LOST)
-            return
+        argv = (*self._programs.master, "--config", path)
+        self._master = processes.spawn(argv, self._environ, output=self._master_log)
         self._host.adopt(self._master, self._on_master_exit)
+
+    def _restart_master(self) -> None:
+        """
+        Nodes train on without it, so what keeps it from starting (a full disk, no processes) may take its time to heal.
+
+        But not for ever: when it has been away for as long as agents wait for it, there is nobody left to end the job.
+        """
+        loop = asyncio.get_running_loop()
+        self._restart = None
+        try:
+            self._start_master()
+            self._missed_since = None
+        except (DLRoverError, OSError) as error:
+            limit = max(START_PATIENCE, self._plan.settings.master_grace)
+            if self._missed_since is None:
+                self._missed_since = loop.time()
+                self._display.say(f"the master cannot be started now; trying again for {limit:.0f} s. {error}")
+            missed = loop.time() - self._missed_since
+            if missed >= limit:
+                self._display.say(f"the master could not be started for {limit:.0f} s. {error}")
+                self._conclude(EXIT_MASTER_LOST)
+            else:
+                self._restart = loop.call_later(pause_after(missed), self._restart_master)
 
     def _journal(self) -> str:
         """One file per run: a journal of an ended job of the same name must not be taken for ours."""
@@ -383,7 +414,7 @@ class LocalJob:
             return
         pause = min(MAX_MASTER_PAUSE, 0.1 * 2**self._num_quick_deaths) if self._num_quick_deaths else 0.0
         self._display.say(f"the master ended ({how}); starting it again, workers train on")
-        self._restart = asyncio.get_running_loop().call_later(pause, self._start_master)
+        self._restart = asyncio.get_running_loop().call_later(pause, self._restart_master)
 
     def _read_end(self) -> JobEnd | None:
         try:

@@ -173,9 +173,10 @@ class NodeDirectory:
         self.write(OWNER_FILE, msgspec.json.encode(owner))
 
     def write(self, name: str, data: bytes) -> str:
-        """A 0600 file that appears whole."""
+        """A 0600 file that appears whole. One that says so already stays: a restart needs no room on a full disk."""
         path = os.path.join(self.path, name)
-        write_private(path, data)
+        if not _has_content(path, data):
+            write_private(path, data)
         return path
 
     def share_token(self) -> str:
@@ -419,6 +420,14 @@ def write_private(path: str, data: bytes) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
+
+
+def _has_content(path: str, data: bytes) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read() == data
+    except OSError:
+        return False
 
 
 def _kill_processes_of(paths: list[str]) -> None:

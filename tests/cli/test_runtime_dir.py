@@ -158,6 +158,16 @@ def test_whoever_knows_the_launcher_finds_out_until_when_its_agent_writes(root: 
     assert directory_of(directory.job_dir, os.getpid()) is None
 
 
+def test_a_file_that_says_so_already_is_not_written_again(root: str) -> None:
+    """A restart on a full disk needs no room."""
+    directory = NodeDirectory(root, "job", "a")
+    first = os.stat(directory.write("agent.json", b"{}"))
+    assert os.stat(directory.write("agent.json", b"{}")).st_ino == first.st_ino
+    with open(directory.write("agent.json", b"{ }"), "rb") as file:
+        assert file.read() == b"{ }"
+    directory.remove()
+
+
 def test_without_a_lock_the_pid_is_asked(root: str) -> None:
     directory = NodeDirectory(root, "tidied", "a")
     os.unlink(os.path.join(directory.path, LIFE_FILE))

@@ -116,6 +116,20 @@ def test_a_lost_node_is_relaunched_and_the_death_of_the_master_restarts_nobody(j
     job.finish()
 
 
+def test_a_master_that_cannot_be_started_again_at_once_is_started_later(jobs, tmp_path):
+    """Something stands in the way of a file that is written for it, as on a full disk."""
+    job = LocalJob(jobs, tmp_path, "--nodes=1", "--netns=off")
+    job.trains(0, size=1)
+    [config] = jobs.runtime.rglob("master.json")
+    config.unlink()
+    config.mkdir()
+    kill(jobs.pids("dlrover.master")[0])
+    wait_until(lambda: "the master cannot be started now" in job.host.err, explain=lambda: job.host.err)
+    config.rmdir()
+    wait_until(lambda: "master epoch 2" in job.command("status", JOB), explain=lambda: job.host.err)
+    job.finish()
+
+
 def test_a_launcher_that_is_killed_alone_is_a_lost_node(jobs, tmp_path):
     """Its agent hears it from the kernel, stops its workers and goes; then another node takes the rank."""
     job = LocalJob(jobs, tmp_path, "--nodes=2", "--netns=off")
