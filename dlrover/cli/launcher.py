@@ -38,6 +38,7 @@ from dlrover.cli.settings import Settings
 from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError, DLRoverError
 from dlrover.protocol.messages import JobEnd
+from dlrover.protocol.neighbours import Neighbours
 
 if TYPE_CHECKING:
     from dlrover.cli.master_probe import MasterProbe
@@ -176,6 +177,7 @@ class Launcher:
         self._agent: int | None = None
         self._agent_started_at = 0.0
         self._num_agent_deaths = 0  # in a row
+        self._neighbours: Neighbours | None = None  # None: nothing has been started yet
         self._agent_starts_at: float | None = None  # a start that waits for its time
         self._agent_missed_since: float | None = None  # it could not be started again so far
         self._master: int | None = None
@@ -195,6 +197,8 @@ class Launcher:
     def run(self) -> Ended:
         try:
             self._start_agent()
+            assert self._agent is not None
+            self._neighbours = Neighbours(besides=(self._agent,))
             process_tree().become_subreaper()
             if self._place.is_ours:
                 self._start_master()
@@ -583,8 +587,12 @@ class Launcher:
     # The end.
 
     def _sweep(self) -> None:
-        """Kill whatever is below us. Only the master stays."""
-        keep = [self._master] if self._master is not None else []
+        """Kill whatever is below us of the job. Only the master stays."""
+        if self._neighbours is None:
+            return
+        keep = self._neighbours.pids()
+        if self._master is not None:
+            keep.add(self._master)
         left = process_tree().kill_descendants(keep, deadline=SWEEP_TIMEOUT)
         if left:
             say(f"could not end the processes {left}: the kernel does not let them go")

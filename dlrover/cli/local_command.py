@@ -49,6 +49,7 @@ from dlrover.protocol.addresses import LOOPBACK, Address
 from dlrover.protocol.errors import ConfigError, DLRoverError, JobError
 from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec, Resource
 from dlrover.protocol.messages import JobEnd
+from dlrover.protocol.neighbours import Neighbours
 
 NODE_FAREWELL = 5.0
 """Seconds that nodes have for leaving by themselves when the master has said that the job is over."""
@@ -173,6 +174,7 @@ def _run_with(
     memory: MemoryLimits | None,
     programs: Programs,
 ) -> int:
+    neighbours = Neighbours()
     root = user_root(read_environment(environ))
     seat = _take_seat(networks.master_address if networks is not None else LOOPBACK)
     launch = new_launch()
@@ -192,7 +194,7 @@ def _run_with(
             ).run()
         )
     finally:
-        kill_descendants()
+        kill_descendants(neighbours.pids())
         seat.close()
         if directory is not None:
             directory.remove()

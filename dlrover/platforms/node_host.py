@@ -65,6 +65,7 @@ from dlrover.protocol.fleet_messages import (
 from dlrover.protocol.identity import PlatformId
 from dlrover.protocol.lifeline import follow_parent
 from dlrover.protocol.local import pack, peer_credentials, read_frame
+from dlrover.protocol.neighbours import Neighbours
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +163,7 @@ class NodeHost:
         self._jobs: dict[str, _Job] = {}
         self._run = os.urandom(4).hex()
         self._children: dict[int, Callable[[int], None]] = {}
+        self._neighbours = Neighbours()
         self._is_ending = False
         self._server: asyncio.Server | None = None
         self._talks: set[asyncio.Task[None]] = set()
@@ -462,11 +464,13 @@ class NodeHost:
 
     def _strangers(self) -> list[int]:
         """
-        Children that we did not start and that carry no mark of ours: a node left them, and cleared their environment.
+        Children that came after us, that we did not start and that carry no mark of ours: a node left them, and cleared
+        their environment.
 
         While its launcher and agent live they would adopt them, so these are of a node that is gone.
         """
-        return [pid for pid in _children_of(os.getpid()) if pid not in self._children and not _has_mark(pid, self._run)]
+        known = self._children.keys() | self._neighbours.pids()
+        return [pid for pid in _children_of(os.getpid()) if pid not in known and not _has_mark(pid, self._run)]
 
     # The socket.
 

@@ -85,6 +85,21 @@ def test_an_agent_that_is_killed_is_started_again_and_its_orphans_are_swept(job:
     assert "the agent ended (killed by SIGKILL)" in said
 
 
+@pytest.mark.parametrize("session", ["", "setsid "])
+def test_a_process_that_was_there_before_outlives_crashes_and_the_job(job: StandinJob, session: str) -> None:
+    """`helper & exec dlrover-run`: it is a child of the launcher, and no part of the job."""
+    helper = f"{session}sleep 300 >/dev/null 2>&1 & echo helper $! >$STANDIN_EVENTS"
+    job.start(behaviour="crash-once", shell=helper)
+    [neighbour] = job.event("helper")
+    try:
+        [orphan] = job.event("orphan")
+        assert job.finish()[0] == 0
+        assert is_alive(int(neighbour))
+        assert not is_alive(int(orphan))
+    finally:
+        os.kill(int(neighbour), signal.SIGKILL)
+
+
 def test_an_agent_that_cannot_be_started_again_at_once_is_started_later(job: StandinJob) -> None:
     job.start(behaviour="wait")
     agent, *_ = job.event("agent")

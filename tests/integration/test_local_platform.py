@@ -31,11 +31,14 @@ class Line(NamedTuple):
 class LocalJob:
     """One `dlrover local` with workers that do not need torch: the nodes matter here, not what they train."""
 
-    def __init__(self, jobs: JobFactory, folder: Path, *options: str) -> None:
+    def __init__(self, jobs: JobFactory, folder: Path, *options: str, shell: str = "") -> None:
+        """`shell` is what a shell does before it becomes the host."""
         self.jobs = jobs
         self.folder = folder
         argv = [sys.executable, "-m", "dlrover.cli.main", "local", f"--job-name={JOB}", *options]
         argv += ["--", "--no-warm", "--shutdown-timeout=5", str(SCRIPT), str(folder)]
+        if shell:
+            argv = ["/bin/sh", "-c", f'{shell}; exec "$@"', "sh", *argv]
         self.host = Launched(argv, jobs.env(), folder, f"local-{len(jobs.launched)}")
         jobs.launched.append(self.host)
 
@@ -128,6 +131,20 @@ def test_a_master_that_cannot_be_started_again_at_once_is_started_later(jobs, tm
     config.rmdir()
     wait_until(lambda: "master epoch 2" in job.command("status", JOB), explain=lambda: job.host.err)
     job.finish()
+
+
+def test_a_process_that_was_there_before_outlives_nodes_and_the_job(jobs, tmp_path):
+    note = tmp_path / "neighbour"
+    job = LocalJob(jobs, tmp_path, "--nodes=1", "--netns=off", shell=f"setsid sleep 300 & echo $! >{note}")
+    job.trains(0, size=1)
+    neighbour, life = int(note.read_text()), job.last(0).life
+    for pid in job.node(0):
+        kill(pid)
+    job.trains(0, size=1, after=life)
+    assert neighbour in jobs.processes()
+    job.finish()
+    assert neighbour in jobs.processes()
+    kill(neighbour)
 
 
 def test_a_launcher_that_is_killed_alone_is_a_lost_node(jobs, tmp_path):
