@@ -37,7 +37,17 @@ from dlrover.cli.launcher import (
 )
 from dlrover.cli.local_display import Display
 from dlrover.cli.report import failure_report
-from dlrover.cli.runtime_dir import NodeDirectory, directory_of, reap, saving_until, user_root
+from dlrover.cli.runtime_dir import (
+    NodeDirectory,
+    directory_of,
+    launch_of,
+    reap,
+    remove_left,
+    remove_snapshots,
+    saving_until,
+    snapshot_root,
+    user_root,
+)
 from dlrover.cli.settings import Settings, parse_nnodes, probe_directory, read_settings
 from dlrover.master.config import MasterConfig
 from dlrover.platforms import namespaces
@@ -199,7 +209,8 @@ def _run_with(
         if directory is not None:
             directory.remove()
             with contextlib.suppress(ConfigError):
-                reap(root, older_than=0.0, job_dir=directory.job_dir)  # of nodes that were killed
+                for left in reap(root, older_than=0.0, job_dir=directory.job_dir):  # of nodes that were killed
+                    remove_snapshots(snapshot_root(plan.settings.environment), plan.job_name, launch_of(left.path))
 
 
 def _take_seat(host: str) -> Seat:
@@ -274,6 +285,7 @@ class LocalJob:
                 on_line=display.line,
                 on_change=display.change,
                 saving_until=self._saving_until,
+                on_gone=self._tidy_up,
             )
             await self._host.start()
             self._listen_to_signals()
@@ -312,6 +324,21 @@ class LocalJob:
     def _saving_until(self, node_pid: int) -> float:
         path = directory_of(self._directory.job_dir, node_pid)
         return 0.0 if path is None else saving_until(path)
+
+    async def _tidy_up(self, node_pid: int) -> None:
+        """
+        After a node: its launcher was killed if anything is left. Snapshots are large, and in memory that the next node needs.
+
+        In a thread, since giving gigabytes back takes its time.
+        """
+        path = directory_of(self._directory.job_dir, node_pid)
+        if path is None:
+            return
+        snapshots = snapshot_root(self._plan.settings.environment)
+        with contextlib.suppress(
+            OSError, RuntimeError
+        ):  # not to be removed, or no thread to be had: the end tries it again
+            await asyncio.to_thread(remove_left, path, self._plan.job_name, snapshots)
 
     def _node_environ(self) -> dict[str, str]:
         passed_on = {name: value for name, value in self._environ.items() if name not in _NOT_PASSED_ON}

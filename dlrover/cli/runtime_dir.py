@@ -32,7 +32,8 @@ from dlrover.protocol.errors import ConfigError
 
 MAX_PATH_BYTES = 96
 """Of a node directory: a unix socket's name has at most 107 bytes, and `/agent.sock` must follow."""
-_NODE_BYTES = len("/node-00000000")
+_NODE_PREFIX = "node-"
+_NODE_BYTES = len(f"/{_NODE_PREFIX}00000000")
 _NUM_LOOKS = 5
 _JOB_NAME_BYTES = range(12, 33)
 """How much of a job's name is kept: as much as fits. Below the minimum another root is taken."""
@@ -142,7 +143,7 @@ class NodeDirectory:
         self._root = root
         self._job_name = job_name
         self.job_dir = os.path.join(root, job_directory_name(job_name, _job_room(root)))
-        self.path = os.path.join(self.job_dir, f"node-{launch}")
+        self.path = os.path.join(self.job_dir, f"{_NODE_PREFIX}{launch}")
         self._claims: list[int] = []
         with locked(root):
             try:
@@ -394,6 +395,19 @@ def reap(
 
     remove_abandoned(older_than)
     return stale
+
+
+def launch_of(path: str) -> str:
+    """Of a node directory."""
+    return os.path.basename(path).removeprefix(_NODE_PREFIX)
+
+
+def remove_left(path: str, job_name: str, snapshots: str) -> None:
+    """What a launcher of ours left that was killed, when nothing of its node lives any more."""
+    if is_alive(path, None):
+        return
+    remove_snapshots(snapshots, job_name, launch_of(path))
+    _remove_node(path)
 
 
 def reap_in_passing(root: str) -> None:

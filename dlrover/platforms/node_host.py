@@ -18,7 +18,7 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -137,6 +137,14 @@ SavingUntil = Callable[[int], float]
 """By the pid of a node's program: until when (monotonic) it may still write checkpoints; 0: it does not."""
 
 
+OnGone = Callable[[int], Awaitable[None]]
+"""By the pid that a node's program had: nothing of it is left, and the node is over when this has been done."""
+
+
+async def _nothing(pid: int) -> None:
+    """Nodes of this host leave nothing but processes."""
+
+
 def _never(pid: int) -> float:
     return 0.0
 
@@ -153,6 +161,7 @@ class NodeHost:
         on_line: OnLine = lambda name, line, is_error: None,
         on_change: OnChange = lambda change: None,
         saving_until: SavingUntil = _never,
+        on_gone: OnGone = _nothing,
     ) -> None:
         self._config = config
         self._networks = networks
@@ -160,6 +169,7 @@ class NodeHost:
         self._on_line = on_line
         self._on_change = on_change
         self._saving_until = saving_until
+        self._on_gone = on_gone
         self._jobs: dict[str, _Job] = {}
         self._run = os.urandom(4).hex()
         self._children: dict[int, Callable[[int], None]] = {}
@@ -340,6 +350,7 @@ class NodeHost:
         exit_code = await asyncio.shield(node.process.exit_code)
         was_stopped = node.stopping is not None
         await node.process.sweep(0.0 if was_stopped else self._config.orphan_grace, self._strangers)
+        await self._on_gone(node.process.pid)
         is_out_of_memory = self._memory is not None and bool(
             node.intent.resource.memory_mb and self._memory.num_kills(node.key)
         )

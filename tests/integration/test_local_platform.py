@@ -147,6 +147,33 @@ def test_a_process_that_was_there_before_outlives_nodes_and_the_job(jobs, tmp_pa
     kill(neighbour)
 
 
+def test_the_snapshots_of_a_killed_node_go_with_it_and_those_of_the_living_stay(jobs, tmp_path):
+    argv = [sys.executable, "-m", "dlrover.cli.main", "local", "--nodes=2", "--netns=off", "--"]
+    host = Launched([*argv, str(SCRIPTS / "memory_save.py"), str(tmp_path)], jobs.env(), tmp_path, "local")
+    jobs.launched.append(host)
+
+    def homes() -> set[Path]:
+        return set(jobs.shared_memory.glob("dlrover-snapshots-*/*.node-*"))
+
+    def num_saved() -> int:
+        return len(list(tmp_path.glob("saved-*")))
+
+    wait_until(lambda: num_saved() == 2, explain=lambda: host.err)
+    first = homes()
+    assert len(first) == 2
+    launcher = next(
+        pid for pid in jobs.pids("dlrover.cli.run") if b"NODE_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
+    )
+    [agent] = [pid for pid in jobs.pids("dlrover.agent") if _parent(pid) == launcher]
+    kill(launcher)
+    kill(agent)
+    wait_until(lambda: num_saved() >= 4, explain=lambda: host.err)
+    wait_until(lambda: (len(homes()), len(homes() & first)) == (2, 1), explain=lambda: f"{homes()}\n{host.err}")
+    (tmp_path / "stop").touch()
+    assert host.wait() == 0, host.err
+    assert homes() == set()
+
+
 def test_a_launcher_that_is_killed_alone_is_a_lost_node(jobs, tmp_path):
     """Its agent hears it from the kernel, stops its workers and goes; then another node takes the rank."""
     job = LocalJob(jobs, tmp_path, "--nodes=2", "--netns=off")
@@ -225,6 +252,10 @@ def test_a_failure_is_reported_once_and_gives_the_exit_code(jobs, tmp_path):
     jobs.launched.append(host)
     assert host.wait() == 7, host.err
     assert host.err.count("first failure ") == 1, host.err
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _owner_is_gone(namespace: str) -> bool:
