@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from dlrover.platforms.namespaces import available
-from tests.integration.jobs import SCRIPTS, JobFactory, Launched, kill, wait_until
+from tests.integration.jobs import DEADLINE, SCRIPTS, JobFactory, Launched, kill, wait_until
 
 SCRIPT = SCRIPTS / "plain_steps.py"
 JOB = "local-test"
@@ -227,6 +229,33 @@ def test_nodes_have_addresses_of_their_own_and_an_interrupt_ends_everything(jobs
     assert "StoppedByUser" in job.host.err
     assert job.directories() == []
     assert not [name for name in set(os.listdir("/run/netns")) - namespaces_before if _owner_is_gone(name)]
+
+
+def test_a_terminal_that_hangs_up_ends_the_job_with_the_exit_code_of_its_signal(jobs, tmp_path):
+    ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    argv = [sys.executable, "-m", "dlrover.cli.main", "local", "--nodes=1", "--netns=off", "--", "--no-warm"]
+    # The leader of a session gets the first terminal that it opens, and its signal.
+    host = subprocess.Popen(
+        ["/bin/sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', os.ttyname(theirs), *argv, str(SCRIPT), str(tmp_path)],
+        env=jobs.env(TERM="xterm"),
+        start_new_session=True,
+    )
+    shown = bytearray()
+
+    def is_training() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            shown.extend(os.read(ours, 65536))
+        return (tmp_path / "steps-0").exists() and b"running" in shown
+
+    try:
+        wait_until(is_training, explain=shown.decode)
+        for end in (theirs, ours):
+            os.close(end)
+        assert host.wait(DEADLINE) == 128 + signal.SIGHUP
+    finally:
+        host.kill()
+        host.wait()
 
 
 def test_nodes_follow_a_host_that_is_killed_and_clean_removes_the_rest(jobs, tmp_path):
