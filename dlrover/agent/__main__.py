@@ -7,6 +7,7 @@ and before it has any thread. Everything else here happens while torch loads.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from dlrover.protocol.messages import Micros, NodeRank, WorldSpec
 
 EXIT_USAGE = 2
+RESULT_PART = "result.json.part"
+RESULT_BYTES = 64 * 1024
+"""Kept free for the result on a disk that is full by then: tails of logs make up most of it."""
 EXIT_BUG = 70
 """The launcher starts another agent then: we leave no result."""
 
@@ -60,6 +64,7 @@ def main() -> int:
         else "%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    _reserve_result(config)
     try:
         result = _run(config, spawner, cgroups)
     except Exception:  # the process edge: a bug ends the process, and the launcher starts another
@@ -83,6 +88,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
     from dlrover.agent.collectors import load_collectors
     from dlrover.agent.devices import resolve_local_world_size
     from dlrover.agent.failover import Failover
+    from dlrover.agent.last_saves import LastSaves
     from dlrover.agent.node_check import CheckTask
     from dlrover.agent.output import WorkerOutput
     from dlrover.agent.process_tree import ProcessTree
@@ -130,6 +136,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
         )
 
     replicas = _open_replicas(config, saver)
+    last_saves = LastSaves(saver, config.runtime_dir)
 
     try:
         agent = Agent(
@@ -142,6 +149,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             run_check=CheckTask(config, spawner=spawner, tree=tree),
             on_break=saver.break_point,
             promise=saver.promise,
+            on_leaving=last_saves.announce,
             warm_up=spawner.warm_up,
             exchange=replicas,
             watch=watch,
@@ -150,7 +158,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
         socket.relay_to(agent.relay)
         saver.report_to(agent.relay)
         result = await agent.run()
-        await saver.drain(is_hurried=result.exit_code >= EXIT_BY_SIGNAL)
+        await last_saves.finish(agent.told_to_end, is_hurried=result.exit_code >= EXIT_BY_SIGNAL)
         return result
     except ConfigError as error:
         return AgentResult(exit_code=EXIT_USAGE, message=str(error))
@@ -189,10 +197,25 @@ def _read_token(config: AgentConfig) -> str:
     return Path(config.token_file).read_text(encoding="utf-8").strip() if config.token_file else ""
 
 
+def _reserve_result(config: AgentConfig) -> None:
+    """A job that succeeded must not seem to have crashed because the disk has become full."""
+    with (
+        contextlib.suppress(OSError),  # then it is full already, and may have room at the end
+        open(Path(config.runtime_dir) / RESULT_PART, "wb", opener=_open_reserved) as file,
+    ):
+        os.posix_fallocate(file.fileno(), 0, RESULT_BYTES)
+
+
+def _open_reserved(path: str, flags: int) -> int:
+    return os.open(path, flags & ~os.O_TRUNC, 0o600)
+
+
 def _write_result(config: AgentConfig, result: AgentResult) -> None:
     """Whole or not at all: without a result the launcher takes us for crashed and starts another agent."""
-    partial = Path(config.runtime_dir) / "result.json.part"
-    partial.write_bytes(msgspec.json.encode(result))
+    partial = Path(config.runtime_dir) / RESULT_PART
+    with open(partial, "wb", opener=_open_reserved) as file:
+        file.write(msgspec.json.encode(result))
+        file.truncate()
     partial.rename(partial.with_suffix(""))
 
 

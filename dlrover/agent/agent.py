@@ -182,6 +182,7 @@ class Agent:
         run_check: RunTask | None = None,
         on_break: Callable[[], None] | None = None,
         promise: Callable[[], tuple[HeldSnapshot, ...]] | None = None,
+        on_leaving: Callable[[], None] | None = None,
         warm_up: Callable[[float], Awaitable[None]] | None = None,
         exchange: Exchange | None = None,
         watch: Watching | None = None,
@@ -191,7 +192,7 @@ class Agent:
     ) -> None:
         """
         `run_check` is needed where the job's terms ask for a node check. `on_break` is told when workers failed or were stopped for
-        good: what they left in memory may be worth keeping; `promise` says what of it will be written after a farewell. `exchange` has the snapshots of workers ready before they start. `watch` is asked for what workers do, `failover` for what shall follow a failure. `patience`: by default what the terms say."""
+        good: what they left in memory may be worth keeping; `promise` says what of it will be written after a farewell. `on_leaving` is told before the farewell of a node that goes by itself. `exchange` has the snapshots of workers ready before they start. `watch` is asked for what workers do, `failover` for what shall follow a failure. `patience`: by default what the terms say."""
         detection = config.terms.detection
         self._config = config
         self._patience = patience or Patience(heartbeat=detection.heartbeat, lease=detection.lease)
@@ -200,6 +201,7 @@ class Agent:
         self._snapshot_step = snapshot_step or (lambda: None)
         self._on_break = on_break or (lambda: None)
         self._promise = promise or (lambda: ())
+        self._on_leaving = on_leaving or (lambda: None)
         self._exchange = exchange
         self._watch = watch
         self._failover = failover
@@ -262,6 +264,8 @@ class Agent:
         self._offered_ports: deque[int] = deque(maxlen=NUM_OFFERED)
         """Oldest first: a port serves one round, or comes back last where HOST_PORTS has no other."""
         self._signal: signal.Signals | None = None
+        self.told_to_end = asyncio.Event()
+        """A signal came: somebody wants us gone. Also after `run`, while the last saves are written."""
         self._is_preempted = False
         self._broken: DLRoverError | None = None
         """This node cannot go on: the master refused it for good, or workers cannot be started here."""
@@ -525,6 +529,8 @@ class Agent:
     async def _say_farewell(self, reason: LeaveReason, message: str = "", held: tuple[HeldSnapshot, ...] = ()) -> None:
         if self._node < 0 or self._channel.outage():
             return
+        if reason not in (LeaveReason.STOPPED_BY_USER, LeaveReason.PREEMPTED):
+            self._on_leaving()
         command: LeaveJob | None = None
         # If its answer was lost, attaching again has brought us back as a new life, which has to leave, too.
         while command is None or command.incarnation != self._incarnation:
@@ -651,6 +657,7 @@ class Agent:
 
     def _on_signal(self, number: int) -> None:
         self._signal = self._signal or signal.Signals(number)
+        self.told_to_end.set()
         self._news.set()
 
     # Talking.

@@ -227,7 +227,7 @@ class Saver:
             return
         patience = self._config.patience_at_signal if is_hurried else self._config.patience_at_end
         mark = Path(self._config.runtime_dir) / SAVING_FILE
-        _write_mark(mark, time.monotonic() + patience)
+        write_mark(mark, time.monotonic() + patience)
         log.info("waiting for %d saves before this agent ends", len(self._tasks))
         left = await self._wait_for_tasks(time.monotonic() + patience)
         if left:
@@ -371,8 +371,11 @@ def _key(request: SaveRequest) -> str:
     return f"{request.attempt}/{request.shard}"
 
 
-def _write_mark(path: Path, until: float) -> None:
+def write_mark(path: Path, until: float) -> None:
+    """Whole at every instant: launcher and platform read it while we renew it."""
+    partial = path.with_suffix(".part")
     try:
-        path.write_text(f"{until:.3f}")
+        partial.write_text(f"{until:.3f}", encoding="ascii")
+        partial.rename(path)
     except OSError as error:
-        log.warning("the launcher cannot be told to wait for us: %s", error)
+        log.warning("nobody can be told to wait for our saves: %s", error)

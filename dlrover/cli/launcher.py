@@ -30,13 +30,15 @@ from dlrover.cli.runtime_dir import (
     reap_in_passing,
     reap_snapshots,
     remove_snapshots,
+    saving_until,
     snapshot_root,
     user_root,
 )
 from dlrover.cli.settings import Settings
 from dlrover.protocol.addresses import Address
-from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.errors import ConfigError, DLRoverError
 from dlrover.protocol.messages import JobEnd
+from dlrover.protocol.neighbours import Neighbours
 
 if TYPE_CHECKING:
     from dlrover.cli.master_probe import MasterProbe
@@ -53,9 +55,10 @@ MAX_PORT_CHOICES = 5
 NUM_QUICK_DEATHS = 5
 """Master deaths before it ever served, in a row, that are answered by an immediate start; then the pauses grow."""
 MAX_MASTER_PAUSE = 5.0
+MIN_PAUSE = 0.1
+START_PATIENCE = 120.0
+"""Seconds for what keeps a child from being started again to heal: a full disk, a machine that is out of processes."""
 SWEEP_TIMEOUT = 5.0
-SAVING_FILE = "saving"
-"""The agent's note that it still writes checkpoints, and until when."""
 
 
 class Patience(NamedTuple):
@@ -65,6 +68,8 @@ class Patience(NamedTuple):
     """Seconds for a master that another launcher hosts to answer for the first time."""
     agent_margin: float = 10.0
     """Seconds beyond the workers' grace that the agent has after a signal."""
+    restart: float = START_PATIENCE
+    """Seconds for a child that has to be started again to become possible."""
     master: float = 2.0
     """Seconds for a master to end by itself when its only node left, and after SIGTERM."""
     shared_master: float = 60.0
@@ -172,8 +177,12 @@ class Launcher:
         self._agent: int | None = None
         self._agent_started_at = 0.0
         self._num_agent_deaths = 0  # in a row
+        self._neighbours: Neighbours | None = None  # None: nothing has been started yet
+        self._agent_starts_at: float | None = None  # a start that waits for its time
+        self._agent_missed_since: float | None = None  # it could not be started again so far
         self._master: int | None = None
-        self._master_starts_at: float | None = None  # a start that waits for its time
+        self._master_starts_at: float | None = None
+        self._master_missed_since: float | None = None
         self._num_quick_master_deaths = 0  # in a row, each before the master served
         self._has_master_served = False
         self._num_port_choices = 1
@@ -188,6 +197,8 @@ class Launcher:
     def run(self) -> Ended:
         try:
             self._start_agent()
+            assert self._agent is not None
+            self._neighbours = Neighbours(besides=(self._agent,))
             process_tree().become_subreaper()
             if self._place.is_ours:
                 self._start_master()
@@ -257,6 +268,22 @@ class Launcher:
         self._agent_started_at = time.monotonic()
         self._agent = processes.spawn((*self._programs.agent, "--config", path), self._environ)
 
+    def _restart_agent(self) -> None:
+        """The job is under way: what keeps the agent from starting may pass, and the others wait for us meanwhile."""
+        self._agent_starts_at = None
+        try:
+            self._start_agent()
+            self._agent_missed_since = None
+        except (DLRoverError, OSError) as error:
+            now, limit = time.monotonic(), self._patience.restart
+            if self._agent_missed_since is None:
+                self._agent_missed_since = now
+                say(f"the agent cannot be started now; trying again for {limit:.0f} s. {error}")
+            if now - self._agent_missed_since >= limit:
+                self._fail(EXIT_FAILED, f"The agent could not be started for {limit:.0f} s. {error}")
+            else:
+                self._agent_starts_at = now + pause_after(now - self._agent_missed_since)
+
     def _on_agent_exit(self, status: int) -> None:
         result = self._read_result()
         if self._stopped_by is not None:
@@ -272,10 +299,7 @@ class Launcher:
             self._report(result)
             return
         if self._job_end is not None:
-            result = result_of(self._job_end)
-            say("the job ended while this node's agent was not there to hear of it")
-            self._ended = Ended(self._exit_code(result), result)
-            self._report(result)
+            self._end_without_agent(self._job_end)
             return
         how = processes.describe_status(status)
         lived = time.monotonic() - self._agent_started_at
@@ -289,7 +313,13 @@ class Launcher:
             self._fail(EXIT_FAILED, message)
         else:
             say(f"the agent ended ({how}); starting it again, its workers resume")
-            self._start_agent()
+            self._restart_agent()
+
+    def _end_without_agent(self, end: JobEnd) -> None:
+        result = result_of(end)
+        say("the job ended while this node's agent was not there to hear of it")
+        self._ended = Ended(self._exit_code(result), result)
+        self._report(result)
 
     def _read_result(self) -> AgentResult | None:
         path = os.path.join(self._directory.path, "result.json")
@@ -370,6 +400,22 @@ class Launcher:
             (*self._programs.master, "--config", path), self._environ, output=self._master_log
         )
 
+    def _restart_master(self) -> None:
+        """Workers train on without it. When it has been away for as long as agents wait for it, nobody needs it any more."""
+        self._master_starts_at = None
+        try:
+            self._start_master()
+            self._master_missed_since = None
+        except (DLRoverError, OSError) as error:
+            now, limit = time.monotonic(), max(self._patience.restart, self._settings.master_grace)
+            if self._master_missed_since is None:
+                self._master_missed_since = now
+                say(f"the master cannot be started now; trying again for {limit:.0f} s. {error}")
+            if now - self._master_missed_since >= limit:
+                self._fail(EXIT_MASTER_LOST, f"The master could not be started for {limit:.0f} s. {error}")
+            else:
+                self._master_starts_at = now + pause_after(now - self._master_missed_since)
+
     @property
     def _ready_file(self) -> str:
         return os.path.join(self._directory.path, "master.ready")
@@ -395,6 +441,9 @@ class Launcher:
         self._job_end = self._read_end()
         if self._job_end is not None and self._departed is not None:
             self._ended = Ended(self._departed.exit_code, self._departed)
+            return
+        if self._job_end is not None and self._agent_starts_at is not None:
+            self._end_without_agent(self._job_end)
             return
         if self._job_end is not None:
             # The agent is on its way out. One that is not (it has just been started again and will find no master)
@@ -461,8 +510,8 @@ class Launcher:
             processes.send(self._agent, signal.SIGKILL)
             self._agent = None
             self._sweep()
-        self._start_agent()
-        self._start_master()
+        self._restart_agent()
+        self._restart_master()
 
     def _master_tail(self) -> str:
         try:
@@ -483,7 +532,7 @@ class Launcher:
             if self._master is not None and self._has_other_nodes and os.path.exists(self._ready_file):
                 # The master goes with us; without it the others would train into the void and then wait for its return.
                 processes.send(self._master, signal.SIGUSR1)
-            if self._departed is not None:
+            if self._departed is not None or self._agent_starts_at is not None:
                 self._ended = Ended(128 + number, self._departed)
         elif number == signal.SIGINT:
             say("interrupted again: killing everything at once")
@@ -508,8 +557,10 @@ class Launcher:
         if self._kill_agent_at is not None and now >= self._kill_agent_at and self._agent is not None:
             processes.send(self._agent, signal.SIGKILL)
             self._kill_agent_at = None
+        if self._agent_starts_at is not None and now >= self._agent_starts_at:
+            self._restart_agent()
         if self._master_starts_at is not None and now >= self._master_starts_at:
-            self._start_master()
+            self._restart_master()
         if self._probe is not None and self._probe.is_over:
             probe, self._probe = self._probe, None
             if not probe.has_found and self._stopped_by is None:
@@ -521,17 +572,11 @@ class Launcher:
                 self._fail(EXIT_MASTER_LOST, message)
 
     def _saving_until(self) -> float:
-        """Until when (monotonic) the agent, which has ended training, may still write checkpoints; 0: it does not."""
-        if self._is_hurried:
-            return 0.0
-        try:
-            with open(os.path.join(self._directory.path, SAVING_FILE), encoding="ascii") as file:
-                return float(file.read())
-        except (FileNotFoundError, ValueError):
-            return 0.0
+        return 0.0 if self._is_hurried else saving_until(self._directory.path)
 
     def _until_next_deadline(self) -> float | None:
-        deadlines = [at for at in (self._kill_agent_at, self._master_starts_at) if at is not None]
+        planned = (self._kill_agent_at, self._agent_starts_at, self._master_starts_at)
+        deadlines = [at for at in planned if at is not None]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _fail(self, exit_code: int, message: str) -> None:
@@ -542,8 +587,12 @@ class Launcher:
     # The end.
 
     def _sweep(self) -> None:
-        """Kill whatever is below us. Only the master stays."""
-        keep = [self._master] if self._master is not None else []
+        """Kill whatever is below us of the job. Only the master stays."""
+        if self._neighbours is None:
+            return
+        keep = self._neighbours.pids()
+        if self._master is not None:
+            keep.add(self._master)
         left = process_tree().kill_descendants(keep, deadline=SWEEP_TIMEOUT)
         if left:
             say(f"could not end the processes {left}: the kernel does not let them go")
@@ -606,6 +655,11 @@ class Launcher:
                 return
             if any(number != signal.SIGCHLD for number in self._inbox.wait(remaining)):
                 return
+
+
+def pause_after(missed: float) -> float:
+    """Before the next try: as long again as it has been missed so far."""
+    return min(MAX_MASTER_PAUSE, max(MIN_PAUSE, missed))
 
 
 def result_of(end: JobEnd) -> AgentResult:

@@ -26,10 +26,28 @@ from dlrover.cli.command_line import parse
 from dlrover.cli.console import say_block
 from dlrover.cli.discovery import Seat, new_launch
 from dlrover.cli.environment import read_environment
-from dlrover.cli.launcher import EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Programs, result_of
+from dlrover.cli.launcher import (
+    EXIT_FAILED,
+    EXIT_MASTER_LOST,
+    EXIT_USAGE,
+    START_PATIENCE,
+    Programs,
+    pause_after,
+    result_of,
+)
 from dlrover.cli.local_display import Display
 from dlrover.cli.report import failure_report
-from dlrover.cli.runtime_dir import NodeDirectory, reap, user_root
+from dlrover.cli.runtime_dir import (
+    NodeDirectory,
+    directory_of,
+    launch_of,
+    reap,
+    remove_left,
+    remove_snapshots,
+    saving_until,
+    snapshot_root,
+    user_root,
+)
 from dlrover.cli.settings import Settings, parse_nnodes, probe_directory, read_settings
 from dlrover.master.config import MasterConfig
 from dlrover.platforms import namespaces
@@ -38,9 +56,10 @@ from dlrover.platforms.memory_limits import MemoryLimits
 from dlrover.platforms.namespaces import Namespaces
 from dlrover.platforms.node_host import HostConfig, NodeHost, claim_kernel_names, remove_left_behind
 from dlrover.protocol.addresses import LOOPBACK, Address
-from dlrover.protocol.errors import ConfigError, JobError
+from dlrover.protocol.errors import ConfigError, DLRoverError, JobError
 from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec, Resource
 from dlrover.protocol.messages import JobEnd
+from dlrover.protocol.neighbours import Neighbours
 
 NODE_FAREWELL = 5.0
 """Seconds that nodes have for leaving by themselves when the master has said that the job is over."""
@@ -165,6 +184,7 @@ def _run_with(
     memory: MemoryLimits | None,
     programs: Programs,
 ) -> int:
+    neighbours = Neighbours()
     root = user_root(read_environment(environ))
     seat = _take_seat(networks.master_address if networks is not None else LOOPBACK)
     launch = new_launch()
@@ -184,12 +204,13 @@ def _run_with(
             ).run()
         )
     finally:
-        kill_descendants()
+        kill_descendants(neighbours.pids())
         seat.close()
         if directory is not None:
             directory.remove()
             with contextlib.suppress(ConfigError):
-                reap(root, older_than=0.0, job_dir=directory.job_dir)  # of nodes that were killed
+                for left in reap(root, older_than=0.0, job_dir=directory.job_dir):  # of nodes that were killed
+                    remove_snapshots(snapshot_root(plan.settings.environment), plan.job_name, launch_of(left.path))
 
 
 def _take_seat(host: str) -> Seat:
@@ -245,6 +266,8 @@ class LocalJob:
         self._master: int | None = None
         self._num_quick_deaths = 0
         self._restart: asyncio.TimerHandle | None = None
+        self._missed_since: float | None = None
+        """Since then the master could not be started again."""
         self._stopped_by: int | None = None
         self._end: JobEnd | None = None
         self._is_over = asyncio.Event()
@@ -261,11 +284,17 @@ class LocalJob:
                 memory=self._memory,
                 on_line=display.line,
                 on_change=display.change,
+                saving_until=self._saving_until,
+                on_gone=self._tidy_up,
             )
             await self._host.start()
             self._listen_to_signals()
             self._introduce()
-            self._start_master()
+            try:
+                self._start_master()
+            except JobError as error:
+                display.say(str(error))
+                self._conclude(EXIT_MASTER_LOST)
             showing = asyncio.ensure_future(display.run())
             try:
                 await self._is_over.wait()
@@ -292,6 +321,25 @@ class LocalJob:
         if plan.log_dir:
             self._display.say(f"output of the nodes: {plan.log_dir}")
 
+    def _saving_until(self, node_pid: int) -> float:
+        path = directory_of(self._directory.job_dir, node_pid)
+        return 0.0 if path is None else saving_until(path)
+
+    async def _tidy_up(self, node_pid: int) -> None:
+        """
+        After a node: its launcher was killed if anything is left. Snapshots are large, and in memory that the next node needs.
+
+        In a thread, since giving gigabytes back takes its time.
+        """
+        path = directory_of(self._directory.job_dir, node_pid)
+        if path is None:
+            return
+        snapshots = snapshot_root(self._plan.settings.environment)
+        with contextlib.suppress(
+            OSError, RuntimeError
+        ):  # not to be removed, or no thread to be had: the end tries it again
+            await asyncio.to_thread(remove_left, path, self._plan.job_name, snapshots)
+
     def _node_environ(self) -> dict[str, str]:
         passed_on = {name: value for name, value in self._environ.items() if name not in _NOT_PASSED_ON}
         return {
@@ -313,7 +361,6 @@ class LocalJob:
         return os.path.join(self._plan.log_dir or self._directory.path, "master.log")
 
     def _start_master(self) -> None:
-        self._restart = None
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path("master.ready"))  # it speaks of one life only
         config = MasterConfig(
@@ -341,14 +388,32 @@ class LocalJob:
             parent_pid=os.getpid(),
         )
         path = self._directory.write("master.json", msgspec.json.encode(config))
-        try:
-            argv = (*self._programs.master, "--config", path)
-            self._master = processes.spawn(argv, self._environ, output=self._master_log)
-        except JobError as error:
-            self._display.say(str(error))
-            self._conclude(EXIT_MASTER_LOST)
-            return
+        argv = (*self._programs.master, "--config", path)
+        self._master = processes.spawn(argv, self._environ, output=self._master_log)
         self._host.adopt(self._master, self._on_master_exit)
+
+    def _restart_master(self) -> None:
+        """
+        Nodes train on without it, so what keeps it from starting (a full disk, no processes) may take its time to heal.
+
+        But not for ever: when it has been away for as long as agents wait for it, there is nobody left to end the job.
+        """
+        loop = asyncio.get_running_loop()
+        self._restart = None
+        try:
+            self._start_master()
+            self._missed_since = None
+        except (DLRoverError, OSError) as error:
+            limit = max(START_PATIENCE, self._plan.settings.master_grace)
+            if self._missed_since is None:
+                self._missed_since = loop.time()
+                self._display.say(f"the master cannot be started now; trying again for {limit:.0f} s. {error}")
+            missed = loop.time() - self._missed_since
+            if missed >= limit:
+                self._display.say(f"the master could not be started for {limit:.0f} s. {error}")
+                self._conclude(EXIT_MASTER_LOST)
+            else:
+                self._restart = loop.call_later(pause_after(missed), self._restart_master)
 
     def _journal(self) -> str:
         """One file per run: a journal of an ended job of the same name must not be taken for ours."""
@@ -378,7 +443,7 @@ class LocalJob:
             return
         pause = min(MAX_MASTER_PAUSE, 0.1 * 2**self._num_quick_deaths) if self._num_quick_deaths else 0.0
         self._display.say(f"the master ended ({how}); starting it again, workers train on")
-        self._restart = asyncio.get_running_loop().call_later(pause, self._start_master)
+        self._restart = asyncio.get_running_loop().call_later(pause, self._restart_master)
 
     def _read_end(self) -> JobEnd | None:
         try:
@@ -422,6 +487,9 @@ class LocalJob:
                 asyncio.ensure_future(self._host.stop(grace=0.0))  # noqa: RUF006 (`_finish` waits for the same nodes)
             return
         self._stopped_by = number
+        if self._is_over.is_set():
+            asyncio.ensure_future(self._host.stop())  # noqa: RUF006 (as above)
+            return
         if self._restart is not None:
             self._restart.cancel()
         if self._master is None or not os.path.exists(self._path("master.ready")):
@@ -440,7 +508,9 @@ class LocalJob:
     async def _finish(self) -> None:
         if self._end is not None:
             await self._host.wait(NODE_FAREWELL)
-        await self._host.stop()
+        if self._stopped_by is None and (num_saving := self._host.num_saving):
+            self._display.say(f"waiting for {num_saving} nodes that still write checkpoints")
+        await self._host.stop(is_urgent=self._stopped_by is not None)
         if self._master is not None:
             processes.send(self._master, signal.SIGTERM)
             await self._host.wait_child(self._master, MASTER_TIMEOUT)

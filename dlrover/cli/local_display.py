@@ -45,8 +45,10 @@ class Display:
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
-            self._live.update("", refresh=True)
-            self._live.stop()
+            with contextlib.suppress(OSError, ValueError):  # the terminal is gone: how the job ended counts
+                self._live.update("", refresh=True)
+            with contextlib.suppress(OSError, ValueError):
+                self._live.stop()
 
     def say(self, text: str) -> None:
         self._write(f"{PREFIX}{text}\n", is_error=True)
@@ -89,7 +91,8 @@ class Display:
 
     def _refresh(self) -> None:
         if self._live is not None:
-            self._live.update(self._table(), refresh=True)
+            with contextlib.suppress(OSError, ValueError):  # as in `_write`
+                self._live.update(self._table(), refresh=True)
 
     def _table(self) -> RenderableType:
         from rich.console import Group

@@ -32,7 +32,8 @@ from dlrover.protocol.errors import ConfigError
 
 MAX_PATH_BYTES = 96
 """Of a node directory: a unix socket's name has at most 107 bytes, and `/agent.sock` must follow."""
-_NODE_BYTES = len("/node-00000000")
+_NODE_PREFIX = "node-"
+_NODE_BYTES = len(f"/{_NODE_PREFIX}00000000")
 _JOB_NAME_BYTES = range(12, 33)
 """How much of a job's name is kept: as much as fits. Below the minimum another root is taken."""
 STALE_AFTER = 600.0
@@ -43,6 +44,8 @@ OWNER_FILE = "owner.json"
 LIFE_FILE = "alive.lock"
 """Locked by the owner as long as it lives."""
 TOKEN_FILE = "token"
+SAVING_FILE = "saving"
+"""The agent's note that it ends and still writes checkpoints, and until when."""
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +142,7 @@ class NodeDirectory:
         self._root = root
         self._job_name = job_name
         self.job_dir = os.path.join(root, job_directory_name(job_name, _job_room(root)))
-        self.path = os.path.join(self.job_dir, f"node-{launch}")
+        self.path = os.path.join(self.job_dir, f"{_NODE_PREFIX}{launch}")
         self._claims: list[int] = []
         with locked(root):
             try:
@@ -170,9 +173,10 @@ class NodeDirectory:
         self.write(OWNER_FILE, msgspec.json.encode(owner))
 
     def write(self, name: str, data: bytes) -> str:
-        """A 0600 file that appears whole."""
+        """A 0600 file that appears whole. One that says so already stays: a restart needs no room on a full disk."""
         path = os.path.join(self.path, name)
-        write_private(path, data)
+        if not _has_content(path, data):
+            write_private(path, data)
         return path
 
     def share_token(self) -> str:
@@ -311,6 +315,28 @@ def is_alive(path: str, owner: Owner | None) -> bool:
     return False
 
 
+def directory_of(job_dir: str, pid: int) -> str | None:
+    """The node directory of this job that the launcher with this pid made; None: it has none yet, or no more."""
+    for path in _subdirectories(job_dir):
+        try:
+            with open(os.path.join(path, OWNER_FILE), "rb") as file:
+                owner = msgspec.json.decode(file.read(), type=Owner)
+        except (OSError, msgspec.DecodeError):
+            continue  # being made, or being removed
+        if owner.pid == pid:
+            return path
+    return None
+
+
+def saving_until(path: str) -> float:
+    """Until when (monotonic) the agent in this node directory may still write checkpoints; 0: it does not."""
+    try:
+        with open(os.path.join(path, SAVING_FILE), encoding="ascii") as file:
+            return float(file.read())
+    except (OSError, ValueError):
+        return 0.0
+
+
 class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
     """A node directory with a dead owner."""
 
@@ -366,6 +392,19 @@ def reap(
     return stale
 
 
+def launch_of(path: str) -> str:
+    """Of a node directory."""
+    return os.path.basename(path).removeprefix(_NODE_PREFIX)
+
+
+def remove_left(path: str, job_name: str, snapshots: str) -> None:
+    """What a launcher of ours left that was killed, when nothing of its node lives any more."""
+    if is_alive(path, None):
+        return
+    remove_snapshots(snapshots, job_name, launch_of(path))
+    _remove_node(path)
+
+
 def reap_in_passing(root: str) -> None:
     """For a start that has better things to do: if anything is in the way, somebody else will."""
     with contextlib.suppress(ConfigError):
@@ -390,6 +429,14 @@ def write_private(path: str, data: bytes) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
+
+
+def _has_content(path: str, data: bytes) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read() == data
+    except OSError:
+        return False
 
 
 def _kill_processes_of(paths: list[str]) -> None:

@@ -14,10 +14,11 @@ import asyncio
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,11 +65,14 @@ from dlrover.protocol.fleet_messages import (
 from dlrover.protocol.identity import PlatformId
 from dlrover.protocol.lifeline import follow_parent
 from dlrover.protocol.local import pack, peer_credentials, read_frame
+from dlrover.protocol.neighbours import Neighbours
 
 log = logging.getLogger(__name__)
 
 MAX_UNSENT = 10_000
 """Events for a watch that does not read. Then it is hung up on, and begins anew with a list when it reads again."""
+LOOK_AGAIN = 1.0
+"""Seconds between two looks at a node that still writes checkpoints: it may say meanwhile that it needs less time."""
 REQUEST_TIMEOUT = 10.0
 """Seconds for a request to arrive whole."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -104,6 +108,9 @@ class _Node:
     """Ends when nothing of the node is left."""
     stopping: asyncio.Task[None] | None = None
     stops_at: float = 0.0
+    """When it will be killed; infinite as long as it is let write."""
+    is_urgent: bool = False
+    """It was told to end even if it writes."""
     removal: RemoveNode | None = None
     """Set: it shall vanish from the list as soon as it has ended."""
 
@@ -126,6 +133,20 @@ class _Job:
 OnLine = Callable[[str, bytes, bool], None]
 """Short name of the node, one line of its output with its end, whether it is of stderr."""
 OnChange = Callable[[NodeChanged], None]
+SavingUntil = Callable[[int], float]
+"""By the pid of a node's program: until when (monotonic) it may still write checkpoints; 0: it does not."""
+
+
+OnGone = Callable[[int], Awaitable[None]]
+"""By the pid that a node's program had: nothing of it is left, and the node is over when this has been done."""
+
+
+async def _nothing(pid: int) -> None:
+    """Nodes of this host leave nothing but processes."""
+
+
+def _never(pid: int) -> float:
+    return 0.0
 
 
 class NodeHost:
@@ -139,15 +160,20 @@ class NodeHost:
         memory: MemoryLimits | None = None,
         on_line: OnLine = lambda name, line, is_error: None,
         on_change: OnChange = lambda change: None,
+        saving_until: SavingUntil = _never,
+        on_gone: OnGone = _nothing,
     ) -> None:
         self._config = config
         self._networks = networks
         self._memory = memory
         self._on_line = on_line
         self._on_change = on_change
+        self._saving_until = saving_until
+        self._on_gone = on_gone
         self._jobs: dict[str, _Job] = {}
         self._run = os.urandom(4).hex()
         self._children: dict[int, Callable[[int], None]] = {}
+        self._neighbours = Neighbours()
         self._is_ending = False
         self._server: asyncio.Server | None = None
         self._talks: set[asyncio.Task[None]] = set()
@@ -172,17 +198,30 @@ class NodeHost:
         await wait_gone([pid], timeout)
         if pid in self._children:
             send(pid, signal.SIGKILL)
+            await wait_gone([pid], SWEEP_TIMEOUT)
 
-    async def stop(self, grace: float | None = None) -> None:
-        """End all nodes, each with the grace it has; take no more launches. A shorter grace than before counts."""
+    @property
+    def num_saving(self) -> int:
+        """Nodes that still write checkpoints before they end."""
+        return sum(self._time_to_save(node) > 0 for node in self._living())
+
+    async def stop(self, grace: float | None = None, *, is_urgent: bool = True) -> None:
+        """
+        End all nodes, each with the grace it has; take no more launches. A shorter grace than before counts.
+
+        Not urgent: nodes that end by themselves and write their last checkpoints are let.
+        """
         self._is_ending = True
         living = self._living()
         grace = self._config.grace if grace is None else grace
         for node in living:
-            self._stop_node(node, grace)
+            self._stop_node(node, grace, is_urgent=is_urgent)
+        for node in living:
+            while node.stopping is not None and not node.stopping.done():
+                await asyncio.wait([node.stopping])  # maybe cancelled for a more urgent one
         if living:
             # Longer only if the kernel does not let a process go: whoever stops us must not wait for that.
-            await asyncio.wait([node.life for node in living], timeout=grace + 2 * SWEEP_TIMEOUT)
+            await asyncio.wait([node.life for node in living], timeout=2 * SWEEP_TIMEOUT)
 
     async def close(self) -> None:
         """After `stop`: nobody is served any more."""
@@ -312,6 +351,7 @@ class NodeHost:
         exit_code = await asyncio.shield(node.process.exit_code)
         was_stopped = node.stopping is not None
         await node.process.sweep(0.0 if was_stopped else self._config.orphan_grace, self._strangers)
+        await self._on_gone(node.process.pid)
         is_out_of_memory = self._memory is not None and bool(
             node.intent.resource.memory_mb and self._memory.num_kills(node.key)
         )
@@ -337,17 +377,46 @@ class NodeHost:
             self._vanish(job, node, node.seen.exit_code, node.seen.exit_reason)
             return
         node.removal = node.removal or intent
-        self._stop_node(node, intent.grace)
+        self._stop_node(node, intent.grace, is_urgent=not intent.grace)
 
-    def _stop_node(self, node: _Node, grace: float) -> None:
+    def _stop_node(self, node: _Node, grace: float, *, is_urgent: bool) -> None:
         """Again with less patience: the shorter one counts."""
-        stops_at = asyncio.get_running_loop().time() + grace
+        now = asyncio.get_running_loop().time()
+        stops_at = now + grace
         if node.stopping is not None:
-            if stops_at >= node.stops_at:
+            if stops_at >= node.stops_at and node.is_urgent >= is_urgent:
                 return
             node.stopping.cancel()
-        node.stops_at = stops_at
-        node.stopping = asyncio.ensure_future(node.process.stop(grace))
+            stops_at = min(stops_at, node.stops_at)
+        node.stops_at, node.is_urgent = stops_at, node.is_urgent or is_urgent
+        node.stopping = asyncio.ensure_future(self._end_node(node, max(0.0, stops_at - now)))
+
+    async def _end_node(self, node: _Node, grace: float) -> None:
+        """
+        SIGTERM, the grace, SIGKILL to everything of the node. Cancelled by a shorter grace of somebody else.
+
+        The master lets go of a node as soon as its agent has left the job, and that may still write what the job was for. The
+        signal would tell it to be quick, so it comes only when that time is over. Nor is anybody killed while it writes after
+        the signal, unless it shall end at once.
+        """
+        if not node.is_urgent:
+            await self._let_save(node)
+        node.stops_at = asyncio.get_running_loop().time() + grace
+        node.process.signal(signal.SIGTERM)
+        await node.process.wait(grace)
+        if grace:
+            await self._let_save(node)
+        await node.process.kill()
+
+    async def _let_save(self, node: _Node) -> None:
+        while (left := self._time_to_save(node)) > 0:
+            node.stops_at = math.inf
+            await node.process.wait(min(left, LOOK_AGAIN))
+
+    def _time_to_save(self, node: _Node) -> float:
+        if node.process.exit_code.done():
+            return 0.0
+        return self._saving_until(node.process.pid) - asyncio.get_running_loop().time()
 
     def _vanish(self, job: _Job, node: _Node, exit_code: int, reason: NodeExit) -> None:
         del job.nodes[node.intent.id]
@@ -407,11 +476,13 @@ class NodeHost:
 
     def _strangers(self) -> list[int]:
         """
-        Children that we did not start and that carry no mark of ours: a node left them, and cleared their environment.
+        Children that came after us, that we did not start and that carry no mark of ours: a node left them, and cleared
+        their environment.
 
         While its launcher and agent live they would adopt them, so these are of a node that is gone.
         """
-        return [pid for pid in _children_of(os.getpid()) if pid not in self._children and not _has_mark(pid, self._run)]
+        known = self._children.keys() | self._neighbours.pids()
+        return [pid for pid in _children_of(os.getpid()) if pid not in known and not _has_mark(pid, self._run)]
 
     # The socket.
 
@@ -544,21 +615,21 @@ def _has_mark(pid: int, run: str) -> bool:
         return True  # gone, or not to be told
 
 
-def main() -> int:
+def main(saving_until: SavingUntil = _never) -> int:
     """`python -m dlrover.platforms.node_host CONFIG`: a host on its own, until SIGTERM or the end of its parent."""
     import sys
 
     if not follow_parent(signal.SIGTERM):
         return 1
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=HostConfig)
-    asyncio.run(_serve(config))
+    asyncio.run(_serve(config, saving_until))
     return 0
 
 
-async def _serve(config: HostConfig) -> None:
+async def _serve(config: HostConfig, saving_until: SavingUntil) -> None:
     wants_memory = MemoryLimits.available()
     claim, networks, memory = claim_kernel_names(wants_networks=False, wants_memory=wants_memory)
-    host = NodeHost(config, networks=networks, memory=memory)
+    host = NodeHost(config, networks=networks, memory=memory, saving_until=saving_until)
     await host.start()
     over = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)

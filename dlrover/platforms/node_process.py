@@ -74,14 +74,16 @@ class NodeProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    async def stop(self, grace: float) -> None:
-        """SIGTERM, the grace, SIGKILL to everything of the node. Cancelled by a shorter grace of somebody else."""
-        self.signal(signal.SIGTERM)
-        await asyncio.wait([self.exit_code], timeout=grace)
+    async def wait(self, timeout: float) -> None:
+        """Until the node's program has ended, or the timeout."""
+        await asyncio.wait([self.exit_code], timeout=timeout)
+
+    async def kill(self) -> None:
+        """SIGKILL to everything of the node, if its program has not ended."""
         if not self.exit_code.done():
             for pid in marked(self.mark):
                 send(pid, signal.SIGKILL)
-            await asyncio.wait([self.exit_code], timeout=SWEEP_TIMEOUT)
+            await self.wait(SWEEP_TIMEOUT)
 
     async def sweep(self, grace: float, strangers: Callable[[], Sequence[int]]) -> None:
         """

@@ -33,6 +33,7 @@ class Life:
         *,
         patience: Patience | None = PATIENCE,
         warm_up: Callable[[float], Awaitable[None]] | None = None,
+        on_leaving: Callable[[], None] | None = None,
         **changes: Any,
     ) -> None:
         self._news = master.news
@@ -48,7 +49,9 @@ class Life:
             connect=master.connect,
             patience=patience,
             warm_up=warm_up,
+            on_leaving=on_leaving,
         )
+        self.told_to_end = self._agent.told_to_end
         self.channel: LoopbackChannel = master.channels[-1]
         self.task = asyncio.create_task(self._agent.run())
         self.task.add_done_callback(lambda _: master.news.tell())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 
@@ -21,7 +22,7 @@ from dlrover.protocol.messages import (
     RestartPolicy,
     StopCause,
 )
-from tests.agent.loopback import a_failure
+from tests.agent.loopback import DEADLINE, a_failure
 from tests.agent.stage import PATIENCE
 
 # Signals.
@@ -91,6 +92,37 @@ async def test_a_signal_before_there_is_any_master(stage):
     await life.looks()
     os.kill(os.getpid(), signal.SIGTERM)
     assert (await life.result()).exit_code == EXIT_BY_SIGNAL + signal.SIGTERM
+
+
+async def test_a_signal_after_the_end_is_known_to_whoever_finishes_the_work(stage):
+    life = stage.begin()
+    (await life.workers.running(1)).finish()
+    assert (await life.result()).exit_code == 0
+    assert not life.told_to_end.is_set()
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(DEADLINE):
+        await life.told_to_end.wait()
+
+
+# Farewells.
+
+
+async def test_who_leaves_by_itself_says_so_before_the_master_hears_the_farewell(stage):
+    heard: list[int] = []
+    life = stage.begin(on_leaving=lambda: heard.append(len(stage.master.heard_of(LeaveJob))))
+    (await life.workers.running(1)).finish()
+    assert (await life.result()).exit_code == 0
+    assert len(stage.master.heard_of(LeaveJob)) == 1
+    assert heard == [0]
+
+
+async def test_who_is_sent_away_announces_nothing(stage):
+    heard: list[int] = []
+    life = stage.begin(on_leaving=lambda: heard.append(1))
+    await life.workers.running(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await life.result()
+    assert heard == []
 
 
 # Two nodes.

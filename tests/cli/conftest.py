@@ -66,6 +66,23 @@ class StandinJob:
             *lines, self._rest = (self._rest + os.read(self._reader, 4096)).split(b"\n")
             self._unread += [line.decode().split() for line in lines]
 
+    def spoil(self, name: str) -> Path:
+        """Have the launcher fail to write this file, as on a full disk, until what stands in its way is removed."""
+        [path] = self.runtime.rglob(name)
+        path.unlink()
+        path.mkdir()
+        return path
+
+    def says(self, words: str) -> None:
+        """Until the launcher has said that."""
+        assert self.process is not None
+        assert self.process.stderr is not None
+        said = ""
+        while words not in said:
+            line = self.process.stderr.readline()
+            assert line, f"it ended without saying {words!r}: {said}"
+            said += line
+
     def finish(self) -> tuple[int, str]:
         """Exit code and what was said."""
         assert self.process is not None

@@ -85,6 +85,86 @@ def test_an_agent_that_is_killed_is_started_again_and_its_orphans_are_swept(job:
     assert "the agent ended (killed by SIGKILL)" in said
 
 
+@pytest.mark.parametrize("session", ["", "setsid "])
+def test_a_process_that_was_there_before_outlives_crashes_and_the_job(job: StandinJob, session: str) -> None:
+    """`helper & exec dlrover-run`: it is a child of the launcher, and no part of the job."""
+    helper = f"{session}sleep 300 >/dev/null 2>&1 & echo helper $! >$STANDIN_EVENTS"
+    job.start(behaviour="crash-once", shell=helper)
+    [neighbour] = job.event("helper")
+    try:
+        [orphan] = job.event("orphan")
+        assert job.finish()[0] == 0
+        assert is_alive(int(neighbour))
+        assert not is_alive(int(orphan))
+    finally:
+        os.kill(int(neighbour), signal.SIGKILL)
+
+
+def test_an_agent_that_cannot_be_started_again_at_once_is_started_later(job: StandinJob) -> None:
+    job.start(behaviour="wait")
+    agent, *_ = job.event("agent")
+    job.event("waiting")
+    obstacle = job.spoil("agent.json")
+    os.kill(int(agent), signal.SIGKILL)
+    job.says("the agent cannot be started now")
+    obstacle.rmdir()
+    job.event("waiting")
+    job.open_gate()
+    assert job.finish()[0] == 0
+    assert job.files_left() == []
+
+
+def test_an_agent_that_cannot_be_started_again_at_all_is_a_failure_and_no_wrong_use(job: StandinJob) -> None:
+    job.start(behaviour="wait", STANDIN_RESTART_PATIENCE="0.3")
+    agent, *_ = job.event("agent")
+    job.event("waiting")
+    job.spoil("agent.json")
+    os.kill(int(agent), signal.SIGKILL)
+    exit_code, said = job.finish()
+    assert exit_code == 1
+    assert "The agent could not be started for 0 s" in said
+    assert job.files_left() == []
+
+
+def test_a_signal_ends_a_launcher_that_cannot_start_its_agent(job: StandinJob) -> None:
+    process = job.start(behaviour="wait")
+    agent, *_ = job.event("agent")
+    job.event("waiting")
+    job.spoil("agent.json")
+    os.kill(int(agent), signal.SIGKILL)
+    job.says("the agent cannot be started now")
+    process.send_signal(signal.SIGTERM)
+    assert job.finish()[0] == 143
+    assert job.files_left() == []
+
+
+def test_the_end_of_the_job_ends_a_launcher_that_cannot_start_its_agent(job: StandinJob) -> None:
+    job.start(behaviour="wait", STANDIN_MASTER="end-at-gate")
+    agent, *_ = job.event("agent")
+    job.event("waiting")
+    job.event("master")
+    job.spoil("agent.json")
+    os.kill(int(agent), signal.SIGKILL)
+    job.says("the agent cannot be started now")
+    job.open_gate()
+    assert job.finish()[0] == 0
+    assert job.files_left() == []
+
+
+def test_a_master_that_cannot_be_started_again_at_once_is_started_later(job: StandinJob) -> None:
+    job.start(behaviour="wait")
+    job.event("waiting")
+    master, *_ = job.event("master")
+    obstacle = job.spoil("master.json")
+    os.kill(int(master), signal.SIGKILL)
+    job.says("the master cannot be started now")
+    obstacle.rmdir()
+    job.event("master")
+    job.open_gate()
+    assert job.finish()[0] == 0
+    assert job.files_left() == []
+
+
 def test_an_agent_that_always_crashes_is_given_up(job: StandinJob) -> None:
     job.start(behaviour="crash")
     for _ in range(4):

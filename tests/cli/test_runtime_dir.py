@@ -23,14 +23,17 @@ from dlrover.cli.launcher import _write_outcome
 from dlrover.cli.runtime_dir import (
     LIFE_FILE,
     OWNER_FILE,
+    SAVING_FILE,
     NodeDirectory,
     Owner,
     describe_process,
+    directory_of,
     is_running,
     job_directory_name,
     list_nodes,
     reap,
     reap_in_passing,
+    saving_until,
     user_root,
     write_private,
 )
@@ -140,6 +143,29 @@ def test_who_lives_is_told_by_the_lock_and_not_by_the_pid(root: str) -> None:
     assert reap(root, older_than=0.0) == []
     assert os.path.isdir(elsewhere.path)
     elsewhere.remove()
+
+
+def test_whoever_knows_the_launcher_finds_out_until_when_its_agent_writes(root: str) -> None:
+    directory = NodeDirectory(root, "job", "a")
+    assert directory_of(directory.job_dir, os.getpid() + 1) is None
+    assert directory_of(directory.job_dir, os.getpid()) == directory.path
+    assert saving_until(directory.path) == 0.0
+    directory.write(SAVING_FILE, b"12.5")
+    assert saving_until(directory.path) == 12.5
+    directory.write(SAVING_FILE, b"")  # a full disk
+    assert saving_until(directory.path) == 0.0
+    directory.remove()
+    assert directory_of(directory.job_dir, os.getpid()) is None
+
+
+def test_a_file_that_says_so_already_is_not_written_again(root: str) -> None:
+    """A restart on a full disk needs no room."""
+    directory = NodeDirectory(root, "job", "a")
+    first = os.stat(directory.write("agent.json", b"{}"))
+    assert os.stat(directory.write("agent.json", b"{}")).st_ino == first.st_ino
+    with open(directory.write("agent.json", b"{ }"), "rb") as file:
+        assert file.read() == b"{ }"
+    directory.remove()
 
 
 def test_without_a_lock_the_pid_is_asked(root: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from dlrover.platforms.namespaces import available
-from tests.integration.jobs import SCRIPTS, JobFactory, Launched, kill, wait_until
+from tests.integration.jobs import DEADLINE, SCRIPTS, JobFactory, Launched, kill, wait_until
 
 SCRIPT = SCRIPTS / "plain_steps.py"
 JOB = "local-test"
@@ -31,11 +33,14 @@ class Line(NamedTuple):
 class LocalJob:
     """One `dlrover local` with workers that do not need torch: the nodes matter here, not what they train."""
 
-    def __init__(self, jobs: JobFactory, folder: Path, *options: str) -> None:
+    def __init__(self, jobs: JobFactory, folder: Path, *options: str, shell: str = "") -> None:
+        """`shell` is what a shell does before it becomes the host."""
         self.jobs = jobs
         self.folder = folder
         argv = [sys.executable, "-m", "dlrover.cli.main", "local", f"--job-name={JOB}", *options]
         argv += ["--", "--no-warm", "--shutdown-timeout=5", str(SCRIPT), str(folder)]
+        if shell:
+            argv = ["/bin/sh", "-c", f'{shell}; exec "$@"', "sh", *argv]
         self.host = Launched(argv, jobs.env(), folder, f"local-{len(jobs.launched)}")
         jobs.launched.append(self.host)
 
@@ -116,6 +121,61 @@ def test_a_lost_node_is_relaunched_and_the_death_of_the_master_restarts_nobody(j
     job.finish()
 
 
+def test_a_master_that_cannot_be_started_again_at_once_is_started_later(jobs, tmp_path):
+    """Something stands in the way of a file that is written for it, as on a full disk."""
+    job = LocalJob(jobs, tmp_path, "--nodes=1", "--netns=off")
+    job.trains(0, size=1)
+    [config] = jobs.runtime.rglob("master.json")
+    config.unlink()
+    config.mkdir()
+    kill(jobs.pids("dlrover.master")[0])
+    wait_until(lambda: "the master cannot be started now" in job.host.err, explain=lambda: job.host.err)
+    config.rmdir()
+    wait_until(lambda: "master epoch 2" in job.command("status", JOB), explain=lambda: job.host.err)
+    job.finish()
+
+
+def test_a_process_that_was_there_before_outlives_nodes_and_the_job(jobs, tmp_path):
+    note = tmp_path / "neighbour"
+    job = LocalJob(jobs, tmp_path, "--nodes=1", "--netns=off", shell=f"setsid sleep 300 & echo $! >{note}")
+    job.trains(0, size=1)
+    neighbour, life = int(note.read_text()), job.last(0).life
+    for pid in job.node(0):
+        kill(pid)
+    job.trains(0, size=1, after=life)
+    assert neighbour in jobs.processes()
+    job.finish()
+    assert neighbour in jobs.processes()
+    kill(neighbour)
+
+
+def test_the_snapshots_of_a_killed_node_go_with_it_and_those_of_the_living_stay(jobs, tmp_path):
+    argv = [sys.executable, "-m", "dlrover.cli.main", "local", "--nodes=2", "--netns=off", "--"]
+    host = Launched([*argv, str(SCRIPTS / "memory_save.py"), str(tmp_path)], jobs.env(), tmp_path, "local")
+    jobs.launched.append(host)
+
+    def homes() -> set[Path]:
+        return set(jobs.shared_memory.glob("dlrover-snapshots-*/*.node-*"))
+
+    def num_saved() -> int:
+        return len(list(tmp_path.glob("saved-*")))
+
+    wait_until(lambda: num_saved() == 2, explain=lambda: host.err)
+    first = homes()
+    assert len(first) == 2
+    launcher = next(
+        pid for pid in jobs.pids("dlrover.cli.run") if b"NODE_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
+    )
+    [agent] = [pid for pid in jobs.pids("dlrover.agent") if _parent(pid) == launcher]
+    kill(launcher)
+    kill(agent)
+    wait_until(lambda: num_saved() >= 4, explain=lambda: host.err)
+    wait_until(lambda: (len(homes()), len(homes() & first)) == (2, 1), explain=lambda: f"{homes()}\n{host.err}")
+    (tmp_path / "stop").touch()
+    assert host.wait() == 0, host.err
+    assert homes() == set()
+
+
 def test_a_launcher_that_is_killed_alone_is_a_lost_node(jobs, tmp_path):
     """Its agent hears it from the kernel, stops its workers and goes; then another node takes the rank."""
     job = LocalJob(jobs, tmp_path, "--nodes=2", "--netns=off")
@@ -171,6 +231,33 @@ def test_nodes_have_addresses_of_their_own_and_an_interrupt_ends_everything(jobs
     assert not [name for name in set(os.listdir("/run/netns")) - namespaces_before if _owner_is_gone(name)]
 
 
+def test_a_terminal_that_hangs_up_ends_the_job_with_the_exit_code_of_its_signal(jobs, tmp_path):
+    ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    argv = [sys.executable, "-m", "dlrover.cli.main", "local", "--nodes=1", "--netns=off", "--", "--no-warm"]
+    # The leader of a session gets the first terminal that it opens, and its signal.
+    host = subprocess.Popen(
+        ["/bin/sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', os.ttyname(theirs), *argv, str(SCRIPT), str(tmp_path)],
+        env=jobs.env(TERM="xterm"),
+        start_new_session=True,
+    )
+    shown = bytearray()
+
+    def is_training() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            shown.extend(os.read(ours, 65536))
+        return (tmp_path / "steps-0").exists() and b"running" in shown
+
+    try:
+        wait_until(is_training, explain=shown.decode)
+        for end in (theirs, ours):
+            os.close(end)
+        assert host.wait(DEADLINE) == 128 + signal.SIGHUP
+    finally:
+        host.kill()
+        host.wait()
+
+
 def test_nodes_follow_a_host_that_is_killed_and_clean_removes_the_rest(jobs, tmp_path):
     job = LocalJob(jobs, tmp_path, "--nodes=2")
     job.trains(0, 1, size=2)
@@ -194,6 +281,10 @@ def test_a_failure_is_reported_once_and_gives_the_exit_code(jobs, tmp_path):
     jobs.launched.append(host)
     assert host.wait() == 7, host.err
     assert host.err.count("first failure ") == 1, host.err
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _owner_is_gone(namespace: str) -> bool:

@@ -20,10 +20,18 @@ from dlrover.platforms.node_host import HostConfig, remove_left_behind
 from tests.platforms.contract import DEADLINE, JOB
 
 OBEDIENT = Path(__file__).with_name("obedient.py")
+SAVING_HOST = Path(__file__).with_name("saving_host.py")
 
 
 class LocalLab:
-    def __init__(self, directory: Path, *, capacity: int = 3, program: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        capacity: int = 3,
+        program: tuple[str, ...] = (),
+        host: tuple[str, ...] = ("-m", "dlrover.platforms.node_host"),
+    ) -> None:
         self.directory = directory
         config = HostConfig(
             directory=str(directory),
@@ -35,9 +43,7 @@ class LocalLab:
         )
         path = directory / "host.json"
         path.write_bytes(msgspec.json.encode(config))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "dlrover.platforms.node_host", path], stdout=subprocess.PIPE, text=True
-        )
+        self.process = subprocess.Popen([sys.executable, *host, path], stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], DEADLINE)[0], "the node host does not start"
         ready = msgspec.json.decode(self.process.stdout.readline())
@@ -102,6 +108,14 @@ def short_dir() -> Iterator[Path]:
     """pytest's own directories are too deep for unix sockets."""
     with tempfile.TemporaryDirectory(prefix="dlr-") as path:
         yield Path(path)
+
+
+@pytest.fixture
+def saving_lab(short_dir: Path) -> Iterator[LocalLab]:
+    """Its nodes say in the file `saving` until when they write."""
+    lab = LocalLab(short_dir, host=(str(SAVING_HOST),))
+    yield lab
+    lab.close()
 
 
 @pytest.fixture

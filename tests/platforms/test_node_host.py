@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,56 @@ async def test_a_node_that_ignores_the_signal_is_killed_after_its_grace_and_a_sh
         await platform.apply(remove(0, grace=0.1))
         seen = (await watch.until(0, NodePhase.DELETED)).node
     assert (seen.exit_code, seen.exit_reason) == (128 + signal.SIGKILL, NodeExit.KILLED)
+
+
+async def test_a_node_that_writes_its_last_checkpoint_is_not_told_to_hurry(saving_lab):
+    platform = saving_lab.platform()
+    await run_nodes(platform, 0)
+    (saving_lab.directory / "saving").write_text(f"{time.monotonic() + 1000}")
+    async with watching(platform) as watch:
+        await platform.apply(remove(0, grace=0.1))
+        saving_lab.end(0, 0)
+        seen = (await watch.until(0, NodePhase.DELETED)).node
+    assert seen.exit_code == 0  # a signal would have ended it with another
+
+
+async def test_a_node_that_writes_is_not_killed_when_its_grace_is_over(saving_lab):
+    platform = saving_lab.platform()
+    await run_nodes(platform, 0)
+    saving_lab.order(0, f"save on SIGTERM {time.monotonic() + 1000}")
+    saving_lab.order(0, "say ready")
+    await until(lambda: "ready" in saving_lab.log(0))
+    async with watching(platform) as watch:
+        await platform.apply(remove(0, grace=0.1))
+        await until(lambda: (saving_lab.directory / "looked").exists())
+        saving_lab.end(0, 0)
+        seen = (await watch.until(0, NodePhase.DELETED)).node
+    assert seen.exit_code == 0
+
+
+async def test_a_node_that_writes_ends_with_a_host_that_is_told_to_end(saving_lab):
+    platform = saving_lab.platform()
+    await run_nodes(platform, 0)
+    (saving_lab.directory / "saving").write_text(f"{time.monotonic() + 1000}")
+    await platform.apply(remove(0, grace=300.0))
+    await until(lambda: (saving_lab.directory / "looked").exists())
+    saving_lab.process.terminate()
+    await asyncio.to_thread(saving_lab.process.wait, DEADLINE)
+    assert saving_lab.processes() == []
+
+
+async def test_at_once_means_at_once_even_for_a_node_that_writes(saving_lab):
+    platform = saving_lab.platform()
+    await run_nodes(platform, 0)
+    saving_lab.order(0, "ignore SIGTERM")
+    saving_lab.order(0, "say deaf")
+    await until(lambda: "deaf" in saving_lab.log(0))
+    (saving_lab.directory / "saving").write_text(f"{time.monotonic() + 1000}")
+    async with watching(platform) as watch:
+        await platform.apply(remove(0, grace=300.0))
+        await platform.apply(remove(0, grace=0.0))
+        seen = (await watch.until(0, NodePhase.DELETED)).node
+    assert seen.exit_code == 128 + signal.SIGKILL
 
 
 async def test_a_node_knows_who_it_is_and_its_output_is_kept(local_lab):

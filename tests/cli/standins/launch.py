@@ -21,6 +21,11 @@ def fail(*_: object, **__: object) -> list[int]:
 
 if os.environ.get("STANDIN_SWEEP") == "fail":
     process_tree.kill_descendants = fail
-patience = Patience(find_master=float(os.environ.get("STANDIN_FIND_MASTER", "0.2")), agent_margin=0.2, master=0.2)
+patience = Patience(
+    find_master=float(os.environ.get("STANDIN_FIND_MASTER", "0.2")),
+    agent_margin=0.2,
+    master=0.2,
+    restart=float(os.environ.get("STANDIN_RESTART_PATIENCE", "60")),
+)
 launcher.launch = functools.partial(launcher.launch, programs=programs, patience=patience)
 sys.exit(run.main())
