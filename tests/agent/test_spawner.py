@@ -270,9 +270,10 @@ async def test_a_cancelled_start_leaves_nothing_behind(
         await asked
     assert num_descriptors() == before[0]
     os.kill(zygote, signal.SIGCONT)
-    await until_prepared(own_spawner)
+    leash = await own_spawner.spawn(**idle_order(tmp_path))  # behind the one that was cancelled
+    leash.close()
     await until(lambda: descendants(os.getpid(), keep=tree._keep()) == [])
-    assert len(os.listdir(f"/proc/{zygote}/fd")) == before[1]
+    await until(lambda: len(os.listdir(f"/proc/{zygote}/fd")) == before[1])
     assert own_spawner.zygote_pids == (zygote,)
     assert not (tmp_path / "mark").exists()
 
