@@ -199,10 +199,11 @@ class ShardReader:
         return self._feed.checkpoint()
 
     def restore(self, content: str) -> None:
+        """Raises Rejected, and then nothing has changed."""
+        self._feed.restore(content)
         with self._lock:
             self._out.clear()
             self._at.clear()
-        self._feed.restore(content)
 
     def stop_early(self, reason: str = "training stopped early") -> None:
         """The rest of the data is left unread on purpose: the job completes without it."""

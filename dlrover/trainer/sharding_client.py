@@ -20,7 +20,9 @@ import multiprocessing
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from msgspec import Struct
@@ -191,13 +193,28 @@ class ShardingClient:
         self._feed.flush()
         return self._feed.checkpoint(step)
 
-    def restore_shard_from_checkpoint(self, checkpoint: str) -> bool:
-        """Go back to it. What was fetched before belongs to the past. False, with a warning, if the text cannot be used."""
+    @contextmanager
+    def going_back(self) -> Iterator[None]:
+        """For a change of the books: what was fetched before it belongs to the past. If it fails all stays as it was."""
+        with self._feed.going_back():
+            yield
         with self._lock:
             self._pending.clear()
             self._left.clear()
+            self._num_fetched = 0
+
+    def restore_books(self, checkpoint: str) -> None:
+        """Within `going_back`. Raises Rejected if the text cannot be used."""
+        self._feed.restore_books(checkpoint)
+
+    def restore_shard_from_checkpoint(self, checkpoint: str) -> bool:
+        """
+        Go back to it. What was fetched before belongs to the past. False, with a warning, if the text cannot be used: then reading goes on as
+        before.
+        """
         try:
-            self._feed.restore(checkpoint)
+            with self.going_back():
+                self.restore_books(checkpoint)
         except Rejected as error:
             log.warning("%s", error)
             return False
@@ -210,13 +227,10 @@ class ShardingClient:
             self._max_shards = self._feed.state().num_shards * max(1, self._spec.num_epochs) // world_size
 
     def reset_dataset(self) -> None:
-        """Begin anew, from the first record of the first epoch."""
+        """Begin anew, from the first record of the first epoch. Raises Rejected for a stream, which goes on as before."""
         text = json.dumps({"dataset_name": self._spec.name, "todo": [], "doing": [], "epoch": 0, "splitter": None})
-        with self._lock:
-            self._pending.clear()
-            self._left.clear()
-            self._num_fetched = 0
-        self._feed.restore(text)
+        with self.going_back():
+            self.restore_books(text)
 
     def stop_early(self, reason: str = "training stopped early") -> None:
         """The rest of the data is left unread on purpose: the job completes without it."""
@@ -292,20 +306,24 @@ class IndexShardingClient(ShardingClient):
             except queue.Empty:
                 return
 
-    def restore_shard_from_checkpoint(self, checkpoint: str) -> bool:
-        self._stop_filling()
-        is_restored = super().restore_shard_from_checkpoint(checkpoint)
-        self._start_filling()
-        return is_restored
-
-    def reset_dataset(self) -> None:
-        self._stop_filling()
-        super().reset_dataset()
+    @contextmanager
+    def going_back(self) -> Iterator[None]:
+        self._pause_filling()
+        try:
+            with super().going_back():
+                yield
+        except BaseException:
+            self._fill_on()
+            raise
+        self._indices.cancel_join_thread()
+        self._indices.close()
         self._start_filling()
 
     def close(self) -> None:
         if os.getpid() == self._owner_pid:
-            self._stop_filling()
+            self._pause_filling()
+            self._indices.cancel_join_thread()
+            self._indices.close()
             super().close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -315,28 +333,36 @@ class IndexShardingClient(ShardingClient):
     def _start_filling(self) -> None:
         # Bounded: shards that lie here cannot be given to others.
         self._indices: Any = self._context.Queue(maxsize=max(2 * self._spec.shard_size, 2 * self._batch_size))
+        self._rest: Iterator[int] = iter(())
+        """Of the shard that is being queued."""
+        self._fill_on()
+
+    def _fill_on(self) -> None:
         self._stopping = threading.Event()
         self._filler = threading.Thread(target=self._fill, name="dlrover-indices", daemon=True)
         self._filler.start()
 
-    def _stop_filling(self) -> None:
+    def _pause_filling(self) -> None:
+        """What is queued stays there, for the case that filling goes on."""
         self._stopping.set()
-        while self._filler.is_alive():
-            self.clear_shard_queue()
-            self._filler.join(timeout=0.05)
-        self._indices.cancel_join_thread()
-        self._indices.close()
+        self._filler.join()
 
     def _fill(self) -> None:
         end = ""
         try:
-            while not self._stopping.is_set() and (task := self._next_task()) is not None:
-                for index in task.shard.record_indices:
-                    if not self._put(index):
-                        return
+            while self._queue_rest() and (task := self._next_task()) is not None:
+                self._rest = iter(task.shard.record_indices)
         except Exception as error:  # readers in other processes must hear of it
             end = f"{type(error).__name__}: {error}"
         self._put(end)
+
+    def _queue_rest(self) -> bool:
+        """False: filling shall stop."""
+        for index in self._rest:
+            if not self._put(index):
+                self._rest = chain((index,), self._rest)
+                return False
+        return not self._stopping.is_set()
 
     def _next_task(self) -> Task | None:
         while True:

@@ -171,6 +171,41 @@ def test_a_checkpoint_is_restored(link: WatchedLink) -> None:
     reader.close()
 
 
+def test_a_refused_checkpoint_changes_nothing(link: WatchedLink) -> None:
+    with client(link, size=32) as reader:
+        first = reader.fetch_shard()
+        assert first is not None
+        assert reader.restore_shard_from_checkpoint("rubbish") is False
+        assert reader.report_batch_done(8), "the shard is still ours"
+        rest = []
+        while (shard := reader.fetch_shard(timeout=30)) is not None:
+            rest.append(shard)
+            reader.report_batch_done(8)
+        assert records([first, *rest]) == Counter(range(32))
+        assert reader._feed.flush()
+        assert reader._feed.state().is_complete
+
+
+def test_a_stream_that_cannot_begin_anew_goes_on(link: WatchedLink) -> None:
+    with client(link, size=30, storage_type="kafka", partitions={"p0": 0}) as reader:
+        first = reader.fetch_shard()
+        assert first is not None
+        with pytest.raises(Rejected, match="Nothing has changed"):
+            reader.reset_dataset()
+        assert reader.report_batch_done(8), "the shard is still ours"
+        rest = reader.fetch_shard(timeout=10)
+        assert rest is not None
+        assert rest.start == 8
+
+
+def test_a_closed_client_says_so_instead_of_waiting(link: WatchedLink) -> None:
+    reader = client(link)
+    reader.fetch_shard()
+    reader.close()
+    with pytest.raises(DataUnavailable, match="closed"):
+        reader.fetch_shard()
+
+
 def test_a_dataset_can_begin_anew(link: WatchedLink) -> None:
     with client(link, size=32) as reader:
         assert records(list(read(reader))) == Counter(range(32))
@@ -280,3 +315,11 @@ def test_the_indices_begin_again_after_a_restore(link: WatchedLink) -> None:
         reader.fetch_sample_index()
     assert sorted(first + rest) == list(range(32))
     reader.close()
+
+
+def test_the_indices_go_on_after_a_refused_restore(link: WatchedLink) -> None:
+    with IndexShardingClient("i", 4, 1, 64, num_minibatches_per_shard=2, link=link) as reader:
+        seen = [reader.fetch_sample_index() for _ in range(5)]
+        assert reader.restore_shard_from_checkpoint("rubbish") is False
+        seen += [reader.fetch_sample_index() for _ in range(59)]
+        assert seen == list(range(64))
