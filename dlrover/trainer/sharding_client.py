@@ -46,6 +46,9 @@ _STORAGES = {
     "kafka": Storage.STREAM,
 }
 
+_LOOK = 0.5
+"""Seconds after which a thread that waits for others looks whether it shall stop."""
+
 
 class Shard(Struct, frozen=True):
     """Records that are this worker's to read."""
@@ -280,7 +283,8 @@ class IndexShardingClient(ShardingClient):
     """
     Hands out single records to several processes: those of a DataLoader, forked or spawned after this was made.
 
-    A thread of the process that made it fills a queue; `report_batch_done` is called there, too.
+    A thread of the process that made it fills a queue; `report_batch_done` is called there, too. It takes no shard before the first record is
+    wanted: until then the ranks may still agree on where the data go on.
     """
 
     def __init__(self, *args: Any, num_workers: int = 1, **options: Any) -> None:
@@ -292,6 +296,7 @@ class IndexShardingClient(ShardingClient):
 
     def fetch_sample_index(self) -> int:
         """The number of the next record. Raises StopIteration at the end of the data, in every process that asks."""
+        self._is_wanted.set()
         index = self._indices.get()
         if isinstance(index, str):
             self._indices.put(index)  # for the others
@@ -328,11 +333,14 @@ class IndexShardingClient(ShardingClient):
 
     def __getstate__(self) -> dict[str, Any]:
         """For a spawned process: the queue, and nothing that belongs to this one."""
-        return {"_indices": self._indices, "_owner_pid": self._owner_pid, "_num_workers": self._num_workers}
+        shared = {"_indices": self._indices, "_is_wanted": self._is_wanted}
+        return {**shared, "_owner_pid": self._owner_pid, "_num_workers": self._num_workers}
 
     def _start_filling(self) -> None:
         # Bounded: shards that lie here cannot be given to others.
         self._indices: Any = self._context.Queue(maxsize=max(2 * self._spec.shard_size, 2 * self._batch_size))
+        self._is_wanted: Any = self._context.Event()
+        """Some process has asked for a record."""
         self._rest: Iterator[int] = iter(())
         """Of the shard that is being queued."""
         self._fill_on()
@@ -350,6 +358,9 @@ class IndexShardingClient(ShardingClient):
     def _fill(self) -> None:
         end = ""
         try:
+            while not self._is_wanted.wait(_LOOK):
+                if self._stopping.is_set():
+                    return
             while self._queue_rest() and (task := self._next_task()) is not None:
                 self._rest = iter(task.shard.record_indices)
         except Exception as error:  # readers in other processes must hear of it
@@ -367,7 +378,7 @@ class IndexShardingClient(ShardingClient):
     def _next_task(self) -> Task | None:
         while True:
             try:
-                return self.get_task(0.5)
+                return self.get_task(_LOOK)
             except TimeoutError:
                 if self._stopping.is_set():
                     return None
@@ -375,7 +386,7 @@ class IndexShardingClient(ShardingClient):
     def _put(self, value: int | str) -> bool:
         while not self._stopping.is_set():
             try:
-                self._indices.put(value, timeout=0.5)
+                self._indices.put(value, timeout=_LOOK)
                 return True
             except queue.Full:
                 continue

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
+from dlrover.protocol.errors import DLRoverError, Rejected
 from dlrover.trainer.sharding_client import IndexShardingClient
 
 
@@ -69,14 +70,36 @@ class ElasticDataset(Dataset[Any], ABC):  # type: ignore[misc]  # torch is not f
             return None
         return {"shards": self._client.get_shard_checkpoint()}
 
-    def load_state_dict(self, state: dict[str, str]) -> None:
-        """All ranks call it: rank 0 restores, the others wait for that."""
+    def load_state_dict(self, state: dict[str, str] | None) -> None:
+        """
+        All ranks call it, with what `state_dict` gave them: rank 0 restores, and all drop what they had taken before. Raises Rejected on all
+        of them if the state cannot be used; then reading goes on as before.
+        """
         is_grouped = dist.is_available() and dist.is_initialized()
-        if not is_grouped or dist.get_rank() == 0:
-            self._client.restore_shard_from_checkpoint(state["shards"])
-        if is_grouped:
-            dist.barrier()
+        with self._client.going_back():
+            if is_grouped:
+                dist.barrier()  # nobody takes anything of the old books after this, or of the new ones before all have dropped the old
+            trouble = ""
+            if not is_grouped or dist.get_rank() == 0:
+                trouble = self._restored(state)
+            if is_grouped:
+                told = [trouble]
+                dist.broadcast_object_list(told, src=0)
+                trouble = told[0]
+            if trouble:
+                raise Rejected(trouble, code="malformed")
         self._client.set_max_shard_count()
+
+    def _restored(self, state: dict[str, str] | None) -> str:
+        """Why it cannot be; empty: it is."""
+        text = (state or {}).get("shards")
+        if text is None:
+            return "Rank 0 has no state of the data to load: give it what state_dict() returned there."
+        try:
+            self._client.restore_books(text)
+        except DLRoverError as error:
+            return str(error)
+        return ""
 
     def close(self) -> None:
         self._client.close()
