@@ -246,6 +246,11 @@ class ShardFeed:
             self._live()  # others may wait for a shard
             raise
         self._begin()
+        self._live()
+
+    def start(self) -> None:
+        """Have the thread run: a process that is forked while another thread starts one may die of it."""
+        self._live()
 
     def restore(self, content: str) -> DatasetState:
         """Go back to a dataset checkpoint. Raises Rejected if that cannot be used."""

@@ -155,6 +155,10 @@ class ShardReader:
         """Guards the two above: a thread takes for other processes while the training thread reports."""
         self._watch: TailWatch | None = None
 
+    def start(self) -> None:
+        """Before processes are forked that will read: no thread may start meanwhile."""
+        self._feed.start()
+
     def take(self, timeout: float | None = None) -> Shard | None:
         """The next shard; None at the end of the data. Raises TimeoutError, DataUnavailable, and what a watched source says."""
         if not isinstance(self.source, DirectoryTail):

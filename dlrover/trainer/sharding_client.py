@@ -206,6 +206,10 @@ class ShardingClient:
             self._left.clear()
             self._num_fetched = 0
 
+    def start(self) -> None:
+        """Before processes are forked that will read: no thread may start meanwhile. Nothing is fetched yet."""
+        self._feed.start()
+
     def restore_books(self, checkpoint: str) -> None:
         """Within `going_back`. Raises Rejected if the text cannot be used."""
         self._feed.restore_books(checkpoint)
@@ -285,6 +289,9 @@ class IndexShardingClient(ShardingClient):
 
     A thread of the process that made it fills a queue; `report_batch_done` is called there, too. It takes no shard before the first record is
     wanted: until then the ranks may still agree on where the data go on.
+
+    Reports count records in the order of the queue. Who reads in several processes and makes batches of what each got reports others than those
+    in the batch, unless all that is queued is used before anything is saved: `ElasticDataset` deals out records by batch instead.
     """
 
     def __init__(self, *args: Any, num_workers: int = 1, **options: Any) -> None:

@@ -14,8 +14,11 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
 
-from dlrover.protocol.errors import Rejected  # noqa: E402
+from dlrover.protocol.data_messages import Consumption, ExchangeShards, ShardsGiven  # noqa: E402
+from dlrover.protocol.errors import ConfigError, Rejected  # noqa: E402
+from dlrover.trainer.shard_feed import DataUnavailable  # noqa: E402
 from dlrover.trainer.sharding_client import IndexShardingClient  # noqa: E402
 from dlrover.trainer.stand_in import StandIn  # noqa: E402
 from dlrover.trainer.torch.elastic_dataset import ElasticDataset  # noqa: E402
@@ -54,6 +57,121 @@ def test_a_state_that_cannot_be_used_is_an_error_and_reading_goes_on() -> None:
             dataset.load_state_dict(state)
     seen += [dataset[0] for _ in range(61)]
     assert seen == list(range(64))
+    dataset.close()
+
+
+@pytest.mark.parametrize(("num_workers", "method"), [(0, None), (1, "fork"), (2, "fork"), (2, "spawn")])
+def test_a_report_names_the_records_of_the_batch(num_workers: int, method: str | None) -> None:
+    """Processes read ahead and at different speeds, and what they have read ahead is not reported."""
+    dataset = numbers(StandIn(), shuffle=True)
+    seen: list[int] = []
+    for batch in DataLoader(dataset, 4, num_workers=num_workers, multiprocessing_context=method):
+        seen += batch.tolist()
+        dataset.step()
+        if len(seen) == 20:
+            break
+    assert Counter(unread(dataset) + seen) == Counter(range(64))
+    for batch in DataLoader(dataset, 4, num_workers=num_workers, multiprocessing_context=method):
+        seen += batch.tolist()
+        dataset.step()
+    assert Counter(seen) == Counter(range(64)), "the second pass begins with what the first read ahead"
+    assert unread(dataset) == []
+    dataset.close()
+
+
+def unread(dataset: Numbers) -> list[int]:
+    """What a new job would read that goes on from here."""
+    state = dataset.state_dict()
+    assert state is not None
+    other = numbers(StandIn(), shuffle=True)
+    other.load_state_dict(state)
+    found = [record for batch in DataLoader(other, 4) for record in batch.tolist()]
+    other.close()
+    return found
+
+
+def test_processes_that_live_on_begin_a_second_pass_with_what_is_unread() -> None:
+    dataset = numbers(StandIn())
+    loader = DataLoader(dataset, 4, num_workers=2, persistent_workers=True)
+    first = next(iter(loader)).tolist()
+    dataset.step()
+    seen = list(first)
+    for batch in loader:
+        seen += batch.tolist()
+        dataset.step()
+    assert seen == list(range(64))
+    dataset.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_last_batch_is_short_and_reported_as_it_is(num_workers: int) -> None:
+    """The rest of the records is another rank's, so the data end in the middle of a batch."""
+    job = SharedJob(2)
+    dataset = numbers(RankLink(job, 0), 22)
+    given = job.ask(1, ExchangeShards(dataset="numbers", want=1))
+    assert isinstance(given, ShardsGiven)
+    [other] = given.shards
+    assert (other.start, other.end) == (0, 8)
+    sizes, seen = [], []
+    for batch in DataLoader(dataset, 4, num_workers=num_workers):
+        sizes.append(len(batch))
+        seen += batch.tolist()
+        dataset.step()
+        if len(seen) == 14:
+            job.ask(1, ExchangeShards(dataset="numbers", consumed=(Consumption(other.id, 8),)))
+    assert (sizes, seen) == ([4, 4, 4, 2], list(range(8, 22)))
+    assert dataset._client._feed.flush()
+    assert dataset._client._feed.state().is_complete
+    dataset.close()
+
+
+def test_a_report_never_names_more_than_was_handed_out() -> None:
+    dataset = numbers(StandIn())
+    assert dataset.__getitems__([0, 1]) == [0, 1]
+    dataset.step(4)
+    dataset.step()
+    assert json.loads(dataset.state_dict()["shards"])["num_consumed"] == 2  # type: ignore[index]
+    assert [dataset[0] for _ in range(6)] == [2, 3, 4, 5, 6, 7]
+    dataset.step()
+    assert json.loads(dataset.state_dict()["shards"])["num_consumed"] == 6, "a batch of single ones"  # type: ignore[index]
+    dataset.close()
+
+
+@pytest.mark.parametrize("batch_size", [4, 1])
+def test_another_order_of_the_positions_is_an_error_where_processes_read(batch_size: int) -> None:
+    dataset = numbers(StandIn())
+    positions = list(reversed(range(64)))
+    with pytest.raises((ConfigError, DataUnavailable), match="no sampler"):
+        list(DataLoader(dataset, batch_size, sampler=positions, num_workers=2))
+    dataset.close()
+
+
+def test_a_pass_ends_when_the_data_go_back() -> None:
+    dataset = numbers(StandIn())
+    state = dataset.state_dict()
+    batches = iter(DataLoader(dataset, 4, num_workers=1))
+    next(batches)
+    dataset.load_state_dict(state)
+    with pytest.raises(DataUnavailable, match="Iterate anew"):
+        list(batches)
+    assert next(iter(DataLoader(dataset, 4, num_workers=1))).tolist() == [0, 1, 2, 3]
+    dataset.close()
+
+
+class Doubled(Numbers):
+    def __getitem__(self, position: int) -> int:
+        return 2 * int(super().__getitem__(position))
+
+
+def test_a_subclass_may_make_its_records_itself() -> None:
+    dataset = Doubled("numbers", 10, 4, 1, link=StandIn())
+    found = []
+    for batch in DataLoader(dataset, 4, num_workers=2):
+        found.append(batch.tolist())
+        dataset.step()
+    assert found == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18]]
+    assert dataset._client._feed.flush()
+    assert dataset._client._feed.state().is_complete
     dataset.close()
 
 
