@@ -182,6 +182,15 @@ class ShardFeed:
             self._waived = reason
             self._news.notify_all()
 
+    def leave_rest(self, reason: str) -> None:
+        """This worker takes no more: what is ahead here is for the others, and the job does not fail for what they leave."""
+        with self._live():
+            self._waived = reason
+            self._is_reading = False
+            self._unused += [shard.id for shard in self._queue]
+            self._queue.clear()
+            self._news.notify_all()
+
     def extend(self, ends: dict[str, int], *, is_over: bool = False) -> None:
         """Of a stream that grows: partitions reach this far now. Who waits here looks at once."""
         round_, local_rank = self._who
@@ -368,7 +377,7 @@ class ShardFeed:
         with self._news:
             del self._unanswered[: self._told]
             self.is_late = False  # it is there: the next save may wait for it again
-            if self._is_closing:
+            if self._is_closing or not self._is_reading:
                 self._unused += [shard.id for shard in given.shards]
             else:
                 self._queue.extend(given.shards)

@@ -124,7 +124,7 @@ class ShardingClient:
         """Records of pending tasks that are not reported."""
         self._num_batches = 0
         self._num_fetched = 0
-        self._max_shards = 0
+        self._has_limit, self._max_shards = False, 0
 
     @property
     def dataset_name(self) -> str:
@@ -140,8 +140,8 @@ class ShardingClient:
 
     def get_task(self, timeout: float | None = None) -> Task | None:
         with self._lock:
-            if self._max_shards and self._num_fetched >= self._max_shards:
-                self._feed.waive("every rank takes equally many shards")
+            if self._has_limit and self._num_fetched >= self._max_shards:
+                self._feed.leave_rest("every rank takes equally many shards")
                 return None
         lease = self._feed.take(timeout)
         if lease is None:
@@ -228,10 +228,26 @@ class ShardingClient:
         return True
 
     def set_max_shard_count(self) -> None:
-        """Let every worker of a synchronous job take the same number of shards: the total divided by WORLD_SIZE."""
+        """
+        Let every worker of a synchronous job take the same number of shards: what is left, divided by WORLD_SIZE.
+
+        To be called when the model is loaded, by all before any of them reports: what others hold counts as left. Parts of shards that a crash or a
+        slow worker left count as shards.
+        """
         world_size = int(os.environ.get("WORLD_SIZE", "0"))
-        if world_size > 0:
-            self._max_shards = self._feed.state().num_shards * max(1, self._spec.num_epochs) // world_size
+        if world_size <= 0:
+            return
+        state = self._feed.state()
+        if self._spec.storage is Storage.STREAM:
+            num_left = state.num_shards * max(1, self._spec.num_epochs)
+        else:
+            # At least so many: no part is greater than a shard.
+            num_left = -(-(state.num_todo + state.num_doing) // self._spec.shard_size)
+            num_left += state.num_shards * max(0, self._spec.num_epochs - state.epoch - 1)
+        with self._lock:
+            # Of a stream nobody may know how many there are. Otherwise nothing for each is a limit, too.
+            self._has_limit = self._spec.storage is not Storage.STREAM or num_left >= world_size
+            self._max_shards = self._num_fetched - len(self._pending) + num_left // world_size
 
     def reset_dataset(self) -> None:
         """Begin anew, from the first record of the first epoch. Raises Rejected for a stream, which goes on as before."""

@@ -16,9 +16,11 @@ import pytest
 from dlrover.protocol.data_messages import ExchangeShards, TaskType
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.messages import Reply, WorkerRequest
+from dlrover.trainer.agent_link import Link
 from dlrover.trainer.shard_feed import DataUnavailable
 from dlrover.trainer.sharding_client import IndexShardingClient, Shard, ShardingClient
 from dlrover.trainer.stand_in import StandIn
+from tests.trainer.shared_job import RankLink, SharedJob
 
 
 class WatchedLink:
@@ -48,7 +50,7 @@ def link() -> WatchedLink:
     return WatchedLink()
 
 
-def client(link: WatchedLink, size: int = 100, batch: int = 4, epochs: int = 1, **options: Any) -> ShardingClient:
+def client(link: Link, size: int = 100, batch: int = 4, epochs: int = 1, **options: Any) -> ShardingClient:
     return ShardingClient("d", batch, epochs, size, link=link, **({"num_minibatches_per_shard": 2} | options))
 
 
@@ -220,6 +222,24 @@ def test_synchronous_workers_take_equal_numbers(link: WatchedLink, monkeypatch: 
         assert len(list(read(reader))) == 3
         reader.close()
     assert [each.waived for each in link.exchanges if each.waived] == ["every rank takes equally many shards"]
+
+
+def test_equal_numbers_are_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart in the middle. Whoever is quicker has more ahead than its share, and gives it back."""
+    job = SharedJob(2)
+    with client(RankLink(job, 0), size=80) as before:
+        shards = read(before)
+        for _ in range(7):
+            next(shards)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    readers = [client(RankLink(job, rank), size=80, ahead=4) for rank in (0, 1)]
+    for reader in readers:
+        reader.set_max_shard_count()
+    seen = [list(read(reader)) for reader in readers]
+    assert [len(each) for each in seen] == [2, 2]
+    assert records(seen[0] + seen[1]) == Counter(range(48, 80))
+    for reader in readers:
+        reader.close()
 
 
 def test_who_stops_early_says_so(link: WatchedLink) -> None:
