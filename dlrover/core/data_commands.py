@@ -172,7 +172,8 @@ def _extend_stream(command: ExtendStream, course: Course) -> Reply:
     check_partitions(command.partitions)
     check_partitions(command.ends)
     unknown = [part for part in command.ends if part not in dataset.offsets and part not in command.partitions]
-    if unknown or len(dataset.offsets) + len(command.partitions) > MAX_PARTITIONS:
+    num_partitions = len(dataset.offsets | command.partitions)  # a restarted watch names known ones again
+    if unknown or num_partitions > MAX_PARTITIONS:
         raise Rejected(
             f"{command.dataset!r} has no partitions {unknown[:8]}."
             if unknown

@@ -17,7 +17,8 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from dlrover.protocol.data_messages import (
     NO_STEP,
@@ -123,6 +124,8 @@ class ShardFeed:
                     raise self._trouble
                 if self._is_ended:
                     return None
+                if self._is_closing:
+                    raise DataUnavailable(f"The shards of {self.spec.name!r} were closed here; nothing comes any more.")
                 self._num_waiting += 1
                 self._news.notify_all()
                 try:
@@ -179,6 +182,15 @@ class ShardFeed:
             self._waived = reason
             self._news.notify_all()
 
+    def leave_rest(self, reason: str) -> None:
+        """This worker takes no more: what is ahead here is for the others, and the job does not fail for what they leave."""
+        with self._live():
+            self._waived = reason
+            self._is_reading = False
+            self._unused += [shard.id for shard in self._queue]
+            self._queue.clear()
+            self._news.notify_all()
+
     def extend(self, ends: dict[str, int], *, is_over: bool = False) -> None:
         """Of a stream that grows: partitions reach this far now. Who waits here looks at once."""
         round_, local_rank = self._who
@@ -228,13 +240,37 @@ class ShardFeed:
         assert isinstance(reply, DataCheckpoint), reply
         return reply.content
 
-    def restore(self, content: str) -> DatasetState:
-        """Go back to a dataset checkpoint. What is ahead here belongs to the past and is dropped."""
+    @contextmanager
+    def going_back(self) -> Iterator[None]:
+        """
+        For a change of the books: within, nothing is taken or told. After it all that was held here belongs to the past and is dropped; but if it
+        fails, reading goes on as if nothing had been.
+        """
         self._stop()
+        try:
+            yield
+        except BaseException:
+            with self._news:
+                self._is_closed = False
+            self._live()  # others may wait for a shard
+            raise
+        self._begin()
+        self._live()
+
+    def start(self) -> None:
+        """Have the thread run: a process that is forked while another thread starts one may die of it."""
+        self._live()
+
+    def restore(self, content: str) -> DatasetState:
+        """Go back to a dataset checkpoint. Raises Rejected if that cannot be used."""
+        with self.going_back():
+            return self.restore_books(content)
+
+    def restore_books(self, content: str) -> DatasetState:
+        """The same within `going_back`."""
         round_, local_rank = self._who
         reply = self._ask(RestoreDataset(dataset=self.spec.name, content=content, round=round_, local_rank=local_rank))
         assert isinstance(reply, DatasetState), reply
-        self._begin()
         return reply
 
     def at_exit(self) -> None:
@@ -313,6 +349,7 @@ class ShardFeed:
             while not (self._has_news or self._is_closed or self._is_hungry):
                 self._news.wait()
             if self._is_closed and not self._has_news:
+                self._thread = None  # the next one to read starts another, if reading goes on
                 return None
             message = ExchangeShards(
                 dataset=self.spec.name,
@@ -340,12 +377,14 @@ class ShardFeed:
         with self._news:
             del self._unanswered[: self._told]
             self.is_late = False  # it is there: the next save may wait for it again
-            if self._is_closing:
+            if self._is_closing or not self._is_reading:
                 self._unused += [shard.id for shard in given.shards]
             else:
                 self._queue.extend(given.shards)
             self._hand_back(given.recalled)
-            self._is_ended = self._is_ended or given.supply is Supply.END
+            # What was given back since we asked will come again, perhaps to us.
+            has_given_back = bool(self._unused or self._failed)
+            self._is_ended = self._is_ended or (given.supply is Supply.END and not has_given_back)
             self._news.notify_all()
             if given.supply is Supply.WAIT:
                 # Others hold the rest. They may come any time; meanwhile our own reports go on.
@@ -378,6 +417,7 @@ class ShardFeed:
     def _stop(self) -> None:
         with self._news:
             self._is_closed = True
+            thread = self._thread
             self._news.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout=10.0)
+        if thread is not None:
+            thread.join(timeout=10.0)

@@ -155,6 +155,10 @@ class ShardReader:
         """Guards the two above: a thread takes for other processes while the training thread reports."""
         self._watch: TailWatch | None = None
 
+    def start(self) -> None:
+        """Before processes are forked that will read: no thread may start meanwhile."""
+        self._feed.start()
+
     def take(self, timeout: float | None = None) -> Shard | None:
         """The next shard; None at the end of the data. Raises TimeoutError, DataUnavailable, and what a watched source says."""
         if not isinstance(self.source, DirectoryTail):
@@ -199,10 +203,11 @@ class ShardReader:
         return self._feed.checkpoint()
 
     def restore(self, content: str) -> None:
+        """Raises Rejected, and then nothing has changed."""
+        self._feed.restore(content)
         with self._lock:
             self._out.clear()
             self._at.clear()
-        self._feed.restore(content)
 
     def stop_early(self, reason: str = "training stopped early") -> None:
         """The rest of the data is left unread on purpose: the job completes without it."""

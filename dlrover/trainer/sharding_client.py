@@ -20,7 +20,9 @@ import multiprocessing
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from msgspec import Struct
@@ -43,6 +45,9 @@ _STORAGES = {
     "sls": Storage.STREAM,
     "kafka": Storage.STREAM,
 }
+
+_LOOK = 0.5
+"""Seconds after which a thread that waits for others looks whether it shall stop."""
 
 
 class Shard(Struct, frozen=True):
@@ -119,7 +124,7 @@ class ShardingClient:
         """Records of pending tasks that are not reported."""
         self._num_batches = 0
         self._num_fetched = 0
-        self._max_shards = 0
+        self._has_limit, self._max_shards = False, 0
 
     @property
     def dataset_name(self) -> str:
@@ -135,8 +140,8 @@ class ShardingClient:
 
     def get_task(self, timeout: float | None = None) -> Task | None:
         with self._lock:
-            if self._max_shards and self._num_fetched >= self._max_shards:
-                self._feed.waive("every rank takes equally many shards")
+            if self._has_limit and self._num_fetched >= self._max_shards:
+                self._feed.leave_rest("every rank takes equally many shards")
                 return None
         lease = self._feed.take(timeout)
         if lease is None:
@@ -191,32 +196,64 @@ class ShardingClient:
         self._feed.flush()
         return self._feed.checkpoint(step)
 
-    def restore_shard_from_checkpoint(self, checkpoint: str) -> bool:
-        """Go back to it. What was fetched before belongs to the past. False, with a warning, if the text cannot be used."""
+    @contextmanager
+    def going_back(self) -> Iterator[None]:
+        """For a change of the books: what was fetched before it belongs to the past. If it fails all stays as it was."""
+        with self._feed.going_back():
+            yield
         with self._lock:
             self._pending.clear()
             self._left.clear()
+            self._num_fetched = 0
+
+    def start(self) -> None:
+        """Before processes are forked that will read: no thread may start meanwhile. Nothing is fetched yet."""
+        self._feed.start()
+
+    def restore_books(self, checkpoint: str) -> None:
+        """Within `going_back`. Raises Rejected if the text cannot be used."""
+        self._feed.restore_books(checkpoint)
+
+    def restore_shard_from_checkpoint(self, checkpoint: str) -> bool:
+        """
+        Go back to it. What was fetched before belongs to the past. False, with a warning, if the text cannot be used: then reading goes on as
+        before.
+        """
         try:
-            self._feed.restore(checkpoint)
+            with self.going_back():
+                self.restore_books(checkpoint)
         except Rejected as error:
             log.warning("%s", error)
             return False
         return True
 
     def set_max_shard_count(self) -> None:
-        """Let every worker of a synchronous job take the same number of shards: the total divided by WORLD_SIZE."""
+        """
+        Let every worker of a synchronous job take the same number of shards: what is left, divided by WORLD_SIZE.
+
+        To be called when the model is loaded, by all before any of them reports: what others hold counts as left. Parts of shards that a crash or a
+        slow worker left count as shards.
+        """
         world_size = int(os.environ.get("WORLD_SIZE", "0"))
-        if world_size > 0:
-            self._max_shards = self._feed.state().num_shards * max(1, self._spec.num_epochs) // world_size
+        if world_size <= 0:
+            return
+        state = self._feed.state()
+        if self._spec.storage is Storage.STREAM:
+            num_left = state.num_shards * max(1, self._spec.num_epochs)
+        else:
+            # At least so many: no part is greater than a shard.
+            num_left = -(-(state.num_todo + state.num_doing) // self._spec.shard_size)
+            num_left += state.num_shards * max(0, self._spec.num_epochs - state.epoch - 1)
+        with self._lock:
+            # Of a stream nobody may know how many there are. Otherwise nothing for each is a limit, too.
+            self._has_limit = self._spec.storage is not Storage.STREAM or num_left >= world_size
+            self._max_shards = self._num_fetched - len(self._pending) + num_left // world_size
 
     def reset_dataset(self) -> None:
-        """Begin anew, from the first record of the first epoch."""
+        """Begin anew, from the first record of the first epoch. Raises Rejected for a stream, which goes on as before."""
         text = json.dumps({"dataset_name": self._spec.name, "todo": [], "doing": [], "epoch": 0, "splitter": None})
-        with self._lock:
-            self._pending.clear()
-            self._left.clear()
-            self._num_fetched = 0
-        self._feed.restore(text)
+        with self.going_back():
+            self.restore_books(text)
 
     def stop_early(self, reason: str = "training stopped early") -> None:
         """The rest of the data is left unread on purpose: the job completes without it."""
@@ -266,7 +303,11 @@ class IndexShardingClient(ShardingClient):
     """
     Hands out single records to several processes: those of a DataLoader, forked or spawned after this was made.
 
-    A thread of the process that made it fills a queue; `report_batch_done` is called there, too.
+    A thread of the process that made it fills a queue; `report_batch_done` is called there, too. It takes no shard before the first record is
+    wanted: until then the ranks may still agree on where the data go on.
+
+    Reports count records in the order of the queue. Who reads in several processes and makes batches of what each got reports others than those
+    in the batch, unless all that is queued is used before anything is saved: `ElasticDataset` deals out records by batch instead.
     """
 
     def __init__(self, *args: Any, num_workers: int = 1, **options: Any) -> None:
@@ -278,6 +319,7 @@ class IndexShardingClient(ShardingClient):
 
     def fetch_sample_index(self) -> int:
         """The number of the next record. Raises StopIteration at the end of the data, in every process that asks."""
+        self._is_wanted.set()
         index = self._indices.get()
         if isinstance(index, str):
             self._indices.put(index)  # for the others
@@ -292,56 +334,74 @@ class IndexShardingClient(ShardingClient):
             except queue.Empty:
                 return
 
-    def restore_shard_from_checkpoint(self, checkpoint: str) -> bool:
-        self._stop_filling()
-        is_restored = super().restore_shard_from_checkpoint(checkpoint)
-        self._start_filling()
-        return is_restored
-
-    def reset_dataset(self) -> None:
-        self._stop_filling()
-        super().reset_dataset()
+    @contextmanager
+    def going_back(self) -> Iterator[None]:
+        self._pause_filling()
+        try:
+            with super().going_back():
+                yield
+        except BaseException:
+            self._fill_on()
+            raise
+        self._indices.cancel_join_thread()
+        self._indices.close()
         self._start_filling()
 
     def close(self) -> None:
         if os.getpid() == self._owner_pid:
-            self._stop_filling()
+            self._pause_filling()
+            self._indices.cancel_join_thread()
+            self._indices.close()
             super().close()
 
     def __getstate__(self) -> dict[str, Any]:
         """For a spawned process: the queue, and nothing that belongs to this one."""
-        return {"_indices": self._indices, "_owner_pid": self._owner_pid, "_num_workers": self._num_workers}
+        shared = {"_indices": self._indices, "_is_wanted": self._is_wanted}
+        return {**shared, "_owner_pid": self._owner_pid, "_num_workers": self._num_workers}
 
     def _start_filling(self) -> None:
         # Bounded: shards that lie here cannot be given to others.
         self._indices: Any = self._context.Queue(maxsize=max(2 * self._spec.shard_size, 2 * self._batch_size))
+        self._is_wanted: Any = self._context.Event()
+        """Some process has asked for a record."""
+        self._rest: Iterator[int] = iter(())
+        """Of the shard that is being queued."""
+        self._fill_on()
+
+    def _fill_on(self) -> None:
         self._stopping = threading.Event()
         self._filler = threading.Thread(target=self._fill, name="dlrover-indices", daemon=True)
         self._filler.start()
 
-    def _stop_filling(self) -> None:
+    def _pause_filling(self) -> None:
+        """What is queued stays there, for the case that filling goes on."""
         self._stopping.set()
-        while self._filler.is_alive():
-            self.clear_shard_queue()
-            self._filler.join(timeout=0.05)
-        self._indices.cancel_join_thread()
-        self._indices.close()
+        self._filler.join()
 
     def _fill(self) -> None:
         end = ""
         try:
-            while not self._stopping.is_set() and (task := self._next_task()) is not None:
-                for index in task.shard.record_indices:
-                    if not self._put(index):
-                        return
+            while not self._is_wanted.wait(_LOOK):
+                if self._stopping.is_set():
+                    return
+            while self._queue_rest() and (task := self._next_task()) is not None:
+                self._rest = iter(task.shard.record_indices)
         except Exception as error:  # readers in other processes must hear of it
             end = f"{type(error).__name__}: {error}"
         self._put(end)
 
+    def _queue_rest(self) -> bool:
+        """False: filling shall stop."""
+        for index in self._rest:
+            if not self._put(index):
+                self._rest = chain((index,), self._rest)
+                return False
+        return not self._stopping.is_set()
+
     def _next_task(self) -> Task | None:
         while True:
             try:
-                return self.get_task(0.5)
+                return self.get_task(_LOOK)
             except TimeoutError:
                 if self._stopping.is_set():
                     return None
@@ -349,7 +409,7 @@ class IndexShardingClient(ShardingClient):
     def _put(self, value: int | str) -> bool:
         while not self._stopping.is_set():
             try:
-                self._indices.put(value, timeout=0.5)
+                self._indices.put(value, timeout=_LOOK)
                 return True
             except queue.Full:
                 continue

@@ -11,6 +11,7 @@ from dlrover.core.data_books import MAX_RESTORED, RESTORE_PATIENCE, DataBooks, s
 from dlrover.core.sequence import replay
 from dlrover.protocol.checkpoint_messages import CheckpointCommitted, ShardWritten
 from dlrover.protocol.data_messages import (
+    MAX_PARTITIONS,
     MAX_SHARDS_AT_ONCE,
     AskDataCheckpoint,
     AskDataset,
@@ -522,6 +523,20 @@ def test_a_stream_grows_and_ends() -> None:
 
 
 GROWING = DatasetSpec(name="d", size=-1, shard_size=10, storage=Storage.STREAM, grows=True)
+
+
+def test_a_stream_may_be_told_of_all_its_partitions_again() -> None:
+    scene = Reading(terms(1)).begin("a", spec=GROWING)
+    names = [f"file-{number}" for number in range(MAX_PARTITIONS)]
+
+    def extend(ends: dict[str, int]) -> None:
+        partitions = dict.fromkeys(ends, 0)
+        scene.send("a", ExtendStream(dataset="d", partitions=partitions, ends=ends, **scene.who("a")))  # type: ignore[arg-type]
+
+    extend(dict.fromkeys(names, 1))
+    extend(dict.fromkeys(names, 2))  # a watch that was started again names them all
+    with pytest.raises(Rejected, match="at most 4096 partitions"):
+        extend({"one more": 1})
 
 
 def test_a_growing_stream_gives_what_was_told_of_and_ends_only_when_it_is_said() -> None:

@@ -16,9 +16,11 @@ import pytest
 from dlrover.protocol.data_messages import ExchangeShards, TaskType
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.messages import Reply, WorkerRequest
+from dlrover.trainer.agent_link import Link
 from dlrover.trainer.shard_feed import DataUnavailable
 from dlrover.trainer.sharding_client import IndexShardingClient, Shard, ShardingClient
 from dlrover.trainer.stand_in import StandIn
+from tests.trainer.shared_job import RankLink, SharedJob
 
 
 class WatchedLink:
@@ -48,7 +50,7 @@ def link() -> WatchedLink:
     return WatchedLink()
 
 
-def client(link: WatchedLink, size: int = 100, batch: int = 4, epochs: int = 1, **options: Any) -> ShardingClient:
+def client(link: Link, size: int = 100, batch: int = 4, epochs: int = 1, **options: Any) -> ShardingClient:
     return ShardingClient("d", batch, epochs, size, link=link, **({"num_minibatches_per_shard": 2} | options))
 
 
@@ -171,6 +173,41 @@ def test_a_checkpoint_is_restored(link: WatchedLink) -> None:
     reader.close()
 
 
+def test_a_refused_checkpoint_changes_nothing(link: WatchedLink) -> None:
+    with client(link, size=32) as reader:
+        first = reader.fetch_shard()
+        assert first is not None
+        assert reader.restore_shard_from_checkpoint("rubbish") is False
+        assert reader.report_batch_done(8), "the shard is still ours"
+        rest = []
+        while (shard := reader.fetch_shard(timeout=30)) is not None:
+            rest.append(shard)
+            reader.report_batch_done(8)
+        assert records([first, *rest]) == Counter(range(32))
+        assert reader._feed.flush()
+        assert reader._feed.state().is_complete
+
+
+def test_a_stream_that_cannot_begin_anew_goes_on(link: WatchedLink) -> None:
+    with client(link, size=30, storage_type="kafka", partitions={"p0": 0}) as reader:
+        first = reader.fetch_shard()
+        assert first is not None
+        with pytest.raises(Rejected, match="Nothing has changed"):
+            reader.reset_dataset()
+        assert reader.report_batch_done(8), "the shard is still ours"
+        rest = reader.fetch_shard(timeout=10)
+        assert rest is not None
+        assert rest.start == 8
+
+
+def test_a_closed_client_says_so_instead_of_waiting(link: WatchedLink) -> None:
+    reader = client(link)
+    reader.fetch_shard()
+    reader.close()
+    with pytest.raises(DataUnavailable, match="closed"):
+        reader.fetch_shard()
+
+
 def test_a_dataset_can_begin_anew(link: WatchedLink) -> None:
     with client(link, size=32) as reader:
         assert records(list(read(reader))) == Counter(range(32))
@@ -185,6 +222,24 @@ def test_synchronous_workers_take_equal_numbers(link: WatchedLink, monkeypatch: 
         assert len(list(read(reader))) == 3
         reader.close()
     assert [each.waived for each in link.exchanges if each.waived] == ["every rank takes equally many shards"]
+
+
+def test_equal_numbers_are_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart in the middle. Whoever is quicker has more ahead than its share, and gives it back."""
+    job = SharedJob(2)
+    with client(RankLink(job, 0), size=80) as before:
+        shards = read(before)
+        for _ in range(7):
+            next(shards)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    readers = [client(RankLink(job, rank), size=80, ahead=4) for rank in (0, 1)]
+    for reader in readers:
+        reader.set_max_shard_count()
+    seen = [list(read(reader)) for reader in readers]
+    assert [len(each) for each in seen] == [2, 2]
+    assert records(seen[0] + seen[1]) == Counter(range(48, 80))
+    for reader in readers:
+        reader.close()
 
 
 def test_who_stops_early_says_so(link: WatchedLink) -> None:
@@ -280,3 +335,11 @@ def test_the_indices_begin_again_after_a_restore(link: WatchedLink) -> None:
         reader.fetch_sample_index()
     assert sorted(first + rest) == list(range(32))
     reader.close()
+
+
+def test_the_indices_go_on_after_a_refused_restore(link: WatchedLink) -> None:
+    with IndexShardingClient("i", 4, 1, 64, num_minibatches_per_shard=2, link=link) as reader:
+        seen = [reader.fetch_sample_index() for _ in range(5)]
+        assert reader.restore_shard_from_checkpoint("rubbish") is False
+        seen += [reader.fetch_sample_index() for _ in range(59)]
+        assert seen == list(range(64))

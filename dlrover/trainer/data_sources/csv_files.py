@@ -7,6 +7,7 @@ silent string.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,11 +17,13 @@ from typing import Any
 
 from dlrover.protocol.errors import ConfigError
 from dlrover.trainer.data_sources.lines import IndexedFile
+from dlrover.trainer.data_sources.record_index import QuotedLines
 from dlrover.trainer.data_sources.source import FrozenFile, Row, SourceError, combined_fingerprint, find_files
 
 NUM_SAMPLED = 1000
 """Rows from which types are guessed."""
 _HEAD = 1 << 20
+_QUOTE = b'"'
 
 
 class CsvSource:
@@ -101,8 +104,17 @@ class _Dialect:
         if len(delimiter) != 1:
             raise ConfigError(f"A delimiter is one character, not {delimiter!r}.")
         self.delimiter, self.encoding, self.is_named = delimiter, encoding, is_named
+        try:
+            self.delimiter_bytes = delimiter.encode(encoding)
+        except UnicodeEncodeError:
+            raise ConfigError(f"The delimiter {delimiter!r} is no character of {encoding}.") from None
 
-    def rows(self, data: bytes, path: str) -> Iterable[list[str]]:
+    def begin_of(self, data: bytes) -> int:
+        """Where the text begins: what marks the encoding is no part of the first field."""
+        is_marked = codecs.lookup(self.encoding).name == "utf-8-sig" and data.startswith(codecs.BOM_UTF8)
+        return len(codecs.BOM_UTF8) if is_marked else 0
+
+    def rows(self, data: bytes, path: str) -> list[list[str]]:
         """Without blank lines, which are no rows."""
         if b"\0" in data:
             raise SourceError(f"{path} is not CSV: it holds binary data.")
@@ -111,9 +123,9 @@ class _Dialect:
         except UnicodeDecodeError as error:
             raise SourceError(f"{path} is not CSV in {self.encoding}: {error.reason} at byte {error.start}.") from error
         try:
-            yield from (
+            return [
                 row for row in csv.reader(io.StringIO(text, newline="\n"), delimiter=self.delimiter, strict=True) if row
-            )
+            ]
         except csv.Error as error:
             raise SourceError(f"{path} is not CSV: {error}.") from error
 
@@ -123,40 +135,43 @@ def _read_head(path: str, dialect: _Dialect) -> tuple[list[str], list[list[str]]
     file = FrozenFile(path)
     data = file.read(0, min(file.size, _HEAD))
     file.close()
-    ends = list(islice(_record_ends(data), NUM_SAMPLED + dialect.is_named))
+    begin = dialect.begin_of(data)
+    ends = list(islice(_record_ends(data, begin, dialect), NUM_SAMPLED + dialect.is_named))
     if len(data) == file.size and len(ends) < NUM_SAMPLED:
         ends.append(len(data))  # the last row may have no newline
     if not ends and data:
         raise SourceError(f"{path} is not CSV: no row ends within its first {_HEAD} bytes.")
-    rows = list(dialect.rows(data[: ends[-1]] if ends else b"", path))
+    rows = dialect.rows(data[begin : ends[-1]] if ends else b"", path)
     if not rows:
         raise SourceError(f"{path} is empty: it has no records.")
-    return (rows[0], rows[1:], ends[0]) if dialect.is_named else ([], rows, 0)
+    return (rows[0], rows[1:], ends[0]) if dialect.is_named else ([], rows, begin)
 
 
-def _record_ends(data: bytes) -> Iterator[int]:
+def _record_ends(data: bytes, begin: int, dialect: _Dialect) -> Iterator[int]:
     """Behind each row; blank lines are none."""
-    at, is_quoted, record_at = 0, False, 0
-    while end := data.find(b"\n", at) + 1:
-        is_quoted ^= bool(data.count(b'"', at, end) % 2)
+    lines = data[begin : data.rfind(b"\n") + 1]
+    at = 0
+    for end in QuotedLines(_QUOTE, dialect.delimiter_bytes).ends(lines):
+        if lines[at:end].strip(b"\r\n"):
+            yield begin + end
         at = end
-        if is_quoted:
-            continue
-        if data[record_at:end].strip(b"\r\n"):
-            yield end
-        record_at = end
 
 
 class _CsvFile(IndexedFile):
     def __init__(
         self, path: str, dialect: _Dialect, begin: int, width: int, fields: list[tuple[str, int, Callable[[str], Any]]]
     ) -> None:
-        super().__init__(path, begin=begin, quote=b'"', skips_blank=True)
+        super().__init__(path, begin=begin, quote=_QUOTE, delimiter=dialect.delimiter_bytes, skips_blank=True)
         self._dialect, self._width, self._fields = dialect, width, fields
 
-    def _parse(self, data: bytes, first: int, skip: int, count: int) -> list[dict[str, Any]]:
-        rows = islice(self._dialect.rows(data, self.file.path), skip, skip + count)
-        return [self._typed(row, first + number) for number, row in enumerate(rows)]
+    def _parse(self, data: bytes, first: int, skip: int, count: int, num_spanned: int) -> list[dict[str, Any]]:
+        rows = self._dialect.rows(data, self.file.path)
+        if len(rows) != num_spanned:
+            raise SourceError(
+                f"{self.file.path} has {len(rows)} rows where {num_spanned} were counted, from record {first - skip} on: its quotes or its "
+                "line ends can be read in two ways. Mend them there; to go on would leave records out, or take others for them."
+            )
+        return [self._typed(row, first + number) for number, row in enumerate(rows[skip : skip + count])]
 
     def _typed(self, row: list[str], number: int) -> dict[str, Any]:
         if len(row) != self._width:

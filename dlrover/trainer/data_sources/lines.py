@@ -64,15 +64,17 @@ class IndexedFile:
     def _read_run(self, first: int, last: int) -> list[Any]:
         self.index.look(self.file.size, last)
         start, end, skip = self.index.span(first, last)
+        num_spanned = self.index.num_spanned(first, last)
         if self.index.num_records < last:
+            num_spanned += self.index.open_at < self.file.size
             end = self.file.size
-        records = self._parse(self.file.read(start, end), first, skip, last - first)
+        records = self._parse(self.file.read(start, end), first, skip, last - first, num_spanned)
         if len(records) != last - first:
             raise SourceError(f"{self.file.path} has no records {first} to {last - 1}.")
         return records
 
-    def _parse(self, data: bytes, first: int, skip: int, count: int) -> list[Any]:
-        """Records, after the first `skip` ones."""
+    def _parse(self, data: bytes, first: int, skip: int, count: int, num_spanned: int) -> list[Any]:
+        """Records, after the first `skip` ones. `num_spanned`: how many the index has counted in the data."""
         raise NotImplementedError
 
 
@@ -81,7 +83,7 @@ class _LineFile(IndexedFile):
         super().__init__(path)
         self._encoding = encoding
 
-    def _parse(self, data: bytes, first: int, skip: int, count: int) -> list[str]:
+    def _parse(self, data: bytes, first: int, skip: int, count: int, num_spanned: int) -> list[str]:
         return decoded_lines(
             data, skip, count, self._encoding, lambda number: f"Line {first + number + 1} of {self.file.path}"
         )

@@ -17,10 +17,43 @@ MOST_ENTRIES = 1 << 20
 FIRST_STRIDE = 16
 
 
+class QuotedLines:
+    """
+    Which line ends end a record, if a field may be quoted.
+
+    As csv.reader has it: a quote means something only where a field begins, and then a doubled one is text. Elsewhere it is text, too (`5" pipe`):
+    to count it there would make one record of all that follow, up to the next stray quote.
+    """
+
+    def __init__(self, quote: bytes, delimiter: bytes) -> None:
+        self._quote = quote
+        q, d = re.escape(quote), re.escape(delimiter)
+        text = rb"[^%s\n]*+" % d if len(delimiter) == 1 else rb"(?:(?!%s)[^\n])*+" % d
+        inside = rb"[^%s]*+(?:%s%s[^%s]*+)*+" % (q, q, q, q)
+        # Behind a closing quote comes no text; the parser will say so, and here the field goes on.
+        more = rb"(?:%s(?:%s%s%s%s|(?!%s)%s))*\n" % (d, q, inside, q, text, q, text)
+        self._record = re.compile(rb"(?:%s%s%s%s|(?!%s)%s)%s" % (q, inside, q, text, q, text, more))
+        self._rest = re.compile(rb"%s%s%s%s" % (inside, q, text, more))
+        """Of a record whose quoted field began in an earlier block."""
+        self.is_open = False
+        """The last block ended within quotes."""
+
+    def has_quotes(self, block: bytes) -> bool:
+        return self.is_open or self._quote in block
+
+    def ends(self, block: bytes) -> Iterator[int]:
+        """Behind each record that ends there. A block begins and ends at a line, but for the end of the file."""
+        at, pattern = 0, self._rest if self.is_open else self._record
+        while found := pattern.match(block, at):
+            at, pattern = found.end(), self._record
+            yield at
+        self.is_open = at < len(block)
+
+
 class RecordIndex:
     """
-    Of a file of which bytes can be read. `quote`: a newline between two of them does not end a record. `skips_blank`: empty lines
-    are none.
+    Of a file of which bytes can be read. `quote`: a newline in a field between two of them does not end a record; `delimiter`: of the fields.
+    `skips_blank`: empty lines are none.
     """
 
     def __init__(
@@ -29,11 +62,13 @@ class RecordIndex:
         *,
         begin: int = 0,
         quote: bytes = b"",
+        delimiter: bytes = b",",
         skips_blank: bool = False,
         most_entries: int = MOST_ENTRIES,
     ) -> None:
         self._read = read
-        self._quote, self._skips_blank = quote, skips_blank
+        self._quoted = QuotedLines(quote, delimiter) if quote else None
+        self._skips_blank = skips_blank
         self._most = most_entries
         self.stride = FIRST_STRIDE
         self._starts = array("Q", [begin])
@@ -43,7 +78,6 @@ class RecordIndex:
         self.looked_to = begin
         self._record_at = begin
         """Where the record begins that has not ended."""
-        self._is_quoted = False
         self._last_byte = b""
 
     @property
@@ -54,7 +88,7 @@ class RecordIndex:
     def look(self, size: int, until_record: int | None = None) -> None:
         """Go on to the end of the file, which has this size, or until so many records have ended."""
         while self.looked_to < size and (until_record is None or self.num_records < until_record):
-            block = self._read(self.looked_to, min(self.looked_to + _BLOCK, size))
+            block = self._next_block(size)
             if not block:
                 return
             self._look_at(block)
@@ -66,13 +100,31 @@ class RecordIndex:
         end = self._starts[after] if after < len(self._starts) else self._record_at
         return self._starts[entry], end, first - entry * self.stride
 
+    def num_spanned(self, first: int, last: int) -> int:
+        """How many records have ended in that span."""
+        entry = first // self.stride
+        after = -(-last // self.stride)
+        return (after * self.stride if after < len(self._starts) else self.num_records) - entry * self.stride
+
+    def _next_block(self, size: int) -> bytes:
+        """Where there are quotes: whole lines, so that only whether the end is quoted has to be remembered."""
+        length = _BLOCK
+        while True:
+            end = min(self.looked_to + length, size)
+            block = self._read(self.looked_to, end)
+            if self._quoted is None or end == size or not block:
+                return block
+            if lines := block.rfind(b"\n") + 1:
+                return block[:lines]
+            length *= 2
+
     def _look_at(self, block: bytes) -> None:
         at = self.looked_to
-        has_quotes = self._is_quoted or bool(self._quote and self._quote in block)
-        if not has_quotes and not (self._skips_blank and _may_have_blank_lines(block)):
+        quoted = self._quoted if self._quoted is not None and self._quoted.has_quotes(block) else None
+        if quoted is None and not (self._skips_blank and _may_have_blank_lines(block)):
             self._look_at_plain(block, at)
         else:
-            for end in self._unquoted_ends(block) if has_quotes else _line_ends(block):
+            for end in _line_ends(block) if quoted is None else quoted.ends(block):
                 self._end_record(at + end, block, end)
         self.looked_to = at + len(block)
         self._last_byte = block[-1:]
@@ -106,15 +158,6 @@ class RecordIndex:
         if len(self._starts) > self._most:
             self._starts = self._starts[::2]
             self.stride *= 2
-
-    def _unquoted_ends(self, block: bytes) -> Iterator[int]:
-        at = 0
-        for end in _line_ends(block):
-            self._is_quoted ^= bool(block.count(self._quote, at, end) % 2)
-            at = end
-            if not self._is_quoted:
-                yield end
-        self._is_quoted ^= bool(block.count(self._quote, at) % 2)
 
 
 @functools.lru_cache(maxsize=64)

@@ -99,6 +99,54 @@ def test_an_index_of_any_size_finds_every_record(values: list[str], block: int, 
         assert rows[skip] == [value]
 
 
+FIELDS = [
+    "",
+    "1",
+    '5" pipe',
+    'a"',
+    'a""b"',
+    '"quoted"',
+    '"a ""word"""',
+    '"two\nlines"',
+    '"\n\n"',
+    '""',
+    '"a,b;c§d"',
+    "é",
+]
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(FIELDS), min_size=1, max_size=4), min_size=1, max_size=60),
+    st.sampled_from([",", ";", "§", "|", "^"]),
+    st.sampled_from(["\n", "\r\n"]),
+    st.booleans(),
+    st.integers(1, 40),
+)
+def test_an_index_and_the_parser_agree_what_a_quote_means(
+    rows: list[list[str]], delimiter: str, line_end: str, has_last_end: bool, block: int
+) -> None:
+    data = (line_end.join(delimiter.join(row) for row in rows) + line_end * has_last_end).encode()
+    parsed = [
+        row for row in csv.reader(io.StringIO(data.decode(), newline="\n"), delimiter=delimiter, strict=True) if row
+    ]
+    before = record_index_module._BLOCK
+    record_index_module._BLOCK = block
+    try:
+        index = RecordIndex(
+            lambda start, end: data[start:end], quote=b'"', delimiter=delimiter.encode(), skips_blank=True
+        )
+        index.look(len(data))
+    finally:
+        record_index_module._BLOCK = before
+    assert index.num_records + (index.open_at < len(data)) == len(parsed)
+    for place in range(index.num_records):
+        start, end, skip = index.span(place, place + 1)
+        found = csv.reader(io.StringIO(data[start:end].decode(), newline="\n"), delimiter=delimiter, strict=True)
+        rows_there = [row for row in found if row]
+        assert rows_there[skip] == parsed[place]
+        assert len(rows_there) == index.num_spanned(place, place + 1)
+
+
 @given(
     st.lists(st.sampled_from(["", "\r", "a", "bc", "d" * 9]), min_size=1, max_size=80),
     st.integers(1, 40),
@@ -143,6 +191,36 @@ def test_rows_with_quoted_newlines_are_read_with_their_types(tmp_path: Path) -> 
     some = CsvSource(path, columns=["some"])
     assert math.isnan(some.read([5])[0]["some"])
     assert some.read([6]) == [{"some": 6.0}]
+
+
+@pytest.mark.parametrize("strays", [[10], [10, 20]])
+def test_a_quote_within_a_value_hides_no_rows(tmp_path: Path, strays: list[int]) -> None:
+    values = ['5" pipe' if n in strays else "plain" for n in range(1000)]
+    path = tmp_path / "t.csv"
+    path.write_text("id,text\n" + "".join(f"{n},{value}\n" for n, value in enumerate(values)))
+    check_every_cut(CsvSource(path), [{"id": n, "text": value} for n, value in enumerate(values)])
+
+
+def test_rows_that_are_counted_and_parsed_in_two_ways_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(b"a,b\n" + b"1,2\n" * 20 + b"\r\r\n" + b"3,4\n")
+    source = CsvSource(tmp_path / "t.csv")
+    assert source.read([3]) == [{"a": 1, "b": 2}]
+    with pytest.raises(SourceError, match=r"t.csv has 5 rows where 6 were counted, from record 16 on"):
+        source.read([17])
+
+
+def test_a_mark_of_the_encoding_does_not_hide_a_quote(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text('"a\nb",c\n1,2\n', encoding="utf-8-sig")
+    assert CsvSource(tmp_path / "t.csv", encoding="utf-8-sig").read(range(1)) == [{"a\nb": 1, "c": 2}]
+    (tmp_path / "u.csv").write_text('"a\nb",c\n1,2\n', encoding="utf-8-sig")
+    rows = CsvSource(tmp_path / "u.csv", encoding="utf-8-sig", header=["x", "y"])
+    assert [row["x"] for row in rows.read(range(2))] == ["a\nb", "1"]
+
+
+def test_a_delimiter_that_the_encoding_does_not_have_is_named(tmp_path: Path) -> None:
+    write_csv(tmp_path / "t.csv", [["a"], [1]])
+    with pytest.raises(ConfigError, match="'§' is no character of ascii"):
+        CsvSource(tmp_path / "t.csv", delimiter="§", encoding="ascii")
 
 
 def test_headers_delimiters_and_blank_lines(tmp_path: Path) -> None:

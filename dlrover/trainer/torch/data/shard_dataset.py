@@ -74,6 +74,7 @@ class ShardDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is no
         self._client: tuple[int, ShardClient] | None = None
         self._owner_pid = os.getpid()
         self._reader = ShardReader(source, spec, ahead=ahead, link=link)
+        self._reader.start()
         self._service = ShardService(self._reader)
         self._address = self._service.address
 
