@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import queue
 import threading
 import warnings
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dlrover.protocol.data_messages import ExchangeShards, TaskType
+from dlrover.protocol.data_messages import ExchangeShards, ShardsGiven, Supply, TaskType
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.messages import Reply, WorkerRequest
 from dlrover.trainer.agent_link import Link
@@ -240,6 +241,31 @@ def test_equal_numbers_are_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> N
     assert records(seen[0] + seen[1]) == Counter(range(48, 80))
     for reader in readers:
         reader.close()
+
+
+def test_what_is_given_back_while_the_end_is_on_its_way_comes_again() -> None:
+    """The master says that nothing is left while the asker itself holds the rest: then that is still true for everybody but the asker."""
+    held: queue.Queue[Any] = queue.Queue()
+    is_given_back = threading.Event()
+
+    class GivingBack(WatchedLink):
+        def ask(self, request: WorkerRequest, *, timeout: float) -> Reply:
+            reply = super().ask(request, timeout=timeout)
+            if isinstance(reply, ShardsGiven) and reply.supply is Supply.END and not is_given_back.is_set():
+                feed.unused([held.get(timeout=30)])
+                is_given_back.set()
+            return reply
+
+    with client(GivingBack(), size=8) as reader:
+        feed = reader._feed
+        first = feed.take()
+        held.put(first)
+        assert is_given_back.wait(30)
+        again = feed.take()
+        assert first is not None
+        assert again is not None
+        assert (again.start, again.end) == (first.start, first.end)
+        reader._feed.unused([again])
 
 
 def test_who_stops_early_says_so(link: WatchedLink) -> None:
