@@ -227,10 +227,12 @@ class ProcessTree:
         self._cgroups = cgroups
         self._loop = asyncio.get_running_loop()
         self._watched: dict[int, _Watch] = {}
+        self._is_closed = False
         self._loop.add_signal_handler(signal.SIGCHLD, self._on_child)
 
     def close(self) -> None:
         """Kills the helpers as well: whoever waits for them ends now, and the launcher may not be there to do it."""
+        self._is_closed = True
         self._loop.remove_signal_handler(signal.SIGCHLD)
         for process in descendants(os.getpid(), keep=self._keep()):
             send_signal(process, signal.SIGKILL)
@@ -284,6 +286,8 @@ class ProcessTree:
             watch.descriptor = None
 
     def _on_child(self) -> None:
+        if self._is_closed:
+            return  # a signal that was on its way; whoever ends now is for somebody else
         for watch in [watch for watch in self._watched.values() if watch.descriptor is None]:
             self._collect(watch)
         self.reap_orphans()

@@ -216,7 +216,10 @@ def test_processes_that_proc_hides_are_nobody_of_ours(tmp_path: Path) -> None:
             pass
         else:
             raise AssertionError("nothing is hidden")
-        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        child.stdin.write(b"x")
+        child.stdin.flush()
+        child.stdout.read(1)  # it is `cat` by now: before, it is hidden like us, who have changed our user
         assert [process.pid for process in descendants(os.getpid())] == [child.pid]
         assert look_up(1) is None
         assert Reaction(1).handler is Handler.NONE

@@ -15,7 +15,7 @@ import pytest
 
 from dlrover.agent import spawner as spawner_module
 from dlrover.agent.config import EntryKind
-from dlrover.agent.process_tree import ProcessTree, descendants
+from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.spawner import Spawner, StartFailed
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.spawning import Forked, FromZygote
@@ -241,7 +241,7 @@ async def test_a_zygote_that_dies_while_requests_are_repeated_gets_none_twice(
     os.kill(former, signal.SIGKILL)
     assert [ended.stdout for ended in await asyncio.wait_for(asyncio.gather(*asked), 20)] == ["ran\n"] * 2
     assert not outcomes
-    assert descendants(os.getpid(), keep=tree._keep()) == []
+    await until(lambda: tree._of_workers() == [])
 
 
 @pytest.mark.parametrize("moment", ["sent", "answered"])
@@ -272,7 +272,7 @@ async def test_a_cancelled_start_leaves_nothing_behind(
     os.kill(zygote, signal.SIGCONT)
     leash = await own_spawner.spawn(**idle_order(tmp_path))  # behind the one that was cancelled
     leash.close()
-    await until(lambda: descendants(os.getpid(), keep=tree._keep()) == [])
+    await until(lambda: tree._of_workers() == [])
     await until(lambda: len(os.listdir(f"/proc/{zygote}/fd")) == before[1])
     assert own_spawner.zygote_pids == (zygote,)
     assert not (tmp_path / "mark").exists()
