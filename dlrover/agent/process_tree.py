@@ -234,8 +234,10 @@ class ProcessTree:
         """Kills the helpers as well: whoever waits for them ends now, and the launcher may not be there to do it."""
         self._is_closed = True
         self._loop.remove_signal_handler(signal.SIGCHLD)
+        of_workers = {process.pid for process in self._of_workers()}
         for process in descendants(os.getpid(), keep=self._keep()):
-            send_signal(process, signal.SIGKILL)
+            if process.pid not in of_workers:
+                send_signal(process, signal.SIGKILL)
         for watch in list(self._watched.values()):
             self._forget(watch)
 
