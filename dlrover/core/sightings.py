@@ -45,6 +45,8 @@ def hear_list(course: Course, told: NodesListed) -> None:
         course.touch_all()
     listed = {node.id: None for node in shown}
     is_first = not fleet.was_ever_listed
+    # Before anything else: a replacement for one of them must not be called like another that comes further down.
+    fleet.next_id = max(fleet.next_id, told.next_id)
     for node in sorted(shown, key=lambda node: node.id):
         kind = NodeEventKind.DELETED if node.phase is NodePhase.DELETED else NodeEventKind.MODIFIED
         hear_change(course, kind, node)
@@ -52,7 +54,6 @@ def hear_list(course: Course, told: NodesListed) -> None:
             _trust_count(fleet, node)
     for known in [node for node in fleet.nodes.values() if node.id not in listed]:
         _hear_absence(course, known)
-    fleet.next_id = max(fleet.next_id, told.next_id)
     if is_first and (shown or told.next_id):
         _renumber_unseen(course, fleet)
     fleet.is_listed = fleet.was_ever_listed = True

@@ -54,6 +54,19 @@ def test_it_asks_for_no_id_that_was_used_before() -> None:
     assert [one.id for one in outcome.effects if isinstance(one, LaunchNode)] == [40, 41]
 
 
+def test_a_replacement_is_not_called_like_a_node_that_comes_later_in_the_list() -> None:
+    """The node would be taken for the replacement, and pay with another rank's budget when it fails."""
+    job = job_that_knows_nothing()
+    listed = NodesListed(nodes=(shown(0, 0, NodePhase.FAILED), shown(2, 1)), next_id=PlatformId(3))
+    job.apply(listed, Micros(2))
+    fleet = job.state.fleet
+    assert fleet is not None
+    ranks = {node.id: node.rank for node in fleet.nodes.values() if node.is_live}
+    assert ranks.pop(PlatformId(2)) == 1
+    assert list(ranks.values()) == [0]
+    assert min(ranks) >= 3
+
+
 def test_nodes_that_ended_in_that_life_are_removed() -> None:
     listed = NodesListed(nodes=(shown(5, 0), shown(6, 1), shown(9, 1, NodePhase.FAILED)))
     outcome = job_that_knows_nothing().apply(listed, Micros(2))
