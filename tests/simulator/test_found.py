@@ -211,6 +211,35 @@ FOUND = {
         ),
         hours=0.2,
     ),
+    # A master without its journal called the replacement of a lost node by the id of another that came further down in the platform's first
+    # list, and took that one for it: its failure was then charged to another rank.
+    "a-replacement-is-called-like-a-node-that-is-there": Plan(
+        seed=500450,
+        shape=Shape(
+            min_nodes=1,
+            max_nodes=3,
+            spares=2,
+            local_world_size=2,
+            restarts=RestartPolicy(max_restarts=1000),
+            fleet=FleetSpec(
+                replicas={NodeType.WORKER: ReplicaSpec(count=3, max_relaunches=3)}, standby=2, relaunch_always=True
+            ),
+            num_steps=2520,
+            has_replicas=False,
+        ),
+        faults=(
+            Fault(at=6303479, kind="eviction", pick=974290262, amount=0.0480989166751421),
+            Fault(at=21632811, kind="watch-breaks", pick=318767020, amount=0.9651414105301286),
+            Fault(at=53747355, kind="disk-full", pick=220390012, amount=0.8477653364587739),
+            Fault(at=57688942, kind="preemption", pick=650309972, amount=0.22253685344125884),
+            Fault(at=91525562, kind="eviction", pick=75078157, amount=0.7942051699584906),
+            Fault(at=105552745, kind="journal-lost", pick=541609374, amount=0.5048078831887849),
+            Fault(at=123435939, kind="eviction", pick=689751433, amount=0.5160053456872),
+            Fault(at=131563192, kind="node-fails", pick=667121417, amount=0.7539012534939192),
+            Fault(at=135165960, kind="cloud-away", pick=577276540, amount=0.1366355165909996),
+        ),
+        hours=1.0,
+    ),
 }
 
 
