@@ -166,6 +166,10 @@ def _checked(answer: object) -> tuple[dict[str, float], str]:
 
 
 def _interval(collector: Any, shortest: float) -> float:
-    interval = getattr(collector, "interval", USUAL_INTERVAL)
+    try:
+        interval = getattr(collector, "interval", USUAL_INTERVAL)
+    except Exception as error:  # a property of the user's
+        log.warning("a collector's interval is taken for %g s: %s: %s", USUAL_INTERVAL, type(error).__name__, error)
+        return USUAL_INTERVAL
     is_number = isinstance(interval, int | float) and math.isfinite(interval)
     return max(shortest, float(interval)) if is_number else USUAL_INTERVAL

@@ -9,9 +9,6 @@ is never hit.
 Not all of them are the workers': code that runs in the agent (a user's storage or collector, our own probes) starts
 programs too, and waits for them itself. Those are told apart by their session. A session is inherited or made anew,
 never joined, and the zygote and each worker have their own: so a child in the agent's session was started by the agent.
-
-Read from /proc by hand and not with psutil: the launcher and the agent's first lines use this, and psutil opens
-several files per process where one will do.
 """
 
 from __future__ import annotations
@@ -28,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover.agent.cgroups import Cgroups
 from dlrover.agent.reaction import LOOK_EVERY, Handler, Reaction
+from dlrover.host.processes import Process, all_processes, below, descendants, look_up, open_pidfd
 from dlrover.protocol.messages import StopCause
 
 if TYPE_CHECKING:
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36
-HAS_PIDFD = hasattr(os, "pidfd_open")
-"""Python was built with it; the kernel is asked at the first use."""
 
 GRACE_WITHOUT_HANDLER = 0.2
 GRACE_AFTER_FAILURE = 3.0
@@ -51,15 +47,6 @@ ever.
 
 _LAST_WORDS = 0.5
 """Seconds before SIGKILL at which a worker that had time enough to end is looked at."""
-
-
-class Process(NamedTuple):
-    pid: int
-    parent_pid: int
-    state: str
-    started_at_ticks: int
-    """Since boot; with the pid it names a process for good."""
-    session: int
 
 
 class Exit(NamedTuple):
@@ -81,49 +68,14 @@ def become_subreaper() -> None:
         raise OSError(number, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(number)}; Linux 3.4 or newer is needed")
 
 
-def look_up(pid: int) -> Process | None:
-    """None: no such process, or another user's where /proc shows only one's own (`hidepid`)."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            line = file.read()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None
-    fields = line[line.rindex(b")") + 2 :].split()  # the name before may hold blanks and brackets
-    return Process(pid, int(fields[1]), fields[0].decode(), int(fields[19]), int(fields[3]))
-
-
-def all_processes() -> list[Process]:
-    found = (look_up(int(name)) for name in os.listdir("/proc") if name.isdecimal())
-    return [process for process in found if process is not None]
-
-
-def descendants(of: int, *, keep: Collection[int] = ()) -> list[Process]:
-    """Children, their children and so on, parents first; without the `keep` ones and all that is below them."""
-    return _below(of, all_processes(), keep)
-
-
-def _below(of: int, processes: Iterable[Process], keep: Collection[int]) -> list[Process]:
-    by_parent: dict[int, list[Process]] = {}
-    for process in processes:
-        by_parent.setdefault(process.parent_pid, []).append(process)
-    found: list[Process] = []
-    layer = [of]
-    while layer:
-        children = [child for pid in layer for child in by_parent.get(pid, ()) if child.pid not in keep]
-        found += children
-        layer = [child.pid for child in children]
-    return found
-
-
 def send_signal(process: Process, number: int) -> bool:
     """Whether it was there to be signalled."""
     try:
-        descriptor = _open_pidfd(process.pid)
+        descriptor = open_pidfd(process.pid)
     except ProcessLookupError:
         return False
     try:
-        now = look_up(process.pid)
-        if now is None or now.started_at_ticks != process.started_at_ticks:
+        if not process.is_same(look_up(process.pid)):
             return False
         if descriptor is None:
             os.kill(process.pid, number)
@@ -173,7 +125,7 @@ def _kill_once(keep: Collection[int]) -> list[Process]:
 
 def _wait_gone(process: Process, timeout: float) -> None:
     try:
-        descriptor = _open_pidfd(process.pid)
+        descriptor = open_pidfd(process.pid)
     except ProcessLookupError:
         return
     if descriptor is None:
@@ -192,18 +144,6 @@ def _reap(pid: int) -> None:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
         return
-
-
-def _open_pidfd(pid: int) -> int | None:
-    """None where the kernel has no pidfds."""
-    if not HAS_PIDFD:
-        return None
-    try:
-        return os.pidfd_open(pid)
-    except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.EPERM, errno.EINVAL):
-            return None  # an old kernel, or a sandbox that forbids the call
-        raise
 
 
 class ProcessTree:
@@ -247,7 +187,7 @@ class ProcessTree:
         process = look_up(pid)
         if process is None or process.parent_pid != os.getpid():
             raise ProcessLookupError(errno.ESRCH, f"pid {pid} is no child of ours")
-        descriptor = _open_pidfd(pid)
+        descriptor = open_pidfd(pid)
         watch = _Watch(process, descriptor, self._loop.create_future())
         self._watched[pid] = watch
         if descriptor is not None:
@@ -305,13 +245,13 @@ class ProcessTree:
     def _of_workers(self) -> list[Process]:
         """Every descendant but the kept ones, the helpers and what is below either, parents first."""
         own_pid, own_session = os.getpid(), os.getsid(0)
-        processes = all_processes()
+        processes = list(all_processes())
         helpers = {
             process.pid
             for process in processes
             if process.parent_pid == own_pid and process.session == own_session and process.pid not in self._watched
         }
-        return _below(own_pid, processes, helpers.union(self._keep()))
+        return below(own_pid, processes, helpers.union(self._keep()))
 
     async def stop(
         self,
@@ -422,7 +362,7 @@ class ProcessTree:
             await asyncio.wait([watch.exit], timeout=timeout)
             return
         try:
-            descriptor = _open_pidfd(process.pid)
+            descriptor = open_pidfd(process.pid)
         except ProcessLookupError:
             return
         if descriptor is None:

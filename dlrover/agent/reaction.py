@@ -25,8 +25,8 @@ from __future__ import annotations
 import enum
 import os
 import signal
-from typing import NamedTuple
 
+from dlrover.host.processes import main_thread
 from dlrover.protocol.lifeline import HANDLER_BEGAN, HANDLER_INSTALLED
 
 LOOK_EVERY = 0.2
@@ -34,7 +34,6 @@ LOOK_EVERY = 0.2
 _COMPUTING = 0.1
 """Part of the time that the main thread must have run. One that waits in a collective runs for none of it."""
 _ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/davinci", "/dev/accel")
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Handler(enum.Enum):
@@ -46,12 +45,6 @@ class Handler(enum.Enum):
     """There is one, and nobody will tell whether it runs."""
     ANNOUNCED = enum.auto()
     """It will be seen when it begins."""
-
-
-class _MainThread(NamedTuple):
-    state: str
-    ran: float
-    """Seconds of processor time."""
 
 
 class Reaction:
@@ -66,20 +59,20 @@ class Reaction:
             self.handler = Handler.ANNOUNCED
         else:
             self.handler = Handler.SILENT  # or it has begun before, for somebody else's signal
-        self._seen = _look_at_main_thread(pid)
+        self._seen = main_thread(pid)
 
     def has_begun(self) -> bool:
         return HANDLER_BEGAN in _caught_signals(self._pid)
 
     def is_on_its_way(self, elapsed: float) -> bool:
         """Whether the main thread has been at work in the `elapsed` seconds since the last look, so that it may come back."""
-        before, now = self._seen, _look_at_main_thread(self._pid)
+        before, now = self._seen, main_thread(self._pid)
         self._seen = now
         if before is None or now is None:
             return False
         if now.state == "D":
             return True  # in the middle of a disk's or a network file system's work
-        is_running = now.state == "R" or now.ran - before.ran >= _COMPUTING * elapsed
+        is_running = now.state == "R" or now.cpu_seconds - before.cpu_seconds >= _COMPUTING * elapsed
         return is_running and not _uses_accelerator(self._pid)
 
 
@@ -91,15 +84,6 @@ def _caught_signals(pid: int) -> frozenset[int]:
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return frozenset()
     return frozenset(number for number in range(1, 65) if mask >> (number - 1) & 1)
-
-
-def _look_at_main_thread(pid: int) -> _MainThread | None:
-    try:
-        with open(f"/proc/{pid}/task/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None
-    return _MainThread(fields[0].decode(), (int(fields[11]) + int(fields[12])) / _TICKS)
 
 
 def _uses_accelerator(pid: int) -> bool:

@@ -16,14 +16,12 @@ from typing import NamedTuple
 
 from dlrover.agent.limits import Limits
 from dlrover.agent.probe import DEVICE_FILES, Answer, Probe, is_remote, needs_probe
-from dlrover.agent.process_tree import descendants
+from dlrover.host.processes import descendants, look_up
 from dlrover.protocol.messages import Incarnation, NodeId
 from dlrover.protocol.watch_messages import MAX_TEXT, NodeEvent, ProcessSample, ResourceReport, WatchObservation
 
 log = logging.getLogger("dlrover.agent")
 
-_TICKS = os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _MB = 1e6
 SHORTEST, USUAL, LONGEST = 2.0, 10.0, 30.0
 """Seconds between two reports."""
@@ -190,11 +188,8 @@ def _has_grown(before: Sequence[ProcessSample], now: Sequence[ProcessSample]) ->
 
 def read_use(pid: int) -> Use | None:
     """None: it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            line = file.read()
-        fields = line[line.rindex(b")") + 2 :].split()
-    except (OSError, ValueError):
+    process = look_up(pid)
+    if process is None:
         return None
     read_bytes = written_bytes = 0
     try:
@@ -208,9 +203,9 @@ def read_use(pid: int) -> Use | None:
     except OSError:
         pass  # of another user by now
     return Use(
-        started_at_ticks=int(fields[19]),
-        cpu=(int(fields[11]) + int(fields[12])) / _TICKS,
-        resident_bytes=max(0, int(fields[21])) * _PAGE,
+        started_at_ticks=process.started_at_ticks,
+        cpu=process.cpu_seconds,
+        resident_bytes=process.resident_bytes,
         read_bytes=read_bytes,
         written_bytes=written_bytes,
     )

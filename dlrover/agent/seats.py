@@ -16,7 +16,8 @@ from typing import NamedTuple
 import msgspec
 
 from dlrover.agent.links import Links, read_links
-from dlrover.agent.process_tree import Process, descendants, look_up, send_signal
+from dlrover.agent.process_tree import send_signal
+from dlrover.host.processes import Process, descendants, look_up
 from dlrover.protocol.progress_page import ProgressPage, Reading
 from dlrover.protocol.watch_messages import (
     MAX_FRAMES,
@@ -28,7 +29,6 @@ from dlrover.protocol.watch_messages import (
     WorkerProgress,
 )
 
-_TICKS = os.sysconf("SC_CLK_TCK")
 MAX_DUMP_BYTES = 1 << 20
 MAX_CHILDREN = 32
 MAX_RECORDED = 16
@@ -225,18 +225,17 @@ def parse_stacks(text: str, main_thread: int) -> tuple[ThreadStack, ...]:
 
 def read_facts(pid: int) -> Facts:
     """State `X` for a process that is gone."""
-    stat = _read(f"/proc/{pid}/stat")
-    if not stat:
+    process = look_up(pid)
+    if process is None:
         return Facts("X")
-    fields = stat[stat.rindex(")") + 2 :].split()
     io = dict(line.split(": ", 1) for line in _read(f"/proc/{pid}/io").splitlines() if ": " in line)
     return Facts(
-        state=fields[0],
+        state=process.state,
         wait_channel=_wait_channel(pid),
         kernel_stack=tuple(_read(f"/proc/{pid}/stack").splitlines()[:MAX_KERNEL_FRAMES]),
-        cpu_seconds=(int(fields[11]) + int(fields[12])) / _TICKS,
+        cpu_seconds=process.cpu_seconds,
         io_bytes=int(io.get("rchar", "0")) + int(io.get("wchar", "0")),
-        major_faults=int(fields[9]),
+        major_faults=process.major_faults,
         switches=_switches(pid),
     )
 

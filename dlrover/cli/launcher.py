@@ -35,10 +35,10 @@ from dlrover.cli.runtime_dir import (
     user_root,
 )
 from dlrover.cli.settings import Settings
+from dlrover.host.neighbours import Neighbours
 from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError, DLRoverError
 from dlrover.protocol.messages import JobEnd
-from dlrover.protocol.neighbours import Neighbours
 
 if TYPE_CHECKING:
     from dlrover.cli.master_probe import MasterProbe

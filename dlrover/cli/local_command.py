@@ -49,6 +49,7 @@ from dlrover.cli.runtime_dir import (
     user_root,
 )
 from dlrover.cli.settings import Settings, parse_nnodes, probe_directory, read_settings
+from dlrover.host.neighbours import Neighbours
 from dlrover.master.config import MasterConfig
 from dlrover.platforms import namespaces
 from dlrover.platforms.claims import Claim
@@ -59,7 +60,6 @@ from dlrover.protocol.addresses import LOOPBACK, Address
 from dlrover.protocol.errors import ConfigError, DLRoverError, JobError
 from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec, Resource
 from dlrover.protocol.messages import JobEnd
-from dlrover.protocol.neighbours import Neighbours
 
 NODE_FAREWELL = 5.0
 """Seconds that nodes have for leaving by themselves when the master has said that the job is over."""

@@ -27,6 +27,7 @@ import msgspec
 
 from dlrover.cli.console import say
 from dlrover.cli.environment import Environment
+from dlrover.host.processes import look_up
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import ConfigError
 
@@ -502,16 +503,15 @@ def _subdirectories(path: str) -> Iterator[str]:
 
 def _start_of(pid: int) -> str | None:
     """None: no such process, or only its zombie is left, or it is another user's and hidden from us: then it is none of ours."""
+    process = look_up(pid)
+    if process is None or process.is_dead:
+        return None
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
+    except (FileNotFoundError, PermissionError):
         return None
-    if fields[0] in (b"Z", b"X"):
-        return None
-    return f"{fields[19].decode()}@{boot}"
+    return f"{process.started_at_ticks}@{boot}"
 
 
 def _is_usable(path: str) -> bool:

@@ -26,6 +26,8 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from dlrover.host.neighbours import Neighbours
+from dlrover.host.processes import all_processes
 from dlrover.platforms.base import (
     Intent,
     LaunchNotTaken,
@@ -65,7 +67,6 @@ from dlrover.protocol.fleet_messages import (
 from dlrover.protocol.identity import PlatformId
 from dlrover.protocol.lifeline import follow_parent
 from dlrover.protocol.local import pack, peer_credentials, read_frame
-from dlrover.protocol.neighbours import Neighbours
 
 log = logging.getLogger(__name__)
 
@@ -482,7 +483,14 @@ class NodeHost:
         While its launcher and agent live they would adopt them, so these are of a node that is gone.
         """
         known = self._children.keys() | self._neighbours.pids()
-        return [pid for pid in _children_of(os.getpid()) if pid not in known and not _has_mark(pid, self._run)]
+        return [
+            process.pid
+            for process in all_processes()
+            if process.parent_pid == os.getpid()
+            and not process.is_dead
+            and process.pid not in known
+            and not _has_mark(process.pid, self._run)
+        ]
 
     # The socket.
 
@@ -592,19 +600,6 @@ def claim_kernel_names(
         claim.release()
         raise ConfigError(f"Network namespaces could not be made: {error}. Use --netns off.") from error
     return claim, networks, MemoryLimits(claim.tag) if wants_memory else None
-
-
-def _children_of(pid: int) -> Iterator[int]:
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                state, parent = file.read().rpartition(b")")[2].split()[:2]
-        except OSError:
-            continue
-        if int(parent) == pid and state not in (b"Z", b"X"):
-            yield int(name)
 
 
 def _has_mark(pid: int, run: str) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from dlrover.host.processes import look_up
 from dlrover.protocol.errors import Unavailable
 
 MARK = "DLROVER_LOCAL_NODE"
@@ -117,11 +118,11 @@ def marked(mark: str) -> list[int]:
             with open(f"/proc/{name}/environ", "rb") as file:
                 if needle not in b"\0" + file.read() + b"\0":
                     continue
-            with open(f"/proc/{name}/stat", "rb") as file:
-                if file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X"):
-                    found.append(int(name))
         except OSError:
             continue  # it ended, or it is not ours to look at
+        process = look_up(int(name))
+        if process is not None and not process.is_dead:
+            found.append(process.pid)
     return found
 
 

@@ -26,6 +26,7 @@ import types
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
+from dlrover.host.processes import look_up
 from dlrover.protocol.lifeline import follow_parent
 from dlrover.protocol.spawning import ForkWorker
 from dlrover.trainer import environment, watching
@@ -217,9 +218,8 @@ def _set_openblas_threads(count: int) -> None:
 
 def show_as(title: bytes) -> None:
     """Overwrite the command line that `ps` and `pgrep -f` show; the zygote's starter left room for it."""
-    with open("/proc/self/stat", "rb") as file:
-        fields = file.read().rsplit(b")", 1)[1].split()
-    start, end = int(fields[45]), int(fields[46])
+    me = look_up(os.getpid())
+    start, end = me.command_line if me is not None else (0, 0)
     room = end - start
     if not start or room < 2:
         return

@@ -130,6 +130,17 @@ class Async(Mine):
         return super().collect()
 
 
+class Moody(Mine):
+    """Its interval cannot be asked for."""
+
+    @property
+    def interval(self) -> float:
+        raise RuntimeError("no device, no interval")
+
+    @interval.setter
+    def interval(self, value: float) -> None: ...
+
+
 async def test_users_own_are_asked_apart_from_each_other_and_what_they_raise_is_told_once() -> None:
     observed: list[WatchObservation] = []
     mine: Mapping[str, Any] = {
@@ -142,6 +153,7 @@ async def test_users_own_are_asked_apart_from_each_other_and_what_they_raise_is_
         "nothing": Mine(None),
         "old": Mine(TrainingLog(logs=["one", "two"])),
     }
+    moody = Moody({"a": 1})
     held = Mine("hold")
 
     def run(mine: Mapping[str, Any], time_limit: float) -> asyncio.Future[None]:
@@ -154,7 +166,7 @@ async def test_users_own_are_asked_apart_from_each_other_and_what_they_raise_is_
         )
         return asyncio.ensure_future(collectors.run())
 
-    running = asyncio.gather(run(mine, DEADLINE), run({"held": held}, 0.1))
+    running = asyncio.gather(run({**mine, "moody": moody}, DEADLINE), run({"held": held}, 0.1))
 
     def of(kind: str) -> list[SampleTaken]:
         return [each for each in observed if isinstance(each, SampleTaken) and each.kind == kind]
@@ -167,6 +179,7 @@ async def test_users_own_are_asked_apart_from_each_other_and_what_they_raise_is_
     assert [each.trouble for each in of("leaving async")] == ["RuntimeError: SystemExit: 3"]
     assert "neither numbers" in of("wrong")[0].trouble
     assert of("nothing") == []
+    assert of("moody")[0].numbers == {"a": 1.0}
     assert of("old")[0].text == "one\ntwo"
     assert held.num_calls == 1, "not again while it still runs"
     held.let_go.set()

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.agent import process_tree
-from dlrover.agent.process_tree import ProcessTree, descendants, look_up
+from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.spawner import Spawner
+from dlrover.host import processes
+from dlrover.host.processes import descendants, look_up
 from dlrover.protocol.messages import StopCause
 from tests.agent.lab import is_alive, is_gone, start_process, until, write
 
@@ -158,7 +159,7 @@ async def test_helpers_and_what_is_below_them_outlive_the_workers_and_end_with_u
 async def test_without_pidfds_the_exit_arrives_by_sigchld(
     tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_tree, "HAS_PIDFD", False)
+    monkeypatch.setattr(processes, "HAS_PIDFD", False)
     pid, family, exited = await start_family(tmp_path, tree)
     os.kill(pid, signal.SIGUSR1)
     assert (await asyncio.wait_for(exited, 10)).signal == signal.SIGUSR1
@@ -177,7 +178,8 @@ def test_the_launcher_kills_descendants_without_a_loop(tmp_path: Path) -> None:
         tmp_path / "launcher.py",
         f"""
         import os, subprocess, sys, time
-        from dlrover.agent.process_tree import become_subreaper, descendants, kill_descendants
+        from dlrover.agent.process_tree import become_subreaper, kill_descendants
+        from dlrover.host.processes import descendants
         become_subreaper()
         kept = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
         report = sys.argv[1]
@@ -204,7 +206,8 @@ def test_processes_that_proc_hides_are_nobody_of_ours(tmp_path: Path) -> None:
         tmp_path / "hidden.py",
         """
         import os, signal, subprocess
-        from dlrover.agent.process_tree import descendants, kill_descendants, look_up
+        from dlrover.agent.process_tree import kill_descendants
+        from dlrover.host.processes import descendants, look_up
         from dlrover.agent.reaction import Handler, Reaction
         from dlrover.cli.runtime_dir import Owner, is_running
         os.setgroups([])

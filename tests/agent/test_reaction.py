@@ -20,11 +20,11 @@ from dlrover.agent.process_tree import (
     Exit,
     ProcessTree,
     longest_grace,
-    look_up,
 )
 from dlrover.agent.reaction import LOOK_EVERY, Handler, Reaction
 from dlrover.agent.spawner import Spawner
 from dlrover.agent.worker_group import PortOffer, split_address
+from dlrover.host.processes import look_up
 from dlrover.protocol.messages import StopCause
 from tests.agent.lab import DEADLINE, environment, is_alive, until, write
 

@@ -15,8 +15,8 @@ from dlrover.agent.limits import Limits, MemoryUse
 from dlrover.agent.log_patterns import find_node_error, node_error_in, tail_lines
 from dlrover.agent.probe import Probe, is_remote
 from dlrover.agent.process_tree import Exit
-from dlrover.agent.process_tree import descendants as children
 from dlrover.agent.resources import LONGEST, SHORTEST, USUAL, ResourceMonitor, next_period, read_network
+from dlrover.host.processes import descendants as children
 from dlrover.protocol.messages import Incarnation, Micros, NodeId
 from dlrover.protocol.watch_messages import NodeEvent, ProcessSample, ResourceReport, WatchObservation
 from tests.agent.lab import start_process, until

@@ -18,11 +18,12 @@ import pytest
 from dlrover.agent import watch
 from dlrover.agent.config import EntryKind, WatchConfig
 from dlrover.agent.native_stacks import NativeStacks, main_frames
-from dlrover.agent.process_tree import ProcessTree, descendants
+from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.seats import Seat, parse_stacks
 from dlrover.agent.spawner import Spawner
 from dlrover.agent.watch import Watch
 from dlrover.core.phases import Patience, PhaseBook
+from dlrover.host.processes import descendants
 from dlrover.protocol.messages import Incarnation, Micros, NodeId, Round
 from dlrover.protocol.watch_messages import (
     LookTaken,
