@@ -290,7 +290,12 @@ def _ps_ready(command: PsReady, course: Course) -> Reply:
         raise Rejected("This job has no parameter servers.", code="no-servers")
 
     addresses = tuple(node.service_address for node in parameter_servers.next_cluster(fleet))
-    if command.addresses and command.addresses != addresses:
+    if parameter_servers.is_somebody_awaited(fleet):
+        course.say(
+            "The workers say that they have switched, but some of their next parameter servers are not there yet: "
+            "nobody may go until they have switched to those."
+        )
+    elif command.addresses and command.addresses != addresses:
         course.say(
             "The workers switched to parameter servers that have changed again since; they have to switch once more."
         )

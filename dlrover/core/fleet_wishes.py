@@ -223,6 +223,7 @@ def _exchange_at_once(
 ) -> FleetNode:
     fleet = life_cycle.fleet_of(course)
     was_in_use = old.id in fleet.servers.current
+    was_running = old.phase is NodePhase.RUNNING
     life_cycle.let_go(course, old, why, cordoned)
     heir = fleet.holder(old.node_type, old.rank)
     if heir is not None:
@@ -230,6 +231,8 @@ def _exchange_at_once(
     new = fleet.want_like(old, resource)
     if was_in_use:
         fleet.servers.replaced(old.id, new.id)
+        if was_running:
+            fleet.servers.lost()  # the address stays, the variables behind it do not
     return new
 
 

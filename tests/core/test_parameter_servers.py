@@ -11,18 +11,22 @@ from dlrover.protocol.fleet_messages import (
     AskClusterVersion,
     AskPsNodes,
     ClusterVersion,
+    FleetSpec,
     MigrateNode,
     NodeExit,
     NodePhase,
     NodeType,
     PsNodes,
     PsReady,
+    ReplicaSpec,
     Resource,
     ScaleReplicas,
+    Strategy,
     UpdateClusterVersion,
     VersionType,
 )
-from dlrover.protocol.messages import ExitReason, PlatformId
+from dlrover.protocol.messages import ExitReason, NodeId, PlatformId
+from dlrover.protocol.steering_messages import RelaunchNode
 from tests.core.fleet_scene import FleetScene, ps_job
 
 PENDING, FAILED = NodePhase.PENDING, NodePhase.FAILED
@@ -208,6 +212,49 @@ def test_a_cluster_that_changed_again_meanwhile_has_to_be_switched_to_once_more(
     scene.do(PsReady(addresses=("a-job-ps-0",)))
     assert ask(scene).is_ready
     assert sorted(scene.removed) == [1, 4]
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_nobody_switches_to_a_cluster_that_is_not_there_yet(is_named: bool) -> None:
+    """A server that shall go is needed until the replacement of another one runs."""
+    scene = FleetScene().begin(ps_job(num_ps=3)).run()
+    scene.do(PsReady())
+    scale(scene, 2)
+    scene.vanish(0)
+    new = scene.launched[-1]
+    seen = tuple(node.service_address for node in ask(scene).nodes)
+    scene.do(PsReady(addresses=seen if is_named else ()))
+    assert (ids(scene), ask(scene).is_ready, scene.removed) == ([new, 1, 2], False, [])
+    assert "not there yet" in scene.verdicts[-1]
+    scene.run(new)
+    assert ids(scene) == [new, 1]
+    scene.do(PsReady())
+    assert (ids(scene), ask(scene).is_ready, scene.removed) == ([new, 1], True, [2])
+
+
+def test_a_running_server_that_is_relaunched_takes_its_variables_with_it() -> None:
+    scene = two_servers()
+    scene.do(RelaunchNode(node=NodeId(-1), platform_node=PlatformId(1)))
+    assert version(scene, VersionType.GLOBAL) == 1
+    assert (ids(scene), ask(scene).is_ready) == ([0, 4], False)
+    assert ask(scene).nodes[1].service_address == "a-job-ps-1"
+    scene.do(RelaunchNode(node=NodeId(-1), platform_node=PlatformId(4)))
+    assert version(scene, VersionType.GLOBAL) == 1, "there was nothing on it yet"
+
+
+def test_a_server_that_nobody_uses_yet_is_relaunched_without_a_loss() -> None:
+    scene = two_servers()
+    scale(scene, 3)
+    scene.run(4)
+    scene.do(RelaunchNode(node=NodeId(-1), platform_node=PlatformId(4)))
+    assert version(scene, VersionType.GLOBAL) == 0
+
+
+def test_a_server_that_is_about_to_go_is_not_relaunched() -> None:
+    scene = two_servers()
+    scale(scene, 1)
+    with pytest.raises(Rejected, match="about to go"):
+        scene.do(RelaunchNode(node=NodeId(-1), platform_node=PlatformId(1)))
 
 
 def test_versions_are_kept_by_kind_and_node() -> None:
