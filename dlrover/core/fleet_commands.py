@@ -121,7 +121,7 @@ def _replicas_of(course: Course, spec: FleetSpec, node_type: NodeType, replica: 
         if critical is None:
             course.say(f"Nobody is critical: {replica.critical!r} is not all, none, or rank:relaunches,...")
         replicas.budgets = critical or {}
-    elif node_type is NodeType.PS and replica.critical == "all":
+    elif node_type is NodeType.PS and replica.critical.strip() == "all":
         replicas.budgets = dict.fromkeys(range(replica.count), budget)
     return replicas
 

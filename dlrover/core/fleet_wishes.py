@@ -37,6 +37,8 @@ def scale_workers(course: Course, node_type: NodeType, count: int) -> None:
     for node in [fleet.nodes[node] for node in replicas.holders.values()]:
         if _is_dismissed(course, node):
             fleet.release(node, course.now)  # its agent leaves, and then the platform may remove it
+        else:
+            node.is_critical = life_cycle.is_critical(fleet, node_type, node.rank)
     num_surplus = len(replicas.holders) + replicas.num_done - count
     is_rendezvous_first = fleet.spec.strategy is Strategy.ALLREDUCE
     candidates = [

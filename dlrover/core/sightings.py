@@ -127,6 +127,8 @@ def _adopt(course: Course, fleet: Fleet, shown: PlatformNode) -> FleetNode:
     replicas = fleet.replicas[shown.node_type]
     holder = fleet.holder(shown.node_type, shown.rank)
     like = replicas.spec
+    if not fleet.was_ever_listed:
+        replicas.target = max(replicas.target, shown.rank + 1)  # it had been scaled before the journal was lost
     node = fleet.want(
         shown.node_type,
         shown.rank,
@@ -142,8 +144,6 @@ def _adopt(course: Course, fleet: Fleet, shown: PlatformNode) -> FleetNode:
     node.asked_at = course.now
     # The newest first: mostly it is the one that has just attached and made us look.
     node.agent = next((agent for agent, on in reversed(fleet.agents.items()) if on == node.id), None)
-    if not fleet.was_ever_listed:
-        replicas.target = max(replicas.target, shown.rank + 1)  # it had been scaled before the journal was lost
     course.say(f"The platform has {node.label}, which is taken over.")
     if holder is not None and holder.id < node.id:
         holder.exit_reason = NodeExit.RELAUNCHED

@@ -309,3 +309,28 @@ def test_a_critical_server_that_cannot_be_replaced_ends_the_job() -> None:
     scene.fail(1, exit_reason=NodeExit.OOM)
     assert scene.end.reason is ExitReason.PS_OOM
     assert version(scene, VersionType.GLOBAL) == 1
+
+
+def test_servers_that_were_added_are_as_critical_as_the_first_ones() -> None:
+    scene = two_servers(critical=" all ", max_relaunches=0)
+    scale(scene, 3)
+    scene.run(4)
+    scene.do(PsReady())
+    assert scene.node(4).is_critical
+    scene.fail(4, exit_code=1)
+    assert scene.end.reason is ExitReason.CODE_ERROR
+    assert "cannot do without" in scene.end.message
+
+
+def test_critical_servers_do_not_keep_a_job_that_has_done_its_work() -> None:
+    """They serve for ever, so what they do is never done."""
+    scene = FleetScene().begin(ps_job(num_workers=3, worker={"critical": "none"}, critical="all")).run(0, 1, 2)
+    scene.show(2, NodePhase.SUCCEEDED, exit_code=0)
+    assert scene.end.reason is ExitReason.COMPLETED
+
+
+def test_a_critical_server_that_ends_well_ends_no_job() -> None:
+    replicas = {NodeType.WORKER: ReplicaSpec(count=2), NodeType.PS: ReplicaSpec(count=2, critical="all")}
+    scene = FleetScene().begin(FleetSpec(replicas=replicas, strategy=Strategy.CUSTOM)).run()
+    scene.show(0, NodePhase.SUCCEEDED, exit_code=0)
+    assert scene.job.end is None
