@@ -135,7 +135,7 @@ def _adopt(course: Course, fleet: Fleet, shown: PlatformNode) -> FleetNode:
         resource=like.resource if holder is None else holder.resource,
         group=shown.group,
         priority="" if holder is None else holder.priority,
-        service_address="" if holder is None else holder.service_address,
+        service_address=shown.service_address or ("" if holder is None else holder.service_address),
         is_critical=life_cycle.is_critical(fleet, shown.node_type, shown.rank),
         id_=shown.id,
         name=shown.name,
