@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from dlrover.core import checkpoints, fleet_wishes, life_cycle, parameter_servers, relaunch, sightings
+from dlrover.core import checkpoints, fleet_settling, fleet_wishes, life_cycle, parameter_servers, relaunch, sightings
 from dlrover.core.fleet import Fleet, Replicas
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import (
@@ -196,6 +196,8 @@ def _scale_replicas(command: ScaleReplicas, course: Course) -> Reply:
             "The workers of this job form one world: scale it with a minimum and a maximum (ScaleJob).",
             code="bad-scale",
         )
+    if command.node_type is not NodeType.EVALUATOR and fleet_settling.is_training_over(fleet):
+        raise Rejected("The training is over: nobody can be added to it, only to the evaluation.", code="bad-stage")
     least = 1 if command.node_type is NodeType.PS else 0
     if not least <= command.count <= MOST_NODES:
         raise Rejected(f"Give a count from {least} to {MOST_NODES}, not {command.count}.", code="bad-scale")

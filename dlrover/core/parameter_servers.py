@@ -46,6 +46,10 @@ class ParameterServers(Struct):
         self.global_version += 1
         self.is_changed = True
 
+    def dismissed(self) -> None:
+        """There are none any more, and nobody misses them."""
+        self.current, self.dropped = [], {}
+
     def version(self, kind: VersionType, node_type: NodeType, rank: int) -> int:
         match kind:
             case VersionType.GLOBAL:

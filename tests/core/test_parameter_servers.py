@@ -334,3 +334,70 @@ def test_a_critical_server_that_ends_well_ends_no_job() -> None:
     scene = FleetScene().begin(FleetSpec(replicas=replicas, strategy=Strategy.CUSTOM)).run()
     scene.show(0, NodePhase.SUCCEEDED, exit_code=0)
     assert scene.job.end is None
+
+
+class TestEvaluatorLeftAlone:
+    """The servers serve those who train; an evaluator reads what was saved."""
+
+    def scene(self, priority: str = "") -> FleetScene:
+        """Ids 0 and 1 are the servers, 2 is the chief, 3 and 4 are workers, 5 evaluates; all but 4 run."""
+        replicas = {
+            NodeType.WORKER: ReplicaSpec(count=3, critical="none", priority=priority),
+            NodeType.PS: ReplicaSpec(count=2, critical="all"),
+            NodeType.EVALUATOR: ReplicaSpec(count=1),
+        }
+        scene = FleetScene().begin(FleetSpec(replicas=replicas, strategy=Strategy.PS)).run(0, 1, 2, 3, 5)
+        scene.do(PsReady())
+        return scene
+
+    def finish(self, scene: FleetScene, *nodes: int) -> None:
+        for node in nodes:
+            scene.show(node, NodePhase.SUCCEEDED, exit_code=0)
+
+    def test_the_servers_go_when_the_chief_has_finished_and_nobody_trains_any_more(self) -> None:
+        scene = self.scene().run(4)
+        self.finish(scene, 2, 3)
+        assert not {0, 1} & set(scene.removed), "a worker uses them"
+        self.finish(scene, 4)
+        assert {0, 1} <= set(scene.removed)
+        assert (scene.job.end, ids(scene)) == (None, [])
+        assert version(scene, VersionType.GLOBAL) == 0, "they were not lost"
+        assert [scene.phase(id_) for id_ in (0, 1)] == [NodePhase.DELETED] * 2
+        scene.restart_master().list()
+        assert scene.launched == [0, 1, 2, 3, 4, 5], "nobody takes their place"
+        self.finish(scene, 5)
+        assert scene.end.reason is ExitReason.COMPLETED
+
+    def test_they_stay_for_the_chief(self) -> None:
+        scene = self.scene().run(4)
+        self.finish(scene, 3, 4)
+        assert not {0, 1} & set(scene.removed)
+
+    def test_they_stay_for_a_worker_that_is_still_to_come(self) -> None:
+        scene = self.scene()
+        self.finish(scene, 2, 3)
+        assert not {0, 1} & set(scene.removed)
+
+    def test_a_worker_of_low_priority_that_never_got_resources_goes_with_them(self) -> None:
+        scene = self.scene(priority="0.5")
+        assert scene.launches[4].priority == "low"
+        self.finish(scene, 2, 3)
+        assert {0, 1, 4} <= set(scene.removed)
+        assert scene.job.end is None
+
+    def test_so_does_a_server_that_was_to_take_the_place_of_another(self) -> None:
+        scene = self.scene().run(4)
+        scene.do(MigrateNode(node=PlatformId(0), resource=Resource(cpu=16)))
+        scale(scene, 3)
+        self.finish(scene, 2, 3, 4)
+        assert {0, 1, 6, 7} <= set(scene.removed)
+        assert scene.fleet.migrations == {}
+
+    @pytest.mark.parametrize("node_type", [NodeType.PS, NodeType.WORKER, NodeType.CHIEF])
+    def test_then_nobody_can_be_added_who_would_train(self, node_type: NodeType) -> None:
+        scene = self.scene().run(4)
+        self.finish(scene, 2, 3, 4)
+        with pytest.raises(Rejected, match="training is over"):
+            scene.do(ScaleReplicas(node_type=node_type, count=5))
+        scene.do(ScaleReplicas(node_type=NodeType.EVALUATOR, count=2))
+        assert scene.launched[-1] == 6
