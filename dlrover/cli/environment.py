@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from dlrover.cli.node_types import node_type_of
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.fleet_messages import NodeType
 
@@ -129,7 +130,7 @@ def _node_rank(environ: Mapping[str, str]) -> tuple[int | None, str]:
 def _node_type(text: str) -> NodeType:
     """Looked at only on a node of a platform: elsewhere the variable may mean anything."""
     try:
-        return NodeType(text or NodeType.WORKER)
+        return node_type_of(text or NodeType.WORKER)
     except ValueError as error:
         known = ", ".join(kind.value for kind in NodeType)
         raise ConfigError(f"The variable NODE_TYPE={text} must be one of {known}.") from error

@@ -194,14 +194,16 @@ def scale(
     command: Question
     if replicas:
         command = _scale_replicas(replicas)
+        amount = f"{command.node_type.value}: {command.count}"
     else:
+        amount = nodes
         try:
             min_nodes, max_nodes = parse_nnodes(nodes)
         except ConfigError as error:
             raise ConfigError(str(error).replace("--nnodes", "--nodes")) from error
         command = ScaleJob(min_nodes=min_nodes, max_nodes=max_nodes)
     connection.send(command)
-    typer.echo(f"The job shall have {replicas.replace('=', ': ') or nodes} nodes.")
+    typer.echo(f"The job shall have {amount} nodes.")
 
 
 @_command()
@@ -364,13 +366,17 @@ def _write(write: Callable[[], object]) -> None:
 
 
 def _scale_replicas(text: str) -> ScaleReplicas:
+    from dlrover.cli.node_types import node_type_of
     from dlrover.protocol.fleet_messages import NodeType, ScaleReplicas
 
     name, _, count = text.partition("=")
-    known = [node_type.value for node_type in NodeType]
-    if name not in known or not (count.isascii() and count.isdigit()):
-        raise ConfigError(f"--replicas {text}: give TYPE=COUNT with one of the types {', '.join(known)}.")
-    return ScaleReplicas(node_type=NodeType(name), count=int(count))
+    try:
+        if not (count.isascii() and count.isdigit()):
+            raise ValueError(f"{count!r} is no count")
+        return ScaleReplicas(node_type=node_type_of(name), count=int(count))
+    except ValueError as error:
+        known = ", ".join(node_type.value for node_type in NodeType)
+        raise ConfigError(f"--replicas {text}: give TYPE=COUNT with one of the types {known}.") from error
 
 
 def _show(status: JobStatus, *, is_json: bool) -> None:

@@ -20,6 +20,7 @@ from dlrover.cli.console import say_block
 from dlrover.cli.discovery import Seat, check_token, new_launch, read_token_file
 from dlrover.cli.environment import read_environment
 from dlrover.cli.launcher import EXIT_USAGE, Programs
+from dlrover.cli.node_types import read_fleet
 from dlrover.cli.processes import SignalInbox
 from dlrover.cli.runtime_dir import NodeDirectory, user_root
 from dlrover.cli.settings import check_operators, check_plugin, watch_terms
@@ -146,11 +147,11 @@ def _fleet(options: argparse.Namespace) -> FleetSpec | None:
                 'with {"replicas": {"worker": {"count": 2}}}.'
             )
         return None
+    text = _read(options.fleet, "--fleet")
     try:
-        spec = msgspec.json.decode(_read(options.fleet, "--fleet"), type=FleetSpec)
-        spec = _with_patience(spec, options)
+        spec = _with_patience(read_fleet(text), options)
         check_spec(spec)
-    except (msgspec.MsgspecError, Rejected) as error:
+    except (ConfigError, msgspec.MsgspecError, Rejected) as error:
         raise ConfigError(f"--fleet {options.fleet}: {error}") from error
     return spec
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from dlrover.core import checkpoints, fleet_wishes, life_cycle, parameter_servers, relaunch, sightings
+from dlrover.core import checkpoints, fleet_settling, fleet_wishes, life_cycle, parameter_servers, relaunch, sightings
 from dlrover.core.fleet import Fleet, Replicas
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import (
@@ -121,7 +121,7 @@ def _replicas_of(course: Course, spec: FleetSpec, node_type: NodeType, replica: 
         if critical is None:
             course.say(f"Nobody is critical: {replica.critical!r} is not all, none, or rank:relaunches,...")
         replicas.budgets = critical or {}
-    elif node_type is NodeType.PS and replica.critical == "all":
+    elif node_type is NodeType.PS and replica.critical.strip() == "all":
         replicas.budgets = dict.fromkeys(range(replica.count), budget)
     return replicas
 
@@ -196,6 +196,8 @@ def _scale_replicas(command: ScaleReplicas, course: Course) -> Reply:
             "The workers of this job form one world: scale it with a minimum and a maximum (ScaleJob).",
             code="bad-scale",
         )
+    if command.node_type is not NodeType.EVALUATOR and fleet_settling.is_training_over(fleet):
+        raise Rejected("The training is over: nobody can be added to it, only to the evaluation.", code="bad-stage")
     least = 1 if command.node_type is NodeType.PS else 0
     if not least <= command.count <= MOST_NODES:
         raise Rejected(f"Give a count from {least} to {MOST_NODES}, not {command.count}.", code="bad-scale")
@@ -290,7 +292,12 @@ def _ps_ready(command: PsReady, course: Course) -> Reply:
         raise Rejected("This job has no parameter servers.", code="no-servers")
 
     addresses = tuple(node.service_address for node in parameter_servers.next_cluster(fleet))
-    if command.addresses and command.addresses != addresses:
+    if parameter_servers.is_somebody_awaited(fleet):
+        course.say(
+            "The workers say that they have switched, but some of their next parameter servers are not there yet: "
+            "nobody may go until they have switched to those."
+        )
+    elif command.addresses and command.addresses != addresses:
         course.say(
             "The workers switched to parameter servers that have changed again since; they have to switch once more."
         )

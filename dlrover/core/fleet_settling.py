@@ -19,7 +19,9 @@ if TYPE_CHECKING:  # a course calls us
     from dlrover.core.course import Course
     from dlrover.core.state import JobState
 
-_WORKERS = (NodeType.CHIEF, NodeType.WORKER, NodeType.EVALUATOR)
+_TRAINING = (NodeType.CHIEF, NodeType.WORKER)
+"""Types that use the parameter servers; an evaluator reads what they have saved."""
+_WORKERS = (*_TRAINING, NodeType.EVALUATOR)
 """Types whose end is the end of the job; parameter servers would serve for ever."""
 
 
@@ -33,6 +35,7 @@ def settle(course: Course) -> None:
         _note_awaited(state, fleet)
         _end_if_over(course, fleet)
     if state.end is None:
+        _dismiss_servers(course, fleet)
         sentence = early_stop.describe(state)
         if sentence and not fleet.verdict:
             course.say(sentence)  # how many are missing changes with each that comes: the newest is in the status
@@ -94,7 +97,7 @@ def _end_if_over(course: Course, fleet: Fleet) -> None:
     stop = early_stop.judge(state, course.now)
     if stop is not None:
         course.wants_end(*stop)
-    if course.ending is None and _have_workers_exited(fleet):
+    if course.ending is None and _have_exited(fleet, _WORKERS):
         if any(fleet.replicas[kind].finished for kind in _WORKERS if kind in fleet.replicas):
             course.wants_end(ExitReason.COMPLETED, "The nodes of all workers have ended.")
         else:
@@ -103,9 +106,30 @@ def _end_if_over(course: Course, fleet: Fleet) -> None:
         course.end_job(*course.ending)
 
 
-def _have_workers_exited(fleet: Fleet) -> bool:
-    """Nobody works, and nobody will: nodes of low priority that never got resources keep no job alive."""
-    groups = [fleet.replicas[kind] for kind in _WORKERS if kind in fleet.replicas]
+def is_training_over(fleet: Fleet) -> bool:
+    """The chief has finished, and nobody trains any more; there may still be somebody who evaluates."""
+    chief = fleet.replicas.get(NodeType.CHIEF)
+    return chief is not None and bool(chief.finished) and _have_exited(fleet, _TRAINING)
+
+
+def _dismiss_servers(course: Course, fleet: Fleet) -> None:
+    """Nobody uses the parameter servers any more. Who still waits to train never got resources, and would find none."""
+    servers = fleet.replicas.get(NodeType.PS)
+    if servers is None or not servers.num_live or not is_training_over(fleet):
+        return
+    course.say(
+        "The chief has finished and no worker is left, so the parameter servers are let go; the evaluation goes on."
+    )
+    for kind in (*_TRAINING, NodeType.PS):
+        for node in list(fleet.live_nodes(kind)):
+            node.is_critical = False
+            life_cycle.let_go(course, node, "the training is over")
+    fleet.servers.dismissed()
+
+
+def _have_exited(fleet: Fleet, kinds: tuple[NodeType, ...]) -> bool:
+    """Nobody of them works, and nobody will: nodes of low priority that never got resources keep no job alive."""
+    groups = [fleet.replicas[kind] for kind in kinds if kind in fleet.replicas]
     if any(replicas.running for replicas in groups) or not any(_has_ended(replicas) for replicas in groups):
         return False
     waiting = [fleet.nodes[node] for replicas in groups for node in replicas.pending]

@@ -37,6 +37,8 @@ def scale_workers(course: Course, node_type: NodeType, count: int) -> None:
     for node in [fleet.nodes[node] for node in replicas.holders.values()]:
         if _is_dismissed(course, node):
             fleet.release(node, course.now)  # its agent leaves, and then the platform may remove it
+        else:
+            node.is_critical = life_cycle.is_critical(fleet, node_type, node.rank)
     num_surplus = len(replicas.holders) + replicas.num_done - count
     is_rendezvous_first = fleet.spec.strategy is Strategy.ALLREDUCE
     candidates = [
@@ -223,6 +225,7 @@ def _exchange_at_once(
 ) -> FleetNode:
     fleet = life_cycle.fleet_of(course)
     was_in_use = old.id in fleet.servers.current
+    was_running = old.phase is NodePhase.RUNNING
     life_cycle.let_go(course, old, why, cordoned)
     heir = fleet.holder(old.node_type, old.rank)
     if heir is not None:
@@ -230,6 +233,8 @@ def _exchange_at_once(
     new = fleet.want_like(old, resource)
     if was_in_use:
         fleet.servers.replaced(old.id, new.id)
+        if was_running:
+            fleet.servers.lost()  # the address stays, the variables behind it do not
     return new
 
 

@@ -55,7 +55,8 @@ def succeeded(course: Course, node: FleetNode) -> None:
         course.finish_node(agent, state.rendezvous.round)
         course.lose(agent, NodeLife.LEFT, f"{node.label} ended well")
     _release_ended(course, node)
-    if node.is_critical and state.end is None and not _is_critical_work_left(fleet):
+    is_work_done = node.is_critical and node.node_type is not NodeType.PS
+    if is_work_done and state.end is None and not _is_critical_work_left(fleet):
         course.wants_end(ExitReason.COMPLETED, "All nodes that the job cannot do without have done their work.")
 
 
@@ -225,13 +226,21 @@ def _release_ended(course: Course, node: FleetNode) -> None:
 
 
 def _is_critical_work_left(fleet: Fleet) -> bool:
-    return any(node.is_critical for kind in fleet.replicas for node in fleet.live_nodes(kind) if not node.is_finished)
+    """Parameter servers serve for ever: the job fails without them, but what they do is never done."""
+    kinds = [kind for kind in fleet.replicas if kind is not NodeType.PS]
+    return any(node.is_critical for kind in kinds for node in fleet.live_nodes(kind) if not node.is_finished)
 
 
 def is_critical(fleet: Fleet, node_type: NodeType, rank: int) -> bool:
     if node_type in (NodeType.CHIEF, NodeType.EVALUATOR):
         return True
-    return rank in fleet.replicas[node_type].budgets
+    replicas = fleet.replicas[node_type]
+    if rank in replicas.budgets:
+        return True
+    # Where all are critical, so are those that were added since; those that only stand by are not.
+    is_worker_of_world = node_type is NodeType.WORKER and fleet.spec.strategy is Strategy.ALLREDUCE
+    num_standby = fleet.spec.standby if is_worker_of_world else 0
+    return replicas.spec.critical.strip() == "all" and rank < replicas.target - num_standby
 
 
 def _has_training_begun(course: Course) -> bool:

@@ -46,6 +46,10 @@ class ParameterServers(Struct):
         self.global_version += 1
         self.is_changed = True
 
+    def dismissed(self) -> None:
+        """There are none any more, and nobody misses them."""
+        self.current, self.dropped = [], {}
+
     def version(self, kind: VersionType, node_type: NodeType, rank: int) -> int:
         match kind:
             case VersionType.GLOBAL:
@@ -98,7 +102,7 @@ def plan_scale(fleet: Fleet, count: int) -> ScalePlan:
 def next_cluster(fleet: Fleet) -> list[FleetNode]:
     """What the workers shall use next, in rank order. The current one, until everything that was asked for is there."""
     servers = fleet.servers
-    if not servers.is_changed or _is_somebody_awaited(fleet):
+    if not servers.is_changed or is_somebody_awaited(fleet):
         return [fleet.nodes[node] for node in servers.current if node in fleet.nodes]
     running = [
         node
@@ -125,18 +129,20 @@ def ps_nodes(fleet: Fleet) -> PsNodes:
 
 def switch(fleet: Fleet) -> list[FleetNode]:
     """The workers use the next cluster from now on. Returns whom nobody needs any more."""
+    assert not is_somebody_awaited(fleet), "who shall go is needed until all that shall come is there"
     servers = fleet.servers
     cluster = next_cluster(fleet)
     servers.current = [node.id for node in cluster]
     servers.is_changed = False
-    # An exchange whose target does not run yet goes on; the others are done.
+    # An exchange whose target did not come in time goes on; the others are done.
     exchanged = [old for old, new in fleet.migrations.items() if new in servers.current]
     leaving = [fleet.nodes[node] for node in (*servers.dropped, *exchanged) if node in fleet.nodes]
     servers.dropped = {}
     return [node for node in leaving if not node.is_released]
 
 
-def _is_somebody_awaited(fleet: Fleet) -> bool:
+def is_somebody_awaited(fleet: Fleet) -> bool:
+    """Whether the next cluster is not complete yet: the workers stay with the current one, and all of it is needed."""
     replicas = fleet.replicas.get(NodeType.PS)
     return replicas is not None and any(not fleet.nodes[node].is_wait_over for node in replicas.pending)
 

@@ -127,13 +127,15 @@ def _adopt(course: Course, fleet: Fleet, shown: PlatformNode) -> FleetNode:
     replicas = fleet.replicas[shown.node_type]
     holder = fleet.holder(shown.node_type, shown.rank)
     like = replicas.spec
+    if not fleet.was_ever_listed:
+        replicas.target = max(replicas.target, shown.rank + 1)  # it had been scaled before the journal was lost
     node = fleet.want(
         shown.node_type,
         shown.rank,
         resource=like.resource if holder is None else holder.resource,
         group=shown.group,
         priority="" if holder is None else holder.priority,
-        service_address="" if holder is None else holder.service_address,
+        service_address=shown.service_address or ("" if holder is None else holder.service_address),
         is_critical=life_cycle.is_critical(fleet, shown.node_type, shown.rank),
         id_=shown.id,
         name=shown.name,
@@ -142,8 +144,6 @@ def _adopt(course: Course, fleet: Fleet, shown: PlatformNode) -> FleetNode:
     node.asked_at = course.now
     # The newest first: mostly it is the one that has just attached and made us look.
     node.agent = next((agent for agent, on in reversed(fleet.agents.items()) if on == node.id), None)
-    if not fleet.was_ever_listed:
-        replicas.target = max(replicas.target, shown.rank + 1)  # it had been scaled before the journal was lost
     course.say(f"The platform has {node.label}, which is taken over.")
     if holder is not None and holder.id < node.id:
         holder.exit_reason = NodeExit.RELAUNCHED

@@ -61,7 +61,8 @@ def _node_of_platform(command: RelaunchNode, course: Course) -> FleetNode:
     assert state.fleet is not None, "a node of a platform"
     if state.fleet.is_suspended:
         raise Rejected("The job is suspended and launches no node: resume it first.", code="bad-stage")
-    if not node.is_live or node.is_finished or node.id in state.fleet.migrations:
+    is_leaving = node.id in state.fleet.migrations or node.id in state.fleet.servers.dropped
+    if not node.is_live or node.is_finished or is_leaving:
         raise Rejected(f"{node.label} is about to go already.", code="bad-stage")
     return node
 

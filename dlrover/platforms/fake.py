@@ -127,6 +127,7 @@ class FakeCloud:
             name=intent.name,
             relaunch_count=intent.relaunch_count,
             group=intent.group,
+            service_address=intent.service_address,
         )
         self._change(uid, node)
         if self._runs_at_once:

@@ -279,6 +279,7 @@ class NodeHost:
             name=intent.name,
             relaunch_count=intent.relaunch_count,
             group=intent.group,
+            service_address=intent.service_address,
         )
         node = _Node(intent, seen, process, key)
         node.life = asyncio.ensure_future(self._live(job, node))

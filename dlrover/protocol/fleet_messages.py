@@ -153,6 +153,9 @@ class PlatformNode(Struct, frozen=True, kw_only=True):
     relaunch_count: int = 0
     """As the platform remembers it, for a master that lost its journal."""
     group: int = -1
+    service_address: str = ""
+    """Under which a parameter server is reached, as its launch said, for a master that lost its journal. Empty: the
+    platform does not tell."""
 
 
 # Commands.

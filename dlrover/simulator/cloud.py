@@ -82,6 +82,7 @@ class CloudNode:
             name=launch.name,
             relaunch_count=launch.relaunch_count,
             group=launch.group,
+            service_address=launch.service_address,
         )
 
 

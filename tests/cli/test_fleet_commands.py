@@ -72,6 +72,16 @@ def test_a_platform_by_hand_can_be_steered(short_dir: Path, fleet_file: str) -> 
         assert "chief" in succeeds(short_dir, "status")
 
 
+def test_the_chief_may_be_called_by_its_former_name(short_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "former.json"
+    replicas = {"master": {"count": 1}, "worker": {"count": 1}, "ps": {"count": 1}}
+    path.write_text(json.dumps({**PS_JOB, "replicas": replicas}))
+    with master(short_dir, "--platform", "fake", "--fleet", str(path)):
+        assert "shall have chief: 2 nodes" in succeeds(short_dir, "scale", "job", "--replicas", "master=2")
+        status = json.loads(succeeds(short_dir, "status", "--json"))
+        assert [node["node_type"] for node in status["fleet"]] == ["chief", "chief", "ps", "worker"]
+
+
 def test_without_a_platform_each_command_says_so(short_dir: Path) -> None:
     asked = (
         ["suspend"],

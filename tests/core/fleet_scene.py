@@ -97,6 +97,7 @@ class FleetScene(Scene):
                 name=effect.name,
                 relaunch_count=effect.relaunch_count,
                 group=effect.group,
+                service_address=effect.service_address,
             )
         self.launches[effect.id] = effect
 

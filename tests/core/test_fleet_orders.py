@@ -74,6 +74,22 @@ class TestScaling:
         assert scene.removed == [5, 6, 4]
         assert 3 in scene.cloud, "the chief is critical"
 
+    def test_workers_that_were_added_are_critical_where_all_are_and_may_go_again(self) -> None:
+        scene = FleetScene().begin(ps_job(num_workers=3, worker={"critical": "all", "max_relaunches": 0})).run()
+        scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=4))
+        assert [scene.node(id_).is_critical for id_ in (5, 6)] == [True, True]
+        scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=3))
+        assert scene.removed == [6], "the first ones are never scaled away, those that were added are"
+        scene.run(5)
+        scene.fail(5, exit_code=1)
+        assert "cannot do without" in scene.end.message
+
+    def test_what_stands_by_is_not_critical_until_the_job_grows(self) -> None:
+        scene = FleetScene.of(2, 1, critical="all", standby=1).train(0, 1, 2)
+        assert [scene.node(id_).is_critical for id_ in (0, 1, 2)] == [True, True, False]
+        scene.do(ScaleJob(min_nodes=1, max_nodes=3))
+        assert [scene.node(id_).is_critical for id_ in (0, 1, 2, 3)] == [True, True, True, False]
+
     def test_what_cannot_be_scaled_says_why(self) -> None:
         scene = FleetScene.of(2)
         for command in (

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from msgspec.structs import replace
 
 from dlrover.core.job import Job
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import (
+    AskPsNodes,
     DefineFleet,
     FleetSpec,
     LaunchNode,
+    MigrateNode,
     NodePhase,
     NodesListed,
     NodeType,
     PlatformNode,
+    PsNodes,
+    PsReady,
     RemoveNode,
     ReplicaSpec,
+    Resource,
+    ScaleReplicas,
 )
 from dlrover.protocol.messages import (
     Attach,
@@ -28,6 +37,7 @@ from dlrover.protocol.messages import (
     NodeRank,
     PlatformId,
 )
+from tests.core.fleet_scene import FleetScene, ps_job
 
 
 def job_that_knows_nothing(count: int = 2) -> Job:
@@ -87,6 +97,48 @@ def test_what_it_never_asked_for_can_be_removed() -> None:
 def test_absurd_numbers_are_refused(listed: NodesListed) -> None:
     with pytest.raises(Rejected):
         job_that_knows_nothing().apply(listed, Micros(2))
+
+
+def test_an_exchanged_server_keeps_the_address_under_which_it_is_reached() -> None:
+    """An exchange gives a rank another address; without a word of the platform it would be that of the first server."""
+    scene = two_servers()
+    scene.do(MigrateNode(node=PlatformId(0), resource=Resource(cpu=9)))
+    scene.run(4)
+    scene.do(PsReady())
+    scene.vanish(4)
+    scene.run(5)
+    anew = FleetScene(cloud=dict(scene.cloud)).begin(ps_job())
+    assert addresses(anew) == addresses(scene) == {5: "a-job-ps-4", 1: "a-job-ps-1"}
+    anew.vanish(5)
+    assert anew.launches[6].service_address == "a-job-ps-4"
+
+
+def test_a_platform_that_tells_no_address_is_taken_to_have_kept_the_first_one() -> None:
+    scene = two_servers()
+    scene.vanish(0)
+    scene.run(4)
+    anew = FleetScene(cloud={id_: replace(node, service_address="") for id_, node in scene.cloud.items()})
+    assert addresses(anew.begin(ps_job())) == {4: "a-job-ps-0", 1: "a-job-ps-1"}
+
+
+def test_a_server_that_had_been_added_is_as_critical_as_the_others() -> None:
+    scene = two_servers(critical="all")
+    scene.do(ScaleReplicas(node_type=NodeType.PS, count=3))
+    scene.run(4)
+    anew = FleetScene(cloud=dict(scene.cloud)).begin(ps_job(critical="all"))
+    assert anew.node(4).is_critical
+
+
+def two_servers(**ps: Any) -> FleetScene:
+    scene = FleetScene().begin(ps_job(**ps)).run()
+    scene.do(PsReady())
+    return scene
+
+
+def addresses(scene: FleetScene) -> dict[int, str]:
+    answer = scene.job.ask(AskPsNodes())
+    assert isinstance(answer, PsNodes)
+    return {node.id: node.service_address for node in answer.nodes}
 
 
 def attach(job: Job, number: int, now: int, *, node: int, rank: int | None = None) -> NodeRank:

@@ -11,18 +11,22 @@ from dlrover.protocol.fleet_messages import (
     AskClusterVersion,
     AskPsNodes,
     ClusterVersion,
+    FleetSpec,
     MigrateNode,
     NodeExit,
     NodePhase,
     NodeType,
     PsNodes,
     PsReady,
+    ReplicaSpec,
     Resource,
     ScaleReplicas,
+    Strategy,
     UpdateClusterVersion,
     VersionType,
 )
-from dlrover.protocol.messages import ExitReason, PlatformId
+from dlrover.protocol.messages import ExitReason, NodeId, PlatformId
+from dlrover.protocol.steering_messages import RelaunchNode
 from tests.core.fleet_scene import FleetScene, ps_job
 
 PENDING, FAILED = NodePhase.PENDING, NodePhase.FAILED
@@ -210,6 +214,49 @@ def test_a_cluster_that_changed_again_meanwhile_has_to_be_switched_to_once_more(
     assert sorted(scene.removed) == [1, 4]
 
 
+@pytest.mark.parametrize("is_named", [False, True])
+def test_nobody_switches_to_a_cluster_that_is_not_there_yet(is_named: bool) -> None:
+    """A server that shall go is needed until the replacement of another one runs."""
+    scene = FleetScene().begin(ps_job(num_ps=3)).run()
+    scene.do(PsReady())
+    scale(scene, 2)
+    scene.vanish(0)
+    new = scene.launched[-1]
+    seen = tuple(node.service_address for node in ask(scene).nodes)
+    scene.do(PsReady(addresses=seen if is_named else ()))
+    assert (ids(scene), ask(scene).is_ready, scene.removed) == ([new, 1, 2], False, [])
+    assert "not there yet" in scene.verdicts[-1]
+    scene.run(new)
+    assert ids(scene) == [new, 1]
+    scene.do(PsReady())
+    assert (ids(scene), ask(scene).is_ready, scene.removed) == ([new, 1], True, [2])
+
+
+def test_a_running_server_that_is_relaunched_takes_its_variables_with_it() -> None:
+    scene = two_servers()
+    scene.do(RelaunchNode(node=NodeId(-1), platform_node=PlatformId(1)))
+    assert version(scene, VersionType.GLOBAL) == 1
+    assert (ids(scene), ask(scene).is_ready) == ([0, 4], False)
+    assert ask(scene).nodes[1].service_address == "a-job-ps-1"
+    scene.do(RelaunchNode(node=NodeId(-1), platform_node=PlatformId(4)))
+    assert version(scene, VersionType.GLOBAL) == 1, "there was nothing on it yet"
+
+
+def test_a_server_that_nobody_uses_yet_is_relaunched_without_a_loss() -> None:
+    scene = two_servers()
+    scale(scene, 3)
+    scene.run(4)
+    scene.do(RelaunchNode(node=NodeId(-1), platform_node=PlatformId(4)))
+    assert version(scene, VersionType.GLOBAL) == 0
+
+
+def test_a_server_that_is_about_to_go_is_not_relaunched() -> None:
+    scene = two_servers()
+    scale(scene, 1)
+    with pytest.raises(Rejected, match="about to go"):
+        scene.do(RelaunchNode(node=NodeId(-1), platform_node=PlatformId(1)))
+
+
 def test_versions_are_kept_by_kind_and_node() -> None:
     scene = two_servers()
     assert version(scene, VersionType.LOCAL) == 0
@@ -262,3 +309,95 @@ def test_a_critical_server_that_cannot_be_replaced_ends_the_job() -> None:
     scene.fail(1, exit_reason=NodeExit.OOM)
     assert scene.end.reason is ExitReason.PS_OOM
     assert version(scene, VersionType.GLOBAL) == 1
+
+
+def test_servers_that_were_added_are_as_critical_as_the_first_ones() -> None:
+    scene = two_servers(critical=" all ", max_relaunches=0)
+    scale(scene, 3)
+    scene.run(4)
+    scene.do(PsReady())
+    assert scene.node(4).is_critical
+    scene.fail(4, exit_code=1)
+    assert scene.end.reason is ExitReason.CODE_ERROR
+    assert "cannot do without" in scene.end.message
+
+
+def test_critical_servers_do_not_keep_a_job_that_has_done_its_work() -> None:
+    """They serve for ever, so what they do is never done."""
+    scene = FleetScene().begin(ps_job(num_workers=3, worker={"critical": "none"}, critical="all")).run(0, 1, 2)
+    scene.show(2, NodePhase.SUCCEEDED, exit_code=0)
+    assert scene.end.reason is ExitReason.COMPLETED
+
+
+def test_a_critical_server_that_ends_well_ends_no_job() -> None:
+    replicas = {NodeType.WORKER: ReplicaSpec(count=2), NodeType.PS: ReplicaSpec(count=2, critical="all")}
+    scene = FleetScene().begin(FleetSpec(replicas=replicas, strategy=Strategy.CUSTOM)).run()
+    scene.show(0, NodePhase.SUCCEEDED, exit_code=0)
+    assert scene.job.end is None
+
+
+class TestEvaluatorLeftAlone:
+    """The servers serve those who train; an evaluator reads what was saved."""
+
+    def scene(self, priority: str = "") -> FleetScene:
+        """Ids 0 and 1 are the servers, 2 is the chief, 3 and 4 are workers, 5 evaluates; all but 4 run."""
+        replicas = {
+            NodeType.WORKER: ReplicaSpec(count=3, critical="none", priority=priority),
+            NodeType.PS: ReplicaSpec(count=2, critical="all"),
+            NodeType.EVALUATOR: ReplicaSpec(count=1),
+        }
+        scene = FleetScene().begin(FleetSpec(replicas=replicas, strategy=Strategy.PS)).run(0, 1, 2, 3, 5)
+        scene.do(PsReady())
+        return scene
+
+    def finish(self, scene: FleetScene, *nodes: int) -> None:
+        for node in nodes:
+            scene.show(node, NodePhase.SUCCEEDED, exit_code=0)
+
+    def test_the_servers_go_when_the_chief_has_finished_and_nobody_trains_any_more(self) -> None:
+        scene = self.scene().run(4)
+        self.finish(scene, 2, 3)
+        assert not {0, 1} & set(scene.removed), "a worker uses them"
+        self.finish(scene, 4)
+        assert {0, 1} <= set(scene.removed)
+        assert (scene.job.end, ids(scene)) == (None, [])
+        assert version(scene, VersionType.GLOBAL) == 0, "they were not lost"
+        assert [scene.phase(id_) for id_ in (0, 1)] == [NodePhase.DELETED] * 2
+        scene.restart_master().list()
+        assert scene.launched == [0, 1, 2, 3, 4, 5], "nobody takes their place"
+        self.finish(scene, 5)
+        assert scene.end.reason is ExitReason.COMPLETED
+
+    def test_they_stay_for_the_chief(self) -> None:
+        scene = self.scene().run(4)
+        self.finish(scene, 3, 4)
+        assert not {0, 1} & set(scene.removed)
+
+    def test_they_stay_for_a_worker_that_is_still_to_come(self) -> None:
+        scene = self.scene()
+        self.finish(scene, 2, 3)
+        assert not {0, 1} & set(scene.removed)
+
+    def test_a_worker_of_low_priority_that_never_got_resources_goes_with_them(self) -> None:
+        scene = self.scene(priority="0.5")
+        assert scene.launches[4].priority == "low"
+        self.finish(scene, 2, 3)
+        assert {0, 1, 4} <= set(scene.removed)
+        assert scene.job.end is None
+
+    def test_so_does_a_server_that_was_to_take_the_place_of_another(self) -> None:
+        scene = self.scene().run(4)
+        scene.do(MigrateNode(node=PlatformId(0), resource=Resource(cpu=16)))
+        scale(scene, 3)
+        self.finish(scene, 2, 3, 4)
+        assert {0, 1, 6, 7} <= set(scene.removed)
+        assert scene.fleet.migrations == {}
+
+    @pytest.mark.parametrize("node_type", [NodeType.PS, NodeType.WORKER, NodeType.CHIEF])
+    def test_then_nobody_can_be_added_who_would_train(self, node_type: NodeType) -> None:
+        scene = self.scene().run(4)
+        self.finish(scene, 2, 3, 4)
+        with pytest.raises(Rejected, match="training is over"):
+            scene.do(ScaleReplicas(node_type=node_type, count=5))
+        scene.do(ScaleReplicas(node_type=NodeType.EVALUATOR, count=2))
+        assert scene.launched[-1] == 6

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 import pytest
+from msgspec.structs import replace
 
 from dlrover.platforms.base import LaunchNotTaken, Platform, Sight, StaleMaster
 from dlrover.protocol.errors import Rejected
@@ -111,6 +112,12 @@ class PlatformContract:
         assert (node.id, node.node_type, node.rank, node.name) == (4, NodeType.WORKER, 4, "worker-4")
         assert node.phase is NodePhase.RUNNING
         assert node.exit_code is None
+
+    async def test_a_server_is_listed_with_the_address_that_it_was_given(self, lab):
+        platform = lab.platform()
+        await platform.apply(replace(launch(3), node_type=NodeType.PS, service_address="a-job-ps-0"))
+        [node] = await platform.list()
+        assert node.service_address == "a-job-ps-0"
 
     async def test_a_launch_is_idempotent(self, lab):
         platform = lab.platform()
