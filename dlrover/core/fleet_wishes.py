@@ -120,7 +120,7 @@ def restart_job(course: Course, reason: str) -> None:
     stage, state.stage = state.stage, Stage.RESTARTING
     workers = fleet.workers
     former = [node for node in fleet.nodes.values() if node.node_type is NodeType.WORKER and not node.is_released]
-    workers.finished, workers.abandoned = {}, {}
+    workers.start_over()
     for node in former:
         node.is_finished = False
         life_cycle.let_go(course, node, "the job restarts")

@@ -151,7 +151,7 @@ def _adopt(course: Course, fleet: Fleet, shown: PlatformNode) -> FleetNode:
         if holder.id in fleet.servers.current:
             fleet.servers.replaced(holder.id, node.id)
     elif holder is not None:
-        replicas.holders[holder.rank] = holder.id
+        replicas.hold(holder.rank, holder.id)
         node.exit_reason = NodeExit.RELAUNCHED
         life_cycle.let_go(course, node, "a newer node has its rank")
     return node

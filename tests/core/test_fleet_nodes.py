@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from dlrover.core.fleet import NUM_FORMER
+from dlrover.core.fleet import NUM_FORMER, Replicas
 from dlrover.core.restarts import DEVICE_FAULT_CODES
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import (
@@ -158,6 +159,17 @@ class TestAgents:
         assert scene.launched == [0, 1]
         scene.fail(0, exit_reason=NodeExit.HARDWARE)
         assert scene.launched == [0, 1, 2], "one that finished does not switch off the help for the others"
+
+    def test_those_that_are_done_are_counted_also_in_a_snapshot_that_does_not_say_how_many(self) -> None:
+        scene = FleetScene.of(3, 1).train(0, 1, 2)
+        for name in ("n0", "n1"):
+            scene.finish(name)
+        scene.leave("n1", LeaveReason.PREEMPTED)
+        scene.vanish(1)
+        assert (list(scene.fleet.workers.finished), scene.fleet.workers.num_done) == ([0, 1], 1)
+        former = msgspec.to_builtins(scene.fleet.workers)
+        del former["num_done"]
+        assert msgspec.convert(former, Replicas, strict=False) == scene.fleet.workers
 
     @pytest.mark.parametrize("is_finished", [False, True])
     def test_silence_after_success_is_no_failure(self, is_finished: bool) -> None:
