@@ -36,6 +36,23 @@ INITIAL, PENDING, RUNNING = NodePhase.INITIAL, NodePhase.PENDING, NodePhase.RUNN
 SUCCEEDED, FAILED, DELETED = NodePhase.SUCCEEDED, NodePhase.FAILED, NodePhase.DELETED
 
 
+DAY = 24 * 3600.0
+
+
+def custom_job(num_workers: int) -> FleetSpec:
+    """Nobody is critical. Ids: the server, the workers."""
+    replicas = {
+        NodeType.WORKER: ReplicaSpec(count=num_workers, critical="none"),
+        NodeType.PS: ReplicaSpec(count=1),
+    }
+    return FleetSpec(replicas=replicas, strategy=Strategy.CUSTOM)
+
+
+def allreduce_with_evaluator(max_relaunches: int = 3) -> FleetSpec:
+    evaluator = ReplicaSpec(count=1, max_relaunches=max_relaunches)
+    return FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=2), NodeType.EVALUATOR: evaluator})
+
+
 class TestScaling:
     def test_growing_brings_new_nodes_and_shrinking_lets_the_dismissed_go(self) -> None:
         scene = FleetScene.of(2, 1).train(0, 1)
@@ -127,6 +144,24 @@ class TestMigration:
         assert scene.launched == [0, 1, 2]
         assert scene.fleet.migrations == {}
         scene.train(2)
+
+    def test_a_worker_that_succeeds_needs_nobody_in_its_place(self) -> None:
+        scene = FleetScene().begin(custom_job(num_workers=2)).run()
+        scene.do(MigrateNode(node=PlatformId(2), resource=Resource(cpu=8)))
+        scene.show(1, SUCCEEDED, exit_code=0)
+        assert scene.job.end is None
+        scene.show(2, SUCCEEDED, exit_code=0)
+        assert 3 in scene.removed
+        assert scene.end.reason is ExitReason.COMPLETED
+
+    def test_nor_does_one_whose_agent_says_that_it_has_finished(self) -> None:
+        scene = FleetScene.of(2).train(0, 1)
+        scene.do(MigrateNode(node=PlatformId(1), resource=Resource(cpu=8)))
+        scene.finish("n1")
+        assert scene.removed == [2]
+        assert scene.fleet.workers.holders == {0: 0, 1: 1}
+        scene.finish("n0")
+        assert scene.end.reason is ExitReason.COMPLETED
 
     def test_less_than_nothing_cannot_be_given(self) -> None:
         scene = FleetScene.of(2).train(0, 1)
