@@ -114,7 +114,7 @@ class Replicas(Struct, kw_only=True):
 
     spec: ReplicaSpec
     target: int
-    """So many shall be there, those that finished included."""
+    """So many shall be there. Who has finished counts as there when nodes are added, and not when some are taken away."""
     pending: dict[PlatformId, None] = {}
     """Live ones that do not run yet, the oldest first."""
     running: dict[PlatformId, None] = {}

@@ -82,14 +82,57 @@ class TestScaling:
         scene.do(ScaleJob(min_nodes=1, max_nodes=2))
         assert scene.launches[scene.launched[-1]].relaunch_count == 1
 
-    def test_workers_of_a_parameter_server_job_are_scaled_by_number_and_the_finished_count(self) -> None:
+    def test_workers_of_a_parameter_server_job_are_scaled_by_number_and_the_finished_count_for_growing(self) -> None:
         scene = FleetScene().begin(ps_job(num_workers=4))
         scene.run().show(5, SUCCEEDED, exit_code=0)
         scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=4))
         assert [scene.launches[id_].rank for id_ in scene.launched[6:]] == [3], "who finished is not started again"
-        scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=1))
+        scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=2))
+        assert scene.removed == [5, 6], "two work on, whoever finished before"
+        scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=0))
         assert scene.removed == [5, 6, 4]
-        assert 3 in scene.cloud, "the chief is critical"
+        assert 3 in scene.cloud, "the first worker is critical"
+
+    def test_shrinking_to_as_many_as_still_work_takes_nobody_away(self) -> None:
+        scene = FleetScene().begin(custom_job(num_workers=4)).run()
+        scene.show(1, SUCCEEDED, exit_code=0)
+        scene.show(2, SUCCEEDED, exit_code=0)
+        scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=2))
+        assert scene.removed == [1, 2], "they had ended"
+        assert scene.job.end is None
+        assert sorted(scene.fleet.workers.running) == [3, 4]
+        scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=4))
+        assert scene.launched == [0, 1, 2, 3, 4], "four shall be there, two of them have finished"
+
+    def test_a_worker_that_is_being_exchanged_goes_with_the_node_that_should_take_its_place(self) -> None:
+        scene = FleetScene().begin(custom_job(num_workers=3)).run()
+        scene.do(MigrateNode(node=PlatformId(3), resource=Resource(cpu=9)))
+        scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=2))
+        assert sorted(scene.removed) == [3, 4]
+        assert scene.fleet.workers.holders == {0: 1, 1: 2}
+        assert scene.fleet.migrations == {}
+
+    def test_a_rank_that_is_being_exchanged_is_one_that_runs(self) -> None:
+        scene = FleetScene().begin(custom_job(num_workers=3)).run(0, 1, 3)
+        scene.do(MigrateNode(node=PlatformId(3), resource=Resource(cpu=9)))
+        scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=2))
+        assert scene.removed == [2], "it does not run yet, and the old node of worker 2 does"
+
+    def test_a_dismissed_worker_takes_along_whoever_was_to_take_its_place(self) -> None:
+        scene = FleetScene.of(3, 1).train(0, 1, 2)
+        scene.do(MigrateNode(node=PlatformId(2), resource=Resource(cpu=9)))
+        scene.do(ScaleJob(min_nodes=1, max_nodes=2))
+        assert scene.removed == [3]
+        assert scene.fleet.workers.holders == {0: 0, 1: 1}
+        scene.leave("n2", LeaveReason.DISMISSED)
+        assert scene.removed == [3, 2]
+
+    def test_the_exchange_of_a_worker_that_may_stay_goes_on(self) -> None:
+        scene = FleetScene.of(3, 1).train(0, 2)
+        scene.do(MigrateNode(node=PlatformId(2), resource=Resource(cpu=9)))
+        scene.do(ScaleJob(min_nodes=1, max_nodes=2))
+        assert scene.removed == [1], "it is not there yet"
+        assert scene.fleet.migrations == {2: 3}
 
     def test_what_cannot_be_scaled_says_why(self) -> None:
         scene = FleetScene.of(2)
