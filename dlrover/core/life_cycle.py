@@ -234,7 +234,8 @@ def _release_ended(course: Course, node: FleetNode) -> None:
 
 
 def _is_critical_work_left(fleet: Fleet) -> bool:
-    return any(node.is_critical for kind in fleet.replicas for node in fleet.live_nodes(kind) if not node.is_finished)
+    kinds = [kind for kind in fleet.replicas if kind is not NodeType.PS]
+    return any(node.is_critical for kind in kinds for node in fleet.live_nodes(kind) if not node.is_finished)
 
 
 def is_critical(fleet: Fleet, node_type: NodeType, rank: int) -> bool:

@@ -23,6 +23,7 @@ from dlrover.protocol.fleet_messages import (
 from dlrover.protocol.messages import (
     ExitReason,
     FinishJob,
+    Idle,
     Join,
     Leave,
     LeaveReason,
@@ -31,6 +32,7 @@ from dlrover.protocol.messages import (
     Stage,
 )
 from tests.core.fleet_scene import FleetScene, ps_job
+from tests.core.scene import terms
 
 INITIAL, PENDING, RUNNING = NodePhase.INITIAL, NodePhase.PENDING, NodePhase.RUNNING
 SUCCEEDED, FAILED, DELETED = NodePhase.SUCCEEDED, NodePhase.FAILED, NodePhase.DELETED
@@ -334,6 +336,34 @@ class TestTheEnd:
         assert scene.removed == []
         scene.stop()
         assert sorted(scene.removed) == [0, 1, 2], "at the end nothing remains"
+
+    def test_an_all_reduce_job_ends_when_its_evaluator_has_done_its_work_too(self) -> None:
+        scene = FleetScene(terms(2)).begin(allreduce_with_evaluator()).train(0, 1).run(2)
+        scene.finish("n0")
+        scene.finish("n1")
+        assert scene.job.end is None
+        assert isinstance(scene.wish("n0"), Idle)
+        scene.show(0, SUCCEEDED, exit_code=0)
+        scene.show(1, SUCCEEDED, exit_code=0)
+        assert scene.removed == [0, 1]
+        scene.tick(10 * DAY)
+        assert scene.job.end is None
+        scene.show(2, SUCCEEDED, exit_code=0)
+        assert scene.end.reason is ExitReason.COMPLETED
+        assert scene.removed == [0, 1, 2]
+
+    def test_an_evaluator_that_cannot_be_replaced_fails_the_job_that_waits_for_it(self) -> None:
+        scene = FleetScene(terms(2)).begin(allreduce_with_evaluator(max_relaunches=0)).train(0, 1).run(2)
+        scene.finish("n0")
+        scene.finish("n1")
+        scene.fail(2, exit_code=1)
+        assert scene.end.reason is ExitReason.EVALUATOR_ERROR
+
+    def test_an_all_reduce_job_does_not_wait_for_a_worker_that_has_nothing_to_do_any_more(self) -> None:
+        """However critical: the world that did the work has ended well without it."""
+        scene = FleetScene.of(2, 1, critical="all", limits={"last_call": 0.0, "first_call": 0.0}).train(0)
+        scene.finish("n0")
+        assert scene.end.reason is ExitReason.COMPLETED
 
     def test_a_parameter_server_job_ends_well_when_its_critical_nodes_have_done_their_work(self) -> None:
         scene = FleetScene().begin(ps_job(num_workers=3))
