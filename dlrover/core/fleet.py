@@ -210,6 +210,8 @@ class Fleet(Struct, kw_only=True):
     avoid_hosts: list[str] = []
     short_since: Micros | None = None
     """Since when fewer workers are alive than a world needs."""
+    idle_since: Micros | None = None
+    """Since when nobody works any more while a chief or an evaluator still waits for its resources."""
     verdict: str = ""
     """Whether enough workers run, in words; said when it changes."""
     servers: ParameterServers = field(default_factory=ParameterServers)

@@ -30,6 +30,7 @@ def settle(course: Course) -> None:
         return
     if state.end is None:
         early_stop.note_shortage(state, course.now)
+        early_stop.note_idleness(fleet, course.now)
         _note_awaited(state, fleet)
         _end_if_over(course, fleet)
     if state.end is None:
