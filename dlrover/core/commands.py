@@ -334,9 +334,7 @@ def _deadline_passed(command: DeadlinePassed, course: Course) -> Reply:
                 for _, node in sorted(state.nodes.live.items()):
                     course.lose(node, NodeLife.GONE, f"{node.label} did not leave in time")
         case DeadlineKind.SYNC_TIMEOUT:
-            sentence = sync_points.expire(course, command.id)
-            if sentence:
-                course.verdicts.append(sentence)
+            sync_points.expire(course, command.id)
         case DeadlineKind.SAVE_TIMEOUT:
             sentence = checkpoints.expire(course, command.id)
             if sentence:

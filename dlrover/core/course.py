@@ -205,7 +205,9 @@ class Course:
 
     def _end_if_all_finished(self) -> None:
         rdzv = self.state.rendezvous
-        if rdzv.is_all_finished() and not any(data_books.is_reading(self.state, node) for node in rdzv.finished):
+        if not rdzv.is_all_finished() or fleet_settling.is_work_left_beside(self.state):
+            return
+        if not any(data_books.is_reading(self.state, node) for node in rdzv.finished):
             self.end_job(ExitReason.COMPLETED, "The workers of all nodes ended well.")
 
     def _hear_finished(self, node: Node, command: Attach) -> None:

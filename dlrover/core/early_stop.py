@@ -31,6 +31,7 @@ MIN_NODES_FOR_CHECK = 4
 """Fewer workers may all fail the node check by chance."""
 NECESSARY = 1
 """Of `FleetSpec.pending_strategy`."""
+_AT_WORK = (NodeType.CHIEF, NodeType.WORKER, NodeType.EVALUATOR)
 
 
 class Stop(NamedTuple):
@@ -106,6 +107,20 @@ def note_shortage(state: JobState, now: Micros) -> None:
         fleet.short_since = None
     elif fleet.short_since is None:
         fleet.short_since = now
+
+
+def note_idleness(fleet: Fleet, now: Micros) -> None:
+    """Keep the clock of those that are left over: it runs while nobody works, after somebody did."""
+    groups = [fleet.replicas[kind] for kind in _AT_WORK if kind in fleet.replicas]
+    is_idle = (
+        bool(_left_over(fleet))
+        and any(replicas.finished or replicas.abandoned for replicas in groups)
+        and all(fleet.nodes[node].is_finished for replicas in groups for node in replicas.running)
+    )
+    if not is_idle:
+        fleet.idle_since = None
+    elif fleet.idle_since is None:
+        fleet.idle_since = now
 
 
 def shortage_ends_at(state: JobState) -> Micros | None:
@@ -188,11 +203,19 @@ def _too_long(state: JobState) -> list[Wait]:
     timeout = max(spec.pending_timeout, MIN_PENDING_TIMEOUT)
     # Whoever can still ask for less has another try first.
     found += _waits([node for node in servers if not _will_be_smaller(fleet, node)], timeout)
-    return found + _waits(_needed_workers(state, fleet), timeout)
+    found += _waits(_needed_workers(state, fleet), timeout)
+    if fleet.idle_since is not None:
+        # Where the others worked there may be room now, so they have the whole time from then on.
+        left_over = [node for node in _left_over(fleet) if not _will_be_smaller(fleet, node)]
+        found += [
+            Wait(max(wait.at, Micros(fleet.idle_since + micros(timeout))), wait.node)
+            for wait in _waits(left_over, timeout)
+        ]
+    return found
 
 
 def _needed_workers(state: JobState, fleet: Fleet) -> Iterable[FleetNode]:
-    """The worker whose wait ends the job; nobody, while the job goes on without those that wait."""
+    """The workers whose wait ends the job; nobody, while the job goes on without those that wait."""
     spec, workers = fleet.spec, fleet.workers
     waiting = (fleet.nodes[node] for node in workers.pending)
     oldest = next((node for node in waiting if not _is_exchange(fleet, node)), None)
@@ -200,15 +223,20 @@ def _needed_workers(state: JobState, fleet: Fleet) -> Iterable[FleetNode]:
     if spec.strategy is not Strategy.ALLREDUCE and spec.pending_strategy == NECESSARY:
         first = fleet.holder(NodeType.CHIEF, 0) or fleet.holder(NodeType.WORKER, 0)
         needed = [first] if first is not None and first.is_pending and not _is_exchange(fleet, first) else []
-    elif oldest is None:
-        needed = []
-    elif is_nobody_running or (
-        state.terms is not None and len(workers.running) + len(workers.finished) < state.terms.limits.min_nodes
-    ):
-        needed = [oldest]
     else:
-        needed = []
+        is_short = is_nobody_running or (
+            state.terms is not None and len(workers.running) + len(workers.finished) < state.terms.limits.min_nodes
+        )
+        needed = [oldest] if oldest is not None and is_short else []
+        if spec.strategy is not Strategy.ALLREDUCE:  # however many workers there are, without a chief they cannot begin
+            needed += [node for node in fleet.live_nodes(NodeType.CHIEF) if node.is_pending]
     return [node for node in needed if not _will_be_smaller(fleet, node)]
+
+
+def _left_over(fleet: Fleet) -> list[FleetNode]:
+    """Chiefs and evaluators that wait. Others can work without them for now, but the job cannot end well."""
+    replicas = [fleet.replicas[kind] for kind in (NodeType.CHIEF, NodeType.EVALUATOR) if kind in fleet.replicas]
+    return [fleet.nodes[node] for each in replicas for node in each.pending]
 
 
 def _is_exchange(fleet: Fleet, node: FleetNode) -> bool:

@@ -114,14 +114,14 @@ class Replicas(Struct, kw_only=True):
 
     spec: ReplicaSpec
     target: int
-    """So many shall be there, those that finished included."""
+    """So many shall be there. Who has finished counts as there when nodes are added, and not when some are taken away."""
     pending: dict[PlatformId, None] = {}
     """Live ones that do not run yet, the oldest first."""
     running: dict[PlatformId, None] = {}
     holders: dict[int, PlatformId] = {}
-    """Rank to its newest live node."""
+    """Rank to its newest live node. Changed by `hold` and `let_fall` only."""
     finished: dict[int, None] = {}
-    """Ranks whose work is done."""
+    """Ranks whose work is done. Changed by `finish` and `start_over` only."""
     abandoned: dict[int, None] = {}
     """Ranks that ended for good without having done it."""
     budgets: dict[int, int] = {}
@@ -130,6 +130,12 @@ class Replicas(Struct, kw_only=True):
     """Relaunches after failures."""
     evictions: dict[int, int] = {}
     """Relaunches of nodes that were taken away."""
+    num_done: int = 0
+    """Ranks that finished and have no node any more. Kept, because each command asks for it."""
+
+    def __post_init__(self) -> None:
+        """Also when a snapshot is read, which may be of a master that did not keep it."""
+        self.num_done = sum(1 for rank in self.finished if rank not in self.holders)
 
     def budget(self, rank: int) -> int:
         return self.budgets.get(rank, min(self.spec.max_relaunches, MAX_BUDGET))
@@ -138,10 +144,26 @@ class Replicas(Struct, kw_only=True):
     def num_live(self) -> int:
         return len(self.pending) + len(self.running)
 
-    @property
-    def num_done(self) -> int:
-        """Ranks that finished and have no node any more."""
-        return sum(1 for rank in self.finished if rank not in self.holders)
+    def hold(self, rank: int, node: PlatformId) -> None:
+        if rank in self.finished and rank not in self.holders:
+            self.num_done -= 1
+        self.holders[rank] = node
+
+    def let_fall(self, rank: int) -> None:
+        """The rank has no node any more."""
+        del self.holders[rank]
+        if rank in self.finished:
+            self.num_done += 1
+
+    def finish(self, rank: int) -> None:
+        if rank not in self.finished and rank not in self.holders:
+            self.num_done += 1
+        self.finished[rank] = None
+
+    def start_over(self) -> None:
+        """The work of all ranks is to be done again."""
+        self.finished, self.abandoned = {}, {}
+        self.num_done = 0
 
     def lacking(self) -> list[int]:
         """The lowest ranks that need a node for the target to be met."""
@@ -188,6 +210,8 @@ class Fleet(Struct, kw_only=True):
     avoid_hosts: list[str] = []
     short_since: Micros | None = None
     """Since when fewer workers are alive than a world needs."""
+    idle_since: Micros | None = None
+    """Since when nobody works any more while a chief or an evaluator still waits for its resources."""
     verdict: str = ""
     """Whether enough workers run, in words; said when it changes."""
     servers: ParameterServers = field(default_factory=ParameterServers)
@@ -262,7 +286,7 @@ class Fleet(Struct, kw_only=True):
         self.nodes[node_id] = node
         self.to_launch[node_id] = None
         replicas.pending[node_id] = None
-        replicas.holders[rank] = node_id
+        replicas.hold(rank, node_id)
         replicas.abandoned.pop(rank, None)
         return node
 
@@ -298,16 +322,16 @@ class Fleet(Struct, kw_only=True):
         replicas.running.pop(node.id, None)
         self.to_launch.pop(node.id, None)
         if replicas.holders.get(node.rank) == node.id:
-            del replicas.holders[node.rank]
+            replicas.let_fall(node.rank)
         self.migrations.pop(node.id, None)
         for old in [old for old, new in self.migrations.items() if new == node.id]:
             # The exchange is called off: the old node goes on.
             del self.migrations[old]
-            replicas.holders[node.rank] = old
+            replicas.hold(node.rank, old)
 
     def finish(self, node: FleetNode) -> None:
         node.is_finished = True
-        self.replicas[node.node_type].finished[node.rank] = None
+        self.replicas[node.node_type].finish(node.rank)
 
     def release(self, node: FleetNode, now: Micros) -> None:
         """The job does not want the node any more; it is never relaunched."""

@@ -124,7 +124,7 @@ def agent_finished(course: Course, agent: Node) -> None:
     fleet = course.state.fleet
     node = None if fleet is None else fleet.of_agent(agent.id)
     if fleet is not None and node is not None:
-        fleet.finish(node)
+        life_cycle.finished(course, node)
 
 
 def agent_lost(course: Course, agent: Node, exit_reason: NodeExit, *, is_presumed: bool) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dlrover.core import early_stop, life_cycle
-from dlrover.core.fleet import Fleet, Removal, Replicas
+from dlrover.core.fleet import Fleet, FleetNode, Removal, Replicas
 from dlrover.core.nodes import after_outage
-from dlrover.protocol.fleet_messages import NodeType
+from dlrover.protocol.fleet_messages import NodePhase, NodeType
 from dlrover.protocol.messages import ExitReason, Micros
 
 if TYPE_CHECKING:  # a course calls us
@@ -32,6 +32,7 @@ def settle(course: Course) -> None:
         return
     if state.end is None:
         early_stop.note_shortage(state, course.now)
+        early_stop.note_idleness(fleet, course.now)
         _note_awaited(state, fleet)
         _end_if_over(course, fleet)
     if state.end is None:
@@ -92,6 +93,15 @@ def job_finished(course: Course) -> None:
     issue(course)
 
 
+def is_work_left_beside(state: JobState) -> bool:
+    """Beside a world whose workers have all finished: chiefs and evaluators work for themselves, and to their own end."""
+    fleet = state.fleet
+    if fleet is None:
+        return False
+    others = [node for kind in (NodeType.CHIEF, NodeType.EVALUATOR) for node in fleet.live_nodes(kind)]
+    return any(node.phase is NodePhase.RUNNING or _keeps_job_alive(fleet, node) for node in others)
+
+
 def _end_if_over(course: Course, fleet: Fleet) -> None:
     state = course.state
     stop = early_stop.judge(state, course.now)
@@ -128,12 +138,17 @@ def _dismiss_servers(course: Course, fleet: Fleet) -> None:
 
 
 def _have_exited(fleet: Fleet, kinds: tuple[NodeType, ...]) -> bool:
-    """Nobody of them works, and nobody will: nodes of low priority that never got resources keep no job alive."""
+    """Nobody of them works, and nobody will."""
     groups = [fleet.replicas[kind] for kind in kinds if kind in fleet.replicas]
     if any(replicas.running for replicas in groups) or not any(_has_ended(replicas) for replicas in groups):
         return False
     waiting = [fleet.nodes[node] for replicas in groups for node in replicas.pending]
-    return all(node.priority == "low" and fleet.replicas[node.node_type].spec.priority != "low" for node in waiting)
+    return not any(_keeps_job_alive(fleet, node) for node in waiting)
+
+
+def _keeps_job_alive(fleet: Fleet, waiting: FleetNode) -> bool:
+    """Nodes of low priority that never got resources do not, beside others."""
+    return waiting.priority != "low" or fleet.replicas[waiting.node_type].spec.priority == "low"
 
 
 def _has_ended(replicas: Replicas) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dlrover.core import early_stop, life_cycle, parameter_servers, relaunch
-from dlrover.core.fleet import Fleet, FleetNode, group_of
+from dlrover.core.fleet import Fleet, FleetNode, Replicas, group_of
 from dlrover.core.turn import MICROS_PER_SECOND
 from dlrover.protocol.fleet_messages import NodePhase, NodeType, Resource, Strategy
 from dlrover.protocol.messages import DeadlineKind, DeadlinePassed, ExitReason, PlatformId, Stage
@@ -28,29 +28,51 @@ def retarget(course: Course, max_nodes: int) -> None:
 
 
 def scale_workers(course: Course, node_type: NodeType, count: int) -> None:
-    """More: the lowest free ranks. Fewer: first who does not run yet, then the highest ranks; never critical ones."""
+    """More: the lowest free ranks. Fewer: first who does not run yet, then the highest ranks; never critical ones.
+
+    Ranks whose work is done are not started again, so they count when nodes are added. They do no work either: it is those
+    who still have some that shall be no more than the number.
+    """
     fleet = life_cycle.fleet_of(course)
     replicas = fleet.replicas[node_type]
     former, replicas.target = replicas.target, count
     if count != former:
         course.say(f"The job wants {count} nodes of type {node_type.value} now, {former} before.")
-    for node in [fleet.nodes[node] for node in replicas.holders.values()]:
-        if _is_dismissed(course, node):
-            fleet.release(node, course.now)  # its agent leaves, and then the platform may remove it
-        else:
-            node.is_critical = life_cycle.is_critical(fleet, node_type, node.rank)
-    num_surplus = len(replicas.holders) + replicas.num_done - count
+    _part_with_dismissed(course, replicas)
+    at_work = [ranked for ranked in _nodes_by_rank(fleet, replicas) if not any(node.is_finished for node in ranked)]
+    for node in [node for ranked in at_work for node in ranked]:
+        node.is_critical = life_cycle.is_critical(fleet, node_type, node.rank)
     is_rendezvous_first = fleet.spec.strategy is Strategy.ALLREDUCE
     candidates = [
-        node
-        for node in (fleet.nodes[id_] for id_ in replicas.holders.values())
-        if not node.is_critical and not node.is_finished and not (is_rendezvous_first and node.agent is not None)
+        ranked
+        for ranked in at_work
+        if not any(node.is_critical or (is_rendezvous_first and node.agent is not None) for node in ranked)
     ]
-    candidates.sort(key=lambda node: (node.phase is NodePhase.RUNNING, -node.rank))
-    for node in candidates[: max(0, num_surplus)]:
-        life_cycle.let_go(course, node, "the job was scaled down")
+    candidates.sort(key=lambda ranked: (any(node.phase is NodePhase.RUNNING for node in ranked), -ranked[0].rank))
+    for ranked in candidates[: max(0, len(at_work) - count)]:
+        for node in ranked:
+            life_cycle.let_go(course, node, "the job was scaled down")
     for rank in replicas.lacking():
         want_new(fleet, node_type, rank)
+
+
+def _part_with_dismissed(course: Course, replicas: Replicas) -> None:
+    """Their agents leave, and then the platform may remove them; whoever was to take the place of one is needed no more."""
+    fleet = life_cycle.fleet_of(course)
+    for ranked in _nodes_by_rank(fleet, replicas):
+        if any(_is_dismissed(course, node) for node in ranked):
+            for heir in ranked[:-1]:
+                life_cycle.let_go(course, heir, "the job was scaled down")
+            fleet.release(ranked[-1], course.now)
+
+
+def _nodes_by_rank(fleet: Fleet, replicas: Replicas) -> list[list[FleetNode]]:
+    """Of each rank that has a node; where one is being exchanged, the new node and then the old one."""
+    exchanged = {new: old for old, new in fleet.migrations.items()}
+    return [
+        [fleet.nodes[node], *([fleet.nodes[exchanged[node]]] if node in exchanged else [])]
+        for node in replicas.holders.values()
+    ]
 
 
 def scale_servers(course: Course, count: int) -> None:
@@ -122,7 +144,7 @@ def restart_job(course: Course, reason: str) -> None:
     stage, state.stage = state.stage, Stage.RESTARTING
     workers = fleet.workers
     former = [node for node in fleet.nodes.values() if node.node_type is NodeType.WORKER and not node.is_released]
-    workers.finished, workers.abandoned = {}, {}
+    workers.start_over()
     for node in former:
         node.is_finished = False
         life_cycle.let_go(course, node, "the job restarts")

@@ -47,9 +47,9 @@ def started(course: Course, node: FleetNode) -> None:
 def succeeded(course: Course, node: FleetNode) -> None:
     """Its processes ended well. The agent may have said so before, or its report was lost with it."""
     state, fleet = course.state, fleet_of(course)
+    finished(course, node)
     fleet.enter(node, NodePhase.SUCCEEDED, course.now)
     node.exit_reason = NodeExit.SUCCEEDED
-    fleet.finish(node)
     agent = unlink(course, node)
     if agent is not None:
         course.finish_node(agent, state.rendezvous.round)
@@ -58,6 +58,15 @@ def succeeded(course: Course, node: FleetNode) -> None:
     is_work_done = node.is_critical and node.node_type is not NodeType.PS
     if is_work_done and state.end is None and not _is_critical_work_left(fleet):
         course.wants_end(ExitReason.COMPLETED, "All nodes that the job cannot do without have done their work.")
+
+
+def finished(course: Course, node: FleetNode) -> None:
+    """Its work is done: whoever was to take its place has nothing to do there. A server serves on, with the next one."""
+    fleet = fleet_of(course)
+    fleet.finish(node)
+    heir = fleet.migrations.get(node.id)
+    if heir is not None and node.node_type is not NodeType.PS:
+        let_go(course, fleet.nodes[heir], f"the work of {node.label} is done")
 
 
 def end_node(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dlrover.core import life_cycle, relaunch
-from dlrover.core.fleet import MAX_MESSAGE, Fleet, FleetNode
+from dlrover.core.fleet import MAX_MESSAGE, Fleet, FleetNode, Removal
 from dlrover.core.relaunch import ENDED, LIVE
 from dlrover.core.turn import micros
 from dlrover.protocol.fleet_messages import (
@@ -80,6 +80,8 @@ def hear_change(course: Course, kind: NodeEventKind, shown: PlatformNode) -> Non
         fleet.gone(node)
     elif shown.phase in ENDED:
         node.is_over = True
+    elif node.is_released and shown.phase in LIVE:
+        _hear_of_unwanted(fleet, node)
     phase = relaunch.next_phase(node.phase, kind, shown.phase)
     if phase is None or node.is_released:
         _hear_late_word(fleet, node, shown)
@@ -151,7 +153,7 @@ def _adopt(course: Course, fleet: Fleet, shown: PlatformNode) -> FleetNode:
         if holder.id in fleet.servers.current:
             fleet.servers.replaced(holder.id, node.id)
     elif holder is not None:
-        replicas.holders[holder.rank] = holder.id
+        replicas.hold(holder.rank, holder.id)
         node.exit_reason = NodeExit.RELAUNCHED
         life_cycle.let_go(course, node, "a newer node has its rank")
     return node
@@ -163,6 +165,18 @@ def _trust_count(fleet: Fleet, shown: PlatformNode) -> None:
     known = replicas.spent.get(shown.rank, 0)
     if shown.relaunch_count > known:
         replicas.spent[shown.rank] = min(shown.relaunch_count, replicas.budget(shown.rank))
+
+
+def _hear_of_unwanted(fleet: Fleet, node: FleetNode) -> None:
+    """It is there although nobody wants it: maybe its launch took longer than its removal, and was not there to be seen.
+
+    On one that we were told had ended this is old news. An agent that was asked to leave does so first.
+    """
+    if node.is_over and not node.is_gone:
+        return
+    node.is_gone = node.is_over = False
+    if node.agent is None:
+        fleet.remove(node, Removal("nobody wants it"))
 
 
 def _hear_absence(course: Course, node: FleetNode) -> None:

@@ -3,7 +3,8 @@ Sync points and barriers: workers that wait for each other by name.
 
 The first join of a name fixes who is waited for: the workers that run at that moment. Each join takes one of them off
 the list, as does its end; when the list is empty the point is reached. The next join by one of them begins the next
-generation, so a name can be used in a loop. Who is not there after an hour is waited for no longer.
+generation, so a name can be used in a loop. Who is not there after an hour is waited for no longer; a job that can do
+without its node does so from then on.
 
 A barrier is opened by a notification; the k-th wait for it is released by the k-th notification.
 
@@ -18,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from dlrover.core import life_cycle
 from dlrover.core.nodes import after_outage
 from dlrover.core.turn import NotYet, micros
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.fleet_messages import Strategy
 from dlrover.protocol.messages import Command, Done, LookAgain, Micros, NodeId, Query, Reply, Round
 from dlrover.protocol.sync_messages import (
     MAX_NAME_BYTES,
@@ -167,11 +170,11 @@ def leave(course: Course, node: NodeId) -> None:
         course.effects.append(LookAgain(reached))
 
 
-def expire(course: Course, number: int) -> str:
-    """The deadline of a sync point: the sentence that says who is waited for no longer; empty if there is none."""
+def expire(course: Course, number: int) -> None:
+    """The deadline of a sync point: who has not come is waited for no longer."""
     expired = course.state.sync.expire(number, course.now)
     if expired is None:
-        return ""
+        return
     topic, name, missing = expired
     course.effects.append(LookAgain((topic,)))
     live = course.state.nodes.live
@@ -180,7 +183,25 @@ def expire(course: Course, number: int) -> str:
         f"{', '.join(map(str, ranks))}"
         for node, ranks in missing.items()
     )
-    return f"Sync point {name!r} waits no longer, after {SYNC_TIMEOUT:.0f} s without {who}."
+    course.say(f"Sync point {name!r} waits no longer, after {SYNC_TIMEOUT:.0f} s without {who}.")
+    _let_go(course, list(missing), f"it did not come to sync point {name!r}")
+
+
+def _let_go(course: Course, laggards: list[NodeId], why: str) -> None:
+    """A job without them is better off, if it can be: not without critical ones, nor with too few for a world.
+
+    Not in an all-reduce job: all others would have to start anew, who have just been allowed to go on. Nor in the last
+    minutes of any job, when nobody starts anew.
+    """
+    state, fleet = course.state, course.state.fleet
+    if fleet is None or fleet.spec.strategy is Strategy.ALLREDUCE or state.rendezvous.finished:
+        return
+    min_nodes = 0 if state.terms is None else state.terms.limits.min_nodes
+    for node in [fleet.of_agent(agent) for agent in laggards]:
+        if node is None or not node.is_live or node.is_critical:
+            continue
+        if len(fleet.workers.holders) > min_nodes:
+            life_cycle.let_go(course, node, why)
 
 
 def _join_sync(command: JoinSync, course: Course) -> Reply:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from dlrover.core import node_check
+from dlrover.core import fleet_settling, node_check
 from dlrover.core.nodes import reattach_window
 from dlrover.core.rendezvous import Member, World
 from dlrover.core.take_up import Claim, is_sane
@@ -97,5 +97,5 @@ def take_up(course: Course) -> None:
         if (node := state.nodes.live.get(member.node)) is not None:
             node.entered_at = course.now
         course.touch(member.node)
-    if rdzv.is_all_finished():
+    if rdzv.is_all_finished() and not fleet_settling.is_work_left_beside(state):
         course.end_job(ExitReason.COMPLETED, "The workers of all nodes ended well.")

@@ -182,6 +182,7 @@ def check_fleet(fleet: Fleet | None) -> None:
             "one live node per rank, and all known"
         )
         assert {node.rank: node.id for node in settled} == replicas.holders
+        assert replicas.num_done == sum(1 for rank in replicas.finished if rank not in replicas.holders)
         for rank, spent in replicas.spent.items():
             assert spent <= replicas.budget(rank), f"I7: {node_type} {rank} was relaunched {spent} times"
     for node in fleet.nodes.values():

@@ -11,6 +11,8 @@ from dlrover.protocol.fleet_messages import (
     MigrateNode,
     NodeExit,
     NodePhase,
+    NodeType,
+    ReplicaSpec,
     Resource,
     ScaleJob,
     Strategy,
@@ -163,6 +165,16 @@ class TestPendingServers:
         scene.tick(DAY)
         assert scene.end.reason is ExitReason.PENDING_TIMEOUT
 
+    def test_the_chief_must_come_also_where_all_workers_are_judged(self) -> None:
+        spec = replace(ps_job(num_workers=3), pending_strategy=2)
+        scene = FleetScene().begin(spec).run(0, 1, 3, 4)
+        scene.show(2, PENDING)
+        scene.tick(899)
+        assert scene.job.end is None
+        scene.tick(901)
+        assert scene.end.reason is ExitReason.PENDING_TIMEOUT
+        assert "chief 0" in scene.end.message.lower()
+
     def test_a_chief_without_other_workers_is_waited_for_no_longer(self) -> None:
         scene = FleetScene().begin(ps_job(num_workers=1)).run(0, 1)
         scene.show(2, PENDING)
@@ -176,6 +188,67 @@ class TestPendingServers:
         scene.tick(DAY)
         assert scene.job.end is None
         assert scene.launched == [0, 1, 2, 3, 4], "nor is it made smaller"
+
+
+class TestPendingEvaluator:
+    def begin(self, strategy: Strategy, **spec: float) -> FleetScene:
+        """Everybody works but the evaluator, which waits for its resources. Ids of a parameter-server job: 0 to 3."""
+        replicas = {NodeType.WORKER: ReplicaSpec(count=2), NodeType.EVALUATOR: ReplicaSpec(count=1)}
+        if strategy is Strategy.PS:
+            replicas[NodeType.PS] = ReplicaSpec(count=1)
+        scene = FleetScene(terms(2)).begin(FleetSpec(replicas=replicas, strategy=strategy, **spec))
+        if strategy is Strategy.PS:
+            scene.run(0, 1, 2)
+        else:
+            scene.train(0, 1)
+        scene.show(max(scene.cloud), PENDING)
+        return scene
+
+    @pytest.mark.parametrize("strategy", [1, 2])
+    def test_nobody_waits_for_it_while_others_work_and_not_for_ever_afterwards(self, strategy: int) -> None:
+        scene = self.begin(Strategy.PS, pending_strategy=strategy)
+        scene.tick(DAY)
+        assert scene.job.end is None
+        scene.show(1, SUCCEEDED, exit_code=0)
+        scene.show(2, SUCCEEDED, exit_code=0)
+        assert scene.job.end is None, "the room that they leave may be what it waited for"
+        scene.tick(DAY + 899)
+        assert scene.job.end is None
+        scene.tick(DAY + 901)
+        assert scene.end.reason is ExitReason.PENDING_TIMEOUT
+        assert "evaluator 0" in scene.end.message.lower()
+        assert 0 in scene.removed, "the server is not held for nothing"
+
+    def test_in_an_all_reduce_job_it_is_the_same(self) -> None:
+        scene = self.begin(Strategy.ALLREDUCE)
+        scene.tick(DAY)
+        scene.finish("n0")
+        scene.finish("n1")
+        scene.tick(DAY + 899)
+        assert scene.job.end is None
+        scene.tick(DAY + 901)
+        assert scene.end.reason is ExitReason.PENDING_TIMEOUT
+
+    def test_somebody_who_comes_back_to_work_gives_it_time_again(self) -> None:
+        scene = self.begin(Strategy.PS)
+        scene.show(1, SUCCEEDED, exit_code=0)
+        scene.vanish(2)
+        scene.tick(600)
+        scene.run(scene.launched[-1])
+        scene.tick(DAY)
+        assert scene.job.end is None
+        scene.show(scene.launched[-1], SUCCEEDED, exit_code=0)
+        scene.tick(DAY + 899)
+        assert scene.job.end is None
+        scene.run(3).show(3, SUCCEEDED, exit_code=0)
+        assert scene.end.reason is ExitReason.COMPLETED
+
+    def test_it_is_waited_for_as_long_as_the_user_wants(self) -> None:
+        scene = self.begin(Strategy.PS, pending_strategy=0)
+        scene.show(1, SUCCEEDED, exit_code=0)
+        scene.show(2, SUCCEEDED, exit_code=0)
+        scene.tick(10 * DAY)
+        assert scene.job.end is None
 
 
 class TestSmallerNodes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from dlrover.core.fleet import NUM_FORMER
+from dlrover.core.fleet import NUM_FORMER, Replicas
 from dlrover.core.restarts import DEVICE_FAULT_CODES
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import (
@@ -21,6 +22,8 @@ from dlrover.protocol.fleet_messages import (
     PlatformNode,
     ReplicaSpec,
     ReportNodeError,
+    ScaleJob,
+    ScaleReplicas,
 )
 from dlrover.protocol.messages import (
     ExitReason,
@@ -158,6 +161,17 @@ class TestAgents:
         assert scene.launched == [0, 1]
         scene.fail(0, exit_reason=NodeExit.HARDWARE)
         assert scene.launched == [0, 1, 2], "one that finished does not switch off the help for the others"
+
+    def test_those_that_are_done_are_counted_also_in_a_snapshot_that_does_not_say_how_many(self) -> None:
+        scene = FleetScene.of(3, 1).train(0, 1, 2)
+        for name in ("n0", "n1"):
+            scene.finish(name)
+        scene.leave("n1", LeaveReason.PREEMPTED)
+        scene.vanish(1)
+        assert (list(scene.fleet.workers.finished), scene.fleet.workers.num_done) == ([0, 1], 1)
+        former = msgspec.to_builtins(scene.fleet.workers)
+        del former["num_done"]
+        assert msgspec.convert(former, Replicas, strict=False) == scene.fleet.workers
 
     @pytest.mark.parametrize("is_finished", [False, True])
     def test_silence_after_success_is_no_failure(self, is_finished: bool) -> None:
@@ -386,6 +400,55 @@ class TestMasterRestarts:
         scene.list()
         assert scene.removed == [0]
         assert scene.fleet.workers.holders == {0: node}
+
+    @pytest.mark.parametrize("is_listed", [True, False])
+    def test_a_node_that_was_let_go_and_comes_late_is_removed_once_more(self, is_listed: bool) -> None:
+        """Its launch took longer than its removal."""
+        scene = FleetScene().begin(ps_job()).run(0, 2, 3)
+        late = scene.cloud.pop(1)
+        scene.do(ScaleReplicas(node_type=NodeType.PS, count=1))
+        scene.list()
+        assert (scene.removed, scene.node(1).is_gone) == ([1], True)
+        scene.cloud[1] = late
+        if is_listed:
+            scene.list()
+        else:
+            scene.show(1, NodePhase.RUNNING)
+        assert scene.removed == [1, 1]
+        scene.cloud[1] = late
+        scene.list()
+        assert scene.removed == [1, 1, 1], "until it is not there any more"
+        scene.list()
+        scene.stop()
+        assert scene.cloud == {}
+        assert scene.removed.count(1) == 3
+
+    def test_a_node_that_comes_after_the_end_is_removed_too(self) -> None:
+        scene = FleetScene.of(2).train(0)
+        late = scene.cloud.pop(1)
+        scene.stop()
+        scene.list()
+        scene.cloud[1] = late
+        scene.show(1, NodePhase.PENDING)
+        assert 1 not in scene.cloud
+
+    def test_an_agent_that_was_dismissed_leaves_before_its_node_is_removed(self) -> None:
+        scene = FleetScene.of(2, 1).train(0, 1)
+        scene.do(ScaleJob(min_nodes=1, max_nodes=1))
+        scene.show(1, NodePhase.RUNNING)
+        seen = scene.cloud.pop(1)
+        scene.list()
+        scene.cloud[1] = seen
+        scene.list()
+        assert scene.removed == []
+        scene.leave("n1", LeaveReason.DISMISSED)
+        assert scene.removed == [1]
+
+    def test_old_news_of_an_ended_node_that_people_want_to_look_at_removes_nothing(self) -> None:
+        scene = FleetScene.of(2, 1, remove_exited=False).run()
+        scene.fail(0, exit_code=1)
+        scene.do(NodeChanged(kind=NodeEventKind.MODIFIED, node=replace(scene.cloud[0], phase=NodePhase.RUNNING)))
+        assert scene.removed == []
 
 
 class TestReplacementInTheWorld:

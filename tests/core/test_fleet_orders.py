@@ -23,6 +23,7 @@ from dlrover.protocol.fleet_messages import (
 from dlrover.protocol.messages import (
     ExitReason,
     FinishJob,
+    Idle,
     Join,
     Leave,
     LeaveReason,
@@ -31,9 +32,27 @@ from dlrover.protocol.messages import (
     Stage,
 )
 from tests.core.fleet_scene import FleetScene, ps_job
+from tests.core.scene import terms
 
 INITIAL, PENDING, RUNNING = NodePhase.INITIAL, NodePhase.PENDING, NodePhase.RUNNING
 SUCCEEDED, FAILED, DELETED = NodePhase.SUCCEEDED, NodePhase.FAILED, NodePhase.DELETED
+
+
+DAY = 24 * 3600.0
+
+
+def custom_job(num_workers: int) -> FleetSpec:
+    """Nobody is critical. Ids: the server, the workers."""
+    replicas = {
+        NodeType.WORKER: ReplicaSpec(count=num_workers, critical="none"),
+        NodeType.PS: ReplicaSpec(count=1),
+    }
+    return FleetSpec(replicas=replicas, strategy=Strategy.CUSTOM)
+
+
+def allreduce_with_evaluator(max_relaunches: int = 3) -> FleetSpec:
+    evaluator = ReplicaSpec(count=1, max_relaunches=max_relaunches)
+    return FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=2), NodeType.EVALUATOR: evaluator})
 
 
 class TestScaling:
@@ -65,14 +84,57 @@ class TestScaling:
         scene.do(ScaleJob(min_nodes=1, max_nodes=2))
         assert scene.launches[scene.launched[-1]].relaunch_count == 1
 
-    def test_workers_of_a_parameter_server_job_are_scaled_by_number_and_the_finished_count(self) -> None:
+    def test_workers_of_a_parameter_server_job_are_scaled_by_number_and_the_finished_count_for_growing(self) -> None:
         scene = FleetScene().begin(ps_job(num_workers=4))
         scene.run().show(5, SUCCEEDED, exit_code=0)
         scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=4))
         assert [scene.launches[id_].rank for id_ in scene.launched[6:]] == [3], "who finished is not started again"
-        scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=1))
+        scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=2))
+        assert scene.removed == [5, 6], "two work on, whoever finished before"
+        scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=0))
         assert scene.removed == [5, 6, 4]
-        assert 3 in scene.cloud, "the chief is critical"
+        assert 3 in scene.cloud, "the first worker is critical"
+
+    def test_shrinking_to_as_many_as_still_work_takes_nobody_away(self) -> None:
+        scene = FleetScene().begin(custom_job(num_workers=4)).run()
+        scene.show(1, SUCCEEDED, exit_code=0)
+        scene.show(2, SUCCEEDED, exit_code=0)
+        scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=2))
+        assert scene.removed == [1, 2], "they had ended"
+        assert scene.job.end is None
+        assert sorted(scene.fleet.workers.running) == [3, 4]
+        scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=4))
+        assert scene.launched == [0, 1, 2, 3, 4], "four shall be there, two of them have finished"
+
+    def test_a_worker_that_is_being_exchanged_goes_with_the_node_that_should_take_its_place(self) -> None:
+        scene = FleetScene().begin(custom_job(num_workers=3)).run()
+        scene.do(MigrateNode(node=PlatformId(3), resource=Resource(cpu=9)))
+        scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=2))
+        assert sorted(scene.removed) == [3, 4]
+        assert scene.fleet.workers.holders == {0: 1, 1: 2}
+        assert scene.fleet.migrations == {}
+
+    def test_a_rank_that_is_being_exchanged_is_one_that_runs(self) -> None:
+        scene = FleetScene().begin(custom_job(num_workers=3)).run(0, 1, 3)
+        scene.do(MigrateNode(node=PlatformId(3), resource=Resource(cpu=9)))
+        scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=2))
+        assert scene.removed == [2], "it does not run yet, and the old node of worker 2 does"
+
+    def test_a_dismissed_worker_takes_along_whoever_was_to_take_its_place(self) -> None:
+        scene = FleetScene.of(3, 1).train(0, 1, 2)
+        scene.do(MigrateNode(node=PlatformId(2), resource=Resource(cpu=9)))
+        scene.do(ScaleJob(min_nodes=1, max_nodes=2))
+        assert scene.removed == [3]
+        assert scene.fleet.workers.holders == {0: 0, 1: 1}
+        scene.leave("n2", LeaveReason.DISMISSED)
+        assert scene.removed == [3, 2]
+
+    def test_the_exchange_of_a_worker_that_may_stay_goes_on(self) -> None:
+        scene = FleetScene.of(3, 1).train(0, 2)
+        scene.do(MigrateNode(node=PlatformId(2), resource=Resource(cpu=9)))
+        scene.do(ScaleJob(min_nodes=1, max_nodes=2))
+        assert scene.removed == [1], "it is not there yet"
+        assert scene.fleet.migrations == {2: 3}
 
     def test_workers_that_were_added_are_critical_where_all_are_and_may_go_again(self) -> None:
         scene = FleetScene().begin(ps_job(num_workers=3, worker={"critical": "all", "max_relaunches": 0})).run()
@@ -143,6 +205,24 @@ class TestMigration:
         assert scene.launched == [0, 1, 2]
         assert scene.fleet.migrations == {}
         scene.train(2)
+
+    def test_a_worker_that_succeeds_needs_nobody_in_its_place(self) -> None:
+        scene = FleetScene().begin(custom_job(num_workers=2)).run()
+        scene.do(MigrateNode(node=PlatformId(2), resource=Resource(cpu=8)))
+        scene.show(1, SUCCEEDED, exit_code=0)
+        assert scene.job.end is None
+        scene.show(2, SUCCEEDED, exit_code=0)
+        assert 3 in scene.removed
+        assert scene.end.reason is ExitReason.COMPLETED
+
+    def test_nor_does_one_whose_agent_says_that_it_has_finished(self) -> None:
+        scene = FleetScene.of(2).train(0, 1)
+        scene.do(MigrateNode(node=PlatformId(1), resource=Resource(cpu=8)))
+        scene.finish("n1")
+        assert scene.removed == [2]
+        assert scene.fleet.workers.holders == {0: 0, 1: 1}
+        scene.finish("n0")
+        assert scene.end.reason is ExitReason.COMPLETED
 
     def test_less_than_nothing_cannot_be_given(self) -> None:
         scene = FleetScene.of(2).train(0, 1)
@@ -272,6 +352,34 @@ class TestTheEnd:
         assert scene.removed == []
         scene.stop()
         assert sorted(scene.removed) == [0, 1, 2], "at the end nothing remains"
+
+    def test_an_all_reduce_job_ends_when_its_evaluator_has_done_its_work_too(self) -> None:
+        scene = FleetScene(terms(2)).begin(allreduce_with_evaluator()).train(0, 1).run(2)
+        scene.finish("n0")
+        scene.finish("n1")
+        assert scene.job.end is None
+        assert isinstance(scene.wish("n0"), Idle)
+        scene.show(0, SUCCEEDED, exit_code=0)
+        scene.show(1, SUCCEEDED, exit_code=0)
+        assert scene.removed == [0, 1]
+        scene.tick(10 * DAY)
+        assert scene.job.end is None
+        scene.show(2, SUCCEEDED, exit_code=0)
+        assert scene.end.reason is ExitReason.COMPLETED
+        assert scene.removed == [0, 1, 2]
+
+    def test_an_evaluator_that_cannot_be_replaced_fails_the_job_that_waits_for_it(self) -> None:
+        scene = FleetScene(terms(2)).begin(allreduce_with_evaluator(max_relaunches=0)).train(0, 1).run(2)
+        scene.finish("n0")
+        scene.finish("n1")
+        scene.fail(2, exit_code=1)
+        assert scene.end.reason is ExitReason.EVALUATOR_ERROR
+
+    def test_an_all_reduce_job_does_not_wait_for_a_worker_that_has_nothing_to_do_any_more(self) -> None:
+        """However critical: the world that did the work has ended well without it."""
+        scene = FleetScene.of(2, 1, critical="all", limits={"last_call": 0.0, "first_call": 0.0}).train(0)
+        scene.finish("n0")
+        assert scene.end.reason is ExitReason.COMPLETED
 
     def test_a_parameter_server_job_ends_well_when_its_critical_nodes_have_done_their_work(self) -> None:
         scene = FleetScene().begin(ps_job(num_workers=3))

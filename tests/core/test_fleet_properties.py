@@ -91,6 +91,8 @@ class FleetLife(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.seconds = 0.0
+        self.seen: dict[int, None] = {}
+        """Nodes that came when nobody wanted them any more."""
 
     @initialize(
         low=st.integers(1, 3),
@@ -99,11 +101,21 @@ class FleetLife(RuleBasedStateMachine):
         budget=st.integers(0, 2),
         critical=st.sampled_from(["", "all", "0:1"]),
         is_ps=st.booleans(),
+        has_evaluator=st.booleans(),
         remove=st.booleans(),
         window=st.sampled_from([0.0, 3600.0]),
     )
     def begin(
-        self, low: int, more: int, standby: int, budget: int, critical: str, is_ps: bool, remove: bool, window: float
+        self,
+        low: int,
+        more: int,
+        standby: int,
+        budget: int,
+        critical: str,
+        is_ps: bool,
+        has_evaluator: bool,
+        remove: bool,
+        window: float,
     ) -> None:
         self.is_ps = is_ps
         replicas = workers(low + more, max_relaunches=budget, critical=critical)
@@ -111,6 +123,7 @@ class FleetLife(RuleBasedStateMachine):
         if is_ps:
             resource = Resource(cpu=16.0, memory_mb=8192)
             replicas[NodeType.PS] = ReplicaSpec(count=2, max_relaunches=budget, resource=resource)
+        if has_evaluator:
             replicas[NodeType.EVALUATOR] = ReplicaSpec(count=1, max_relaunches=budget)
         spec = FleetSpec(
             replicas=replicas,
@@ -185,6 +198,22 @@ class FleetLife(RuleBasedStateMachine):
             elif launch.id in self.scene.cloud:
                 return
             self.scene.do(NodeChanged(kind=kind, node=seen))
+
+    @rule(index=INDEX, phase=st.sampled_from([NodePhase.PENDING, NodePhase.RUNNING]))
+    def launch_takes_effect_late(self, index: int, phase: NodePhase) -> None:
+        """Of a node that was never seen, and has been let go meanwhile."""
+        late = [
+            launch
+            for launch in self.scene.launches.values()
+            if launch.id in self.scene.removals and launch.id not in self.scene.cloud and launch.id not in self.seen
+        ]
+        if late:
+            launch = late[index % len(late)]
+            self.seen[launch.id] = None
+            self.scene.cloud[launch.id] = PlatformNode(
+                id=launch.id, node_type=launch.node_type, rank=launch.rank, phase=phase, name=launch.name
+            )
+            self.scene.show(launch.id, phase)
 
     @rule(is_lossy=st.booleans(), index=INDEX)
     def list_again(self, is_lossy: bool, index: int) -> None:
@@ -311,6 +340,8 @@ class FleetLife(RuleBasedStateMachine):
         if self.is_ps:
             return all(not replicas.pending for replicas in fleet.replicas.values())
         state = scene.job.state
+        if state.rendezvous.is_all_finished():
+            return any(fleet.live_nodes(NodeType.EVALUATOR))
         return state.rendezvous.is_active and any(
             isinstance(node.desired.wish, Run) for node in state.nodes.live.values()
         )

@@ -8,7 +8,8 @@ from dlrover.core.sequence import replay
 from dlrover.core.sync_points import SYNC_TIMEOUT
 from dlrover.core.turn import NotYet
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import DeadlineKind, DeadlinePassed, Done, LookAgain, Reply, Round
+from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec, Strategy
+from dlrover.protocol.messages import DeadlineKind, DeadlinePassed, Done, LookAgain, Reply, Round, Run
 from dlrover.protocol.sync_messages import (
     MAX_NAME_BYTES,
     MAX_NAMES,
@@ -19,6 +20,7 @@ from dlrover.protocol.sync_messages import (
     SyncJoined,
     SyncState,
 )
+from tests.core.fleet_scene import FleetScene
 from tests.core.scene import Scene, terms
 
 
@@ -189,6 +191,52 @@ class TestSyncPoint:
             scene.notify("a", "one more")
         assert refused.value.code == "sync-full"
         assert scene.notify("a", "b7") == Done()
+
+
+class TestLaggardsOfAPlatform:
+    def begin(self, min_nodes: int, strategy: Strategy, critical: str = "none") -> FleetScene:
+        """Four workers; the first two are at a sync point."""
+        replicas = {NodeType.WORKER: ReplicaSpec(count=4, critical=critical)}
+        if strategy is not Strategy.ALLREDUCE:
+            replicas[NodeType.PS] = ReplicaSpec(count=1)
+        scene = FleetScene(terms(min_nodes, 4)).begin(FleetSpec(replicas=replicas, strategy=strategy))
+        nodes = sorted(scene.fleet.workers.holders.values())
+        scene.run().train(*nodes)
+        for node in nodes[:2]:
+            agent = scene.agents[f"n{node}"]
+            join = JoinSync(name="x", round=Round(1), local_rank=0, node=agent.node, incarnation=agent.incarnation)
+            scene.send(f"n{node}", join)
+        return scene
+
+    @pytest.mark.parametrize(
+        ("min_nodes", "critical", "removed"),
+        [(1, "none", [3, 4]), (1, "3:1", [3]), (3, "none", [3]), (4, "none", [])],
+        ids=["all", "not who is critical", "only whom a world can do without", "nobody if there is no other way"],
+    )
+    def test_who_did_not_come_in_time_is_removed(self, min_nodes: int, critical: str, removed: list[int]) -> None:
+        scene = self.begin(min_nodes, Strategy.CUSTOM, critical)
+        scene.tick(SYNC_TIMEOUT - 1)
+        assert scene.removed == []
+        scene.tick(SYNC_TIMEOUT)
+        assert scene.removed == removed
+        assert scene.launched == [0, 1, 2, 3, 4], "and not replaced"
+        assert scene.verdicts[0].startswith("Sync point 'x' waits no longer"), "the reason comes first"
+        assert sum(scene.fleet.workers.spent.values()) == 0
+        assert scene.job.end is None
+
+    def test_nobody_is_removed_in_the_last_minutes(self) -> None:
+        scene = self.begin(1, Strategy.CUSTOM)
+        scene.finish("n1")
+        scene.tick(SYNC_TIMEOUT)
+        assert scene.removed == []
+        assert isinstance(scene.wish("n2"), Run)
+
+    def test_a_world_that_would_have_to_restart_keeps_them(self) -> None:
+        scene = self.begin(1, Strategy.ALLREDUCE)
+        scene.tick(SYNC_TIMEOUT)
+        assert scene.removed == []
+        assert isinstance(scene.wish("n0"), Run), "the point has let it go on"
+        assert isinstance(scene.wish("n3"), Run)
 
 
 class TestBarrier:
