@@ -235,7 +235,7 @@ def _suspend(command: SuspendJob, course: Course) -> Reply:
     if course.state.stage is Stage.SUSPENDED:
         raise Rejected("The job is suspended already.", code="bad-stage")
 
-    fleet_wishes.suspend(course, command.reason)
+    fleet_wishes.suspend(course, command.reason[: fleet_wishes.LONGEST_REASON])
     course.advance()
     return Done()
 
@@ -254,10 +254,13 @@ def _restart(command: RestartJob, course: Course) -> Reply:
     fleet = _running_fleet(course.state)
     if fleet.spec.strategy is not Strategy.ALLREDUCE:
         raise Rejected("Only a job whose workers form one world can be restarted as a whole.", code="bad-restart")
+    rdzv = course.state.rendezvous
+    if command.round and (rdzv.world is None or rdzv.round != command.round):
+        return Done()  # another agent of that world was quicker, or its time has passed anyway
     if fleet.is_suspended:
         raise Rejected("The job is suspended: resume it before it restarts.", code="bad-stage")
 
-    fleet_wishes.restart_job(course, command.reason)
+    fleet_wishes.restart_job(course, command.reason[: fleet_wishes.LONGEST_REASON])
     course.advance()
     return Done()
 
