@@ -81,6 +81,8 @@ class FleetNode(Struct, kw_only=True):
     is_critical: bool = False
     is_released: bool = False
     """The job does not want it any more. Never taken back."""
+    is_first: bool = False
+    """Of a worker that the job was defined with, and the first of its rank."""
     is_replacement: bool = False
     """Another node of the rank ended before."""
     is_oom_replacement: bool = False
@@ -184,7 +186,7 @@ class Fleet(Struct, kw_only=True):
     failures: list[FailedNode] = []
     """Within the failure window, oldest first."""
     checks_failed: dict[int, None] = {}
-    """Worker ranks whose first node failed the node check."""
+    """Worker ranks whose first node failed the node check, and from which nobody has trained since."""
     avoid_hosts: list[str] = []
     short_since: Micros | None = None
     """Since when fewer workers are alive than a world needs."""

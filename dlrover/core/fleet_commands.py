@@ -84,6 +84,7 @@ def _new_fleet(course: Course, spec: FleetSpec) -> Fleet:
     for node_type, replicas in fleet.replicas.items():
         for rank in range(replicas.target):
             node = fleet_wishes.want_new(fleet, node_type, rank)
+            node.is_first = node_type is NodeType.WORKER and rank < replicas.spec.count
             if node_type is NodeType.PS:
                 fleet.servers.current.append(node.id)
     amounts = ", ".join(f"{replicas.target} {node_type.value}" for node_type, replicas in fleet.replicas.items())
