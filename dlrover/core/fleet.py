@@ -382,6 +382,10 @@ class Fleet(Struct, kw_only=True):
         self.failures.append(FailedNode(node.id, now))
         return len(self.failures)
 
+    def forgive(self, node: FleetNode) -> None:
+        """It was taken for failed, and had not."""
+        self.failures = [failed for failed in self.failures if failed.node != node.id]
+
     def master_restarted(self) -> None:
         """What exists is not known any more, and what the former master asked for nobody knows."""
         self.is_listed = False

@@ -144,6 +144,7 @@ class PlatformNode(Struct, frozen=True, kw_only=True):
     rank: int
     phase: NodePhase
     exit_reason: NodeExit = NodeExit.NONE
+    """NONE for one that was stopped because the job asked for it: KILLED says that others took it away."""
     exit_code: int | None = None
     host: str = ""
     """Machine that it runs on, for avoiding a faulty one."""
