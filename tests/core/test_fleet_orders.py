@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 
 import pytest
 
@@ -152,6 +153,13 @@ class TestMigration:
         scene = FleetScene.of(2).train(0, 1)
         with pytest.raises(Rejected, match="less than nothing"):
             scene.do(MigrateNode(node=PlatformId(1), resource=Resource(cpu=-1)))
+
+    @pytest.mark.parametrize("resource", [Resource(cpu=math.inf), Resource(cpu=math.nan), Resource(memory_mb=2**64)])
+    def test_numbers_that_are_none_cannot_be_given(self, resource: Resource) -> None:
+        scene = FleetScene().begin(ps_job()).run()
+        with pytest.raises(Rejected, match="give a") as refused:
+            scene.do(MigrateNode(node=PlatformId(0), resource=resource))
+        assert refused.value.code == "bad-migration"
 
     @pytest.mark.parametrize("node", [0, 1, 99])
     def test_what_cannot_be_exchanged_is_refused(self, node: int) -> None:
