@@ -86,7 +86,7 @@ class Failover:
             case FailoverStrategy.ABORTION_FAILOVER:
                 return [StopJob(message=ABORTION_REASON)]
             case FailoverStrategy.GLOBAL_FAILOVER:
-                return [report, RestartJob(reason=GLOBAL_REASON)]
+                return [report, RestartJob(reason=GLOBAL_REASON, round=report.round)]
             case FailoverStrategy.NODE_FAILOVER:
                 wish = ReportNodeError(
                     node=report.node,

@@ -6,8 +6,9 @@ nobody. What counts:
 
 * A run that passed, in a group of at least two, proves the node good. A run alone proves nothing about its links.
 * A failed computation is the node's own fault, and so is a failure while it ran alone (after a second chance).
-* Else a node is at fault only if it never passed and failed with partners who were known to be good before, or twice
-  with partners who proved good later. One such run may be the fault of a link.
+* Else a node is at fault only if it never passed and failed in a pair with a partner who was known to be good before, or
+  in pairs with two who proved good later. One such run may be the fault of a link. A larger group convicts nobody: there
+  the link may be one between two others.
 * Two good nodes that failed together have a suspect link between them.
 
 Slowness is judged the same way: a slow node slows its whole group, so a node is slow only if it was so in every run and
@@ -253,13 +254,13 @@ def _guilt(
         return "its computation failed"
     if any(run.is_alone and run.trial > 0 for run in failed):
         return "it failed alone, without any partner"
-    if not with_good:
+    # In a larger group it may be a link between two others, and again in the next group that they share.
+    partners = {other: run for run in with_good if len(run.group) == 2 for other in run.group if other != rank}
+    if not partners:
         return ""
-    partners = dict.fromkeys(other for run in with_good for other in run.group if other != rank)
-    tried = {other: None for run in with_good if len(run.group) == 2 for other in run.group}
-    has_tried_all = len(tried) > len(proven)  # the node itself is among them
-    judged_by_good = any(all(proven[r] < run.trial for r in run.group if r != rank) for run in with_good)
-    if not has_tried_all and (is_small or not (judged_by_good or len(with_good) > 1)):
+    has_tried_all = len(partners) >= len(proven)
+    judged_by_good = any(proven[other] < run.trial for other, run in partners.items())
+    if not has_tried_all and (is_small or not (judged_by_good or len(partners) > 1)):
         return ""  # may be the link between the two
     return f"it failed with {say_ranks(partners)}, which passed with others"
 

@@ -87,7 +87,7 @@ def deadlines(state: JobState) -> list[tuple[Micros, DeadlineKind, int]]:
     if not fleet.is_suspended:
         found.extend((wait.at, DeadlineKind.SMALLER_NODE, wait.node.id) for wait in to_make_smaller(fleet))
         found.extend((wait.at, DeadlineKind.GROUP_PENDING, wait.node.id) for wait in groups_to_move(fleet))
-    found.extend((wait.at, DeadlineKind.PS_WAIT, wait.node.id) for wait in unseen_servers(fleet))
+        found.extend((wait.at, DeadlineKind.PS_WAIT, wait.node.id) for wait in unseen_servers(fleet))
     return found
 
 

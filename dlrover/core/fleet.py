@@ -81,6 +81,8 @@ class FleetNode(Struct, kw_only=True):
     is_critical: bool = False
     is_released: bool = False
     """The job does not want it any more. Never taken back."""
+    is_first: bool = False
+    """Of a worker that the job was defined with, and the first of its rank."""
     is_replacement: bool = False
     """Another node of the rank ended before."""
     is_oom_replacement: bool = False
@@ -206,7 +208,7 @@ class Fleet(Struct, kw_only=True):
     failures: list[FailedNode] = []
     """Within the failure window, oldest first."""
     checks_failed: dict[int, None] = {}
-    """Worker ranks whose first node failed the node check."""
+    """Worker ranks whose first node failed the node check, and from which nobody has trained since."""
     avoid_hosts: list[str] = []
     short_since: Micros | None = None
     """Since when fewer workers are alive than a world needs."""
@@ -403,6 +405,10 @@ class Fleet(Struct, kw_only=True):
         self.failures = [failed for failed in self.failures if failed.at >= oldest and failed.node != node.id]
         self.failures.append(FailedNode(node.id, now))
         return len(self.failures)
+
+    def forgive(self, node: FleetNode) -> None:
+        """It was taken for failed, and had not."""
+        self.failures = [failed for failed in self.failures if failed.node != node.id]
 
     def master_restarted(self) -> None:
         """What exists is not known any more, and what the former master asked for nobody knows."""

@@ -8,6 +8,7 @@ was replaced meanwhile is turned away.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -16,7 +17,7 @@ from dlrover.core import life_cycle, sightings
 from dlrover.core.nodes import Node
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import NodeEventKind, NodeExit, NodePhase, NodeType, PlatformNode
-from dlrover.protocol.messages import Attach, LeaveReason, NodeRank
+from dlrover.protocol.messages import Attach, LeaveReason, NodeId, NodeRank
 
 if TYPE_CHECKING:  # a course calls us
     from dlrover.core.course import Course
@@ -125,6 +126,17 @@ def agent_finished(course: Course, agent: Node) -> None:
     node = None if fleet is None else fleet.of_agent(agent.id)
     if fleet is not None and node is not None:
         life_cycle.finished(course, node)
+
+
+def world_formed(course: Course, agents: Iterable[NodeId]) -> None:
+    """Where somebody trains, what the check found of the first node there is of the past."""
+    fleet = course.state.fleet
+    if fleet is None or not fleet.checks_failed:
+        return
+    for agent in agents:
+        node = fleet.of_agent(agent)
+        if node is not None:
+            fleet.checks_failed.pop(node.rank, None)
 
 
 def agent_lost(course: Course, agent: Node, exit_reason: NodeExit, *, is_presumed: bool) -> None:

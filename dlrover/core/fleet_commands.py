@@ -6,6 +6,7 @@ As everywhere, each function checks first and raises `Rejected`; below the empty
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -84,6 +85,7 @@ def _new_fleet(course: Course, spec: FleetSpec) -> Fleet:
     for node_type, replicas in fleet.replicas.items():
         for rank in range(replicas.target):
             node = fleet_wishes.want_new(fleet, node_type, rank)
+            node.is_first = node_type is NodeType.WORKER and rank < replicas.spec.count
             if node_type is NodeType.PS:
                 fleet.servers.current.append(node.id)
     amounts = ", ".join(f"{replicas.target} {node_type.value}" for node_type, replicas in fleet.replicas.items())
@@ -128,11 +130,18 @@ def _replicas_of(course: Course, spec: FleetSpec, node_type: NodeType, replica: 
 
 def check_spec(spec: FleetSpec) -> None:
     """Raises `Rejected` for a fleet that no platform could bring."""
+    odd = _odd_number(msgspec.to_builtins(spec))
+    if odd:
+        raise _bad(odd)
+    if spec.failure_window < 0:
+        raise _bad(f"failure_window {spec.failure_window:g}: give seconds, 0 or more")
     for node_type, replica in spec.replicas.items():
         if not 0 <= replica.count <= MOST_NODES or replica.max_relaunches < 0:
             raise _bad(f"{node_type.value}: give a count from 0 to {MOST_NODES} and 0 or more relaunches")
         if replica.resource.cpu < 0 or replica.resource.memory_mb < 0 or replica.resource.gpus < 0:
             raise _bad(f"{node_type.value} asks for less than nothing: {replica.resource}")
+        if not relaunch.has_only_numbers_up_to(MOST_NODES, replica.critical):
+            raise _bad(f"{node_type.value}: critical has ranks and relaunches from 0 to {MOST_NODES}")
         if relaunch.priorities(replica.priority, replica.count) is None:
             raise _bad(
                 f"the priority {replica.priority!r} of {node_type.value} is not high, low, or a share such as 0.5"
@@ -149,6 +158,19 @@ def check_spec(spec: FleetSpec) -> None:
         raise _bad("group_affinity maps groups from 0 on to counts from 1 on")
     if affinity and sum(affinity.values()) != counts[NodeType.WORKER]:
         raise _bad(f"group_affinity places {sum(affinity.values())} workers, and there are {counts[NodeType.WORKER]}")
+
+
+def _odd_number(value: object, name: str = "") -> str:
+    """A number that nobody can calculate with, or that no journal can hold, in words; empty: there is none."""
+    if isinstance(value, dict):
+        named = [(f"{name}.{key}" if name else str(key), key, item) for key, item in value.items()]
+        found = [_odd_number(key, path) or _odd_number(item, path) for path, key, item in named]
+        return next(filter(None, found), "")
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{name} {value}: give a finite number"
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return f"{name}: give a whole number up to {_LARGEST}"
+    return ""
 
 
 def as_decoded(value: T) -> T:
@@ -215,7 +237,10 @@ def _migrate(command: MigrateNode, course: Course) -> Reply:
     node = fleet.nodes.get(command.node)
     if node is None or not node.is_live or node.phase is NodePhase.INITIAL:
         raise Rejected(f"Node {command.node} is not there to be exchanged.", code="bad-migration")
-    if not command.resource.cpu >= 0 or command.resource.memory_mb < 0 or command.resource.gpus < 0:
+    odd = _odd_number(msgspec.to_builtins(command.resource))
+    if odd:
+        raise Rejected(f"{node.label} cannot be exchanged so: {odd}.", code="bad-migration")
+    if command.resource.cpu < 0 or command.resource.memory_mb < 0 or command.resource.gpus < 0:
         raise Rejected(f"{node.label} cannot have less than nothing: {command.resource}.", code="bad-migration")
     if node.id in fleet.migrations or node.id in fleet.migrations.values():
         raise Rejected(f"{node.label} is being exchanged already.", code="bad-migration")
@@ -235,7 +260,7 @@ def _suspend(command: SuspendJob, course: Course) -> Reply:
     if course.state.stage is Stage.SUSPENDED:
         raise Rejected("The job is suspended already.", code="bad-stage")
 
-    fleet_wishes.suspend(course, command.reason)
+    fleet_wishes.suspend(course, command.reason[: fleet_wishes.LONGEST_REASON])
     course.advance()
     return Done()
 
@@ -254,10 +279,13 @@ def _restart(command: RestartJob, course: Course) -> Reply:
     fleet = _running_fleet(course.state)
     if fleet.spec.strategy is not Strategy.ALLREDUCE:
         raise Rejected("Only a job whose workers form one world can be restarted as a whole.", code="bad-restart")
+    rdzv = course.state.rendezvous
+    if command.round and (rdzv.world is None or rdzv.round != command.round):
+        return Done()  # another agent of that world was quicker, or its time has passed anyway
     if fleet.is_suspended:
         raise Rejected("The job is suspended: resume it before it restarts.", code="bad-stage")
 
-    fleet_wishes.restart_job(course, command.reason)
+    fleet_wishes.restart_job(course, command.reason[: fleet_wishes.LONGEST_REASON])
     course.advance()
     return Done()
 

@@ -18,6 +18,9 @@ from dlrover.protocol.messages import DeadlineKind, DeadlinePassed, ExitReason, 
 if TYPE_CHECKING:  # a course calls us
     from dlrover.core.course import Course
 
+LONGEST_REASON = 1024
+"""Characters of why somebody wants something: it is said, and some of it is kept."""
+
 
 def retarget(course: Course, max_nodes: int) -> None:
     """The job has other limits now: so many workers and the standbys shall be there. Who is dismissed leaves by itself."""

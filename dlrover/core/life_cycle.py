@@ -196,7 +196,7 @@ def _after_end(course: Course, node: FleetNode, *, is_final: bool) -> None:
 
 
 def _count_failure(course: Course, fleet: Fleet, node: FleetNode) -> int:
-    if node.exit_reason is NodeExit.CHECK_FAILED and node.id < fleet.workers.spec.count:
+    if node.exit_reason is NodeExit.CHECK_FAILED and node.is_first:
         fleet.checks_failed[node.rank] = None
     is_counted = relaunch.is_failure(node.exit_reason) or node.is_presumed
     return fleet.note_failure(node, course.now) if is_counted else 0

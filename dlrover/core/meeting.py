@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlrover.core import data_books, fleet_wishes, incidents, node_check
+from dlrover.core import data_books, fleet_agents, fleet_wishes, incidents, node_check
 from dlrover.core import restarts as blame
 from dlrover.core.kv_store import NUM_ROUNDS_KEPT
 from dlrover.core.prospects import are_too_few_left
@@ -72,6 +72,7 @@ def _try_world(course: Course, terms: JobTerms) -> None:
     restarts.settle(terms.restarts)
     former = rdzv.group_ranks
     rdzv.complete(world, course.now)
+    fleet_agents.world_formed(course, (member.node for member in world.members))
     steps = [node.step for node in state.nodes.live.values()]
     state.goodput.round_began(course.now, steps, is_full=len(world.members) >= terms.limits.max_nodes)
     state.kv.drop_before(Round(rdzv.round - NUM_ROUNDS_KEPT + 1))

@@ -40,6 +40,7 @@ _REACHABLE = {
 _FREE = (NodeExit.NONE, NodeExit.SUCCEEDED, NodeExit.KILLED, NodeExit.RELAUNCHED)
 """Ends that say nothing against the node."""
 _CRITICAL = re.compile(r"\d+:\d+(,\d+:\d+)*")
+_NUMBER = re.compile(r"0*(\d+)")
 
 
 def next_phase(current: NodePhase, kind: NodeEventKind, shown: NodePhase) -> NodePhase | None:
@@ -172,6 +173,11 @@ def critical_ranks(text: str, count: int, budget: int, strategy: Strategy) -> di
             return {int(rank): min(int(relaunches), MAX_BUDGET) for rank, relaunches in pairs}
         case _:
             return None
+
+
+def has_only_numbers_up_to(most: int, text: str) -> bool:
+    """Of a text about critical ranks. A number may be too long to be read at all."""
+    return all(len(number) <= len(str(most)) and int(number) <= most for number in _NUMBER.findall(text))
 
 
 def priorities(text: str, count: int) -> list[str] | None:

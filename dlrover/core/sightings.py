@@ -223,8 +223,14 @@ def _renumber_unseen(course: Course, fleet: Fleet) -> None:
 
 
 def _hear_late_word(fleet: Fleet, node: FleetNode, shown: PlatformNode) -> None:
-    """We took it for gone, free of charge; now the platform says that it had failed."""
-    if node.is_presumed and shown.phase is NodePhase.FAILED:
+    """We took it for gone, free of charge; now the platform says that it had failed, or was taken away."""
+    if not node.is_presumed:
+        return
+    if shown.exit_reason is NodeExit.KILLED:
+        # By others: that it went because we asked for it comes without a reason.
+        node.is_presumed = False
+        fleet.forgive(node)
+    elif shown.phase is NodePhase.FAILED:
         node.is_presumed = False
         node.exit_reason = _exit_of(shown, NodeExit.UNKNOWN)
         if relaunch.is_failure(node.exit_reason):

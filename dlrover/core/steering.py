@@ -18,8 +18,6 @@ from dlrover.protocol.steering_messages import RelaunchNode, RestartWorkers
 if TYPE_CHECKING:
     from dlrover.core.course import Course
 
-_LONGEST_REASON = 1024
-
 
 def _restart_workers(command: RestartWorkers, course: Course) -> Reply:
     state, rdzv = course.state, course.state.rendezvous
@@ -34,7 +32,7 @@ def _restart_workers(command: RestartWorkers, course: Course) -> Reply:
             code="finished",
         )
 
-    because = command.reason[:_LONGEST_REASON].rstrip(".")
+    because = command.reason[: fleet_wishes.LONGEST_REASON].rstrip(".")
     course.restart_workers(f"somebody asked for a restart of the workers{f': {because}' if because else ''}")
     assert state.end is None, "a restart ends no job"
     course.advance()
@@ -45,7 +43,7 @@ def _relaunch_node(command: RelaunchNode, course: Course) -> Reply:
     _check_running(course)
     node = _node_of_platform(command, course)
 
-    because = command.reason[:_LONGEST_REASON].rstrip(".")
+    because = command.reason[: fleet_wishes.LONGEST_REASON].rstrip(".")
     why = f"somebody asked for it{f' ({because})' if because else ''}"
     cordoned = node.host if command.is_cordoned else ""
     machine = f"; its machine {cordoned} is avoided from now on" if cordoned else ""

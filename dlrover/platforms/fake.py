@@ -75,7 +75,7 @@ class FakeCloud:
 
     def evict(self, job: str, node: PlatformId) -> None:
         """The node vanishes although nobody asked for it."""
-        self._delete(job, node, "evicted")
+        self._delete(job, node, "evicted", NodeExit.KILLED)
 
     def break_watches(self) -> None:
         for job in self._jobs.values():
@@ -102,7 +102,7 @@ class FakeCloud:
         if isinstance(intent, LaunchNode):
             self._launch(uid, job, intent)
         elif intent.id in job.nodes:
-            self._delete(uid, intent.id, intent.reason)
+            self._delete(uid, intent.id, intent.reason, NodeExit.NONE)
         else:
             job.launches.setdefault(intent.id, None)
 
@@ -139,10 +139,10 @@ class FakeCloud:
         job.nodes[node.id] = node
         self._tell(job, NodeChanged(kind=kind, node=node))
 
-    def _delete(self, uid: str, node: PlatformId, message: str) -> None:
+    def _delete(self, uid: str, node: PlatformId, message: str, reason: NodeExit) -> None:
         job = self._jobs[uid]
         gone = job.nodes.pop(node)
-        reason = gone.exit_reason or NodeExit.KILLED
+        reason = gone.exit_reason or reason
         job.launches[node] = None
         last = replace(gone, phase=NodePhase.DELETED, exit_reason=reason, message=message)
         self._tell(job, NodeChanged(kind=NodeEventKind.DELETED, node=last))

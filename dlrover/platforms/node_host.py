@@ -360,7 +360,8 @@ class NodeHost:
         self._release(node.intent.id, node.key)
         reason = exit_reason_of(exit_code, is_out_of_memory=is_out_of_memory)
         if node.removal is not None:
-            self._vanish(job, node, exit_code, NodeExit.KILLED if was_stopped else reason)
+            # How it ended after our own signal says nothing of it.
+            self._vanish(job, node, exit_code, NodeExit.NONE if was_stopped else reason)
         else:
             message = f"exit code {exit_code}" + (", out of memory" if is_out_of_memory else "")
             ended = replace(

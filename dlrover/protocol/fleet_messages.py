@@ -12,7 +12,7 @@ import enum
 
 from msgspec import Struct
 
-from dlrover.protocol.identity import Incarnation, NodeId, PlatformId
+from dlrover.protocol.identity import Incarnation, NodeId, PlatformId, Round
 
 
 class NodeType(enum.StrEnum):
@@ -144,6 +144,7 @@ class PlatformNode(Struct, frozen=True, kw_only=True):
     rank: int
     phase: NodePhase
     exit_reason: NodeExit = NodeExit.NONE
+    """NONE for one that was stopped because the job asked for it: KILLED says that others took it away."""
     exit_code: int | None = None
     host: str = ""
     """Machine that it runs on, for avoiding a faulty one."""
@@ -231,6 +232,8 @@ class RestartJob(Struct, tag=True, frozen=True, kw_only=True):
     """Replace all workers by new ones, once."""
 
     reason: str = ""
+    round: Round = Round(0)
+    """Only while the world of this round is the newest: all its agents ask, and one restart answers them all. 0: in any case."""
 
 
 class ErrorLevel(enum.StrEnum):

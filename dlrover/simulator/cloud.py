@@ -262,7 +262,7 @@ class VirtualCloud(Platform):
             node = self.nodes.get(intent.id)
             if node is not None and not node.is_going:
                 node.is_going = True
-                self.sim.events.after(span(self.sim.chance.platform, *DELETION), self._delete, intent.id)
+                self.sim.events.after(span(self.sim.chance.platform, *DELETION), self._obey, intent.id)
             return ""
         if intent.id in self.launches:
             return ""
@@ -321,7 +321,10 @@ class VirtualCloud(Platform):
         node.exit_reason, node.exit_code = reason, exit_code
         self._changed(node, NodeEventKind.MODIFIED)
 
-    def _delete(self, id_: PlatformId, is_seen: bool = True) -> None:
+    def _obey(self, id_: PlatformId) -> None:
+        self._delete(id_, is_ours=True)
+
+    def _delete(self, id_: PlatformId, is_seen: bool = True, *, is_ours: bool = False) -> None:
         node = self.nodes.pop(id_, None)
         if node is None:
             return
@@ -329,7 +332,7 @@ class VirtualCloud(Platform):
         if node.node is not None and node.node.is_powered:
             machines.lose_machine(self.sim, node.node, is_seen=True)
         node.phase = NodePhase.DELETED
-        node.exit_reason = node.exit_reason or NodeExit.KILLED
+        node.exit_reason = node.exit_reason or (NodeExit.NONE if is_ours else NodeExit.KILLED)
         if is_seen:
             self._changed(node, NodeEventKind.DELETED)
 

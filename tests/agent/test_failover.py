@@ -65,6 +65,8 @@ async def test_what_an_extension_answers_is_told_to_the_master(answer: object, t
     for command in commands:
         if isinstance(command, ReportNodeError):
             assert (command.node, command.level) == (NodeId(4), ErrorLevel.NODE)
+        elif isinstance(command, RestartJob):
+            assert command.round == REPORT.round, "the agents of one world ask for one restart"
 
 
 async def test_an_extension_that_hangs_delays_the_first_report_only() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import msgspec
@@ -502,6 +503,18 @@ class TestSchedulingGroups:
         assert CheckCycle.begin(racks(ungrouped=6), first_round=Round(1)).mode is CheckMode.PAIRS
         assert CheckCycle.begin(racks(2, 1), first_round=Round(1)).mode is CheckMode.PAIRS
         assert CheckCycle.begin(racks(3, 3), first_round=Round(1), mode=CheckMode.PAIRS).mode is CheckMode.PAIRS
+
+    @pytest.mark.parametrize(
+        "sizes",
+        [(3, 2), (3, 3), (4, 3), (3, 4), (3, 2, 2), (3, 3, 2), (3, 3, 3), (5, 2), (5, 4), (7, 2), (5, 5), (3, 1, 1)],
+    )
+    def test_a_bad_link_is_never_the_fault_of_a_bystander(self, sizes: tuple[int, ...]) -> None:
+        """A rack of three meets as a whole: whoever shares it with both ends of a bad link fails as often as they do."""
+        members = racks(*sizes)
+        for link in itertools.combinations(members, 2):
+            layout = Layout(len(members), broken_links={link}, scheduling=lambda rank: members[NodeRank(rank)])
+            verdict = layout.run()
+            assert set(verdict.faulty) <= set(link), f"link {link}: {verdict.sentence}"
 
     @pytest.mark.parametrize("seed", range(80))
     def test_every_bad_node_is_found(self, seed: int) -> None:

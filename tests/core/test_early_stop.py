@@ -38,6 +38,37 @@ class TestNodeCheck:
         assert scene.end.reason is ExitReason.NODE_CHECK_FAILED
         assert scene.end.exit_code == 1
 
+    def test_failed_checks_of_months_do_not_add_up_in_a_job_that_trains(self) -> None:
+        scene = FleetScene.of(4).train(0, 1, 2, 3)
+        nodes = [0, 1, 2, 3]
+        for rank in range(4):
+            scene.at((rank + 1) * 20 * DAY).fail(rank, exit_reason=NodeExit.CHECK_FAILED)
+            assert scene.job.end is None
+            nodes[rank] = scene.launched[-1]
+            scene.train(nodes[rank])
+            scene.rejoin_nodes(*(node for node in nodes if node != nodes[rank]))
+            assert scene.members() == [0, 1, 2, 3]
+        assert scene.job.stage is Stage.RUNNING
+
+    def test_a_world_of_the_others_does_not_acquit_those_who_failed(self) -> None:
+        scene = FleetScene.of(4, 1, failure_window=0).run()
+        for node in range(3):
+            scene.fail(node, exit_reason=NodeExit.CHECK_FAILED)
+        scene.come(3).join("n3")
+        scene.tick(4000)
+        assert scene.members() == [3]
+        scene.fail(3, exit_reason=NodeExit.CHECK_FAILED)
+        assert scene.end.reason is ExitReason.NODE_CHECK_FAILED
+
+    def test_first_nodes_are_known_also_behind_those_of_other_types(self) -> None:
+        replicas = {NodeType.CHIEF: ReplicaSpec(count=1), **workers(4)}
+        scene = FleetScene(terms(1, 4)).begin(FleetSpec(replicas=replicas, standby=1, failure_window=0)).run()
+        for node in (5, 1, 2, 3):
+            scene.fail(node, exit_reason=NodeExit.CHECK_FAILED)
+        assert scene.job.end is None, "5 is a standby's"
+        scene.fail(4, exit_reason=NodeExit.CHECK_FAILED)
+        assert scene.end.reason is ExitReason.NODE_CHECK_FAILED
+
     def test_three_workers_may_fail_it_by_chance(self) -> None:
         scene = FleetScene.of(3, 1).run()
         for node in range(3):

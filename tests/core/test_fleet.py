@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -116,6 +117,18 @@ class TestDefinition:
             (FleetSpec(replicas=workers(2), group_affinity={0: 3}), "places 3 workers"),
             (FleetSpec(replicas=workers(2), group_affinity={-1: 2}), "group_affinity"),
             (FleetSpec(replicas=workers(2), standby=-1), "standby"),
+            (FleetSpec(replicas=workers(2, resource=Resource(cpu=math.inf))), "worker.resource.cpu inf"),
+            (FleetSpec(replicas=workers(2, resource=Resource(cpu=math.nan))), "worker.resource.cpu nan"),
+            (FleetSpec(replicas=workers(2, resource=Resource(memory_mb=2**64))), "worker.resource.memory_mb"),
+            (FleetSpec(replicas=workers(2, max_relaunches=2**64)), "max_relaunches"),
+            (FleetSpec(replicas=workers(2, critical=f"{10**22}:1")), "ranks and relaunches from 0"),
+            (FleetSpec(replicas=workers(2, critical=f"0:1,{'9' * 5000}:1")), "ranks and relaunches from 0"),
+            (FleetSpec(replicas=workers(2), failure_window=math.nan), "failure_window nan"),
+            (FleetSpec(replicas=workers(2), failure_window=-1e308), "failure_window -1e[+]308"),
+            (FleetSpec(replicas=workers(2), pending_timeout=math.inf), "pending_timeout inf"),
+            (FleetSpec(replicas=workers(2), group_pending_timeout=math.nan), "group_pending_timeout nan"),
+            (FleetSpec(replicas=workers(2), max_job_restarts=2**64), "max_job_restarts"),
+            (FleetSpec(replicas=workers(2), group_affinity={2**64: 2}), "group_affinity"),
         ],
     )
     def test_what_cannot_be_is_refused_in_words(self, spec: FleetSpec, word: str) -> None:

@@ -104,6 +104,40 @@ class TestAgents:
         scene.do(NodeChanged(kind=NodeEventKind.MODIFIED, node=seen))
         assert scene.spent(1) == 1, "it is told once"
 
+    @pytest.mark.parametrize(
+        ("kind", "phase", "told", "is_counted"),
+        [
+            (NodeEventKind.DELETED, RUNNING, NodeExit.KILLED, False),
+            (NodeEventKind.MODIFIED, FAILED, NodeExit.KILLED, False),
+            (NodeEventKind.DELETED, RUNNING, NodeExit.NONE, True),
+        ],
+    )
+    def test_closed_connections_count_in_the_rate_unless_the_platform_took_the_nodes_away(
+        self, kind: NodeEventKind, phase: NodePhase, told: NodeExit, is_counted: bool
+    ) -> None:
+        """Without a reason it may have been our own removal, and the network what keeps failing."""
+        scene = FleetScene.of(4, 1).train(0, 1, 2, 3)
+        nodes = [0, 1, 2, 3]
+        for number in range(8):
+            rank = number % 4
+            scene.at(number * 300).break_stream(f"n{nodes[rank]}")
+            scene.tick(number * 300 + 6)
+            if scene.job.end is not None:
+                break
+            seen = PlatformNode(
+                id=PlatformId(nodes[rank]), node_type=NodeType.WORKER, rank=rank, phase=phase, exit_reason=told
+            )
+            scene.do(NodeChanged(kind=kind, node=seen))
+            nodes[rank] = scene.launched[-1]
+            scene.train(nodes[rank])
+            scene.rejoin_nodes(*(node for node in nodes if node != nodes[rank]))
+        if is_counted:
+            assert "5 nodes failed within 3600 s" in scene.end.message
+        else:
+            assert scene.job.end is None
+            assert scene.fleet.failures == []
+            assert [scene.spent(rank) for rank in range(4)] == [0, 0, 0, 0]
+
     def test_whoever_tells_first_decides(self) -> None:
         scene = FleetScene.of(2).train(0, 1)
         scene.at(10).break_stream("n1")

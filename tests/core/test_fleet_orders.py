@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+
 import pytest
 
 from dlrover.protocol.errors import Rejected
@@ -28,11 +31,12 @@ from dlrover.protocol.messages import (
     Leave,
     LeaveReason,
     PlatformId,
+    Round,
     Run,
     Stage,
 )
 from tests.core.fleet_scene import FleetScene, ps_job
-from tests.core.scene import terms
+from tests.core.scene import failure, terms
 
 INITIAL, PENDING, RUNNING = NodePhase.INITIAL, NodePhase.PENDING, NodePhase.RUNNING
 SUCCEEDED, FAILED, DELETED = NodePhase.SUCCEEDED, NodePhase.FAILED, NodePhase.DELETED
@@ -229,6 +233,13 @@ class TestMigration:
         with pytest.raises(Rejected, match="less than nothing"):
             scene.do(MigrateNode(node=PlatformId(1), resource=Resource(cpu=-1)))
 
+    @pytest.mark.parametrize("resource", [Resource(cpu=math.inf), Resource(cpu=math.nan), Resource(memory_mb=2**64)])
+    def test_numbers_that_are_none_cannot_be_given(self, resource: Resource) -> None:
+        scene = FleetScene().begin(ps_job()).run()
+        with pytest.raises(Rejected, match="give a") as refused:
+            scene.do(MigrateNode(node=PlatformId(0), resource=resource))
+        assert refused.value.code == "bad-migration"
+
     @pytest.mark.parametrize("node", [0, 1, 99])
     def test_what_cannot_be_exchanged_is_refused(self, node: int) -> None:
         """Critical, exchanged already, unknown."""
@@ -319,6 +330,40 @@ class TestRestart:
         scene.do(RestartJob(reason="again"))
         assert scene.end.reason is ExitReason.RESTART_OVER_LIMIT
         assert scene.end.exit_code == 1
+
+    def test_all_agents_of_one_incident_ask_for_one_restart(self) -> None:
+        scene = FleetScene.of(4).train(0, 1, 2, 3)
+        for node in range(4):
+            with contextlib.suppress(Rejected):  # by then it was let go
+                scene.fail(f"n{node}", failure(at=node / 1000), round_=1)
+            scene.send(f"n{node}", RestartJob(reason="all anew", round=Round(1)))
+        assert scene.fleet.num_restarts == 1
+        assert scene.job.end is None
+        assert scene.launched == list(range(8))
+        scene.train(4, 5, 6, 7)
+        scene.send("n4", RestartJob(round=Round(1)))
+        assert scene.fleet.num_restarts == 1, "it is about a world that is over"
+        scene.send("n4", RestartJob(round=Round(2)))
+        assert scene.fleet.num_restarts == 2
+
+    def test_one_restart_answers_all_agents_also_if_all_reports_come_first(self) -> None:
+        scene = FleetScene.of(4).train(0, 1, 2, 3)
+        for node in range(4):
+            scene.fail(f"n{node}", failure(at=node / 1000), round_=1)
+        for node in range(4):
+            scene.send(f"n{node}", RestartJob(round=Round(1)))
+        assert scene.fleet.num_restarts == 1
+        assert scene.job.end is None
+
+    def test_of_a_long_reason_only_the_beginning_is_kept(self) -> None:
+        scene = FleetScene.of(1)
+        size = len(scene.job.encode())
+        scene.do(SuspendJob(reason="x" * 1_000_000))
+        scene.do(ResumeJob())
+        for _ in range(4):
+            scene.do(RestartJob(reason="x" * 1_000_000))
+        assert scene.end.reason is ExitReason.RESTART_OVER_LIMIT
+        assert len(scene.job.encode()) < size + 20_000
 
     def test_parameter_server_jobs_cannot_restart_as_a_whole(self) -> None:
         scene = FleetScene().begin(ps_job())

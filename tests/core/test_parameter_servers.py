@@ -20,8 +20,10 @@ from dlrover.protocol.fleet_messages import (
     PsReady,
     ReplicaSpec,
     Resource,
+    ResumeJob,
     ScaleReplicas,
     Strategy,
+    SuspendJob,
     UpdateClusterVersion,
     VersionType,
 )
@@ -185,6 +187,18 @@ def test_a_server_that_is_being_exchanged_can_be_dropped(is_running: bool) -> No
     scene.do(PsReady())
     assert sorted(scene.removed) == [1, 4]
     assert ids(scene) == [0]
+
+
+def test_nobody_is_waited_for_while_the_job_is_suspended() -> None:
+    scene = FleetScene().begin(ps_job()).run(0, 2, 3)
+    scene.at(300).do(SuspendJob())
+    scene.tick(5000)
+    assert not ask(scene).has_failure
+    scene.do(ResumeJob())
+    scene.tick(5599)
+    assert not ask(scene).has_failure, "its wait begins anew"
+    scene.tick(5600)
+    assert ask(scene).has_failure
 
 
 def test_servers_that_do_not_come_are_done_without() -> None:

