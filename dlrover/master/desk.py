@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from dlrover.core.job import Job
 from dlrover.core.observations import Observations
-from dlrover.core.sequence import Batch, CommitSequence, CoreFault
+from dlrover.core.sequence import Batch, BrokenQuestion, CommitSequence, CoreFault
 from dlrover.core.turn import NotYet, Origin, Outcome, micros
 from dlrover.master.bookkeeper import Bookkeeper
 from dlrover.master.clock import MasterClock
@@ -35,6 +35,7 @@ from dlrover.master.topology import TIME_LIMIT, NodeTopologyMeta, Topology
 from dlrover.master.waiting_room import WaitingRoom
 from dlrover.master.work import SHORTEST_RETRY, Work
 from dlrover.protocol.codec import Question, Unreadable
+from dlrover.protocol.encoding import UNENCODABLE
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
 from dlrover.protocol.frames import Ack, Answer, Beat, FromAgent, Observed, Ordered, Refusal, Request
@@ -417,7 +418,12 @@ class Desk:
             self._wake.set()
 
     def _is_poison(self, command: Command) -> bool:
-        return bool(self._poison) and msgspec.msgpack.encode(command) in self._poison
+        if not self._poison:
+            return False
+        try:
+            return msgspec.msgpack.encode(command) in self._poison
+        except UNENCODABLE:
+            return False  # the core refuses it before it applies it
 
     async def _write(self, batch: Batch | None) -> None:
         if batch is not None and batch.records:
@@ -483,7 +489,9 @@ class Desk:
 
     def _reject(self, work: Work, error: Rejected) -> None:
         self._settle(work)
-        if not work.is_from_outside and isinstance(work.body, Command):
+        if isinstance(error, BrokenQuestion):
+            log.error("core fault query=%s", type(work.body).__name__, exc_info=error)
+        elif not work.is_from_outside and isinstance(work.body, Command):
             # It came too late: the node is gone or back already. Should a deadline stay due all the same, do not spin.
             log.debug("finding refused command=%s reason=%s", type(work.body).__name__, error)
             if isinstance(work.body, DeadlinePassed):
