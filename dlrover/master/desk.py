@@ -34,7 +34,7 @@ from dlrover.master.roster import Line, Roster
 from dlrover.master.topology import TIME_LIMIT, NodeTopologyMeta, Topology
 from dlrover.master.waiting_room import WaitingRoom
 from dlrover.master.work import SHORTEST_RETRY, Work
-from dlrover.protocol.codec import Question, Unreadable
+from dlrover.protocol.codec import Codec, Question, Unreadable
 from dlrover.protocol.encoding import UNENCODABLE
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
@@ -227,9 +227,18 @@ class Desk:
         """
         A command of the master's own shell (what the platform shows). Done when durable; may fail as `ask` does.
 
-        Never refused for want of room: who reports what exists must not lose against a storm of reports.
+        Never refused for want of room: who reports what exists must not lose against a storm of reports. Users' plug-ins
+        have a hand in it, so it is checked as if it came over the wire: what is written must be readable for the next master.
         """
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        try:
+            command = _COMMAND.decode(_COMMAND.encode(command))
+        except Rejected as error:
+            answer.set_exception(error)
+            return answer
+        except UNENCODABLE as error:
+            answer.set_exception(Rejected(f"{type(command).__name__} cannot be written: {error}.", code="malformed"))
+            return answer
         self._num_in_work += 1
         self._queue.append(Work(command, answer=answer))
         self._wake.set()
@@ -755,6 +764,9 @@ def _unwatched(observation: WatchObservation, now: Micros) -> None:
 
 def _no_verdict() -> PastVerdict | None:
     return None
+
+
+_COMMAND: Codec[Command] = Codec(Command, name="command")
 
 
 def _no_platform(intent: LaunchNode | RemoveNode) -> None:

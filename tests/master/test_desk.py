@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dlrover.cli.replay import replay
 from dlrover.core.job import Job
@@ -17,7 +18,16 @@ from dlrover.core.turn import NotYet, Origin, Outcome
 from dlrover.protocol.codec import decode_from_master, encode_frame
 from dlrover.protocol.data_messages import DatasetSpec, DatasetState, RegisterDataset
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.fleet_messages import LaunchRefused
+from dlrover.protocol.fleet_messages import (
+    DefineFleet,
+    FleetSpec,
+    LaunchRefused,
+    NodePhase,
+    NodesListed,
+    NodeType,
+    PlatformNode,
+    ReplicaSpec,
+)
 from dlrover.protocol.frames import Push, Request
 from dlrover.protocol.goodput_messages import AskGoodput
 from dlrover.protocol.messages import (
@@ -383,6 +393,23 @@ async def test_what_cannot_be_written_is_refused_and_the_next_master_serves_as_w
         assert (await master.status()).job_name == "job"
         await agent.leave()
         await master.stop()
+
+
+async def test_what_the_next_master_could_not_read_is_not_written(start_master: StartMaster) -> None:
+    """A platform may be anybody's, and what it shows goes to the journal."""
+    master = await start_master()
+    wrong: Any = None
+    node = PlatformNode(id=PlatformId(0), node_type=NodeType.WORKER, rank=0, phase=NodePhase.RUNNING, name=wrong)
+    spec = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=1)})
+    await master.desk.tell(DefineFleet(spec=spec))
+    for command in (NodesListed(nodes=(node,)), wrong):
+        with pytest.raises(Rejected) as caught:
+            await asyncio.wait_for(master.desk.tell(command), 10)
+        assert caught.value.code == "malformed"
+    await master.desk.tell(NodesListed(nodes=(replace(node, name="n0"),)))
+    await master.stop()
+    again = await start_master()
+    assert (await again.status()).job_name == "job"
 
 
 class TalkativeJob(Job):
