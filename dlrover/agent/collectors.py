@@ -18,6 +18,7 @@ from typing import Any
 from dlrover.agent import side_thread
 from dlrover.agent.old_diagnosis_data import DiagnosisData
 from dlrover.agent.scrape import ScrapeError
+from dlrover.protocol.encoding import encodable
 from dlrover.protocol.messages import Incarnation, NodeId
 from dlrover.protocol.watch_messages import MAX_SAMPLE_TEXT, MAX_SERIES, MAX_TEXT, SampleTaken, WatchObservation
 
@@ -97,10 +98,10 @@ class Collectors:
             SampleTaken(
                 node=node,
                 incarnation=incarnation,
-                kind=name,
-                numbers=dict(numbers or {}),
-                text=text,
-                trouble=trouble[:MAX_TEXT],
+                kind=encodable(name),
+                numbers={encodable(series): value for series, value in (numbers or {}).items()},
+                text=encodable(text),
+                trouble=encodable(trouble[:MAX_TEXT]),
             )
         )
 

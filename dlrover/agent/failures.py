@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from dlrover.agent.config import LogAction, LogPattern
 from dlrover.agent.log_patterns import read_log
 from dlrover.agent.process_tree import Exit
+from dlrover.protocol.encoding import encodable
 from dlrover.protocol.messages import MAX_FAILURE_BYTES, FailureKind, Micros, WorkerFailure
 from dlrover.protocol.signals import signal_name
 
@@ -106,8 +107,8 @@ def describe_failure(evidence: Evidence) -> WorkerFailure:
         # Both texts together stay within the limit of a report.
         traceback=keep_tail(traceback, MAX_FAILURE_BYTES // 2),
         log_tail=keep_tail(evidence.log_tail, MAX_FAILURE_BYTES // 2 - 8192),
-        log_file=evidence.log_file,
-        error_file=evidence.error_file if recorded else "",
+        log_file=encodable(evidence.log_file),
+        error_file=encodable(evidence.error_file) if recorded else "",
         node_error=one_line(said.line) if said is not None and said.action is LogAction.RELAUNCH else "",
         stop_line=one_line(said.line) if said is not None and said.action is LogAction.ABORT else "",
     )
@@ -180,7 +181,11 @@ class Recorded:
 
 
 def read_error_file(path: str) -> Recorded | None:
-    """None if there is none. A corrupt one counts as a failure without details."""
+    """
+    None if there is none. A corrupt one counts as a failure without details.
+
+    JSON can say half a character, which comes from the name of a file that is no UTF-8; no report could carry it.
+    """
     if not path:
         return None
     try:
@@ -192,12 +197,12 @@ def read_error_file(path: str) -> Recorded | None:
         return Recorded("", "")
     message = data.get("message") if isinstance(data, dict) else None
     if isinstance(message, str):
-        return Recorded(message, "")
+        return Recorded(encodable(message), "")
     if not isinstance(message, dict):
         return Recorded("", "")
     details = message.get("extraInfo")
     traceback = details.get("py_callstack", "") if isinstance(details, dict) else ""
-    return Recorded(str(message.get("message", "")), str(traceback))
+    return Recorded(encodable(str(message.get("message", ""))), encodable(str(traceback)))
 
 
 def last_traceback(text: str) -> str:
@@ -238,14 +243,14 @@ def last_lines(text: str, count: int) -> str:
 
 
 def one_line(text: str) -> str:
-    line = " ".join(text.split())
+    line = " ".join(encodable(text).split())
     return line if len(line) <= _MAX_MESSAGE_CHARACTERS else line[: _MAX_MESSAGE_CHARACTERS - 1] + "…"
 
 
 def keep_tail(text: str, limit_bytes: int) -> str:
     """The last bytes of the text that fit, without half a character."""
     raw = text.encode("utf-8", "replace")
-    return text if len(raw) <= limit_bytes else raw[-limit_bytes:].decode("utf-8", "ignore")
+    return raw[-limit_bytes:].decode("utf-8", "ignore")
 
 
 def count_oom_kills(cgroup_file: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from dlrover.core.course import Course
 
 LARGEST = 2**53
+MOST_RECORDS = 2**63
+"""Of all epochs together: no message can carry much more."""
 
 
 def check_sender(command: DatasetCommand, course: Course) -> None:
@@ -99,8 +101,20 @@ def check_spec(spec: DatasetSpec) -> None:
         raise Rejected(f"{what} has {spec.size} records, fewer than one batch of {spec.batch_size}.", code="malformed")
     if is_stream and spec.shuffle:
         raise Rejected(f"{what} is a stream, which cannot be shuffled.", code="malformed")
-    if abs(spec.num_epochs) >= LARGEST or abs(spec.seed) >= 2**63 or spec.max_errors < 0 or not 0 <= spec.lease < 1e9:
+    is_error_count_sane = 0 <= spec.max_errors < LARGEST
+    if (
+        abs(spec.num_epochs) >= LARGEST
+        or abs(spec.seed) >= 2**63
+        or not is_error_count_sane
+        or not 0 <= spec.lease < 1e9
+    ):
         raise Rejected(f"{what} has a number that makes no sense in: {spec}.", code="malformed")
+    if spec.size >= LARGEST or spec.size * spec.num_epochs >= MOST_RECORDS:
+        raise Rejected(
+            f"{what} has {spec.size} records in {spec.num_epochs} epochs, more than can be counted. "
+            "Without an end it has 0 epochs.",
+            code="malformed",
+        )
     if len(spec.partitions) > MAX_PARTITIONS:
         raise Rejected(f"A stream has at most {MAX_PARTITIONS} partitions.", code="malformed")
     check_partitions(spec.partitions)

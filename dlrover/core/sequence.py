@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from dlrover.core.job import Job
 from dlrover.core.turn import NotYet, Origin, Outcome
+from dlrover.protocol.encoding import UNENCODABLE
 from dlrover.protocol.errors import DLRoverError, Rejected
 from dlrover.protocol.messages import (
     MAX_JOURNALLED_FAILURE_BYTES,
@@ -50,6 +51,13 @@ class CoreFault(Exception):
     def __init__(self, command: Command) -> None:
         super().__init__(f"The core failed on {type(command).__name__}; the job must be rebuilt from the journal.")
         self.command = command
+
+
+class BrokenQuestion(Rejected):
+    """The core itself failed on a question. Nothing has changed; the cause says why."""
+
+    def __init__(self, query: Query) -> None:
+        super().__init__(f"{type(query).__name__} cannot be answered: an error of the master's.", code="internal")
 
 
 class JournalCorrupt(DLRoverError):
@@ -102,7 +110,8 @@ class CommitSequence:
         self._next_ticket = 1
         self._next_batch = 1
         self._next_committed = 1
-        self._records: list[Record] = []
+        self._records: list[bytes] = []
+        self._newest: Record | None = None  # the last of them
         self._num_undigested = 0  # records since the last digest
         self._released: list[Released] = []
         self._is_faulty = False
@@ -126,24 +135,26 @@ class CommitSequence:
         """Apply, and return the ticket by which the outcome will be released.
 
         Raises `Rejected` with nothing changed, or `CoreFault`: then what was staged before may still be taken and
-        committed, but nothing can be staged any more.
+        committed, but nothing can be staged any more. Neither the record nor the reply is left to fail later, when nobody
+        can tell any more which command it was.
         """
         assert not self._is_faulty, "the job is in an unknown state: rebuild it from the journal"
-        command = trimmed_for_journal(command)
         try:
             answered = self._job.answered(origin)
             if answered is not None:
                 return self._release_later(Outcome(answered))
-            outcome = self._job.apply(command, now, origin)
+            record, data = self._record(command, now, origin)
+            outcome = self._job.apply(record.command, now, origin)
+            assert self._job.number == record.number, f"command {self._job.number} is record {record.number}"
+            if origin is not None:
+                _ENCODER.encode(outcome.reply)  # it is part of the state now
         except Rejected:
             raise
         except Exception as error:
             self._is_faulty = True
             raise CoreFault(command) from error
-        record = Record(
-            number=self._job.number, now=now, master_epoch=self._master_epoch, origin=origin, command=command
-        )
-        self._records.append(record)
+        self._records.append(data)
+        self._newest = record
         self._num_undigested += 1
         self._master_epoch = max(self._master_epoch, self._job.master_epoch)
         return self._release_later(outcome)
@@ -160,26 +171,33 @@ class CommitSequence:
     def try_query(self, query: Query) -> int | NotYet:
         """The same, for who is willing to wait."""
         assert not self._is_faulty, "the job is in an unknown state: rebuild it from the journal"
-        answer = self._job.ask(query)
+        try:
+            answer = self._job.ask(query)
+        except Rejected:
+            raise
+        except Exception as error:  # a bug; asking changes nothing, so nothing but the answer is lost
+            raise BrokenQuestion(query) from error
         return answer if isinstance(answer, NotYet) else self._release_later(Outcome(answer))
 
     def take(self) -> Batch | None:
         """What to write in the next transaction; None if nothing was staged."""
         if self.is_empty:
             return None
-        first_number = self._records[0].number if self._records else self._job.number + 1
-        if self._is_digest_due():
-            self._records[-1] = replace(self._records[-1], digest=self._job.digest()[:DIGEST_BYTES])
+        last_number = self._job.number if self._newest is None else self._newest.number
+        first_number = last_number + 1 - len(self._records)
+        if self._newest is not None and self._is_digest_due():
+            self._records[-1] = _ENCODER.encode(replace(self._newest, digest=self._job.digest()[:DIGEST_BYTES]))
             self._num_undigested = 0
         batch = Batch(
             number=self._next_batch,
-            records=tuple(_ENCODER.encode(record) for record in self._records),
+            records=tuple(self._records),
             first_number=first_number,
             released=tuple(self._released),
             master_epoch=self._master_epoch,
         )
         self._next_batch += 1
         self._records = []
+        self._newest = None
         self._released = []
         return batch
 
@@ -188,6 +206,16 @@ class CommitSequence:
         assert batch.number == self._next_committed, f"batch {batch.number} before batch {self._next_committed}"
         self._next_committed += 1
         return batch.released
+
+    def _record(self, command: Command, now: Micros, origin: Origin | None) -> tuple[Record, bytes]:
+        """Of the next command. Raises `Rejected`."""
+        number = self._job.number + 1
+        try:
+            command = trimmed_for_journal(command)
+            record = Record(number=number, now=now, master_epoch=self._master_epoch, origin=origin, command=command)
+            return record, _ENCODER.encode(record)
+        except UNENCODABLE as error:
+            raise Rejected(f"{type(command).__name__} cannot be written: {error}.", code="malformed") from error
 
     def _is_digest_due(self) -> bool:
         if not self._records or self._is_faulty or self._next_batch % self._digest_every:

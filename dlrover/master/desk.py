@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from dlrover.core.job import Job
 from dlrover.core.observations import Observations
-from dlrover.core.sequence import Batch, CommitSequence, CoreFault
+from dlrover.core.sequence import Batch, BrokenQuestion, CommitSequence, CoreFault
 from dlrover.core.turn import NotYet, Origin, Outcome, micros
 from dlrover.master.bookkeeper import Bookkeeper
 from dlrover.master.clock import MasterClock
@@ -34,7 +34,8 @@ from dlrover.master.roster import Line, Roster
 from dlrover.master.topology import TIME_LIMIT, NodeTopologyMeta, Topology
 from dlrover.master.waiting_room import WaitingRoom
 from dlrover.master.work import SHORTEST_RETRY, Work
-from dlrover.protocol.codec import Question, Unreadable
+from dlrover.protocol.codec import Codec, Question, Unreadable
+from dlrover.protocol.encoding import UNENCODABLE
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
 from dlrover.protocol.frames import Ack, Answer, Beat, FromAgent, Observed, Ordered, Refusal, Request
@@ -226,9 +227,18 @@ class Desk:
         """
         A command of the master's own shell (what the platform shows). Done when durable; may fail as `ask` does.
 
-        Never refused for want of room: who reports what exists must not lose against a storm of reports.
+        Never refused for want of room: who reports what exists must not lose against a storm of reports. Users' plug-ins
+        have a hand in it, so it is checked as if it came over the wire: what is written must be readable for the next master.
         """
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        try:
+            command = _COMMAND.decode(_COMMAND.encode(command))
+        except Rejected as error:
+            answer.set_exception(error)
+            return answer
+        except UNENCODABLE as error:
+            answer.set_exception(Rejected(f"{type(command).__name__} cannot be written: {error}.", code="malformed"))
+            return answer
         self._num_in_work += 1
         self._queue.append(Work(command, answer=answer))
         self._wake.set()
@@ -417,7 +427,12 @@ class Desk:
             self._wake.set()
 
     def _is_poison(self, command: Command) -> bool:
-        return bool(self._poison) and msgspec.msgpack.encode(command) in self._poison
+        if not self._poison:
+            return False
+        try:
+            return msgspec.msgpack.encode(command) in self._poison
+        except UNENCODABLE:
+            return False  # the core refuses it before it applies it
 
     async def _write(self, batch: Batch | None) -> None:
         if batch is not None and batch.records:
@@ -483,7 +498,9 @@ class Desk:
 
     def _reject(self, work: Work, error: Rejected) -> None:
         self._settle(work)
-        if not work.is_from_outside and isinstance(work.body, Command):
+        if isinstance(error, BrokenQuestion):
+            log.error("core fault query=%s", type(work.body).__name__, exc_info=error)
+        elif not work.is_from_outside and isinstance(work.body, Command):
             # It came too late: the node is gone or back already. Should a deadline stay due all the same, do not spin.
             log.debug("finding refused command=%s reason=%s", type(work.body).__name__, error)
             if isinstance(work.body, DeadlinePassed):
@@ -747,6 +764,9 @@ def _unwatched(observation: WatchObservation, now: Micros) -> None:
 
 def _no_verdict() -> PastVerdict | None:
     return None
+
+
+_COMMAND: Codec[Command] = Codec(Command, name="command")
 
 
 def _no_platform(intent: LaunchNode | RemoveNode) -> None:

@@ -1,12 +1,13 @@
 """
 Who is told of a job's events besides the people who ask: the log, a file, a web hook, or a class of the user's.
 
-Reporting never fails and never waits for long: it runs in the thread of the events, a web hook has a queue of its own that is bounded, few
-attempts for each event, and what is left out is counted.
+Reporting never fails and never waits for long: it runs in the thread of the events; a web hook and a class of the user's have a thread of their own
+behind a bounded queue, a web hook few attempts for each event, and what is left out is counted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -29,11 +30,14 @@ HOOK_TIMEOUT = 5.0
 HOOK_ATTEMPTS = 3
 HOOK_PAUSE = 1.0
 """Seconds before the second attempt; twice as long before the third."""
-HOOK_QUEUE = 1000
+MAX_QUEUED = 1000
+"""Events that wait for one reporter."""
+USER_TIMEOUT = 5.0
+"""Seconds that a class of the user's has at the end, for what waits and for its `close`."""
 
 
 class EventReporter(Protocol):
-    """A class of the user's is made without arguments; its `report` may raise, which is logged once."""
+    """A class of the user's is made without arguments; its `report` may raise, which is logged once, and may take its time."""
 
     def report(self, event: JobEvent) -> None: ...
 
@@ -71,20 +75,15 @@ class FileReporter:
         self._file.close()
 
 
-class WebhookReporter:
-    """Each event as JSON by POST. Its thread ends with the process if the receiver does not answer."""
+class _Apart:
+    """In a thread of its own, which ends with the process if it does not come back."""
 
-    def __init__(self, url: str, *, timeout: float = HOOK_TIMEOUT, pause: float = HOOK_PAUSE) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"event reporter {_receiver(url)}: give a URL that begins with http:// or https://.")
-        self._url = url
+    def __init__(self, name: str, timeout: float) -> None:
         self._timeout = timeout
-        self._pause = pause
-        self._queue: queue.Queue[JobEvent | None] = queue.Queue(HOOK_QUEUE)
+        self._queue: queue.Queue[JobEvent | None] = queue.Queue(MAX_QUEUED)
         self._closing = threading.Event()
         self.num_lost = 0
-        self._thread = threading.Thread(target=self._work, name="event-webhook", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def report(self, event: JobEvent) -> None:
         try:
@@ -93,17 +92,38 @@ class WebhookReporter:
             self._lose("its queue is full")
 
     def close(self) -> None:
-        """What waits is sent without pauses between attempts, for as long as one of them may take."""
+        """Gives what waits a moment."""
         self._closing.set()
-        try:
-            self._queue.put_nowait(None)
-        except queue.Full:
-            pass  # the thread looks at `_closing`, too
+        with contextlib.suppress(queue.Full):  # it has not kept up for long, and does not now
+            self._queue.put(None, timeout=self._timeout)
         self._thread.join(self._timeout)
 
     def _work(self) -> None:
         while (event := self._queue.get()) is not None:
             self._send(event)
+
+    def _send(self, event: JobEvent) -> None:
+        raise NotImplementedError
+
+    def _lose(self, why: str) -> None:
+        self.num_lost += 1
+        if self.num_lost & (self.num_lost - 1) == 0:  # the first, the second, the fourth, ...
+            self._warn(why)
+
+    def _warn(self, why: str) -> None:
+        raise NotImplementedError
+
+
+class WebhookReporter(_Apart):
+    """Each event as JSON by POST. At the end what waits is sent without pauses, for as long as one attempt may take."""
+
+    def __init__(self, url: str, *, timeout: float = HOOK_TIMEOUT, pause: float = HOOK_PAUSE) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"event reporter {_receiver(url)}: give a URL that begins with http:// or https://.")
+        super().__init__("event-webhook", timeout)
+        self._url = url
+        self._pause = pause
+        self._thread.start()
 
     def _send(self, event: JobEvent) -> None:
         from http.client import HTTPException
@@ -122,10 +142,8 @@ class WebhookReporter:
                 self._closing.wait(self._pause * 2**attempt)
         self._lose(why)
 
-    def _lose(self, why: str) -> None:
-        self.num_lost += 1
-        if self.num_lost & (self.num_lost - 1) == 0:  # the first, the second, the fourth, ...
-            log.warning("event hook lost num_events=%d receiver=%s reason=%s", self.num_lost, _receiver(self._url), why)
+    def _warn(self, why: str) -> None:
+        log.warning("event hook lost num_events=%d receiver=%s reason=%s", self.num_lost, _receiver(self._url), why)
 
 
 def _receiver(url: str) -> str:
@@ -145,27 +163,38 @@ def _reason(error: Exception) -> str:
     return f"{name}: {cause.strerror}" if isinstance(cause, OSError) and cause.strerror else name
 
 
-class _Guarded:
-    """A reporter of the user's: what it raises is its own matter."""
+class _Guarded(_Apart):
+    """A reporter of the user's: what it raises is its own matter, and so is for how long it is busy."""
 
     def __init__(self, reporter: EventReporter, name: str) -> None:
+        super().__init__("event-reporter", USER_TIMEOUT)
         self._reporter = reporter
         self._name = name
         self._has_failed = False
+        self._thread.start()
 
-    def report(self, event: JobEvent) -> None:
+    def close(self) -> None:
+        super().close()
+        if self._thread.is_alive():
+            log.warning("event reporter does not come back name=%s", self._name)
+
+    def _work(self) -> None:
+        super()._work()
+        try:
+            self._reporter.close()
+        except (Exception, SystemExit):  # an extension
+            log.exception("event reporter could not be closed name=%s", self._name)
+
+    def _warn(self, why: str) -> None:
+        log.warning("event reporter lost num_events=%d name=%s reason=%s", self.num_lost, self._name, why)
+
+    def _send(self, event: JobEvent) -> None:
         try:
             self._reporter.report(event)
         except (Exception, SystemExit):  # an extension
             if not self._has_failed:
                 log.exception("event reporter failed name=%s; further failures are not logged", self._name)
             self._has_failed = True
-
-    def close(self) -> None:
-        try:
-            self._reporter.close()
-        except (Exception, SystemExit):  # an extension
-            log.exception("event reporter could not be closed name=%s", self._name)
 
 
 def build_reporters(names: Sequence[str]) -> list[EventReporter]:

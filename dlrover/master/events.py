@@ -31,6 +31,8 @@ BURST, PER_SECOND = 500, 50
 """Of events from nodes."""
 MAX_FILE_BYTES = 16 * 1024 * 1024
 NUM_OLD_FILES = 2
+FAREWELL = 10.0
+"""Seconds for what is still to be written and told when the master ends."""
 _TAIL_BYTES = 1024 * 1024
 """Of the file that a new master reads, to count on and to have something to show."""
 
@@ -115,10 +117,12 @@ class EventLog:
                 self._wake.clear()
                 await asyncio.shield(asyncio.wrap_future(thread.submit(self._deliver, self._take())))
         finally:
-            thread.shutdown(wait=True)  # what it has begun is a few lines
-            self._deliver(self._take())
-            for reporter in self._reporters:
-                reporter.close()
+            # What it has begun is a few lines; but a disk may hang, and somebody's reporter, and the master ends all the same.
+            last = asyncio.wrap_future(thread.submit(self._finish, self._take()))
+            thread.shutdown(wait=False)
+            await asyncio.wait([last], timeout=FAREWELL)
+            if not last.done():
+                log.warning("the last events are not written or told: it took longer than %g s", FAREWELL)
 
     def _notify(self) -> None:
         if self._notice is None or self._notice.done():
@@ -131,6 +135,11 @@ class EventLog:
     def _take(self) -> list[JobEvent]:
         taken, self._unwritten = self._unwritten, []
         return taken
+
+    def _finish(self, events: list[JobEvent]) -> None:
+        self._deliver(events)
+        for reporter in self._reporters:
+            reporter.close()
 
     def _deliver(self, events: list[JobEvent]) -> None:
         if self._path is not None and events:

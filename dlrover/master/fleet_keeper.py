@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from dlrover.core.sightings import REFUSAL_COUNTS
 from dlrover.platforms.base import Intent, Platform, StaleMaster
+from dlrover.protocol.encoding import encodable
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.fleet_messages import DefineFleet, FleetSpec, LaunchNode, LaunchRefused, NodeChanged, NodesListed
 from dlrover.protocol.identity import PlatformId
@@ -156,7 +157,7 @@ class FleetKeeper:
         except (
             Exception
         ) as error:  # an extension may raise anything; a lane that ends with it would never be driven again
-            reason = f"The platform broke on it ({type(error).__name__}: {error})."
+            reason = encodable(f"The platform broke on it ({type(error).__name__}: {error}).")
             if reason != lane.told:
                 log.exception("the platform broke on an intent node=%s", intent.name)
             self._tell_refusal(lane, intent, reason)
@@ -167,6 +168,7 @@ class FleetKeeper:
     def _tell_refusal(self, lane: _Lane, intent: Intent, reason: str) -> None:
         """For each change of the reason, and now and then because it still holds: the attempts themselves are no news."""
         now = asyncio.get_running_loop().time()
+        reason = encodable(reason)
         if reason == lane.told and now - lane.told_at < self._patience.repetition:
             return
         if reason != lane.told:
@@ -215,6 +217,11 @@ class FleetKeeper:
                 seeing.result()
         except Unavailable as error:
             self._note_trouble(str(error))
+        except Exception as error:  # an extension may raise anything; the next watch may be better
+            trouble = f"It broke ({type(error).__name__}: {error})."
+            if trouble != self._trouble:
+                log.exception("the platform broke while it was watched")
+            self._note_trouble(trouble)
         finally:
             for task in (seeing, losing):
                 task.cancel()

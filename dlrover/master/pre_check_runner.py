@@ -14,6 +14,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from dlrover.core.event_words import WARN, event
 from dlrover.core.pre_check import is_wanted
 from dlrover.core.turn import Outcome
@@ -30,6 +32,7 @@ from dlrover.master.diagnosis_actions import (
     NodeAction,
 )
 from dlrover.master.pre_checks import Operator, PreCheckResult, view_of
+from dlrover.protocol.encoding import encodable
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.fleet_messages import RestartJob
 from dlrover.protocol.goodput_messages import JobEvent
@@ -117,13 +120,9 @@ class PreCheckRunner:
         while number < len(self._operators):
             operator, before = self._operators[number], self._results[number]
             result = await self._ask(operator)
-            state = _state_of(operator, result)
-            message = "" if result is None else str(result.result_msg)[:MAX_MESSAGE]
+            state, message = self._judge(operator, result)
             self._results[number] = OperatorResult(
-                name=operator.name,
-                state=state,
-                message=self._trouble if state is OperatorState.BROKEN else message,
-                num_tries=before.num_tries + 1,
+                name=operator.name, state=state, message=message, num_tries=before.num_tries + 1
             )
             if state is OperatorState.OPEN:
                 if message != before.message or before.num_tries == 0:
@@ -131,12 +130,18 @@ class PreCheckRunner:
                 await self._wait(operator)
             elif state is OperatorState.FAILED and result is not None:
                 await self._note(PreCheckStage.CHECKING, f"The pre-check failed: {operator.name}: {message}")
-                await self._act(operator, result)
+                is_done = await self._act(operator, result)
                 if self._failure:
                     await self._note(PreCheckStage.FAIL, self._failure)
                     return
-                await self._wait(operator, is_retry=True)
-                number = 0
+                if is_done:
+                    await self._wait(operator, is_retry=True)
+                    number = 0
+                else:
+                    self._results[number] = replace(
+                        self._results[number], state=OperatorState.BROKEN, message=self._trouble
+                    )
+                    number += 1
             else:
                 if state is not OperatorState.PASSED:
                     log.warning("pre-check %s is %s: %s", operator.name, state.value, self._results[number].message)
@@ -159,14 +164,26 @@ class PreCheckRunner:
 
     async def _ask(self, operator: Operator) -> PreCheckResult | None:
         """None: it has no answer."""
+        self._trouble = ""
         status = await self._desk.ask(AskStatus())
         assert isinstance(status, JobStatus), "the answer to this question"
         view = view_of(self._desk.job.state, status.nodes, self._desk.now())
         answer = await self._call(operator, lambda: operator.plugin.check(job_args=view))
-        if isinstance(answer, PreCheckResult) or answer is None:
+        if isinstance(answer, PreCheckResult):
             return answer
-        self._broken(operator, f"answered {type(answer).__name__} instead of a PreCheckResult")
+        if not self._trouble:
+            self._broken(operator, f"answered {type(answer).__name__} instead of a PreCheckResult")
         return None
+
+    def _judge(self, operator: Operator, result: PreCheckResult | None) -> tuple[OperatorState, str]:
+        """With the words about it."""
+        if result is None:
+            return OperatorState.BROKEN, self._trouble
+        try:
+            return _state_of(operator, result), _text(result.result_msg)
+        except (Exception, SystemExit) as error:  # what is in it is the user's, too
+            self._broken(operator, f"gave a result that cannot be used ({type(error).__name__}: {error})")
+            return OperatorState.BROKEN, self._trouble
 
     async def _call(self, operator: Operator, call: Callable[[], object]) -> object:
         threads = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="pre-check")
@@ -184,35 +201,43 @@ class PreCheckRunner:
 
     def _broken(self, operator: Operator, what: str) -> None:
         text = f"The pre-check {operator.name} {what}, and is left out."
-        self._trouble = what[:MAX_MESSAGE]
+        self._trouble = _text(what)
         self._tell(event(self._desk.now(), WARN, "pre_check_error", text))
 
     # Actions.
 
-    async def _act(self, operator: Operator, result: PreCheckResult) -> None:
-        nodes = [getattr(node, "id", node) for node in result.abnormal_nodes]
-        answer = await self._call(
-            operator, lambda: operator.plugin.failed_actions(result_msg=result.result_msg, abnormal_nodes=nodes)
-        )
-        for action in answer if isinstance(answer, list | tuple) else ():
-            if isinstance(action, DiagnosisAction):
-                self._actions.add_action(action)
-        while not isinstance(action := self._actions.next_action(DiagnosisConstant.MASTER_INSTANCE), NoAction):
-            await self._carry_out(action)
+    async def _act(self, operator: Operator, result: PreCheckResult) -> bool:
+        """False: it, or what it wants, is broken."""
+
+        def wishes() -> object:
+            nodes = [getattr(node, "id", node) for node in result.abnormal_nodes or ()]
+            return operator.plugin.failed_actions(result_msg=result.result_msg, abnormal_nodes=nodes)
+
+        answer = await self._call(operator, wishes)
+        try:
+            for action in answer if isinstance(answer, list | tuple) else ():
+                if isinstance(action, DiagnosisAction):
+                    self._actions.add_action(action)
+            while not isinstance(action := self._actions.next_action(DiagnosisConstant.MASTER_INSTANCE), NoAction):
+                await self._carry_out(action)
+        except (Exception, SystemExit) as error:  # the actions' fields are the user's: numbers that are none, and so on
+            self._broken(operator, f"wants what cannot be done ({type(error).__name__}: {error})")
+            self._actions.clear_actions()
+        return not self._trouble
 
     async def _carry_out(self, action: DiagnosisAction) -> None:
         try:
             match action:
                 case JobAbortionAction():
-                    self._failure = f"The pre-check ends the job ({action.reason}): {action.msg}"[:MAX_MESSAGE]
+                    self._failure = _text(f"The pre-check ends the job ({action.reason}): {action.msg}")
                 case JobRestartAction():
-                    await self._desk.tell(RestartJob(reason=action.reason or action.msg))
+                    await self._desk.tell(RestartJob(reason=_text(action.reason or action.msg)))
                 case (
                     NodeAction(action_type=DiagnosisActionType.MASTER_RELAUNCH_WORKER)
                     | NodeAction(action_type=DiagnosisActionType.RELAUNCH_WORKER)
                 ):
                     wish = RelaunchNode(
-                        node=NodeId(-1), platform_node=PlatformId(int(action.node_id)), reason=action.reason
+                        node=NodeId(-1), platform_node=PlatformId(int(action.node_id)), reason=_text(action.reason)
                     )
                     await self._desk.tell(wish)
                 case EventAction():
@@ -225,9 +250,12 @@ class PreCheckRunner:
             log.warning("action of the pre-check refused action=%s reason=%s", action.action_type, error)
 
 
-def _state_of(operator: Operator, result: PreCheckResult | None) -> OperatorState:
-    if result is None:
-        return OperatorState.BROKEN
+def _text(said: object) -> str:
+    """As a command can carry it."""
+    return encodable(str(said)[:MAX_MESSAGE])
+
+
+def _state_of(operator: Operator, result: PreCheckResult) -> OperatorState:
     if result.is_pending:
         return OperatorState.OPEN
     if result.is_success():

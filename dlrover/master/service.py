@@ -24,7 +24,7 @@ from dlrover.master.desk import Desk
 from dlrover.master.diagnosticians import UserDiagnosticians
 from dlrover.master.event_reporters import build_reporters
 from dlrover.master.events import EventLog, events_file
-from dlrover.master.fleet_keeper import FleetKeeper
+from dlrover.master.fleet_keeper import PATIENCE, FleetKeeper
 from dlrover.master.keeper import Keeper
 from dlrover.master.pre_check_runner import PreCheckRunner, whole_limit
 from dlrover.master.pre_checks import load_operators, parse_operators
@@ -32,7 +32,7 @@ from dlrover.master.topology import Topology
 from dlrover.master.watch import WatchKeeper
 from dlrover.platforms.base import Platform
 from dlrover.platforms.registry import build_platform
-from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.messages import StopJob
 from dlrover.protocol.serving import MasterServer
 
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from dlrover.master.observatory import Observatory
 
 log = logging.getLogger(__name__)
+
+STOP_PERIOD = 0.2
+"""Seconds between two attempts to stop a job whose journal cannot be written: the launcher does not wait for long."""
 
 
 async def serve(config: MasterConfig) -> int:
@@ -83,7 +86,8 @@ async def serve(config: MasterConfig) -> int:
     )
     keeping = [asyncio.ensure_future(watch.run()), asyncio.ensure_future(_for_good(pre_check.run()))]
     keeping += [] if fleet is None else [asyncio.ensure_future(fleet.run())]
-    loop.add_signal_handler(signal.SIGUSR1, _end_job, desk)
+    stopping: list[asyncio.Future[None]] = []
+    loop.add_signal_handler(signal.SIGUSR1, lambda: stopping.append(asyncio.ensure_future(end_job(desk))))
     ready = Ready(port=port, pid=os.getpid(), master_epoch=keeper.master_epoch)
     if observatory is not None:
         await observatory.start()
@@ -121,7 +125,7 @@ async def serve(config: MasterConfig) -> int:
     await asyncio.gather(working, telling, return_exceptions=True)
     await server.stop()
     if platform is not None:
-        await platform.close()
+        await _close(platform)
     await keeper.close()
     if desk.finished.done():
         end = desk.finished.result()
@@ -157,6 +161,15 @@ def _pre_check(config: MasterConfig, desk: Desk, events: EventLog) -> PreCheckRu
     )
 
 
+async def _close(platform: Platform) -> None:
+    """Everything is decided and told: whatever it does, the exit code is the job's."""
+    try:
+        async with asyncio.timeout(PATIENCE.call):
+            await platform.close()
+    except Exception:  # an extension may raise anything
+        log.exception("the platform could not be closed")
+
+
 async def _for_good(work: Coroutine[Any, Any, None]) -> None:
     """Something that comes to its end, beside others whose end would be that of the master."""
     await work
@@ -177,11 +190,28 @@ def _observatory(config: MasterConfig, desk: Desk, keeper: Keeper, token: str) -
     return observatory
 
 
-def _end_job(desk: Desk) -> None:
-    """Our launcher was told to stop, and we go with it: the other nodes shall end now and not wait for us to come back."""
-    message = "The launcher that hosts the job's master was stopped."
-    task = asyncio.ensure_future(desk.ask(StopJob(message=message)))
-    task.add_done_callback(lambda done: log.info("stop asked for outcome=%s", done.exception() or "accepted"))
+async def end_job(desk: Desk) -> None:
+    """
+    Our launcher was told to stop, and we go with it: the other nodes shall end now and not wait for us to come back.
+
+    However busy we are, and as soon as the journal can be written: the launcher says it once.
+    """
+    command = StopJob(message="The launcher that hosts the job's master was stopped.")
+    is_told = False
+    while not desk.finished.done():
+        try:
+            await desk.tell(command)
+        except Unavailable as error:
+            if not is_told:
+                log.warning("the job cannot be stopped yet reason=%s", error)
+            is_told = True
+            await asyncio.wait([desk.finished], timeout=STOP_PERIOD)
+        except Rejected as error:
+            log.info("the job is not stopped reason=%s", error)  # it ends already
+            return
+        else:
+            log.info("stop asked for: accepted")
+            return
 
 
 def _tell_end(config: MasterConfig, desk: Desk) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dlrover.core.topology import Placed, arrange
+from dlrover.protocol.encoding import encodable
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import NodeRank
 
@@ -177,7 +178,7 @@ def _place(switches: Iterable[str]) -> tuple[str, ...]:
 def _name(switch: object) -> str:
     if not isinstance(switch, str) or len(switch) > MAX_NAME:
         raise ValueError(f"{switch!r:.80} is no name of a switch")
-    return switch
+    return encodable(switch)
 
 
 def _ranks(answer: Any, given: Mapping[int, NodeTopologyMeta]) -> tuple[NodeRank, ...]:

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from dlrover.protocol.checkpoint_messages import RequestSave
+from dlrover.protocol.encoding import UNENCODABLE
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import MigrateNode, RestartJob, ResumeJob, ScaleJob, ScaleReplicas, SuspendJob
 from dlrover.protocol.frames import Answer, FromAgent, FromMaster, Refusal
@@ -92,7 +93,10 @@ def decode_from_master(data: bytes) -> list[FromMaster]:
 
 def check_size(parcel: FromAgent) -> None:
     """Before it is queued: a parcel that fits into no frame would otherwise end the stream again and again."""
-    size_bytes = len(_ENCODER.encode([parcel]))
+    try:
+        size_bytes = len(_ENCODER.encode([parcel]))
+    except UNENCODABLE as error:
+        raise Rejected(f"message that cannot be encoded: {error}", code="malformed") from error
     if size_bytes > MAX_MESSAGE_BYTES:
         raise Rejected(f"message of {size_bytes} bytes: the limit is {MAX_MESSAGE_BYTES}", code="too-large")
 

@@ -215,7 +215,9 @@ class AgentChannel:
                 metadata=call_metadata(self._token), wait_for_ready=False
             )
             outbox: Outbox[FromAgent] = Outbox()
-            outbox.put(self._presentation())
+            presentation = self._presentation()
+            check_size(presentation)
+            outbox.put(presentation)
             leaving = asyncio.ensure_future(self._leaving.wait())
             connected = asyncio.ensure_future(stream.initial_metadata())
             tasks: list[asyncio.Future[Any]] = [leaving, connected]
@@ -228,7 +230,12 @@ class AgentChannel:
                 if stream.done():
                     raise error_of(await stream.code(), await stream.details(), self._address)
                 reader = asyncio.ensure_future(self._read(stream, outbox))
-                tasks += [reader, asyncio.ensure_future(outbox.run(stream.write))]
+                writer = asyncio.ensure_future(outbox.run(stream.write))
+                tasks += [reader, writer]
+                await asyncio.wait({reader, leaving, writer}, return_when=asyncio.FIRST_COMPLETED)
+                if writer.done() and (trouble := writer.exception()) is not None:
+                    # A bug of ours: on a stream that nobody writes to we would be mute, and seem to be attached.
+                    raise Unavailable(f"cannot write to the master at {self._address}: {trouble!r}") from trouble
                 await asyncio.wait({reader, leaving}, return_when=asyncio.FIRST_COMPLETED)
                 if reader.done():
                     reader.result()

@@ -21,6 +21,7 @@ import grpc.aio
 
 from dlrover.protocol.addresses import Address, TlsConfig
 from dlrover.protocol.codec import QUESTION, VERDICT, Question, Unreadable, decode_from_agent
+from dlrover.protocol.encoding import UNENCODABLE
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.frames import Answer, FromAgent, FromMaster, Refusal
 from dlrover.protocol.messages import PROTOCOL_VERSION, Reply
@@ -33,6 +34,7 @@ from dlrover.protocol.transport import (
     TOKEN_KEY,
     VERSION_KEY,
     Outbox,
+    instead_of,
     package_version,
     server_credentials,
 )
@@ -141,6 +143,11 @@ class MasterServer:
         writer = asyncio.ensure_future(stream._outbox.run(call.write))
         ended = asyncio.ensure_future(stream._ended.wait())
         try:
+            await asyncio.wait({reader, ended, writer}, return_when=asyncio.FIRST_COMPLETED)
+            if writer.done() and (trouble := writer.exception()) is not None:
+                # A bug of ours: the agent would wait for answers for ever. Without the stream it presents itself anew.
+                log.error("cannot write to an agent peer=%s", stream.peer, exc_info=trouble)
+                return
             await asyncio.wait({reader, ended}, return_when=asyncio.FIRST_COMPLETED)
             if reader.done():
                 reader.result()
@@ -164,12 +171,12 @@ class MasterServer:
         except Rejected as error:
             await call.abort(_status_of(error), str(error))
         try:
-            return VERDICT.encode(Answer(id=0, body=await desk.ask(question)))
+            return _encode(Answer(id=0, body=await desk.ask(question)))
         except Rejected as error:
-            return VERDICT.encode(Refusal(id=0, code=error.code, message=str(error)))
+            return _encode(Refusal(id=0, code=error.code, message=str(error)))
         except Unavailable as error:
             retry_after = 1.0 if error.retry_after is None else error.retry_after
-            return VERDICT.encode(Refusal(id=0, code="unavailable", message=str(error), retry_after=retry_after))
+            return _encode(Refusal(id=0, code="unavailable", message=str(error), retry_after=retry_after))
 
     async def _admit(self, call: grpc.aio.ServicerContext) -> None:
         """Token first: a stranger learns nothing else about us."""
@@ -193,6 +200,14 @@ class MasterServer:
             await call.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, explain_versions(protocol, str(said.get(VERSION_KEY, "unknown")))
             )
+
+
+def _encode(verdict: Answer | Refusal) -> bytes:
+    try:
+        return VERDICT.encode(verdict)
+    except UNENCODABLE as error:
+        log.error("an answer cannot be encoded reason=%s", error)
+        return VERDICT.encode(instead_of(verdict))
 
 
 async def _read(stream: AgentStream, call: grpc.aio.ServicerContext, desk: Desk) -> None:

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import grpc
 import grpc.aio
+from msgspec.structs import replace
 
 from dlrover.protocol.addresses import TlsConfig
-from dlrover.protocol.codec import encode_frames
+from dlrover.protocol.codec import encode_frame, encode_frames
+from dlrover.protocol.encoding import UNENCODABLE, encodable
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.frames import FromAgent, FromMaster
+from dlrover.protocol.frames import Answer, FromAgent, FromMaster, Observed, Refusal
 from dlrover.protocol.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+
+log = logging.getLogger(__name__)
 
 SERVICE = "dlrover.Master"
 AGENT_METHOD = "Agent"
@@ -95,14 +100,14 @@ class Outbox(Generic[Parcel]):
         await self._is_idle.wait()
 
     async def run(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Until cancelled, or until the stream is gone: the reader of that stream then learns why."""
+        """Until cancelled, or until the stream is gone: the reader of that stream then learns why. Nothing else ends it."""
         try:
             while True:
                 await self._has_work.wait()
                 self._has_work.clear()
                 parcels, self._parcels = self._parcels, []
                 self._has_room.set()
-                for frame in encode_frames(parcels):
+                for frame in _frames(parcels):
                     await write(frame)
                 if not self._parcels:
                     self._is_idle.set()
@@ -112,6 +117,32 @@ class Outbox(Generic[Parcel]):
             # Nobody may wait for a writer that is gone.
             self._is_idle.set()
             self._has_room.set()
+
+
+def _frames(parcels: Sequence[FromAgent] | Sequence[FromMaster]) -> list[bytes]:
+    """Without what cannot be encoded: it must not take along what was queued with it, heartbeats among them."""
+    try:
+        return encode_frames(parcels)
+    except UNENCODABLE:
+        return [frame for parcel in parcels for frame in _frame(parcel)]
+
+
+def _frame(parcel: FromAgent | FromMaster) -> list[bytes]:
+    """Of one parcel, or of what can be said instead of it; empty if that is nothing."""
+    try:
+        return [encode_frame((parcel,))]  # type: ignore[arg-type]
+    except UNENCODABLE as error:
+        content = parcel.observation if isinstance(parcel, Observed) else getattr(parcel, "body", parcel)
+        log.error("a message cannot be encoded, and is not sent kind=%s reason=%s", type(content).__name__, error)
+        return [encode_frame((instead_of(parcel),))] if isinstance(parcel, Answer | Refusal) else []
+
+
+def instead_of(verdict: Answer | Refusal) -> Refusal:
+    """Of one that cannot be encoded: somebody waits for it."""
+    if isinstance(verdict, Refusal):
+        return replace(verdict, message=encodable(verdict.message))
+    kind = type(verdict.body).__name__
+    return Refusal(id=verdict.id, code="internal", message=f"The answer ({kind}) cannot be encoded.")
 
 
 @functools.cache

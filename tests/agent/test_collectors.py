@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dlrover.agent.collectors import Collectors, load_collectors
@@ -185,6 +186,20 @@ async def test_users_own_are_asked_apart_from_each_other_and_what_they_raise_is_
     held.let_go.set()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_halves_of_characters_reach_no_message() -> None:
+    """They come from names of files that are no UTF-8, and nothing that has one can be sent."""
+    half, observed = "caf\udce9", list[WatchObservation]()
+    mine = {"text": Mine(half), half: Mine({half: 1}), "lost": Mine(FileNotFoundError(half))}
+    collectors = Collectors(lambda: mine, observe=observed.append, who=lambda: (NodeId(7), Incarnation(3)))
+    running = asyncio.ensure_future(collectors.run())
+    await until(lambda: len(observed) == 3)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    for each in observed:
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(each), type=SampleTaken) == each
+        assert "caf?" in repr(each)
 
 
 def test_a_collector_that_leaves_when_it_is_loaded_costs_a_warning_and_no_other(

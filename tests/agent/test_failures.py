@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dlrover.agent.config import LogAction, LogPattern
@@ -18,7 +19,7 @@ from dlrover.agent.failures import (
     read_error_file,
 )
 from dlrover.agent.process_tree import Exit
-from dlrover.protocol.messages import MAX_FAILURE_BYTES, FailureKind, Micros
+from dlrover.protocol.messages import MAX_FAILURE_BYTES, FailureKind, Micros, WorkerFailure
 
 
 def evidence(*, exit_code: int | None = None, number: int | None = None, **changes: Any) -> Evidence:
@@ -237,3 +238,19 @@ def test_what_shall_follow_a_line_is_for_the_user_to_say(tmp_path: Path) -> None
     assert describe(faulty, tokens) == ("well", "")
     printed = describe_failure(evidence(exit_code=1, log_tail="a\nout of tokens: 3\n", log_patterns=(tokens,)))
     assert printed.stop_line == "out of tokens: 3"
+
+
+HALF = "caf\udce9.png"
+"""The name of a file that is no UTF-8, as Python gives it."""
+
+
+@pytest.mark.parametrize("message", [HALF, {"message": f"ValueError: {HALF}", "extraInfo": {"py_callstack": HALF}}])
+def test_half_a_character_in_an_exception_can_be_reported(tmp_path: Path, message: object) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(json.dumps({"message": message}))
+    ended = evidence(exit_code=1, error_file=str(path), log_tail=f"loading {HALF}\n", log_file=f"/logs/{HALF}")
+    failure = describe_failure(ended)
+    assert "caf?.png" in failure.message
+    started = could_not_start(global_rank=0, local_rank=0, message=f"cannot run {HALF}", at=Micros(1))
+    for each in (failure, started):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(each), type=WorkerFailure) == each

@@ -63,6 +63,8 @@ WRONG: list[tuple[str, Command, str, str]] = [
     ("shards of nothing", spec(shard_size=0), "malformed", "at least 1"),
     ("batches of nothing", spec(batch_size=0), "malformed", "at least 1"),
     ("a batch over the dataset", spec(batch_size=101), "malformed", "fewer than one batch of 101"),
+    ("more epochs than can be counted", spec(size=10**8, num_epochs=1 << 40), "malformed", "Without an end it has 0 epochs"),
+    ("a stream without end", spec(storage=Storage.STREAM, size=1 << 63, partitions={"p": 0}), "malformed", "more than can be counted"),
     ("no name", spec(name=""), "malformed", "needs a name"),
     ("a name without end", spec(name="n" * 300), "malformed", "needs a name"),
     ("a stream without partitions", spec(storage=Storage.STREAM, size=-1), "malformed", "give its partitions"),

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from dlrover.core.job import Job, Origin
 from dlrover.core.sequence import (
+    BrokenQuestion,
     CommitSequence,
     CoreFault,
     JournalCorrupt,
@@ -20,12 +21,14 @@ from dlrover.core.sequence import (
     trimmed_for_journal,
     walk,
 )
+from dlrover.core.turn import NotYet, Outcome
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import (
     MAX_JOURNALLED_FAILURE_BYTES,
     AskStatus,
     Attach,
     Attached,
+    Command,
     Done,
     Incarnation,
     JobStatus,
@@ -33,9 +36,12 @@ from dlrover.protocol.messages import (
     LeaveJob,
     LeaveReason,
     MasterStarted,
+    Micros,
     NodeId,
     Ping,
     Pong,
+    Query,
+    Reply,
     ReportFailure,
     Round,
     StopJob,
@@ -287,3 +293,44 @@ class TestTrimming:
         trimmed = trimmed_for_journal(leave)
         assert isinstance(trimmed, LeaveJob)
         assert len(trimmed.message) == 1024
+
+
+@pytest.mark.parametrize("command", [StopJob(message="caf\udce9"), MasterStarted(1 << 64, "a-job")])
+def test_what_no_record_can_hold_is_refused_before_it_is_applied(command: Command) -> None:
+    sequence = begin()
+    digest = sequence.job.digest()
+    with pytest.raises(Rejected, match="cannot be written") as caught:
+        sequence.stage(command, micros(1))
+    assert caught.value.code == "malformed"
+    assert sequence.job.digest() == digest
+    sequence.stage(ATTACH, micros(1))
+    batch = sequence.take()
+    assert batch is not None
+    assert replay(None, batch.records).job.digest() == sequence.job.digest()
+
+
+def test_a_reply_that_no_message_can_hold_is_a_fault_of_its_command() -> None:
+    """It is part of the state: the digest of the whole batch would fail by it, and nobody could tell which command it was."""
+
+    class Talkative(Job):
+        def apply(self, command: Command, now: Micros, origin: Origin | None = None) -> Outcome:
+            super().apply(command, now, origin)
+            return Outcome(Pong(job_name="", master_epoch=1 << 64))
+
+    sequence = begin()
+    sequence.stage(ATTACH, micros(1))
+    talkative = CommitSequence(Talkative(sequence.job.state), master_epoch=1, next_number=3)
+    with pytest.raises(CoreFault):
+        talkative.stage(JOIN, micros(2), ORIGIN)
+
+
+def test_a_question_on_which_the_core_fails_breaks_nothing() -> None:
+    class Mute(Job):
+        def ask(self, query: Query) -> Reply | NotYet:
+            raise ZeroDivisionError("a bug")
+
+    sequence = CommitSequence(Mute(), master_epoch=1, next_number=1)
+    with pytest.raises(BrokenQuestion, match="AskStatus cannot be answered") as caught:
+        sequence.stage_query(AskStatus())
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    sequence.stage(MasterStarted(1, "a-job"), micros(0))

@@ -6,16 +6,30 @@ import asyncio
 import sqlite3
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dlrover.cli.replay import replay
 from dlrover.core.job import Job
 from dlrover.core.sequence import decode_record
-from dlrover.core.turn import Origin, Outcome
+from dlrover.core.turn import NotYet, Origin, Outcome
 from dlrover.protocol.codec import decode_from_master, encode_frame
+from dlrover.protocol.data_messages import DatasetSpec, DatasetState, RegisterDataset
 from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.fleet_messages import (
+    DefineFleet,
+    FleetSpec,
+    LaunchRefused,
+    NodePhase,
+    NodesListed,
+    NodeType,
+    PlatformNode,
+    ReplicaSpec,
+)
 from dlrover.protocol.frames import Push, Request
+from dlrover.protocol.goodput_messages import AskGoodput
 from dlrover.protocol.messages import (
     Attach,
     Command,
@@ -34,15 +48,19 @@ from dlrover.protocol.messages import (
     NodeDisconnected,
     NodeSilent,
     Ping,
+    PlatformId,
     Pong,
+    Query,
+    Reply,
     ReportFinished,
     Round,
     Run,
     StopJob,
 )
+from dlrover.protocol.precheck_messages import OperatorResult, PreCheckNoted, PreCheckStage
 from dlrover.protocol.rpc import ask
 from dlrover.protocol.transport import AGENT_METHOD, SERVICE, call_metadata, open_channel
-from tests.master.conftest import TOKEN, Connect, StartMaster
+from tests.master.conftest import TOKEN, Agent, Connect, StartMaster
 
 
 def journalled(path: Path) -> list[Command]:
@@ -338,3 +356,86 @@ async def test_a_rank_that_a_live_node_holds_is_refused_for_good(start_master: S
     with pytest.raises(Rejected, match="held by host-a") as caught:
         await connect(master.address, launch="b", node_rank=0).attached()
     assert caught.value.code == "rank-held"
+
+
+def a_dataset(agent: Agent, **changes: Any) -> RegisterDataset:
+    spec = DatasetSpec(**({"name": "d", "size": 100, "shard_size": 10} | changes))
+    return RegisterDataset(node=agent.node, incarnation=agent.incarnation, dataset="d", spec=spec)
+
+
+async def test_what_cannot_be_written_is_refused_and_the_next_master_serves_as_well(
+    start_master: StartMaster, connect: Connect
+) -> None:
+    """Commands of the master's own plug-ins come through no decoder, and numbers grow beyond what a message carries."""
+    half = "caf\udce9"
+    bad: list[Command] = [
+        PreCheckNoted(stage=PreCheckStage.CHECKING, results=(OperatorResult(name="mine"),), message=half),
+        LaunchRefused(node=PlatformId(0), reason=half),
+        StopJob(message=half),  # one that is cut before it is written
+    ]
+    port = 0
+    for _life in range(2):
+        master = await start_master(port=port, make_job=lambda job: FragileJob(job.state))
+        port = int(master.address.split(":")[1])
+        agent = connect(master.address)
+        await agent.attached()
+        for is_one_quarantined in (False, True):
+            for command in bad:
+                with pytest.raises(Rejected, match="cannot be written") as caught:
+                    await asyncio.wait_for(master.desk.tell(command), 10)
+                assert caught.value.code == "malformed"
+            if not is_one_quarantined:
+                with pytest.raises(Rejected, match="broke the master"):
+                    await master.desk.tell(StopJob(message="break"))
+        with pytest.raises(Rejected, match="more than can be counted"):
+            await agent.channel.call(a_dataset(agent, size=10**8, num_epochs=1 << 40), timeout=10)
+        assert isinstance(await agent.channel.call(a_dataset(agent), timeout=10), DatasetState)
+        assert (await master.status()).job_name == "job"
+        await agent.leave()
+        await master.stop()
+
+
+async def test_what_the_next_master_could_not_read_is_not_written(start_master: StartMaster) -> None:
+    """A platform may be anybody's, and what it shows goes to the journal."""
+    master = await start_master()
+    wrong: Any = None
+    node = PlatformNode(id=PlatformId(0), node_type=NodeType.WORKER, rank=0, phase=NodePhase.RUNNING, name=wrong)
+    spec = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=1)})
+    await master.desk.tell(DefineFleet(spec=spec))
+    for command in (NodesListed(nodes=(node,)), wrong):
+        with pytest.raises(Rejected) as caught:
+            await asyncio.wait_for(master.desk.tell(command), 10)
+        assert caught.value.code == "malformed"
+    await master.desk.tell(NodesListed(nodes=(replace(node, name="n0"),)))
+    await master.stop()
+    again = await start_master()
+    assert (await again.status()).job_name == "job"
+
+
+class TalkativeJob(Job):
+    """Answers what no message can carry, or not at all, as bugs would."""
+
+    def apply(self, command: Command, now: Micros, origin: Origin | None = None) -> Outcome:
+        outcome = super().apply(command, now, origin)
+        return Outcome(Pong(job_name="", master_epoch=1 << 64)) if isinstance(command, LeaveJob) else outcome
+
+    def ask(self, query: Query) -> Reply | NotYet:
+        if isinstance(query, AskGoodput):
+            raise ZeroDivisionError("a bug")
+        return super().ask(query)
+
+
+async def test_an_answer_that_cannot_be_encoded_or_given_breaks_nothing(
+    start_master: StartMaster, connect: Connect
+) -> None:
+    master = await start_master(make_job=lambda job: TalkativeJob(job.state))
+    agent = connect(master.address)
+    await agent.attached()
+    with pytest.raises(Rejected, match="AskGoodput cannot be answered") as caught:
+        await ask(master.address, AskGoodput(), token=TOKEN, timeout=10)
+    assert caught.value.code == "internal"
+    leave = LeaveJob(node=agent.node, incarnation=agent.incarnation, reason=LeaveReason.PREEMPTED)
+    with pytest.raises(Rejected, match="LeaveJob broke the master"):
+        await agent.channel.call(leave, timeout=10)
+    assert await agent.join() == Done()
+    assert not master.working.done()

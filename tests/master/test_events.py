@@ -8,12 +8,14 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from dlrover.core.event_words import event, of_node
+from dlrover.master import event_reporters
 from dlrover.master import events as events_module
-from dlrover.master.event_reporters import WebhookReporter, as_line, build_reporters
+from dlrover.master.event_reporters import MAX_QUEUED, WebhookReporter, as_line, build_reporters
 from dlrover.master.events import BURST, NUM_KEPT, EventLog, read_events
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.goodput_messages import AskEvents, AskGoodput, Events, GoodputStatus, JobEvent
@@ -215,6 +217,53 @@ class TestReporters:
         line = as_line(an_event("two\nlines"))
         assert "\n" not in line
         assert line.endswith("[info][job][test][two lines][{}]")
+
+
+class Hanging:
+    """Never comes back of its own accord."""
+
+    let_go = threading.Event()
+    told: ClassVar[list[str]] = []
+
+    def report(self, event: JobEvent) -> None:
+        self.told.append(event.text)
+        self.let_go.wait(60)
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+@pytest.fixture
+def hanging() -> Iterator[type[Hanging]]:
+    Hanging.let_go.clear()
+    Hanging.told.clear()
+    yield Hanging
+    Hanging.let_go.set()
+
+
+async def test_a_reporter_that_hangs_keeps_neither_the_others_nor_the_end(
+    tmp_path: Path, hanging: type[Hanging], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_reporters, "USER_TIMEOUT", 0.05)
+    reporters = build_reporters(["tests.master.test_events::Hanging", f"file:{tmp_path / 'out'}"])
+    log = EventLog(tmp_path / "events.jsonl", reporters)
+    for number in range(MAX_QUEUED + 3):
+        log.add(an_event(str(number)))
+    await asyncio.wait_for(written(log), 20)
+    assert len((tmp_path / "out").read_text().splitlines()) == MAX_QUEUED + 3
+    assert hanging.told == ["0"]
+    assert "event reporter does not come back name=tests.master.test_events::Hanging" in caplog.text
+    assert "event reporter lost num_events=1 " in caplog.text
+
+
+async def test_a_file_that_hangs_does_not_keep_the_master(
+    hanging: type[Hanging], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(events_module, "FAREWELL", 0.05)
+    log = EventLog(None, [hanging()])  # as one of ours on a disk that does not answer
+    log.add(an_event())
+    await asyncio.wait_for(written(log), 20)
+    assert "the last events are not written or told" in caplog.text
 
 
 class Raising:

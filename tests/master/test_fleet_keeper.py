@@ -226,6 +226,35 @@ async def test_a_platform_out_of_reach_is_watched_again_when_it_is_back(bench):
     assert [node.id for node in nodes] == [0, 1]
 
 
+async def test_a_platform_that_breaks_while_it_is_watched_is_watched_again(bench, monkeypatch):
+    """It may be anybody's: what it raises must not end the master, again and again."""
+    platform = bench.keeper._platform
+    watch = platform.watch
+    errors = [ConnectionError("reset by peer"), KeyError("items")]
+
+    async def breaks():
+        if errors:
+            raise errors.pop(0)
+        async for sight in watch():
+            yield sight
+
+    monkeypatch.setattr(platform, "watch", breaks)
+    bench.start()
+    await bench.job.until(1, NodesListed)
+    assert not errors
+    bench.keeper.take(launch(0))
+    await bench.job.until_phase(0, NodePhase.RUNNING)
+
+
+async def test_half_a_character_in_a_refusal_reaches_the_job(bench, monkeypatch):
+    bench.start()
+    await bench.job.until(1, NodesListed)
+    bench.cloud.refusal = "no room on caf\udce9"
+    bench.keeper.take(launch(0))
+    [refused] = await bench.job.until(1, LaunchRefused)
+    assert refused.reason == "no room on caf?"
+
+
 async def test_what_the_job_could_not_write_comes_again_by_a_list(bench):
     bench.start()
     await bench.job.until(1, NodesListed)

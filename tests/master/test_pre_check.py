@@ -180,6 +180,64 @@ async def test_a_bad_node_is_exchanged_once_and_the_checks_begin_again(start_mas
     assert (status.pre_check.stage, status.pre_check.results[0].num_tries) == (PreCheckStage.PASS, 2)
 
 
+class Strange(PreCheckOperator):
+    """Gives what it was made with."""
+
+    def __init__(self, result: object, *actions: DiagnosisAction) -> None:
+        self.result, self.actions = result, list(actions)
+
+    @classmethod
+    def get_retry_interval_secs(cls) -> float:
+        return 0.0
+
+    def check(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+    def failed_actions(self, *args: Any, **kwargs: Any) -> list[DiagnosisAction]:
+        return self.actions
+
+
+WRONG: Any = "wrong"
+
+
+@pytest.mark.parametrize(
+    ("operator", "says"),
+    [
+        (Strange(RuntimeError("caf\udce9")), "caf?"),
+        (Strange(None), "NoneType"),
+        (Strange(PreCheckResult(result=1), NodeAction(node_id=WRONG)), "ValueError"),
+        (Strange(PreCheckResult(result=1), NodeAction(timestamp=WRONG)), "TypeError"),
+    ],
+)
+async def test_an_operator_that_gives_nonsense_is_left_out(
+    start_master: StartMaster, operator: Strange, says: str
+) -> None:
+    master = await start_master()
+    told: list[JobEvent] = []
+    runner = PreCheckRunner(master.desk, [Operator("Strange", operator, False)], limit=60, tell=told.append)
+    runner.begin()
+    await asyncio.wait_for(runner.run(), 20)
+    status = await master.status()
+    assert status.pre_check.stage is PreCheckStage.PASS
+    assert status.pre_check.results[0].state is OperatorState.BROKEN
+    assert says in status.pre_check.results[0].message
+    assert [event.name for event in told] == ["pre_check_error"]
+
+
+async def test_an_operator_may_say_none_for_no_nodes_and_anything_for_a_text(start_master: StartMaster) -> None:
+    master = await start_master()
+    result = PreCheckResult(result=1, result_msg={"bad": "caf\udce9"}, abnormal_nodes=None)  # type: ignore[arg-type]
+    operator = Strange(result, JobAbortionAction(reason="caf\udce9", msg=7))  # type: ignore[arg-type]
+    runner = PreCheckRunner(master.desk, [Operator("Strange", operator, False)], limit=60, tell=lambda _: None)
+    runner.begin()
+    await asyncio.wait_for(runner.run(), 20)
+    status = await master.status()
+    assert status.pre_check.stage is PreCheckStage.FAIL
+    assert status.pre_check.message == "The pre-check ends the job (caf?): 7"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

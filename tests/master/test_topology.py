@@ -147,6 +147,11 @@ class TestCalls:
         assert await topology.place_of("h") == ()
         topology.close()
 
+    async def test_half_a_character_in_a_name_keeps_no_node_out(self) -> None:
+        topology = Topology(query=lambda host: ("a", "caf\udce9"))
+        assert await topology.place_of("h") == ("caf?", "a")
+        topology.close()
+
     async def test_two_empty_names_mean_that_nobody_knows(self) -> None:
         topology = Topology(query=DefaultTopologyQuerier().query)
         assert await topology.place_of("h") == ()

@@ -23,9 +23,11 @@ from dlrover.master.clock import MasterClock
 from dlrover.master.desk import COMING_BACK, Desk
 from dlrover.master.journal import Fenced
 from dlrover.master.keeper import Keeper
+from dlrover.master.service import end_job
 from dlrover.protocol.errors import Unavailable
 from dlrover.protocol.frames import Answer, Beat, FromMaster, Push, Refusal, Request
 from dlrover.protocol.messages import (
+    MAX_REQUESTS_IN_WORK,
     AgentCommand,
     AskStatus,
     Attach,
@@ -34,6 +36,7 @@ from dlrover.protocol.messages import (
     DeadlinePassed,
     Desired,
     Done,
+    ExitReason,
     FailureKind,
     Heartbeat,
     Incarnation,
@@ -51,6 +54,7 @@ from dlrover.protocol.messages import (
     Reply,
     ReportFailure,
     Round,
+    StopJob,
     Wait,
     WorkerFailure,
 )
@@ -445,6 +449,35 @@ async def test_a_stream_that_ends_after_a_long_stall_of_the_master_says_nothing_
     await room.turn()
     await room.turn()
     assert [node.status for node in (await room.status()).nodes] == [status]
+
+
+async def test_the_launcher_stops_a_busy_master(make_room: MakeRoom) -> None:
+    room = await make_room()
+    held = await room.hold_a_write()
+    asking = [asyncio.ensure_future(room.desk.ask(Ping())) for _ in range(MAX_REQUESTS_IN_WORK + 10)]
+    await asyncio.sleep(0)
+    assert room.desk.num_in_work >= MAX_REQUESTS_IN_WORK
+    stopping = asyncio.ensure_future(end_job(room.desk))
+    await asyncio.sleep(0)
+    room.disk.is_open.set()
+    await soon(stopping)
+    await soon(held)
+    await soon(asyncio.gather(*asking, return_exceptions=True))
+    assert (await soon(room.desk.finished)).reason is ExitReason.STOPPED_BY_USER
+
+
+async def test_the_launcher_stops_a_master_with_a_full_disk_as_soon_as_there_is_room(make_room: MakeRoom) -> None:
+    room = await make_room()
+    room.disk.is_full = True
+    with pytest.raises(Unavailable):
+        await soon(room.desk.ask(StopJob()))
+    stopping = asyncio.ensure_future(end_job(room.desk))
+    await room.turn()
+    assert not room.desk.finished.done()
+    room.disk.is_full = False
+    await room.wait_until_written()
+    await soon(stopping)
+    assert (await soon(room.desk.finished)).reason is ExitReason.STOPPED_BY_USER
 
 
 class FragileJob(Job):

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
+from dlrover.protocol import transport
+from dlrover.protocol.codec import Question, encode_frames
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.frames import Ack, Answer, Beat, Refusal, Request
+from dlrover.protocol.frames import Ack, Answer, Beat, Observed, Refusal, Request
 from dlrover.protocol.messages import (
     MAX_MESSAGE_BYTES,
+    Attach,
     Done,
     Heartbeat,
     Incarnation,
+    JobTerms,
     JoinRendezvous,
     LeaveJob,
     LeaveReason,
     NodeId,
     Ping,
     Pong,
+    Reply,
     Round,
 )
-from dlrover.protocol.rpc import ask
+from dlrover.protocol.rpc import AgentChannel, ask
+from dlrover.protocol.watch_messages import SampleTaken
 from tests.protocol.conftest import TOKEN, Agent, PlainDesk, Serve
 
 Connect = Callable[..., Agent]
@@ -253,3 +260,101 @@ async def test_the_agent_keeps_trying_and_says_why(connect: Connect, serve: Serv
     await serve(int(address.split(":")[1]))
     assert (await agent.attached()).node == 7
     assert agent.channel.trouble == ""
+
+
+HALF = "caf\udce9"
+"""Half a character, as in the name of a file that is no UTF-8: no message can carry it."""
+
+
+def a_sample(text: str) -> SampleTaken:
+    return SampleTaken(node=NodeId(7), incarnation=Incarnation(1), kind="mine", text=text)
+
+
+async def test_an_observation_that_cannot_be_encoded_is_left_out_and_the_rest_arrives(
+    serve: Serve, desk: PlainDesk, connect: Connect
+) -> None:
+    _, address = await serve()
+    agent = connect(address)
+    await agent.attached()
+    for text in ("before", HALF, "after"):
+        agent.channel.observe(a_sample(text))
+    assert await agent.channel.call(a_join(), timeout=10) == Done()
+    assert [await desk.until(Observed) for _ in range(2)] == [Observed(a_sample("before")), Observed(a_sample("after"))]
+    assert len(desk.attaches) == 1
+
+
+async def test_a_call_that_cannot_be_encoded_is_refused_and_nothing_else(
+    serve: Serve, desk: PlainDesk, connect: Connect
+) -> None:
+    _, address = await serve()
+    agent = connect(address)
+    await agent.attached()
+    with pytest.raises(Rejected, match="cannot be encoded") as caught:
+        await agent.channel.call(a_join(offer=HALF), timeout=10)
+    assert caught.value.code == "malformed"
+    assert await agent.channel.call(a_join(), timeout=10) == Done()
+    assert [request.sequence for request in desk.requests] == [1]
+
+
+async def test_an_agent_that_cannot_present_itself_says_so(serve: Serve, desk: PlainDesk) -> None:
+    _, address = await serve()
+    channel = AgentChannel(
+        address,
+        token=TOKEN,
+        tls=None,
+        attach=lambda: Attach(launch="l", host=HALF, terms=JobTerms(), local_world_size=1),
+        on_attached=lambda _attached: None,
+        on_desired=lambda _desired: None,
+    )
+    with pytest.raises(Rejected, match="cannot be encoded"):
+        await asyncio.wait_for(channel.run(), 10)
+
+
+async def test_an_answer_that_cannot_be_encoded_becomes_a_refusal(
+    serve: Serve, desk: PlainDesk, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, address = await serve()
+    agent = connect(address)
+    await agent.attached()
+    desk.answers = lambda request: (
+        Answer(id=request.id, body=Pong(job_name=HALF, master_epoch=1))
+        if isinstance(request.body, Ping)
+        else Refusal(id=request.id, code="why", message=HALF)
+    )
+    with pytest.raises(Rejected, match="cannot be encoded") as caught:
+        await agent.channel.call(Ping(), timeout=10)
+    assert caught.value.code == "internal"
+    with pytest.raises(Rejected, match=r"caf\?") as caught:
+        await agent.channel.call(a_join(), timeout=10)
+    assert caught.value.code == "why"
+
+    async def answer(_question: Question) -> Reply:
+        return Pong(job_name=HALF, master_epoch=1)
+
+    monkeypatch.setattr(desk, "ask", answer)
+    with pytest.raises(Rejected, match="cannot be encoded"):
+        await ask(address, Ping(), token=TOKEN, timeout=10)
+    assert len(desk.attaches) == 1
+
+
+@pytest.mark.parametrize("side", ["agent", "master"])
+async def test_a_stream_whose_writer_died_ends_and_another_takes_its_place(
+    serve: Serve, desk: PlainDesk, connect: Connect, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    """Else it would look attached on both ends, and nothing would be heard of the node again."""
+    kind = Request if side == "agent" else Answer
+    broken: list[object] = []
+
+    def encode(parcels: Sequence[Any]) -> list[bytes]:
+        if not broken and any(isinstance(each, kind) and each.id for each in parcels):
+            broken.extend(parcels)
+            raise KeyError("a bug")
+        return encode_frames(parcels)
+
+    _, address = await serve()
+    agent = connect(address)
+    await agent.attached()
+    monkeypatch.setattr(transport, "encode_frames", encode)
+    assert await agent.channel.call(a_join(), timeout=10) == Done()
+    assert broken
+    assert len(desk.attaches) == 2
