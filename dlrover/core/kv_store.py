@@ -56,6 +56,8 @@ NUM_ROUNDS_KEPT = 2
 """Workers of the round before may still be on their way out."""
 _MAX_REPLY_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
 """What the values of one answer may weigh, with room for what is around them."""
+_HEADER_BYTES = 5
+"""At most, of each value or key in a message."""
 _LARGEST = 2**63 - 1
 _DECIMAL = re.compile(rb"[+-]?[0-9]{1,19}")
 _NUM_NAMED = 8
@@ -131,7 +133,7 @@ class KvStore(Struct):
                 if missing:
                     return _not_yet(query, missing)
                 values = tuple(room.values[key] for key in keys)
-                _check_reply(sum(map(len, values)), f"The values of {len(keys)} keys")
+                _check_reply(sum(map(len, values)) + _HEADER_BYTES * len(values), f"The values of {len(keys)} keys")
                 return KvValues(values)
             case KvWait(keys=keys):
                 missing = [key for key in keys if not (key in room.queues if query.is_for_queues else room.has(key))]
@@ -144,7 +146,7 @@ class KvStore(Struct):
                 return KvNumber(sum(key.startswith(prefix) for key in room.values))
             case KvList(prefix=prefix):
                 found = tuple(key for key in room.values if key.startswith(prefix))
-                _check_reply(sum(len(key.encode()) + 5 for key in found), f"The names of {len(found)} keys")
+                _check_reply(sum(map(_size, found)) + _HEADER_BYTES * len(found), f"The names of {len(found)} keys")
                 return KvKeys(found)
             case KvQueueLength(key=key):
                 return KvNumber(len(room.queues.get(key, ())))

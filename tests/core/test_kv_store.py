@@ -12,7 +12,9 @@ from dlrover.core.job import Job, Origin
 from dlrover.core.kv_store import KvStore
 from dlrover.core.sequence import replay
 from dlrover.core.turn import NotYet
+from dlrover.protocol.codec import encode_frame
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.frames import Answer
 from dlrover.protocol.kv_messages import (
     ENTRY_BYTES,
     MAX_KEY_BYTES,
@@ -38,6 +40,7 @@ from dlrover.protocol.kv_messages import (
     KvWait,
 )
 from dlrover.protocol.messages import (
+    MAX_MESSAGE_BYTES,
     Attach,
     Attached,
     Done,
@@ -250,6 +253,18 @@ class TestLimits:
             store.answer(KvGet(keys=tuple("abcd")))
         assert refused.value.code == "kv-too-large"
         assert isinstance(store.answer(KvGet(keys=tuple("abc"))), KvValues)
+
+    def test_small_values_weigh_what_their_message_does(self) -> None:
+        """The headers of very many make an answer that no frame holds."""
+        store = KvStore()
+        keys = tuple(f"{number:06}" for number in range(200_000))
+        store.apply(KvSet(items=dict.fromkeys(keys, bytes(20))))
+        with pytest.raises(Rejected, match="Ask for fewer at once") as refused:
+            store.answer(KvGet(keys=keys))
+        assert refused.value.code == "kv-too-large"
+        answer = store.answer(KvGet(keys=keys[: len(keys) // 2]))
+        assert isinstance(answer, KvValues)
+        assert len(encode_frame([Answer(id=1, body=answer)])) <= MAX_MESSAGE_BYTES
 
     @given(st.lists(st.tuples(st.sampled_from(["put", "add", "append", "delete", "push", "pop", "drop"]), st.sampled_from("ab"),
                               st.binary(max_size=3), st.integers(0, 2)), max_size=30))  # fmt: skip

@@ -393,6 +393,24 @@ def test_a_prefix_ends_with_one_slash() -> None:
 
 
 class TestWithAMaster:
+    def test_very_many_small_values_are_taken_apart_and_the_node_lives_on(self, tmp_path: Path) -> None:
+        """What they are wrapped in makes one answer more than a message holds."""
+        lab = StoreLab(tmp_path)
+        try:
+            store = MasterKVStore("many", LONG, link=lab.link())
+            before = lab.life
+            keys = [f"{number:06}" for number in range(200_000)]
+            values = [b"%020d" % number for number in range(200_000)]
+            store.multi_set(keys, values)
+            assert store.multi_get(keys) == values
+            assert lab.life == before
+            keys = [chr(0x10000 + number) * 20 for number in range(60_000)]  # 80 bytes each, 20 characters
+            store.multi_set(keys, [b""] * len(keys))
+            assert store.multi_get(keys) == [b""] * len(keys)
+            assert lab.life == before
+        finally:
+            lab.close()
+
     def test_rounds_are_apart_and_others_are_refused(self, lab: StoreLab, link: AgentLink) -> None:
         own = MasterKVStore("r", round=lab.where.round, link=link)
         job = MasterKVStore("r", round=0, link=link)
