@@ -359,17 +359,32 @@ class TestOurs:
 
 
 class Away:
-    """A link whose agent cannot reach the master for the first few requests."""
+    """A link whose agent cannot reach the master for the first few requests, or is refused for now."""
 
-    def __init__(self, num_refused: int) -> None:
-        self._num_refused = num_refused
+    def __init__(self, num_refused: int, error: Rejected | None = None) -> None:
+        self.num_refused = num_refused
+        self._error = error or Unavailable("the master is away")
         self._room = StandIn()
 
     def ask(self, request: WorkerRequest, *, timeout: float) -> Reply:
-        self._num_refused -= 1
-        if self._num_refused >= 0:
-            raise Unavailable("the master is away")
+        self.num_refused -= 1
+        if self.num_refused >= 0:
+            raise self._error
         return self._room.ask(request, timeout=timeout)
+
+
+def test_while_large_answers_are_under_way_others_wait_for_their_turn() -> None:
+    link = Away(0, Rejected("answers under way", code="kv-busy"))
+    store = MasterKVStore(timeout=LONG, link=link)
+    store.queue_push("q", "v")
+    link.num_refused = 2
+    assert store.queue_pop("q", False) == b"v"
+    link.num_refused = 2
+    assert store.compare_set("k", "", "v") == b"v"
+    store.set_timeout(timedelta(0))
+    link.num_refused = 1
+    with pytest.raises(DistStoreError, match="answers under way"):
+        store.compare_set("k", "v", "w")
 
 
 def test_who_waits_goes_on_until_its_own_time_is_over() -> None:

@@ -114,7 +114,10 @@ class MasterKVStore(Store):  # type: ignore[misc]  # torch is not typed for us
         command = KvCompareSet(
             key=self._key(key), expected=_bytes(expected_value), desired=_bytes(desired_value), round=self._round
         )
-        return _values(self._ask(command))[0]
+        try:
+            return self._take(command, time.monotonic() + self.timeout.total_seconds())
+        except (Rejected, Unavailable) as error:
+            _raise(error)
 
     def delete_key(self, key: str) -> bool:
         return _flag(self._ask(KvDelete(key=self._key(key), round=self._round)))
@@ -163,7 +166,7 @@ class MasterKVStore(Store):  # type: ignore[misc]  # torch is not typed for us
         end_at = time.monotonic() + self.timeout.total_seconds()
         while True:
             try:
-                return _values(self._link.ask(KvPop(key=name, round=self._round), timeout=self._patience))[0]
+                return self._take(KvPop(key=name, round=self._round), end_at)
             except Rejected as error:
                 if error.code != "kv-empty":
                     _raise(error)
@@ -212,6 +215,17 @@ class MasterKVStore(Store):  # type: ignore[misc]  # torch is not typed for us
                 _raise(error)
         half = len(names) // 2  # more than one message holds, of keys or of values
         return self._get(names[:half], end_at) + self._get(names[half:], end_at)
+
+    def _take(self, command: KvPop | KvCompareSet, end_at: float) -> bytes:
+        """While too many large answers are under way to this node, its others wait."""
+        while True:
+            try:
+                return _values(self._link.ask(command, timeout=self._patience))[0]
+            except Rejected as error:
+                left = end_at - time.monotonic()
+                if error.code != "kv-busy" or left <= 0:
+                    raise
+            pause_before_retry(left)
 
     def _ask(self, request: WorkerRequest) -> Reply:
         try:
