@@ -61,6 +61,8 @@ _HEADER_BYTES = 5
 _LARGEST = 2**63 - 1
 _DECIMAL = re.compile(rb"[+-]?[0-9]{1,19}")
 _NUM_NAMED = 8
+_NUM_AWAITED = 1024
+"""Of the missing keys, at a time: what a waiting question costs the master's memory."""
 
 
 class KvRoom(Struct):
@@ -298,7 +300,9 @@ def _added(value: bytes | None, command: KvAdd) -> int:
 
 
 def _not_yet(query: KvGet | KvWait, missing: list[str]) -> NotYet:
-    return NotYet(topic(query.round, missing[0]), Rejected(_explain(missing), code="kv-timeout"))
+    """A question is looked at anew, which costs all of its keys, only when each of these has come: they may be thousands."""
+    topics = tuple([topic(query.round, key) for key in missing[:_NUM_AWAITED]])
+    return NotYet(topics, Rejected(_explain(missing), code="kv-timeout"))
 
 
 def _explain(missing: list[str]) -> str:

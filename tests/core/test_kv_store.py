@@ -112,17 +112,22 @@ class TestValues:
         assert store.answer(KvGet(keys=("b", "a", "b"))) == KvValues((b"2", b"1", b"2"))
         assert store.answer(KvGet(keys=())) == KvValues(())
 
-    def test_what_is_missing_is_named_and_waited_for_one_by_one(self) -> None:
+    def test_what_is_missing_is_named_and_waited_for_together(self) -> None:
         store = KvStore()
         store.apply(put("b"))
         answer = store.answer(KvGet(keys=("a", "b", "c")))
         assert missing(answer) == "Nobody has set 'a', 'c'."
         assert isinstance(answer, NotYet)
-        assert answer.topic == "kv/0/a"
+        assert answer.topics == ("kv/0/a", "kv/0/c")
         store.apply(put("a"))
         answer = store.answer(KvGet(keys=("a", "b", "c")))
         assert isinstance(answer, NotYet)
-        assert answer.topic == "kv/0/c"
+        assert answer.topics == ("kv/0/c",)
+
+    def test_of_very_many_missing_keys_some_are_waited_for_at_a_time(self) -> None:
+        answer = KvStore().answer(KvWait(keys=tuple(map(str, range(100_000)))))
+        assert isinstance(answer, NotYet)
+        assert 1000 <= len(answer.topics) <= 10_000
 
     def test_a_thousand_missing_keys_are_not_all_named(self) -> None:
         text = missing(KvStore().answer(KvWait(keys=tuple(map(str, range(1000))))))
