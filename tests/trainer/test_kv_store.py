@@ -477,6 +477,57 @@ class TestWithAMaster:
         """
         assert _start(lab.where, script).wait(60) == 0
 
+    def test_a_signal_handler_may_use_the_store_while_its_thread_waits(self, lab: StoreLab) -> None:
+        script = """
+        def handle(number, frame):
+            link.ask(KvSet(items={"signal/k": b"v"}), timeout=20)
+
+        signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        # Nobody else brings what we wait for.
+        assert link.ask(KvGet(keys=("signal/k",), wait=30), timeout=40) == KvValues((b"v",))
+        """
+        assert _start(lab.where, script).wait(60) == 0
+
+    def test_a_signal_handler_may_use_the_store_wherever_its_thread_is(self, lab: StoreLab) -> None:
+        """Also with a lock held, and while another thread reads the answers."""
+        script = """
+        import sys
+        num_handled = 0
+
+        def handle(number, frame):
+            global num_handled
+            num_handled += 1
+            link.ask(KvAdd(key="signals/n", amount=1), timeout=20)
+
+        seen = set()
+
+        def trace(frame, event, arg):
+            if frame.f_code.co_filename != agent_link.__file__:
+                return None
+            place = (frame.f_code.co_name, frame.f_lineno)
+            if event == "line" and place not in seen:
+                seen.add(place)
+                signal.raise_signal(signal.SIGALRM)  # handled here and now, and not traced
+            return trace
+
+        other = threading.Thread(target=lambda: link.ask(KvGet(keys=("signals/end",), wait=30), timeout=40))
+        signal.signal(signal.SIGALRM, handle)
+        for is_alone in (True, False):
+            if not is_alone:
+                other.start()
+            seen.clear()
+            sys.settrace(trace)
+            for _ in range(5):
+                link.ask(KvAdd(key="signals/n", amount=1), timeout=20)
+            sys.settrace(None)
+        link.ask(KvSet(items={"signals/end": b""}), timeout=20)
+        other.join()
+        assert num_handled > 40, num_handled
+        assert link.ask(KvAdd(key="signals/n", amount=0), timeout=20).number == num_handled + 10
+        """
+        assert _start(lab.where, script).wait(60) == 0
+
     def test_many_threads_have_requests_under_way_on_one_connection(self, lab: StoreLab) -> None:
         store = MasterKVStore("threads", LONG, link=lab.link())
         with ThreadPoolExecutor(32) as pool:
@@ -564,8 +615,9 @@ def _all_arrive(barrier: Callable[[Store], None], store: Store, world_size: int)
 def _start(where: WorkerEnvironment, script: str) -> subprocess.Popen[bytes]:
     """In a process of its own: this one has gRPC in it, and its forks would not be what a worker's are."""
     code = f"""
-import os, threading
+import os, signal, threading
 from dlrover.protocol.kv_messages import KvAdd, KvGet, KvSet, KvValues
+from dlrover.trainer import agent_link
 from dlrover.trainer.agent_link import AgentLink
 from dlrover.trainer.environment import WorkerEnvironment
 link = AgentLink(WorkerEnvironment(agent_socket={where.agent_socket!r}, round={where.round}, local_rank=0))
