@@ -476,7 +476,7 @@ def _duties(query: AwaitSaveDuties, state: JobState) -> Reply | NotYet:
     if request is not None:
         numbers.append(request.number)
     if not numbers:
-        return NotYet(topic_of(node), SaveDuties(number=since))
+        return NotYet((topic_of(node),), SaveDuties(number=since))
     return SaveDuties(number=max(numbers), commits=commits, settled=settled, persists=persists, request=request)
 
 

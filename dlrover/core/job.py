@@ -67,6 +67,7 @@ class Job:
         if answered is not None:
             return Outcome(answered)
         check_sender(command, origin)
+        state.senders.check_room(command, origin)
         course = Course(state, now)
         reply = HANDLERS[type(command)](command, course)
         state.number += 1
@@ -167,8 +168,8 @@ class Job:
         return f"{said} {rdzv.verdict}"
 
     def digest(self) -> bytes:
-        """16 bytes that differ when anything in the state differs. Stored values count by their history, not by their bytes."""
-        outline = replace(self._state, kv=self._state.kv.outline())
+        """16 bytes that differ when anything in the state differs. Stored values and answers count by their history."""
+        outline = replace(self._state, kv=self._state.kv.outline(), senders=self._state.senders.outline())
         return hashlib.blake2b(_ENCODER.encode(outline), digest_size=16).digest()
 
     def encode(self) -> bytes:

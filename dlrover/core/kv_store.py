@@ -56,9 +56,13 @@ NUM_ROUNDS_KEPT = 2
 """Workers of the round before may still be on their way out."""
 _MAX_REPLY_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
 """What the values of one answer may weigh, with room for what is around them."""
+_HEADER_BYTES = 5
+"""At most, of each value or key in a message."""
 _LARGEST = 2**63 - 1
 _DECIMAL = re.compile(rb"[+-]?[0-9]{1,19}")
 _NUM_NAMED = 8
+_NUM_AWAITED = 1024
+"""Of the missing keys, at a time: what a waiting question costs the master's memory."""
 
 
 class KvRoom(Struct):
@@ -131,7 +135,7 @@ class KvStore(Struct):
                 if missing:
                     return _not_yet(query, missing)
                 values = tuple(room.values[key] for key in keys)
-                _check_reply(sum(map(len, values)), f"The values of {len(keys)} keys")
+                _check_reply(sum(map(len, values)) + _HEADER_BYTES * len(values), f"The values of {len(keys)} keys")
                 return KvValues(values)
             case KvWait(keys=keys):
                 missing = [key for key in keys if not (key in room.queues if query.is_for_queues else room.has(key))]
@@ -144,7 +148,7 @@ class KvStore(Struct):
                 return KvNumber(sum(key.startswith(prefix) for key in room.values))
             case KvList(prefix=prefix):
                 found = tuple(key for key in room.values if key.startswith(prefix))
-                _check_reply(sum(len(key.encode()) + 5 for key in found), f"The names of {len(found)} keys")
+                _check_reply(sum(map(_size, found)) + _HEADER_BYTES * len(found), f"The names of {len(found)} keys")
                 return KvKeys(found)
             case KvQueueLength(key=key):
                 return KvNumber(len(room.queues.get(key, ())))
@@ -296,7 +300,9 @@ def _added(value: bytes | None, command: KvAdd) -> int:
 
 
 def _not_yet(query: KvGet | KvWait, missing: list[str]) -> NotYet:
-    return NotYet(topic(query.round, missing[0]), Rejected(_explain(missing), code="kv-timeout"))
+    """A question is looked at anew, which costs all of its keys, only when each of these has come: they may be thousands."""
+    topics = tuple([topic(query.round, key) for key in missing[:_NUM_AWAITED]])
+    return NotYet(topics, Rejected(_explain(missing), code="kv-timeout"))
 
 
 def _explain(missing: list[str]) -> str:

@@ -147,7 +147,7 @@ class CommitSequence:
             outcome = self._job.apply(record.command, now, origin)
             assert self._job.number == record.number, f"command {self._job.number} is record {record.number}"
             if origin is not None:
-                _ENCODER.encode(outcome.reply)  # it is part of the state now
+                _ENCODER.encode(outcome.reply)  # who asked gets this very reply, now or when asking again
         except Rejected:
             raise
         except Exception as error:

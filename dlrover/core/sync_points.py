@@ -247,13 +247,13 @@ def _sync_finished(query: SyncFinished, state: JobState) -> Reply | NotYet:
     is_over = point is not None and point.generation > query.generation > 0
     if is_over or (point is not None and point.is_reached and query.generation <= point.generation):
         return SyncState(True)
-    return NotYet(sync_topic(query.round, query.name), SyncState(False))
+    return NotYet((sync_topic(query.round, query.name),), SyncState(False))
 
 
 def _barrier_open(query: BarrierOpen, state: JobState) -> Reply | NotYet:
     if state.sync.barriers.get(query.round, {}).get(query.name, 0) >= max(query.generation, 1):
         return SyncState(True)
-    return NotYet(barrier_topic(query.round, query.name), SyncState(False))
+    return NotYet((barrier_topic(query.round, query.name),), SyncState(False))
 
 
 def _take(missing: dict[NodeId, list[int]], node: NodeId, local_rank: int) -> bool:

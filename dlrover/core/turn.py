@@ -34,8 +34,8 @@ class Origin(Struct, frozen=True):
 class NotYet(Struct, frozen=True):
     """A question whose answer does not exist yet."""
 
-    topic: str
-    """When the state of this changes, it is worth looking again."""
+    topics: tuple[str, ...]
+    """When the state of each of these has changed, it is worth looking again."""
     otherwise: Reply | Rejected
     """The answer if nobody wants to wait for a better one."""
 

@@ -415,7 +415,7 @@ class Desk:
         if not isinstance(answer, NotYet):
             return answer
         if work.line is None or work.line.is_open:
-            self._waiting.sit(work, answer.topic)
+            self._waiting.sit(work, answer.topics)
         self._num_in_work -= 1  # who waits costs nothing, and must not keep others from coming in
         return None
 

@@ -1,8 +1,8 @@
 """
 The waiting room: questions whose answer does not exist yet.
 
-A question that is willing to wait sits here under the topic it waits for and costs nothing until a durable change touches
-that topic; then it goes back to the desk and is looked at once more. Waiting is no state of the job: a master that restarts
+A question that is willing to wait sits here under the topics it waits for and costs nothing until durable changes have
+touched each of them; then it goes back to the desk and is looked at once more. Waiting is no state of the job: a master that restarts
 has an empty room, and agents ask again when they attach.
 """
 
@@ -28,7 +28,8 @@ class WaitingRoom:
         self._max_waiting = max_waiting
         self._by_topic: dict[str, dict[Work, None]] = {}
         self._by_line: dict[Line, dict[Work, None]] = {}
-        self._topics: dict[Work, str] = {}
+        self._topics: dict[Work, dict[str, None]] = {}
+        """Those that were not touched yet; never none."""
         self._deadlines: list[tuple[int, int, Work]] = []
         """A heap. Entries of questions that have left are skipped, and swept out when they are the majority."""
         self._count = itertools.count()
@@ -39,25 +40,31 @@ class WaitingRoom:
     def __contains__(self, work: Work) -> bool:
         return work in self._topics
 
-    def sit(self, work: Work, topic: str) -> None:
+    def sit(self, work: Work, topics: Iterable[str]) -> None:
         """Until `work.waits_until`, in the same microseconds as the `now` of the others."""
-        assert work not in self._topics, f"waits for {self._topics[work]} already"
+        assert work not in self._topics, f"waits for {next(iter(self._topics[work]))} already"
         if len(self._topics) >= self._max_waiting:
             raise Rejected(
                 f"{self._max_waiting} questions wait on the master already. Use fewer threads that wait, or shorter waits.",
                 code="too-many-waiting",
             )
-        self._topics[work] = topic
-        self._by_topic.setdefault(topic, {})[work] = None
+        self._topics[work] = dict.fromkeys(topics)
+        for topic in self._topics[work]:
+            self._by_topic.setdefault(topic, {})[work] = None
         if work.line is not None:
             self._by_line.setdefault(work.line, {})[work] = None
         heapq.heappush(self._deadlines, (work.waits_until, next(self._count), work))
 
     def touched(self, topics: Iterable[str]) -> list[Work]:
-        """Those that waited for one of the topics; they leave the room."""
-        found = [work for topic in dict.fromkeys(topics) for work in self._by_topic.get(topic, ())]
-        for work in found:
-            self._leave(work)
+        """Those that waited for nothing else any more; they leave the room."""
+        found = []
+        for topic in topics:
+            for work in self._by_topic.pop(topic, ()):
+                untouched = self._topics[work]
+                del untouched[topic]
+                if not untouched:
+                    self._leave(work)
+                    found.append(work)
         return found
 
     def expired(self, now: int) -> list[Work]:
@@ -86,8 +93,8 @@ class WaitingRoom:
         return found
 
     def _leave(self, work: Work) -> None:
-        topic = self._topics.pop(work)
-        _remove(self._by_topic, topic, work)
+        for topic in self._topics.pop(work):
+            _remove(self._by_topic, topic, work)
         if work.line is not None:
             _remove(self._by_line, work.line, work)
         if len(self._deadlines) > 2 * len(self._topics) + 64:

@@ -69,10 +69,13 @@ def encode_frame(parcels: Sequence[FromAgent] | Sequence[FromMaster]) -> bytes:
 
 
 def encode_frames(parcels: Sequence[FromAgent] | Sequence[FromMaster]) -> list[bytes]:
-    """As few frames as the size limit allows; each parcel alone is known to fit."""
+    """As few frames as the size limit allows. What an agent sends is known to fit; an answer that does not is refused."""
     data = _ENCODER.encode(parcels)
-    if len(data) <= MAX_MESSAGE_BYTES or len(parcels) == 1:
+    if len(data) <= MAX_MESSAGE_BYTES:
         return [data]
+    if len(parcels) == 1:
+        parcel = parcels[0]
+        return [_ENCODER.encode([_too_large(parcel, len(data))]) if isinstance(parcel, Answer) else data]
     half = len(parcels) // 2
     return encode_frames(parcels[:half]) + encode_frames(parcels[half:])
 
@@ -99,6 +102,13 @@ def check_size(parcel: FromAgent) -> None:
         raise Rejected(f"message that cannot be encoded: {error}", code="malformed") from error
     if size_bytes > MAX_MESSAGE_BYTES:
         raise Rejected(f"message of {size_bytes} bytes: the limit is {MAX_MESSAGE_BYTES}", code="too-large")
+
+
+def _too_large(answer: Answer, size_bytes: int) -> Refusal:
+    """Instead of an answer that would end the stream, and the next one too when the question is asked again."""
+    kind = type(answer.body).__name__
+    text = f"the answer ({kind}) has {size_bytes} bytes: the limit is {MAX_MESSAGE_BYTES}. Ask for less at once"
+    return Refusal(id=answer.id, code="too-large", message=text)
 
 
 class _Numbered(msgspec.Struct):

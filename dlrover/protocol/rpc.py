@@ -242,6 +242,9 @@ class AgentChannel:
                 with contextlib.suppress(TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
                     await asyncio.wait_for(stream.done_writing(), FLUSH_TIMEOUT)
             except grpc.aio.AioRpcError as error:
+                if self._outbox is not None and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    # Our presentation was not too large: whatever else was is no reason to give the node up.
+                    raise Unavailable(f"master at {self._address} ended the stream: {error.details()}") from error
                 raise error_of(error.code(), error.details(), self._address) from error
             finally:
                 self._detach()

@@ -130,7 +130,7 @@ def _frames(parcels: Sequence[FromAgent] | Sequence[FromMaster]) -> list[bytes]:
 def _frame(parcel: FromAgent | FromMaster) -> list[bytes]:
     """Of one parcel, or of what can be said instead of it; empty if that is nothing."""
     try:
-        return [encode_frame((parcel,))]  # type: ignore[arg-type]
+        return encode_frames((parcel,))  # type: ignore[arg-type]
     except UNENCODABLE as error:
         content = parcel.observation if isinstance(parcel, Observed) else getattr(parcel, "body", parcel)
         log.error("a message cannot be encoded, and is not sent kind=%s reason=%s", type(content).__name__, error)

@@ -5,6 +5,9 @@ Blocking and for many threads at once, without a thread of its own: whoever wait
 A fork (a DataLoader worker) opens its own connection. While the agent cannot be reached the link tries again until the
 caller's deadline; but a command whose connection broke before its answer came is not sent twice, because it may have
 been applied.
+
+A signal handler runs in the middle of whatever its thread does, which may be a request: it must not wait for a lock or an
+answer that only the code below it on the stack can give, so its own request goes over a connection of its own.
 """
 
 from __future__ import annotations
@@ -59,6 +62,39 @@ class AgentLink:
         _links.add(self)
 
     def ask(self, request: WorkerRequest, *, timeout: float) -> Reply:
+        me = threading.get_ident()
+        if me in self._asking:  # we are in a signal handler
+            apart = AgentLink(self._where)
+            try:
+                return apart.ask(request, timeout=timeout)
+            finally:
+                apart.close()
+        try:
+            self._asking.add(me)
+            return self._ask(request, timeout)
+        finally:
+            self._asking.discard(me)
+
+    def close(self) -> None:
+        with self._news:
+            self._drop(self._connection)
+
+    def _begin(self) -> None:
+        self._news = threading.Condition(threading.Lock())
+        """Guards all below but the writing end of the socket; notified when answers came or nobody reads any more."""
+        self._connection: _Connection | None = None
+        self._last_id = 0
+        self._asking: set[int] = set()
+        """Threads with a request under way. Not guarded: each looks for itself only."""
+
+    def _forked(self) -> None:
+        """In the child: the parent's connection is not ours, and its threads, that may hold locks, are not here."""
+        connection = self._connection
+        self._begin()
+        if connection is not None:
+            connection.socket.close()
+
+    def _ask(self, request: WorkerRequest, timeout: float) -> Reply:
         end_at = time.monotonic() + timeout
         envelope = _FIRST_PAUSE
         while True:
@@ -75,23 +111,6 @@ class AgentLink:
                     raise Unavailable(f"No agent answers at {self._where.agent_socket}: {lost}") from lost
             time.sleep(pause)
             envelope = min(2 * envelope, _LONGEST_PAUSE)
-
-    def close(self) -> None:
-        with self._news:
-            self._drop(self._connection)
-
-    def _begin(self) -> None:
-        self._news = threading.Condition(threading.Lock())
-        """Guards all below but the writing end of the socket; notified when answers came or nobody reads any more."""
-        self._connection: _Connection | None = None
-        self._last_id = 0
-
-    def _forked(self) -> None:
-        """In the child: the parent's connection is not ours, and its threads, that may hold locks, are not here."""
-        connection = self._connection
-        self._begin()
-        if connection is not None:
-            connection.socket.close()
 
     def _exchange(self, request: WorkerRequest, end_at: float) -> Reply:
         with self._news:

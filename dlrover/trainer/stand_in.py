@@ -82,10 +82,10 @@ class StandIn:
             case SyncFinished(name=name, round=round_):
                 point = self._sync.points.get(round_, {}).get(name)
                 found = point is not None
-                return SyncState(True) if found else NotYet("", SyncState(False))
+                return SyncState(True) if found else NotYet((), SyncState(False))
             case BarrierOpen(name=name, round=round_, generation=generation):
                 found = self._sync.barriers.get(round_, {}).get(name, 0) >= generation
-                return SyncState(True) if found else NotYet("", SyncState(False))
+                return SyncState(True) if found else NotYet((), SyncState(False))
             case KvQuery():
                 return self._kv.answer(query)
             case _:

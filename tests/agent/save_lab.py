@@ -58,7 +58,7 @@ class CoreInHand:
             answer = self.scene.job.ask(replace(query, node=agent.node, incarnation=agent.incarnation))
             if not isinstance(answer, NotYet):
                 return answer
-            changed = self._changed[answer.topic] = asyncio.Event()
+            changed = self._changed[answer.topics[0]] = asyncio.Event()
             await asyncio.wait_for(changed.wait(), 30)
 
     def kinds(self) -> list[str]:

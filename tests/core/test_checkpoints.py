@@ -431,7 +431,7 @@ def test_nodes_are_named_in_the_topics() -> None:
     scene = saving("a")
     answer = scene.job.ask(AwaitSaveDuties(node=NodeId(1), incarnation=scene.agents["a"].incarnation))
     assert isinstance(answer, NotYet)
-    assert answer.topic == "save-duties/1"
+    assert answer.topics == ("save-duties/1",)
 
 
 def test_an_incomplete_save_of_a_former_round_ends_with_the_next_checkpoint() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import typing
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +14,9 @@ from dlrover.core.job import Job, Origin
 from dlrover.core.kv_store import KvStore
 from dlrover.core.sequence import replay
 from dlrover.core.turn import NotYet
+from dlrover.protocol.codec import encode_frame
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.frames import Answer
 from dlrover.protocol.kv_messages import (
     ENTRY_BYTES,
     MAX_KEY_BYTES,
@@ -38,6 +42,7 @@ from dlrover.protocol.kv_messages import (
     KvWait,
 )
 from dlrover.protocol.messages import (
+    MAX_MESSAGE_BYTES,
     Attach,
     Attached,
     Done,
@@ -73,6 +78,19 @@ def running() -> Shop:
     return shop
 
 
+def count_hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what is hashed from now on."""
+    sizes: list[int] = []
+    blake2b = hashlib.blake2b
+
+    def counting(data: bytes, *, digest_size: int) -> Any:
+        sizes.append(len(data))
+        return blake2b(data, digest_size=digest_size)
+
+    monkeypatch.setattr(hashlib, "blake2b", counting)
+    return sizes
+
+
 def missing(answer: Reply | NotYet) -> str:
     assert isinstance(answer, NotYet)
     assert isinstance(answer.otherwise, Rejected)
@@ -94,17 +112,22 @@ class TestValues:
         assert store.answer(KvGet(keys=("b", "a", "b"))) == KvValues((b"2", b"1", b"2"))
         assert store.answer(KvGet(keys=())) == KvValues(())
 
-    def test_what_is_missing_is_named_and_waited_for_one_by_one(self) -> None:
+    def test_what_is_missing_is_named_and_waited_for_together(self) -> None:
         store = KvStore()
         store.apply(put("b"))
         answer = store.answer(KvGet(keys=("a", "b", "c")))
         assert missing(answer) == "Nobody has set 'a', 'c'."
         assert isinstance(answer, NotYet)
-        assert answer.topic == "kv/0/a"
+        assert answer.topics == ("kv/0/a", "kv/0/c")
         store.apply(put("a"))
         answer = store.answer(KvGet(keys=("a", "b", "c")))
         assert isinstance(answer, NotYet)
-        assert answer.topic == "kv/0/c"
+        assert answer.topics == ("kv/0/c",)
+
+    def test_of_very_many_missing_keys_some_are_waited_for_at_a_time(self) -> None:
+        answer = KvStore().answer(KvWait(keys=tuple(map(str, range(100_000)))))
+        assert isinstance(answer, NotYet)
+        assert 1000 <= len(answer.topics) <= 10_000
 
     def test_a_thousand_missing_keys_are_not_all_named(self) -> None:
         text = missing(KvStore().answer(KvWait(keys=tuple(map(str, range(1000))))))
@@ -251,6 +274,18 @@ class TestLimits:
         assert refused.value.code == "kv-too-large"
         assert isinstance(store.answer(KvGet(keys=tuple("abc"))), KvValues)
 
+    def test_small_values_weigh_what_their_message_does(self) -> None:
+        """The headers of very many make an answer that no frame holds."""
+        store = KvStore()
+        keys = tuple(f"{number:06}" for number in range(200_000))
+        store.apply(KvSet(items=dict.fromkeys(keys, bytes(20))))
+        with pytest.raises(Rejected, match="Ask for fewer at once") as refused:
+            store.answer(KvGet(keys=keys))
+        assert refused.value.code == "kv-too-large"
+        answer = store.answer(KvGet(keys=keys[: len(keys) // 2]))
+        assert isinstance(answer, KvValues)
+        assert len(encode_frame([Answer(id=1, body=answer)])) <= MAX_MESSAGE_BYTES
+
     @given(st.lists(st.tuples(st.sampled_from(["put", "add", "append", "delete", "push", "pop", "drop"]), st.sampled_from("ab"),
                               st.binary(max_size=3), st.integers(0, 2)), max_size=30))  # fmt: skip
     def test_the_size_is_that_of_what_is_there(self, operations: list[tuple[str, str, bytes, int]]) -> None:
@@ -373,6 +408,70 @@ class TestTheJob:
         decoded = Job.decode(shop.job.encode())
         assert decoded.digest() == shop.job.digest()
         assert decoded.ask(KvGet(keys=("k",), round=ROUND)) == KvValues((bytes(range(5)),))
+
+    def test_answers_that_nobody_has_confirmed_cost_a_digest_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        names = [f"n{number}" for number in range(8)]
+        shop = Shop(terms(8))
+        shop.gather(*names)
+        shop.kv("n0", KvAdd(key="n", amount=1))
+        shop.job.digest()
+        hashed = count_hashed(monkeypatch)
+        shop.kv("n0", KvAdd(key="n", amount=1))
+        before = sum(hashed)
+        for number in range(64):
+            shop.kv("n0", KvPush(key="q", value=bytes(64 * 1024)))
+            shop.kv(names[number % 8], KvPop(key="q"))
+        hashed.clear()
+        shop.kv("n0", KvAdd(key="n", amount=1))
+        assert sum(hashed) < before + 10_000
+
+    def test_stored_answers_are_in_the_snapshot_and_a_replay_has_the_same_digest(self) -> None:
+        shop = running()
+        agent = shop.agents["a"]
+        who: Any = {"node": agent.node, "incarnation": agent.incarnation}
+        shop.kv("b", KvPush(key="q", value=b"taken"))
+        shop.kv("b", KvPush(key="q", value=b"left"))
+        popped = shop.do(KvPop(key="q", **who), Origin(agent.node, agent.incarnation, 50)).reply
+        assert popped == KvValues((b"taken",))
+        snapshot = shop.job.encode()
+        num_records = len(shop.journal)
+        swap = KvCompareSet(key="k", expected=b"", desired=b"mine", **who)
+        shop.do(swap, Origin(agent.node, agent.incarnation, 51, answered=49))
+        shop.restart_agent("b")
+        replayed = replay(snapshot, shop.journal[num_records:]).job  # compares the digest of each batch
+        assert replayed.digest() == shop.job.digest() == replay(None, shop.journal).job.digest()
+        assert replayed.encode() == shop.job.encode()
+        assert replayed.answered(Origin(agent.node, agent.incarnation, 50)) == popped
+
+    def test_what_a_sender_was_answered_is_in_the_digest(self) -> None:
+        one, other = running(), running()
+        for shop, value in ((one, b"1"), (other, b"2")):
+            agent = shop.agents["a"]
+            shop.job.state.senders.store(Origin(agent.node, agent.incarnation, 50), KvValues((value,)))
+        assert one.job.digest() != other.job.digest()
+
+    @pytest.mark.parametrize("is_swap", [False, True], ids=["pop", "compare_set"])
+    def test_answers_with_values_wait_for_those_before_to_be_heard(self, is_swap: bool) -> None:
+        """Each is kept until the sender says that it came, in every snapshot."""
+        shop = running()
+        agent = shop.agents["a"]
+        who: Any = {"node": agent.node, "incarnation": agent.incarnation}
+        value = bytes(MAX_VALUE_BYTES)
+        shop.kv("b", put("k", value))
+        for _ in range(9):
+            shop.kv("b", KvPush(key="q", value=value))
+        command = KvCompareSet(key="k", expected=b"x", desired=b"y", **who) if is_swap else KvPop(key="q", **who)
+        for number in range(50, 58):
+            shop.do(command, Origin(agent.node, agent.incarnation, number))
+        before = shop.job.encode()
+        with pytest.raises(Rejected, match="8388608 bytes of answers") as refused:
+            shop.do(command, Origin(agent.node, agent.incarnation, 58))
+        assert refused.value.code == "kv-busy"
+        assert shop.job.encode() == before, "nothing was taken"
+        again = Origin(agent.node, agent.incarnation, 50)
+        assert shop.do(command, again).reply == KvValues((value,)), "who asks again hears what was decided"
+        shop.do(command, Origin(agent.node, agent.incarnation, 58, answered=50))
+        assert list(shop.job.state.senders.by_node[agent.node].replies) == list(range(51, 59))
 
     def test_two_histories_have_two_digests(self) -> None:
         one, other = running(), running()

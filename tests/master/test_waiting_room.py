@@ -7,12 +7,24 @@ from typing import Any
 
 import pytest
 
+from dlrover.core.turn import NotYet
 from dlrover.master.roster import Line
 from dlrover.master.waiting_room import WaitingRoom
 from dlrover.master.work import Work
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.kv_messages import KvAdd, KvGet, KvNumber, KvPop, KvPush, KvSet, KvValues, KvWait
-from dlrover.protocol.messages import MAX_REQUESTS_IN_WORK, AgentCommand, Done, JobTerms, Join, Ping, Reply, Round, Run
+from dlrover.protocol.kv_messages import KvAdd, KvDelete, KvGet, KvNumber, KvPop, KvPush, KvSet, KvValues, KvWait
+from dlrover.protocol.messages import (
+    MAX_REQUESTS_IN_WORK,
+    AgentCommand,
+    Done,
+    JobTerms,
+    Join,
+    Ping,
+    Query,
+    Reply,
+    Round,
+    Run,
+)
 from dlrover.protocol.rpc import ask
 from dlrover.protocol.serving import AgentStream
 from dlrover.protocol.sync_messages import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncJoined, SyncState
@@ -29,18 +41,36 @@ class TestRoom:
     def test_who_waits_for_a_topic_is_found_by_it_once(self) -> None:
         room = WaitingRoom()
         first, second, other = question(), question(), question()
-        room.sit(first, "x")
-        room.sit(other, "y")
-        room.sit(second, "x")
+        room.sit(first, ("x",))
+        room.sit(other, ("y",))
+        room.sit(second, ("x",))
         assert room.touched(["z"]) == []
         assert room.touched(["x", "x"]) == [first, second]
         assert (len(room), other in room, first in room) == (1, True, False)
 
+    def test_who_waits_for_several_topics_is_found_when_all_were_touched(self) -> None:
+        room = WaitingRoom()
+        both, one = question(), question()
+        room.sit(both, ("x", "y"))
+        room.sit(one, ("y",))
+        assert room.touched(["y"]) == [one]
+        assert room.touched(["y", "z"]) == []
+        assert room.touched(["x"]) == [both]
+        assert (len(room), room._by_topic) == (0, {})
+        room.sit(both, ("x", "y"))
+        assert room.touched(["x", "y"]) == [both]
+        room.sit(both, ("x", "x"))
+        assert room.touched(["x"]) == [both]
+        room.sit(both, ("x", "y"))
+        room.touched(["x"])
+        assert room.clear() == [both]
+        assert room._by_topic == {}
+
     def test_who_waited_long_enough_leaves_in_the_order_of_time(self) -> None:
         room = WaitingRoom()
         late, early = question(20), question(10)
-        room.sit(late, "x")
-        room.sit(early, "x")
+        room.sit(late, ("x",))
+        room.sit(early, ("x",))
         assert room.next_deadline() == 10
         assert room.expired(9) == []
         assert room.expired(20) == [early, late]
@@ -49,31 +79,31 @@ class TestRoom:
     def test_who_left_is_not_reminded_of_its_deadline(self) -> None:
         room = WaitingRoom()
         for _ in range(1000):
-            room.sit(question(10), "x")
+            room.sit(question(10), ("x",))
             room.touched(["x"])
         assert len(room._deadlines) < 100
-        room.sit(keeps_waiting := question(20), "y")
+        room.sit(keeps_waiting := question(20), ("y",))
         assert room.expired(15) == []
         assert keeps_waiting in room
 
     def test_a_broken_stream_takes_its_questions_with_it(self) -> None:
         room = WaitingRoom()
         gone, stays = Line(AgentStream("gone")), Line(AgentStream("stays"))
-        room.sit(question(line=gone), "x")
-        room.sit(work := question(line=stays), "x")
+        room.sit(question(line=gone), ("x",))
+        room.sit(work := question(line=stays), ("x",))
         room.drop(gone)
         room.drop(gone)
         assert room.touched(["x"]) == [work]
 
     def test_a_full_room_refuses(self) -> None:
         room = WaitingRoom(max_waiting=2)
-        room.sit(question(), "x")
-        room.sit(question(), "y")
+        room.sit(question(), ("x",))
+        room.sit(question(), ("y",))
         with pytest.raises(Rejected, match="2 questions wait") as refused:
-            room.sit(question(), "x")
+            room.sit(question(), ("x",))
         assert refused.value.code == "too-many-waiting"
         assert len(room.clear()) == 2
-        room.sit(question(), "x")
+        room.sit(question(), ("x",))
 
 
 class Node:
@@ -122,6 +152,44 @@ async def test_a_question_is_answered_the_moment_its_last_key_is_there(
     await node.ask(KvSet(items={"a": b"1"}, round=ROUND))
     assert await asked == KvValues((b"1", b"2"))
     assert len(master.desk._waiting) == 0
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+async def test_who_waits_for_many_keys_is_looked_at_when_all_are_there(
+    start_master: StartMaster, connect: Connect, is_backward: bool
+) -> None:
+    """Each look costs as much as it has keys."""
+    node, master = await a_running_node(start_master, connect)
+    keys = [f"{number:04}" for number in range(1000)]
+    looks = 0
+    ask_job = master.desk.job.ask
+
+    def counting(query: Query) -> Reply | NotYet:
+        nonlocal looks
+        looks += isinstance(query, KvGet)
+        return ask_job(query)
+
+    master.desk.job.ask = counting
+    asked = node.asking(KvGet(keys=tuple(keys), round=ROUND, wait=50))
+    await node.reaches_the_master()
+    for key in reversed(keys) if is_backward else keys:
+        await node.ask(KvSet(items={key: b""}, round=ROUND))
+    assert await asked == KvValues((b"",) * 1000)
+    assert looks == 2
+
+
+async def test_a_key_that_is_deleted_again_is_still_waited_for(start_master: StartMaster, connect: Connect) -> None:
+    node, _ = await a_running_node(start_master, connect)
+    asked = node.asking(KvGet(keys=("a", "b"), round=ROUND, wait=20))
+    await node.reaches_the_master()
+    await node.ask(KvSet(items={"a": b"1"}, round=ROUND))
+    await node.ask(KvDelete(key="a", round=ROUND))
+    await node.ask(KvPush(key="b", value=b"no value", round=ROUND))
+    await node.ask(KvSet(items={"b": b"2"}, round=ROUND))
+    await node.reaches_the_master()
+    assert not asked.done()
+    await node.ask(KvSet(items={"a": b"3"}, round=ROUND))
+    assert await asked == KvValues((b"3", b"2"))
 
 
 async def test_a_wait_that_ends_names_what_was_missing(start_master: StartMaster, connect: Connect) -> None:

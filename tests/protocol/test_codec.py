@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from dlrover.protocol.codec import QUESTION, decode_from_agent, decode_from_master, encode_frame, encode_frames
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.frames import Ack, Request
-from dlrover.protocol.messages import MAX_MESSAGE_BYTES, AskStatus, JobTerms, StopJob
+from dlrover.protocol.frames import Ack, Answer, Refusal, Request
+from dlrover.protocol.kv_messages import KvValues
+from dlrover.protocol.messages import MAX_MESSAGE_BYTES, AskStatus, Done, JobTerms, StopJob
 
 
 @given(st.binary(max_size=200))
@@ -58,6 +59,18 @@ def test_frames_are_split_at_the_limit_and_keep_the_order() -> None:
     frames = encode_frames(requests)
     assert all(len(frame) <= MAX_MESSAGE_BYTES for frame in frames)
     assert [parcel for frame in frames for parcel in decode_from_agent(frame)] == requests
+
+
+def test_an_answer_that_fits_into_no_frame_is_refused_and_the_others_arrive() -> None:
+    answers = [Answer(id=number, body=Done()) for number in range(3)]
+    large = Answer(id=3, body=KvValues((bytes(MAX_MESSAGE_BYTES),)))
+    frames = encode_frames([*answers, large, Answer(id=4, body=Done())])
+    assert all(len(frame) <= MAX_MESSAGE_BYTES for frame in frames)
+    parcels = [parcel for frame in frames for parcel in decode_from_master(frame)]
+    assert [parcel for parcel in parcels if isinstance(parcel, Answer)] == [*answers, Answer(id=4, body=Done())]
+    (refusal,) = [parcel for parcel in parcels if isinstance(parcel, Refusal)]
+    assert (refusal.id, refusal.code, refusal.retry_after) == (3, "too-large", None)
+    assert "4194304" in refusal.message
 
 
 def test_unknown_fields_are_ignored_so_that_versions_may_differ() -> None:

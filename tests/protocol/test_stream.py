@@ -13,6 +13,7 @@ from dlrover.protocol import transport
 from dlrover.protocol.codec import Question, encode_frames
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.frames import Ack, Answer, Beat, Observed, Refusal, Request
+from dlrover.protocol.kv_messages import KvValues
 from dlrover.protocol.messages import (
     MAX_MESSAGE_BYTES,
     Attach,
@@ -198,6 +199,38 @@ async def test_a_message_too_large_never_leaves(serve: Serve, connect: Connect) 
         await agent.channel.call(a_join(offer="x" * MAX_MESSAGE_BYTES), timeout=5)
     assert caught.value.code == "too-large"
     assert await agent.channel.call(a_join(), timeout=5) == Done()
+
+
+async def test_an_answer_too_large_refuses_its_question_only(serve: Serve, desk: PlainDesk, connect: Connect) -> None:
+    _, address = await serve()
+    agent = connect(address)
+    await agent.attached()
+    desk.answers = lambda r: Answer(id=r.id, body=KvValues((bytes(MAX_MESSAGE_BYTES),)))
+    with pytest.raises(Rejected, match="limit is 4194304") as caught:
+        await agent.channel.call(Ping(), timeout=10)
+    assert caught.value.code == "too-large"
+    desk.answers = lambda r: Answer(id=r.id, body=Done())
+    assert await agent.channel.call(a_join(), timeout=10) == Done()
+    assert (len(desk.attaches), agent.running.done()) == (1, False)
+
+
+async def test_a_stream_that_was_attached_is_opened_again_whatever_was_too_large(
+    serve: Serve, desk: PlainDesk, connect: Connect
+) -> None:
+    _, address = await serve()
+    agent = connect(address)
+    await agent.attached()
+    refusals = [Rejected("more than one frame holds", code="too-large")]
+
+    def answer(request: Request) -> Answer:
+        if refusals:
+            raise refusals.pop()  # ends the stream with gRPC's RESOURCE_EXHAUSTED
+        return Answer(id=request.id, body=Done())
+
+    desk.answers = answer
+    assert await agent.channel.call(a_join(), timeout=10) == Done()
+    await agent.attached()
+    assert [r.sequence for r in desk.requests] == [1, 1]
 
 
 async def test_what_gathers_beyond_one_frame_leaves_in_several(serve: Serve, desk: PlainDesk, connect: Connect) -> None:

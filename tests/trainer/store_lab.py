@@ -43,6 +43,7 @@ class StoreLab:
     def __init__(self, directory: Path) -> None:
         self._runtime = tempfile.mkdtemp(prefix="dlr-")  # a unix socket's name must be short
         self._node, self._incarnation = NodeId(-1), Incarnation(0)
+        self._num_attached = 0
         self._world: WorldSpec | None = None
         self._is_running = threading.Event()
         self._links: list[AgentLink] = []
@@ -72,6 +73,11 @@ class StoreLab:
     def where(self) -> WorkerEnvironment:
         assert self._world is not None
         return WorkerEnvironment(agent_socket=self.socket.path, round=self._world.round, local_rank=0)
+
+    @property
+    def life(self) -> tuple[NodeId, Incarnation, int]:
+        """The node, and on which of its streams it is."""
+        return self._node, self._incarnation, self._num_attached
 
     def link(self) -> AgentLink:
         self._links.append(AgentLink(self.where))
@@ -140,6 +146,7 @@ class StoreLab:
 
     def _on_attached(self, attached: Attached) -> None:
         self._node, self._incarnation = attached.node, attached.incarnation
+        self._num_attached += 1
 
     def _on_desired(self, desired: Desired) -> None:
         match desired.wish:

@@ -359,17 +359,32 @@ class TestOurs:
 
 
 class Away:
-    """A link whose agent cannot reach the master for the first few requests."""
+    """A link whose agent cannot reach the master for the first few requests, or is refused for now."""
 
-    def __init__(self, num_refused: int) -> None:
-        self._num_refused = num_refused
+    def __init__(self, num_refused: int, error: Rejected | None = None) -> None:
+        self.num_refused = num_refused
+        self._error = error or Unavailable("the master is away")
         self._room = StandIn()
 
     def ask(self, request: WorkerRequest, *, timeout: float) -> Reply:
-        self._num_refused -= 1
-        if self._num_refused >= 0:
-            raise Unavailable("the master is away")
+        self.num_refused -= 1
+        if self.num_refused >= 0:
+            raise self._error
         return self._room.ask(request, timeout=timeout)
+
+
+def test_while_large_answers_are_under_way_others_wait_for_their_turn() -> None:
+    link = Away(0, Rejected("answers under way", code="kv-busy"))
+    store = MasterKVStore(timeout=LONG, link=link)
+    store.queue_push("q", "v")
+    link.num_refused = 2
+    assert store.queue_pop("q", False) == b"v"
+    link.num_refused = 2
+    assert store.compare_set("k", "", "v") == b"v"
+    store.set_timeout(timedelta(0))
+    link.num_refused = 1
+    with pytest.raises(DistStoreError, match="answers under way"):
+        store.compare_set("k", "v", "w")
 
 
 def test_who_waits_goes_on_until_its_own_time_is_over() -> None:
@@ -393,6 +408,24 @@ def test_a_prefix_ends_with_one_slash() -> None:
 
 
 class TestWithAMaster:
+    def test_very_many_small_values_are_taken_apart_and_the_node_lives_on(self, tmp_path: Path) -> None:
+        """What they are wrapped in makes one answer more than a message holds."""
+        lab = StoreLab(tmp_path)
+        try:
+            store = MasterKVStore("many", LONG, link=lab.link())
+            before = lab.life
+            keys = [f"{number:06}" for number in range(200_000)]
+            values = [b"%020d" % number for number in range(200_000)]
+            store.multi_set(keys, values)
+            assert store.multi_get(keys) == values
+            assert lab.life == before
+            keys = [chr(0x10000 + number) * 20 for number in range(60_000)]  # 80 bytes each, 20 characters
+            store.multi_set(keys, [b""] * len(keys))
+            assert store.multi_get(keys) == [b""] * len(keys)
+            assert lab.life == before
+        finally:
+            lab.close()
+
     def test_rounds_are_apart_and_others_are_refused(self, lab: StoreLab, link: AgentLink) -> None:
         own = MasterKVStore("r", round=lab.where.round, link=link)
         job = MasterKVStore("r", round=0, link=link)
@@ -441,6 +474,57 @@ class TestWithAMaster:
         thread.join(20)
         assert got == [KvValues((b"v!",))], got
         assert link.ask(KvGet(keys=("f/k",)), timeout=20) == KvValues((b"v",))
+        """
+        assert _start(lab.where, script).wait(60) == 0
+
+    def test_a_signal_handler_may_use_the_store_while_its_thread_waits(self, lab: StoreLab) -> None:
+        script = """
+        def handle(number, frame):
+            link.ask(KvSet(items={"signal/k": b"v"}), timeout=20)
+
+        signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        # Nobody else brings what we wait for.
+        assert link.ask(KvGet(keys=("signal/k",), wait=30), timeout=40) == KvValues((b"v",))
+        """
+        assert _start(lab.where, script).wait(60) == 0
+
+    def test_a_signal_handler_may_use_the_store_wherever_its_thread_is(self, lab: StoreLab) -> None:
+        """Also with a lock held, and while another thread reads the answers."""
+        script = """
+        import sys
+        num_handled = 0
+
+        def handle(number, frame):
+            global num_handled
+            num_handled += 1
+            link.ask(KvAdd(key="signals/n", amount=1), timeout=20)
+
+        seen = set()
+
+        def trace(frame, event, arg):
+            if frame.f_code.co_filename != agent_link.__file__:
+                return None
+            place = (frame.f_code.co_name, frame.f_lineno)
+            if event == "line" and place not in seen:
+                seen.add(place)
+                signal.raise_signal(signal.SIGALRM)  # handled here and now, and not traced
+            return trace
+
+        other = threading.Thread(target=lambda: link.ask(KvGet(keys=("signals/end",), wait=30), timeout=40))
+        signal.signal(signal.SIGALRM, handle)
+        for is_alone in (True, False):
+            if not is_alone:
+                other.start()
+            seen.clear()
+            sys.settrace(trace)
+            for _ in range(5):
+                link.ask(KvAdd(key="signals/n", amount=1), timeout=20)
+            sys.settrace(None)
+        link.ask(KvSet(items={"signals/end": b""}), timeout=20)
+        other.join()
+        assert num_handled > 40, num_handled
+        assert link.ask(KvAdd(key="signals/n", amount=0), timeout=20).number == num_handled + 10
         """
         assert _start(lab.where, script).wait(60) == 0
 
@@ -531,8 +615,9 @@ def _all_arrive(barrier: Callable[[Store], None], store: Store, world_size: int)
 def _start(where: WorkerEnvironment, script: str) -> subprocess.Popen[bytes]:
     """In a process of its own: this one has gRPC in it, and its forks would not be what a worker's are."""
     code = f"""
-import os, threading
+import os, signal, threading
 from dlrover.protocol.kv_messages import KvAdd, KvGet, KvSet, KvValues
+from dlrover.trainer import agent_link
 from dlrover.trainer.agent_link import AgentLink
 from dlrover.trainer.environment import WorkerEnvironment
 link = AgentLink(WorkerEnvironment(agent_socket={where.agent_socket!r}, round={where.round}, local_rank=0))

@@ -52,6 +52,8 @@ _MARGIN = 2.0
 """Seconds after the end of a wait for the answer that says so."""
 _CHUNK_BYTES = 2 * MAX_VALUE_BYTES
 """What one message carries of a `multi_set`."""
+_HEADER_BYTES = 10
+"""At most, of a key and its value in a message."""
 
 QueueEmptyError: type[Exception] = getattr(torch.distributed, "QueueEmptyError", DistStoreError)
 """What torch raises where it has queues; older versions have neither."""
@@ -112,7 +114,10 @@ class MasterKVStore(Store):  # type: ignore[misc]  # torch is not typed for us
         command = KvCompareSet(
             key=self._key(key), expected=_bytes(expected_value), desired=_bytes(desired_value), round=self._round
         )
-        return _values(self._ask(command))[0]
+        try:
+            return self._take(command, time.monotonic() + self.timeout.total_seconds())
+        except (Rejected, Unavailable) as error:
+            _raise(error)
 
     def delete_key(self, key: str) -> bool:
         return _flag(self._ask(KvDelete(key=self._key(key), round=self._round)))
@@ -140,11 +145,12 @@ class MasterKVStore(Store):  # type: ignore[misc]  # torch is not typed for us
         chunk: dict[str, bytes] = {}
         size_bytes = 0
         for name, value in zip(names, map(_bytes, values), strict=False):
-            if chunk and size_bytes + len(value) > _CHUNK_BYTES:
+            weight = len(name.encode()) + len(value) + _HEADER_BYTES
+            if chunk and size_bytes + weight > _CHUNK_BYTES:
                 self._ask(KvSet(items=chunk, round=self._round))
                 chunk, size_bytes = {}, 0
             chunk[name] = value
-            size_bytes += len(name) + len(value)
+            size_bytes += weight
         if chunk:
             self._ask(KvSet(items=chunk, round=self._round))
 
@@ -160,7 +166,7 @@ class MasterKVStore(Store):  # type: ignore[misc]  # torch is not typed for us
         end_at = time.monotonic() + self.timeout.total_seconds()
         while True:
             try:
-                return _values(self._link.ask(KvPop(key=name, round=self._round), timeout=self._patience))[0]
+                return self._take(KvPop(key=name, round=self._round), end_at)
             except Rejected as error:
                 if error.code != "kv-empty":
                     _raise(error)
@@ -205,10 +211,21 @@ class MasterKVStore(Store):  # type: ignore[misc]  # torch is not typed for us
         try:
             return list(_values(self._wait_for(lambda wait: KvGet(keys=names, wait=wait, round=self._round), left)))
         except Rejected as error:
-            if error.code != "kv-too-large" or len(names) == 1:
+            if error.code not in ("kv-too-large", "too-large") or len(names) == 1:
                 _raise(error)
-        half = len(names) // 2  # more than one message holds
+        half = len(names) // 2  # more than one message holds, of keys or of values
         return self._get(names[:half], end_at) + self._get(names[half:], end_at)
+
+    def _take(self, command: KvPop | KvCompareSet, end_at: float) -> bytes:
+        """While too many large answers are under way to this node, its others wait."""
+        while True:
+            try:
+                return _values(self._link.ask(command, timeout=self._patience))[0]
+            except Rejected as error:
+                left = end_at - time.monotonic()
+                if error.code != "kv-busy" or left <= 0:
+                    raise
+            pause_before_retry(left)
 
     def _ask(self, request: WorkerRequest) -> Reply:
         try:
