@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from dlrover.agent.config import LogConfig, Streams
+from dlrover.host.console import write_all
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import MAX_FAILURE_BYTES
 
@@ -283,7 +284,7 @@ class _Sink:
         if self.file is None:
             return
         try:
-            _write_all(self.file.fileno(), data)
+            write_all(self.file.fileno(), data)
         except OSError as error:
             _log.warning("%s cannot be written any more (%s); training goes on without it.", self.path, error.strerror)
             file, self.file = self.file, None
@@ -359,7 +360,7 @@ class _Copy:
         if self.console is None or not data:
             return
         try:
-            _write_all(self.console, data)
+            write_all(self.console, data)
         except OSError:
             self.console = None  # whoever read our console has gone; there is nobody left to tell
 
@@ -492,19 +493,6 @@ class _Pump:
             copy.finish()
         except Exception:  # the same
             _log.exception("bug at the end of a stream of the workers'")
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        try:
-            view = view[os.write(descriptor, view) :]
-        except BlockingIOError:
-            # Somebody made our console non-blocking (a terminal is shared with whoever started us): wait until it
-            # takes more.
-            with selectors.DefaultSelector() as selector:
-                selector.register(descriptor, selectors.EVENT_WRITE)
-                selector.select(timeout=1.0)
 
 
 def _read_tail(path: str) -> bytes:
