@@ -21,6 +21,7 @@ import msgspec
 from dlrover.agent.cgroups import Cgroups
 from dlrover.agent.config import AgentConfig, AgentResult, EntryKind
 from dlrover.agent.spawner import Spawner
+from dlrover.host.console import ConsoleHandler
 from dlrover.protocol.descriptors import open_standard_descriptors
 from dlrover.protocol.lifeline import follow_parent
 
@@ -57,7 +58,7 @@ def main() -> int:
         cgroups="" if cgroups is None else cgroups.path,
     )
     logging.basicConfig(
-        stream=sys.stderr,
+        handlers=[ConsoleHandler()],  # the event loop must not wait for a console that takes no bytes
         level=config.log_level,
         format="dlrover-run: %(message)s"
         if config.log_level == "WARNING"

@@ -22,6 +22,9 @@ from dlrover.protocol.messages import MAX_FAILURE_BYTES, FailureKind, Micros, Wo
 from dlrover.protocol.signals import signal_name
 
 _MAX_MESSAGE_CHARACTERS = 500
+_MAX_EXCEPTION_CHARACTERS = 16 * 1024
+"""Of the text that is searched for a cause; some name every weight of a model, and the cause is at the beginning or the end."""
+_MAX_ERROR_FILE_CHARACTERS = 8 * 1024 * 1024
 
 _PEER_LOST_TEXTS = (
     r"connection closed by (remote )?peer",
@@ -87,8 +90,9 @@ class Evidence:
 
 def describe_failure(evidence: Evidence) -> WorkerFailure:
     recorded = read_error_file(evidence.error_file)
-    traceback = recorded.traceback if recorded else last_traceback(evidence.log_tail)
-    exception = recorded.message if recorded and recorded.message else last_line(traceback)
+    # A record without details is one that could not be read: the log may still say it.
+    told = recorded if recorded and any((recorded.message, recorded.traceback)) else _from_log(evidence.log_tail)
+    exception = keep_ends(told.message or last_line(told.traceback))
     kind = classify(evidence, exception)
     said = None
     if kind is not FailureKind.STOPPED_BY_US:
@@ -105,7 +109,7 @@ def describe_failure(evidence: Evidence) -> WorkerFailure:
         signal=evidence.exit.signal,
         message=one_line(_message(evidence, kind, exception)),
         # Both texts together stay within the limit of a report.
-        traceback=keep_tail(traceback, MAX_FAILURE_BYTES // 2),
+        traceback=keep_tail(told.traceback, MAX_FAILURE_BYTES // 2),
         log_tail=keep_tail(evidence.log_tail, MAX_FAILURE_BYTES // 2 - 8192),
         log_file=encodable(evidence.log_file),
         error_file=encodable(evidence.error_file) if recorded else "",
@@ -182,7 +186,7 @@ class Recorded:
 
 def read_error_file(path: str) -> Recorded | None:
     """
-    None if there is none. A corrupt one counts as a failure without details.
+    None if there is none. A corrupt one, not finished or endless, counts as a failure without details.
 
     JSON can say half a character, which comes from the name of a file that is no UTF-8; no report could carry it.
     """
@@ -190,7 +194,7 @@ def read_error_file(path: str) -> Recorded | None:
         return None
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            data = json.loads(file.read(4 * MAX_FAILURE_BYTES))
+            data = json.loads(file.read(_MAX_ERROR_FILE_CHARACTERS))
     except OSError:
         return None
     except ValueError:
@@ -203,6 +207,10 @@ def read_error_file(path: str) -> Recorded | None:
     details = message.get("extraInfo")
     traceback = details.get("py_callstack", "") if isinstance(details, dict) else ""
     return Recorded(encodable(str(message.get("message", ""))), encodable(str(traceback)))
+
+
+def _from_log(tail: str) -> Recorded:
+    return Recorded("", last_traceback(tail))
 
 
 def last_traceback(text: str) -> str:
@@ -245,6 +253,12 @@ def last_lines(text: str, count: int) -> str:
 def one_line(text: str) -> str:
     line = " ".join(encodable(text).split())
     return line if len(line) <= _MAX_MESSAGE_CHARACTERS else line[: _MAX_MESSAGE_CHARACTERS - 1] + "…"
+
+
+def keep_ends(text: str) -> str:
+    """Both ends of a text that is too long to be searched."""
+    half = _MAX_EXCEPTION_CHARACTERS // 2
+    return text if len(text) <= 2 * half else f"{text[:half]}…\n{text[-half:]}"
 
 
 def keep_tail(text: str, limit_bytes: int) -> str:

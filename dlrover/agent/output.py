@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from dlrover.agent.config import LogConfig, Streams
+from dlrover.host.console import write_all
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import MAX_FAILURE_BYTES
 
@@ -283,15 +284,22 @@ class _Sink:
         if self.file is None:
             return
         try:
-            _write_all(self.file.fileno(), data)
+            write_all(self.file.fileno(), data)
         except OSError as error:
             _log.warning("%s cannot be written any more (%s); training goes on without it.", self.path, error.strerror)
-            self.close()
+            file, self.file = self.file, None
+            with contextlib.suppress(OSError):  # for the same reason, which has been told
+                file.close()
 
     def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-            self.file = None
+        """A network file system may refuse only now what its cache has taken before (quota, full server)."""
+        file, self.file = self.file, None
+        if file is None:
+            return
+        try:
+            file.close()
+        except OSError as error:
+            _log.warning("%s may lack its last lines (%s).", self.path, error.strerror)
 
 
 @dataclass(eq=False)
@@ -311,6 +319,8 @@ class _Copy:
     """The unfinished line of a prefixed stream."""
     has_begun_line: bool = False
     """Part of an overlong line is out already."""
+    is_broken: bool = False
+    """A bug of ours keeps its bytes from being passed on."""
 
     def take(self, data: bytes) -> None:
         self.tail += data
@@ -350,13 +360,16 @@ class _Copy:
         if self.console is None or not data:
             return
         try:
-            _write_all(self.console, data)
+            write_all(self.console, data)
         except OSError:
             self.console = None  # whoever read our console has gone; there is nobody left to tell
 
 
 class _Pump:
-    """The thread that copies. It starts with the first pipe and ends with `close`."""
+    """
+    The thread that copies. It starts with the first pipe and ends with `close`, and with nothing else: without it workers
+    would soon wait for ever in the middle of a line. A stream that cannot be passed on is given up alone.
+    """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -380,7 +393,7 @@ class _Pump:
     def drain(self, copies: Sequence[_Copy], then: Callable[[], None]) -> None:
         def now() -> None:
             for copy in copies:
-                self._read(copy)
+                self._copy(copy)
             then()
 
         self._call(now)
@@ -390,7 +403,7 @@ class _Pump:
 
         def now() -> None:
             for copy in copies:
-                self._read(copy)
+                self._copy(copy)
                 self._end(copy)
             for sink in sinks:
                 sink.close()
@@ -427,16 +440,26 @@ class _Pump:
                 if key.data is None:
                     os.read(self._wake_reader, 4096)
                 else:
-                    self._read(key.data, at_most=1)
+                    self._copy(key.data, at_most=1)
             self._work_off()
 
     def _work_off(self) -> None:
         with self._lock:
             calls, self._calls = self._calls, []
         for call in calls:
-            call()
+            try:
+                call()
+            except Exception:  # the edge of the thread: a bug in one request must not end it
+                _log.exception("bug in the copying of the workers' output")
 
-    def _read(self, copy: _Copy, at_most: int = 64) -> None:
+    def _copy(self, copy: _Copy, at_most: int = 64) -> None:
+        try:
+            self._read(copy, at_most)
+        except Exception:  # the same
+            _log.exception("a stream of the workers' cannot be read any more")
+            self._end(copy)
+
+    def _read(self, copy: _Copy, at_most: int) -> None:
         """Until nothing is there now. Bounded, so that one who prints without end does not starve the others."""
         for _ in range(at_most):
             if copy.descriptor < 0:
@@ -448,7 +471,16 @@ class _Pump:
             if not data:
                 self._end(copy)
                 return
+            self._pass_on(copy, data)
+
+    def _pass_on(self, copy: _Copy, data: bytes) -> None:
+        if copy.is_broken:
+            return  # still read: the worker would end by a closed pipe
+        try:
             copy.take(data)
+        except Exception:  # the same
+            copy.is_broken = True
+            _log.exception("bug in the copying of the workers' output: the rest of a stream is not shown")
 
     def _end(self, copy: _Copy) -> None:
         if copy.descriptor < 0:
@@ -457,20 +489,10 @@ class _Pump:
             self._selector.unregister(copy.descriptor)
         os.close(copy.descriptor)
         copy.descriptor = -1
-        copy.finish()
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
         try:
-            view = view[os.write(descriptor, view) :]
-        except BlockingIOError:
-            # Somebody made our console non-blocking (a terminal is shared with whoever started us): wait until it
-            # takes more.
-            with selectors.DefaultSelector() as selector:
-                selector.register(descriptor, selectors.EVENT_WRITE)
-                selector.select(timeout=1.0)
+            copy.finish()
+        except Exception:  # the same
+            _log.exception("bug at the end of a stream of the workers'")
 
 
 def _read_tail(path: str) -> bytes:

@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover.agent.cgroups import Cgroups
-from dlrover.agent.reaction import LOOK_EVERY, Handler, Reaction
+from dlrover.agent.reaction import LOOK_EVERY, Handler, Reaction, caught_signals
 from dlrover.host.processes import Process, all_processes, below, descendants, look_up, open_pidfd
 from dlrover.protocol.messages import StopCause
 
@@ -269,30 +269,50 @@ class ProcessTree:
         left here (or it sleeps in the kernel beyond our reach, which is logged). Returns how many seconds each worker
         was given; one that was still there then was killed. `on_stuck` hears shortly before of those that had time and
         do not end.
+
+        A worker may be no more than a shell around the program that trains, and die of the signal at once: what is below
+        it and has a handler of its own has the time that a worker has. What has none goes when its worker has gone.
         """
         import asyncio
 
-        stops = [
-            _Stop(watch, cause, shutdown_timeout)
-            for watch in (self._watched.get(pid) for pid in pids)
-            if watch is not None
+        watches = [watch for watch in (self._watched.get(pid) for pid in pids) if watch is not None]
+        stops = [(watch, _Stop(watch.process, cause, shutdown_timeout)) for watch in watches]
+        signalled = self._of_workers()
+        wrapped = [
+            _Stop(process, cause, shutdown_timeout)
+            for process in _with_handler([watch.process for watch in watches], signalled, number)
         ]
         # Not only what is below the workers now: what they left to us (daemons) belongs to them as well.
-        for process in self._of_workers():
+        for process in signalled:
             send_signal(process, number)
             if process.state == "T":
                 send_signal(process, signal.SIGCONT)  # a stopped process takes no signal but SIGKILL
         began_at = self._loop.time()
-        await asyncio.gather(*(self._wait_or_kill(stop, began_at, on_stuck) for stop in stops))
+        await asyncio.gather(
+            *(self._wait_or_kill(watch, stop, began_at, on_stuck) for watch, stop in stops),
+            *(self._wait_for_wrapped(stop, began_at) for stop in wrapped),
+        )
         await self.sweep()
-        return {stop.watch.process.pid: stop.given for stop in stops}
+        return {stop.process.pid: stop.given for _watch, stop in stops}
+
+    async def _wait_for_wrapped(self, stop: _Stop, began_at: float) -> None:
+        """Until it has ended, by itself or with a worker that was killed, or has had its time."""
+        while True:
+            left = began_at + stop.given - self._loop.time()
+            if left > 0:
+                await self._gone(stop.process, left)
+            now = look_up(stop.process.pid)
+            if now is None or now.is_dead or not stop.process.is_same(now):
+                return
+            if self._loop.time() >= began_at + stop.given and not stop.extend():
+                _log.info("pid=%d is still there %.1f s after the signal", stop.process.pid, stop.given)
+                return
 
     async def _wait_or_kill(
-        self, stop: _Stop, began_at: float, on_stuck: Callable[[Sequence[int]], None] | None
+        self, watch: _Watch, stop: _Stop, began_at: float, on_stuck: Callable[[Sequence[int]], None] | None
     ) -> None:
         import asyncio
 
-        watch = stop.watch
         while True:
             left = max(0.0, began_at + stop.given - self._loop.time())
             if on_stuck is not None and left > 2 * _LAST_WORDS:
@@ -388,11 +408,11 @@ class _Watch:
 
 
 class _Stop:
-    """How long one worker is waited for before SIGKILL. Built before the signal is sent."""
+    """How long one process is waited for before SIGKILL. Built before the signal is sent."""
 
-    def __init__(self, watch: _Watch, cause: StopCause, shutdown_timeout: float) -> None:
-        self.watch = watch
-        self._reaction = Reaction(watch.process.pid)
+    def __init__(self, process: Process, cause: StopCause, shutdown_timeout: float) -> None:
+        self.process = process
+        self._reaction = Reaction(process.pid)
         self._limit = longest_grace(cause, self._reaction.handler, shutdown_timeout)
         self._is_observed = cause is StopCause.FAILURE and self._reaction.handler is Handler.ANNOUNCED
         self.given = min(LOOK_EVERY, self._limit) if self._is_observed else self._limit
@@ -409,6 +429,32 @@ class _Stop:
         else:
             return False
         return True
+
+
+def _with_handler(workers: Sequence[Process], processes: Sequence[Process], number: int) -> list[Process]:
+    """
+    Those below the workers that have a handler of their own for the signal.
+
+    A fork has its parent's handler as well, and nobody meant that for it: a parent that has reacted to the signal and ended
+    would be followed by a wait for children that only took note of it. A fork shows its parent's command line, at the very place in
+    memory where the parent has it; a new program has its own.
+    """
+    seen = {process.pid: process for process in processes}
+    seen.update((worker.pid, worker) for worker in workers)
+    is_handled: dict[int, bool] = {}
+
+    def handles(pid: int) -> bool:
+        if pid not in is_handled:
+            is_handled[pid] = number in caught_signals(pid)
+        return is_handled[pid]
+
+    def is_own(process: Process) -> bool:
+        parent = seen[process.parent_pid]
+        is_fork = process.command_line == parent.command_line
+        return handles(process.pid) and not (is_fork and handles(parent.pid))
+
+    own = {process.pid: process for worker in workers for process in below(worker.pid, processes)}
+    return [process for process in own.values() if is_own(process)]
 
 
 def longest_grace(cause: StopCause, handler: Handler, shutdown_timeout: float) -> float:

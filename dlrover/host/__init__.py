@@ -1,1 +1,1 @@
-"""What the kernel of this machine tells about its processes. For all who start, watch or end some; it decides nothing."""
+"""This machine: what its kernel tells about processes, and how to write to its console without standing still. It decides nothing."""

@@ -22,6 +22,7 @@ from pathlib import Path
 # gRPC's core would write a line for each stranger that sends it rubbish; what matters is told by our own log.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
+from dlrover.host.console import ConsoleHandler
 from dlrover.master.config import (
     EXIT_BUG,
     EXIT_FENCED,
@@ -88,7 +89,8 @@ def _code_of(error: DLRoverError) -> int:
 
 def _configure_logging(config: MasterConfig) -> None:
     try:
-        output = logging.FileHandler(config.log_file, encoding="utf-8") if config.log_file else logging.StreamHandler()
+        # A container's log driver may take no bytes for a while, and the master must serve meanwhile.
+        output = logging.FileHandler(config.log_file, encoding="utf-8") if config.log_file else ConsoleHandler()
     except OSError as error:
         raise ConfigError(f"log file {config.log_file}: {error.strerror}. Give a file that can be written") from error
     form = "%(asctime)s %(levelname)s %(name)s %(message)s"

@@ -41,6 +41,8 @@ _DEFAULT_ON_START = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUI
 """torchrun handles these itself when it starts workers, so they begin with the default action even under nohup."""
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 """Python ignores these for itself; a program that we execute must not inherit that."""
+_KEPT_CHARACTERS = 8 * 1024
+"""Of either end of what an exception says in the error file. Some name every weight of a model, and it stands there twice."""
 
 
 def become(order: ForkWorker, descriptors: Sequence[int], keep: Collection[int], *, is_warm: bool) -> None:
@@ -341,8 +343,12 @@ def write_error_file(error: Exception) -> None:
         return
     import traceback
 
-    details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
-    data = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}
+    said, stack = str(error), "".join(traceback.format_exception(error))
+    if len(said) > 2 * _KEPT_CHARACTERS:
+        short = f"{said[:_KEPT_CHARACTERS]} … {said[-_KEPT_CHARACTERS:]}"
+        said, stack = short, stack.replace(said, short)
+    details = {"py_callstack": stack, "timestamp": str(int(time.time()))}
+    data = {"message": {"message": f"{type(error).__name__}: {said}", "extraInfo": details}}
     # A full or vanished directory must not replace the user's error by ours.
     with contextlib.suppress(OSError):
         with open(path, "w") as file:

@@ -146,6 +146,46 @@ def test_a_corrupt_error_file_is_a_failure_without_details(tmp_path: Path, conte
     assert (failure.kind, failure.message, failure.traceback) == (FailureKind.EXIT_CODE, "exit code 1", "")
 
 
+def error_file(message: str) -> str:
+    details = {"py_callstack": traceback_of(message), "timestamp": "1"}
+    return json.dumps({"message": {"message": message, "extraInfo": details}})
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
+def test_an_error_file_that_was_not_finished_does_not_hide_what_the_log_says(tmp_path: Path, part: float) -> None:
+    path = tmp_path / "error.json"
+    text = error_file("KeyError: 'x'")
+    path.write_text(text[: int(part * len(text))])
+    tail = "before\n" + traceback_of("KeyError: 'x'")
+    failure = describe_failure(evidence(exit_code=1, error_file=str(path), log_tail=tail))
+    assert (failure.kind, failure.message) == (FailureKind.EXCEPTION, "KeyError: 'x'")
+    assert failure.traceback == last_traceback(tail)
+
+
+def test_the_cause_is_found_in_a_long_error_file(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    keys = " ".join(f"store.layers.{key}.weight" for key in range(20_000))
+    path.write_text(error_file(f"RuntimeError: Missing keys: {keys}"))
+    failure = describe_failure(evidence(exit_code=1, error_file=str(path), log_tail=keys[-MAX_FAILURE_BYTES:]))
+    assert failure.kind is FailureKind.EXCEPTION
+    assert failure.message.startswith("RuntimeError: Missing keys: store.layers.0.weight")
+    assert "layers.19999.weight" in failure.traceback
+
+
+def test_an_endless_error_file_does_not_hide_what_the_log_says(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(error_file("RuntimeError: " + "x" * 5_000_000))
+    failure = describe_failure(evidence(exit_code=1, error_file=str(path), log_tail=traceback_of("MemoryError")))
+    assert (failure.kind, failure.message) == (FailureKind.MEMORY_ERROR, "MemoryError")
+
+
+def test_an_error_file_with_a_text_only_leaves_the_traceback_to_the_log(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text('{"message": "went wrong", "timestamp": "1"}')
+    failure = describe_failure(evidence(exit_code=1, error_file=str(path), log_tail=traceback_of("ValueError: older")))
+    assert (failure.kind, failure.message, failure.traceback) == (FailureKind.EXCEPTION, "went wrong", "")
+
+
 def test_an_error_file_with_a_bare_text(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     path.write_text('{"message": "went wrong", "timestamp": "1"}')

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -237,6 +238,69 @@ async def test_a_full_disk_is_told_once_and_the_console_goes_on(
     told = [record.getMessage() for record in caplog.records if "written" in record.getMessage()]
     path = f"{output.log_dir}/attempt_0/0/stdout.log"
     assert told == [f"{path} cannot be written any more (No space left on device); training goes on without it."]
+
+
+class OverQuota:
+    """A file whose bytes were taken by the cache and refused by the server when it is closed."""
+
+    def __init__(self, file: Any, *, takes_bytes: bool) -> None:
+        self._file = file
+        self._takes_bytes = takes_bytes
+
+    def fileno(self) -> int:
+        if not self._takes_bytes:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
+@pytest.mark.parametrize("takes_bytes", [True, False])
+async def test_a_file_that_cannot_be_closed_does_not_end_the_copying(
+    make: Maker,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    *,
+    takes_bytes: bool,
+) -> None:
+    output = make(log_dir=str(tmp_path), tee_default=3)
+    for attempt in range(2):
+        (zero,) = output.open_attempt(attempt, [0])
+        for copy in zero.copies:
+            copy.file.file = OverQuota(copy.file.file, takes_bytes=takes_bytes)
+        say(zero, f"out{attempt}\n", f"err{attempt}\n")
+        await output.close_attempt()
+        assert capfd.readouterr() == (f"[trainer0]:out{attempt}\n", f"[trainer0]:err{attempt}\n")
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 4
+    assert all("stdout.log" in text or "stderr.log" in text for text in told)
+    assert all("Disk quota exceeded" in text for text in told)
+
+
+@pytest.mark.parametrize("breaks", ["take", "finish"])
+async def test_one_stream_that_cannot_be_copied_does_not_end_the_copying_of_the_others(
+    make: Maker, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, breaks: str
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("a bug of ours")
+
+    output = make(tee_default=0)
+    zero, one = output.open_attempt(0, [0, 1])
+    setattr(zero.copies[0], breaks, fail)
+    say(zero, "", "who knows\n")
+    await output.drain(zero)
+    say(zero, "", "who knows\n")  # its pipe is still read
+    say(one, "", "first\n")
+    await output.close_attempt()
+    (zero,) = output.open_attempt(1, [0])
+    say(zero, "", "second\n")
+    await output.close_attempt()
+    assert capfd.readouterr().err.splitlines()[-2:] == ["first", "second"]
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [RuntimeError]
+    assert "console" not in caplog.text
 
 
 def test_a_console_that_is_gone_ends_nothing(tmp_path: Path) -> None:

@@ -55,6 +55,32 @@ HELPER = """
 """
 
 
+SAVER = """
+    # Takes its time to write a file after the signal. Its own child, a fork, has inherited the handler and never ends by it.
+    import os, signal, sys, time
+    report, saved = sys.argv[1:]
+    is_told = False
+    def save(number, frame):
+        global is_told
+        is_told = True
+    signal.signal(signal.SIGTERM, save)
+    if os.fork() == 0:
+        while True:
+            time.sleep(60)
+    with open(report + ".part", "w") as file:
+        file.write(f"{os.getpid()}")
+    os.rename(report + ".part", report)
+    while not is_told:
+        time.sleep(0.01)
+    while os.getppid() != int(os.environ["ADOPTER"]):
+        time.sleep(0.01)  # the shell above is gone
+    time.sleep(0.3)
+    with open(saved, "w") as file:
+        file.write("whole")
+    os._exit(0)
+"""
+
+
 async def start_family(tmp_path: Path, tree: ProcessTree, *options: str) -> tuple[int, list[int], asyncio.Future]:
     script = write(tmp_path / "family.py", FAMILY)
     report = tmp_path / "pids"
@@ -74,6 +100,26 @@ async def test_a_stop_reaches_children_in_other_sessions_and_daemons(
     assert all(is_gone(member) for member in family)
     assert exited.result().signal == signal.SIGTERM
     assert all(is_alive(zygote) for zygote in spawner.zygote_pids)
+
+
+@pytest.mark.parametrize("cause", StopCause)
+async def test_a_program_behind_a_shell_that_dies_first_may_still_use_its_handler(
+    tree: ProcessTree, tmp_path: Path, cause: StopCause
+) -> None:
+    script, report, saved = write(tmp_path / "saver.py", SAVER), tmp_path / "pid", tmp_path / "saved"
+    command = f"{sys.executable} {script} {report} {saved}; :"
+    environ = {**os.environ, "ADOPTER": str(os.getpid())}
+    shell = start_process("sh", "-c", command, env=environ, start_new_session=True)
+    exited = tree.watch(shell.pid)
+    shell.returncode = 0
+    await until(report.exists)
+    family = [process.pid for process in descendants(shell.pid)]
+    assert len(family) == 2
+    given = await asyncio.wait_for(tree.stop([shell.pid], cause=cause, shutdown_timeout=20), 10)
+    assert exited.result().signal == signal.SIGTERM
+    assert list(given) == [shell.pid]
+    assert saved.read_text() == "whole"
+    assert all(is_gone(member) for member in family)
 
 
 async def test_who_ignores_sigterm_is_killed_after_the_grace(tree: ProcessTree, tmp_path: Path) -> None:

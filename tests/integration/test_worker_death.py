@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import SCRIPTS, kill, wait_until
+from tests.integration.jobs import LAUNCHERS, SCRIPTS, kill, wait_until
 
 CGROUP = Path("/sys/fs/cgroup/memory")
 
@@ -94,3 +97,49 @@ def test_kill_from_outside_with_grandchildren(jobs, tmp_path):
     wait_until(lambda: (tmp_path / "pid-1").read_text().split()[1] == "1")
     (tmp_path / "stop").touch()
     assert job.wait() == 0, job.err
+
+
+UNREAD = """
+    import os, sys, time
+    from pathlib import Path
+    folder, life = Path(sys.argv[1]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    (folder / f"began-{os.environ['RANK']}-{life}").touch()
+    if life == "0" and os.environ["RANK"] == "0":
+        os.set_blocking(1, False)
+        try:
+            while True:
+                os.write(1, b"x" * 4096)
+        except BlockingIOError:
+            os.set_blocking(1, True)  # it is everybody's
+            (folder / "full").touch()
+        time.sleep(300)
+    while life == "0" and not (folder / "full").exists():
+        time.sleep(0.01)
+    assert life != "0", "the other one has filled the console"
+"""
+
+
+def test_workers_are_started_again_while_nobody_reads_the_console(jobs, tmp_path):
+    script = tmp_path / "unread.py"
+    script.write_text(textwrap.dedent(UNREAD))
+    argv = [sys.executable, *LAUNCHERS["dlrover-run"], "--nproc-per-node=2", script, tmp_path]
+    reader, writer = os.pipe()
+    job = subprocess.Popen(
+        argv,
+        env=jobs.env(),
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=writer,
+        stderr=writer,
+        start_new_session=True,
+    )
+    os.close(writer)
+    try:
+        wait_until(lambda: (tmp_path / "began-0-1").exists() and (tmp_path / "began-1-1").exists())
+        with os.fdopen(reader, "rb") as file:
+            shown = file.read()
+        assert job.wait(60) == 0, shown
+        assert b"global rank 1 failed: AssertionError: the other one has filled the console" in shown
+    finally:
+        job.kill()
+        job.wait()

@@ -283,6 +283,32 @@ def test_a_bad_configuration_is_one_clear_sentence(tmp_path: Path, config: dict[
     assert len(ended.stderr.splitlines()) == 1, ended.stderr
 
 
+def test_it_works_and_ends_while_nobody_reads_its_console(tmp_path: Path) -> None:
+    console_read, console_write = os.pipe()
+    os.set_blocking(console_write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(console_write, b"." * 4096)
+    os.set_blocking(console_write, True)
+    ready_read, ready_write = os.pipe()
+    config = MasterConfig(job_name="job", journal=str(tmp_path / "journal.sqlite"), ready_fd=ready_write)
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    command = [sys.executable, "-m", "dlrover.master", "--config", "config.json"]
+    master = subprocess.Popen(command, cwd=tmp_path, stderr=console_write, pass_fds=(ready_write,))
+    os.close(console_write)
+    os.close(ready_write)
+    try:
+        with os.fdopen(ready_read, "rb") as pipe:
+            assert select.select([pipe], [], [], 30)[0], "the master waits for its console"
+            assert pipe.readline()
+        master.terminate()  # of which it has something to say
+        assert master.wait(timeout=20) == EXIT_STOPPED
+    finally:
+        os.close(console_read)
+        master.kill()
+        master.wait()
+
+
 PARENT = """
 import os, subprocess, sys
 ready_read, ready_write, held = map(int, sys.argv[1:])

@@ -208,6 +208,22 @@ async def test_an_uncaught_exception_leaves_torchs_error_file(
     assert message["extraInfo"]["timestamp"].isdecimal()
 
 
+async def test_a_long_message_leaves_room_for_the_frames_in_the_error_file(
+    spawner: Spawner, tree: ProcessTree, tmp_path: Path
+) -> None:
+    script = write(tmp_path / "fail.py", "def f():\n    raise ValueError('bad' * 1_000_000 + ' end')\nf()")
+    error_file = tmp_path / "error.json"
+    environ = environment(TORCHELASTIC_ERROR_FILE=str(error_file))
+    ended = await run_worker(spawner, tree, script, scratch=tmp_path, environ=environ)
+    message = json.loads(error_file.read_text())["message"]
+    assert message["message"].startswith("ValueError: badbadbad")
+    assert message["message"].endswith("badbad end")
+    stack = message["extraInfo"]["py_callstack"]
+    assert len(stack) < 32 * 1024
+    assert stack.partition("ValueError: ")[0] == ended.stderr.partition("ValueError: ")[0]
+    assert stack.endswith("badbad end\n")
+
+
 async def test_the_scripts_own_record_is_left_alone(spawner: Spawner, tree: ProcessTree, tmp_path: Path) -> None:
     script = write(
         tmp_path / "recorded.py",

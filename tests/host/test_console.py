@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from dlrover.host.console import ConsoleHandler
+
+LINE = "x" * 99
+
+
+@pytest.fixture
+def full() -> Iterator[tuple[int, int]]:
+    """Both ends of a pipe that takes nothing before somebody reads."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"." * 4096)
+    os.set_blocking(writer, True)
+    yield reader, writer
+    os.close(reader)
+
+
+def log_to(handler: logging.Handler) -> logging.Logger:
+    log = logging.Logger("a-log-of-its-own")  # not below the root
+    log.addHandler(handler)
+    return log
+
+
+def read_rest(reader: int, writer: int, handler: logging.Handler) -> list[str]:
+    """All that is logged to the full pipe."""
+    with ThreadPoolExecutor() as pool, os.fdopen(os.dup(reader)) as file:
+        text = pool.submit(file.read)
+        handler.flush()
+        os.close(writer)
+        return text.result().lstrip(".").splitlines()
+
+
+def test_a_console_that_takes_nothing_does_not_keep_the_one_who_logs(full: tuple[int, int]) -> None:
+    handler = ConsoleHandler(full[1], held_bytes=10_050, patience=30.0)
+    log = log_to(handler)
+    for _ in range(1000):
+        log.warning(LINE)
+    log.warning("a short one has room")
+    log.warning(LINE)
+    *shown, loss, short, last = read_rest(*full, handler)
+    assert shown == [LINE] * 100
+    assert loss == "lines of the log dropped here because the console took no bytes for too long: 900"
+    assert short == "a short one has room"
+    assert last.endswith("too long: 1")
+
+
+def test_the_end_of_a_process_does_not_wait_for_a_console_that_takes_nothing(full: tuple[int, int]) -> None:
+    handler = ConsoleHandler(full[1], patience=0.01)
+    log_to(handler).warning(LINE)
+    handler.flush()
+    handler._patience = 30.0
+    assert read_rest(*full, handler) == [LINE]  # it was not thrown away
+
+
+def test_nothing_is_lost_at_the_end_of_a_process() -> None:
+    code = """
+import logging, os
+from dlrover.host.console import ConsoleHandler
+logging.basicConfig(handlers=[ConsoleHandler()], format="said: %(message)s")
+for number in range(5000):
+    logging.warning("%d caf\\udce9", number)
+logging.shutdown()
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, timeout=30, check=True)
+    assert done.stderr.decode().splitlines() == [f"said: {number} caf\\udce9" for number in range(5000)]
+
+
+def test_a_console_that_is_gone_ends_nothing() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    handler = ConsoleHandler(writer, patience=30.0)
+    log = log_to(handler)
+    for _ in range(3):
+        log.warning("into the void")
+        handler.flush()
+    os.close(writer)
+
+
+def test_a_text_longer_than_all_that_is_held_is_written(full: tuple[int, int]) -> None:
+    handler = ConsoleHandler(full[1], held_bytes=10, patience=30.0)
+    log_to(handler).warning(LINE)
+    assert read_rest(*full, handler) == [LINE]
