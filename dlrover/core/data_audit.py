@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from dlrover.core.data_ranges import Range, overlapping, said, subtract
+from dlrover.core.data_ranges import Places, Range, overlapping, range_of, said, subtract, united
 from dlrover.core.datasets import Dataset
 from dlrover.protocol.data_messages import (
     NO_STEP,
@@ -116,11 +116,10 @@ class _Ledger:
 
     def restore(self, command: RestoreAgreed, name: str) -> None:
         self._seen = [(step, each) for step, each in self._seen if step == NO_STEP or step <= command.step]
-        known = [each for _, each in self._seen]
+        known = Places(united(each for _, each in self._seen))
         for claim in command.claims.get(name, ()):
             if claim.step <= command.step:
-                place = Range(claim.epoch, claim.start, claim.end, claim.partition, claim.listing)
-                self._seen += [(claim.step, rest) for rest in subtract([place], known)]
+                self._seen += [(claim.step, rest) for rest in known.without(range_of(claim))]
 
     def finding(self, books: Dataset) -> Finding:
         seen = sorted((each for _, each in self._seen), key=lambda each: (each.key, each.start))

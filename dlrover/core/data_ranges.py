@@ -4,11 +4,16 @@ Ranges of places in an epoch, and what can be done with them: join, cut, compare
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 from msgspec import Struct
 
 from dlrover.protocol.data_messages import Claim
+
+Key: TypeAlias = tuple[int, str, int]
+"""Ranges of different keys have nothing in common."""
 
 
 class Range(Struct, frozen=True, array_like=True):
@@ -26,7 +31,7 @@ class Range(Struct, frozen=True, array_like=True):
         return self.end - self.start
 
     @property
-    def key(self) -> tuple[int, str, int]:
+    def key(self) -> Key:
         return self.epoch, self.partition, self.listing
 
 
@@ -46,35 +51,89 @@ def append(ranges: list[Range], new: Range) -> None:
         ranges.append(new)
 
 
-def minus(whole: Range, parts: Iterable[Range]) -> list[Range]:
-    """What is left of a range without the others."""
-    left = [whole]
-    for part in parts:
-        if part.key == whole.key:
-            left = [
-                rest
-                for each in left
-                for rest in (
-                    Range(each.epoch, each.start, min(each.end, part.start), each.partition, each.listing),
-                    Range(each.epoch, max(each.start, part.end), each.end, each.partition, each.listing),
-                )
-                if rest.size > 0
-            ]
-    return left
+class Places:
+    """Ranges that share nothing with each other, in an order of their own, and found by where they are."""
+
+    def __init__(self, ranges: Iterable[Range]) -> None:
+        self._pieces: dict[Key, list[tuple[int, int, int]]] = {}
+        """Start, end, and the number of the range that it is a piece of; by where they start."""
+        for number, each in enumerate(ranges):
+            if each.size > 0:
+                self._pieces.setdefault(each.key, []).append((each.start, each.end, number))
+        for pieces in self._pieces.values():
+            pieces.sort()
+
+    def add(self, new: Range) -> None:
+        """It is in none of them."""
+        insort(self._pieces.setdefault(new.key, []), (new.start, new.end, 0))
+
+    def within(self, whole: Range) -> list[Range]:
+        """What of it is in them, in their order, and of one of them the last part first."""
+        found = self._find(whole)
+        found.sort(key=lambda piece: (piece[2], -piece[0]))
+        return [_part(whole, start, end) for start, end, _ in found]
+
+    def without(self, whole: Range) -> list[Range]:
+        """What of it is in none of them, from its beginning to its end."""
+        left, at = [], whole.start
+        for start, end, _ in self._find(whole):
+            if at < start:
+                left.append(_part(whole, at, start))
+            at = end
+        return [*left, _part(whole, at, whole.end)] if at < whole.end else left
+
+    def remove(self, part: Range) -> None:
+        pieces = self._pieces[part.key]
+        first, last = self._span(part)
+        pieces[first:last] = [
+            rest
+            for start, end, number in pieces[first:last]
+            for rest in ((start, min(end, part.start), number), (max(start, part.end), end, number))
+            if rest[0] < rest[1]
+        ]
+
+    def ranges(self) -> list[Range]:
+        """What is left of them, in their order, and of one of them the last part first."""
+        numbered = [
+            (number, -start, Range(epoch, start, end, partition, listing))
+            for (epoch, partition, listing), pieces in self._pieces.items()
+            for start, end, number in pieces
+        ]
+        numbered.sort(key=lambda each: each[:2])
+        return [each for _, _, each in numbered]
+
+    def _find(self, whole: Range) -> list[tuple[int, int, int]]:
+        first, last = self._span(whole)
+        pieces = self._pieces.get(whole.key, ())
+        return [(max(start, whole.start), min(end, whole.end), number) for start, end, number in pieces[first:last]]
+
+    def _span(self, whole: Range) -> tuple[int, int]:
+        """Of the pieces that share something with it."""
+        pieces = self._pieces.get(whole.key, [])
+        first = bisect_left(pieces, (whole.start,))
+        if first and pieces[first - 1][1] > whole.start:
+            first -= 1
+        return first, max(first, bisect_left(pieces, (whole.end,)))
 
 
-def overlaps(whole: Range, parts: Iterable[Range]) -> list[Range]:
-    found = []
-    for part in parts:
-        start, end = max(whole.start, part.start), min(whole.end, part.end)
-        if part.key == whole.key and start < end:
-            found.append(Range(whole.epoch, start, end, whole.partition, whole.listing))
-    return found
+def _part(whole: Range, start: int, end: int) -> Range:
+    return Range(whole.epoch, start, end, whole.partition, whole.listing)
+
+
+def united(ranges: Iterable[Range]) -> list[Range]:
+    """The same places in ranges that share nothing and do not touch, sorted."""
+    whole: list[Range] = []
+    for each in sorted(ranges, key=lambda each: (each.key, each.start)):
+        if whole and whole[-1].key == each.key and each.start <= whole[-1].end:
+            whole[-1] = _part(whole[-1], whole[-1].start, max(whole[-1].end, each.end))
+        else:
+            whole.append(each)
+    return whole
 
 
 def overlapping(ranges: list[Range]) -> Iterator[Range]:
     """The parts of sorted ranges that others before them cover already."""
-    ends: dict[tuple[int, str, int], int] = {}
+    ends: dict[Key, int] = {}
     for each in ranges:
         end = ends.get(each.key, 0)
         if each.start < end:
@@ -84,21 +143,8 @@ def overlapping(ranges: list[Range]) -> Iterator[Range]:
 
 def subtract(wanted: list[Range], found: list[Range]) -> list[Range]:
     """What of the first is in none of the second."""
-    by_key: dict[tuple[int, str, int], list[Range]] = {}
-    for each in sorted(found, key=lambda each: each.start):
-        by_key.setdefault(each.key, []).append(each)
-    left = []
-    for each in sorted(wanted, key=lambda each: (each.key, each.start)):
-        at = each.start
-        for other in by_key.get(each.key, ()):
-            if other.end <= at or other.start >= each.end:
-                continue
-            if other.start > at:
-                left.append(Range(each.epoch, at, other.start, each.partition, each.listing))
-            at = max(at, other.end)
-        if at < each.end:
-            left.append(Range(each.epoch, at, each.end, each.partition, each.listing))
-    return left
+    places = Places(united(found))
+    return [rest for each in sorted(wanted, key=lambda each: (each.key, each.start)) for rest in places.without(each)]
 
 
 def said(each: Range) -> str:

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from dlrover.core.data_fresh import FreshData
 from dlrover.core.data_leases import Held, Outdone, Reader, SetAside
-from dlrover.core.data_ranges import Range, append, joined, minus, overlaps, range_of
+from dlrover.core.data_ranges import Places, Range, append, joined, range_of, united
 from dlrover.protocol.data_messages import NO_STEP, Claim, Shard
 from dlrover.protocol.identity import NodeId, Round
 from dlrover.protocol.messages import Micros
@@ -73,8 +73,16 @@ class Dataset(FreshData, Struct):
     typical: int = 0
     """Microseconds from the giving of a shard to its end, lately."""
     outdone: dict[int, Outdone] = {}
+    num_unbegun: int = 0
+    """Held shards of which nobody has reported anything."""
+    num_recalled: int = 0
     is_stepped: bool = False
     """Its readers name the steps of their model: so they will say which model a round goes on with."""
+
+    def __post_init__(self) -> None:
+        """Counted anew for a snapshot of a master that did not count."""
+        self.num_unbegun = sum(not held.is_begun for held in self.held.values())
+        self.num_recalled = sum(len(reader.recalled) for reader in self.all_readers())
 
     # What there is.
 
@@ -177,6 +185,7 @@ class Dataset(FreshData, Struct):
 
     def _enter(self, id_: int, held: Held, reader: Reader) -> None:
         self.held[id_] = held
+        self.num_unbegun += not held.is_begun
         reader.ids[id_] = None
         if len(reader.ids) == 1:
             self.readers.setdefault(reader.node, {})[reader.local_rank] = reader
@@ -195,15 +204,16 @@ class Dataset(FreshData, Struct):
         """Somebody has nothing to do: ask the holder of most shards for half of what it has not begun. False: nobody has any."""
         if self.is_stream:
             return False  # the rest of a partition is read by the one who reads its beginning
-        readers = [reader for each in self.readers.values() for reader in each.values()]
-        if any(reader.recalled for reader in readers):
-            return True
-        unbegun = [[id_ for id_ in reader.ids if not self.held[id_].is_begun] for reader in readers]
-        most = max(unbegun, key=len, default=[])
+        if (
+            self.num_recalled or not self.num_unbegun
+        ):  # often asked at the end of an epoch, so nobody is looked for in vain
+            return self.num_recalled > 0
+        unbegun = [[id_ for id_ in reader.ids if not self.held[id_].is_begun] for reader in self.all_readers()]
+        most = max(unbegun, key=len)
         for id_ in most[len(most) // 2 :][-MOST_RECALLED:]:  # those it would come to last
-            held = self.held[id_]
-            self.readers[held.node][held.local_rank].recalled[id_] = None
-        return bool(most)
+            self._reader_of(id_).recalled[id_] = None
+            self.num_recalled += 1
+        return True
 
     # Taking back.
 
@@ -218,8 +228,9 @@ class Dataset(FreshData, Struct):
         whole = held.range
         taken = Range(whole.epoch, whole.start, whole.start + count, whole.partition, whole.listing)
         held.range = Range(whole.epoch, whole.start + count, whole.end, whole.partition, whole.listing)
+        self.num_unbegun -= not held.is_begun
         held.is_begun = True
-        self.readers[held.node][held.local_rank].recalled.pop(id_, None)
+        self._forget_recall(self._reader_of(id_), id_)
         if held.counted_to >= 0:
             taken = self._count_copy(held, taken)
         if not held.range.size:
@@ -304,7 +315,8 @@ class Dataset(FreshData, Struct):
         gone = list(readers)
         ids = [id_ for reader in gone for id_ in reader.ids]
         for reader in gone:
-            reader.recalled.clear()
+            for id_ in list(reader.recalled):
+                self._forget_recall(reader, id_)
             for id_ in self.outdone_of(reader.node, reader.local_rank):
                 del self.outdone[id_]
         self.give_back(ids)
@@ -329,12 +341,13 @@ class Dataset(FreshData, Struct):
         self.provisional = {at: ranges for at, ranges in self.provisional.items() if at <= step}
         self.num_consumed -= sum(each.size for each in undone)
         self.pace, self.waived = [], ""
-        claimed = [range_of(claim) for claim in claims if claim.step <= step]
+        reached = [claim for claim in claims if claim.step <= step]
+        claimed = Places(united(range_of(claim) for claim in reached))
         former = [id_ for reader in self.all_readers() if reader.round != round_ for id_ in reader.ids]
         # Nobody had told of these, so a worker of this round could get them: it has to begin anew.
-        seen = [id_ for id_, held in self.held.items() if any(overlaps(each, [held.range]) for each in claimed)]
+        seen = [id_ for id_, held in self.held.items() if claimed.within(held.range)]
         self._return([*undone, *(self._let_go(id_) for id_ in dict.fromkeys([*former, *seen]))])
-        return [claim for claim in claims if claim.step <= step and not self._claim(claim)]
+        return self._claim(reached)
 
     def take_over_leases(self, former: Dataset, round_: Round) -> None:
         """
@@ -347,16 +360,17 @@ class Dataset(FreshData, Struct):
         before, self.returned = self.returned, []
         if leases and self.advance_to(former.epoch, former.cursor, former.offsets):
             self.returned.reverse()  # the last one is handed out first, and all of them after what was given back
-        self.returned += before
+        unread = Places([*self.returned, *before])
         for reader, id_ in leases:
             held = former.held[id_]
             number = held.range.listing
             if number and former.listings[number] != self.listings.get(number):
                 continue
-            if sum(each.size for each in overlaps(held.range, self.returned)) == held.range.size:
-                self.returned = [rest for each in self.returned for rest in reversed(minus(each, [held.range]))]
+            if not unread.without(held.range):
+                unread.remove(held.range)
                 holder = self.reader(reader.node, reader.local_rank) or replace(reader, ids={}, recalled={})
                 self._enter(id_, replace(held), holder)
+        self.returned = unread.ranges()
 
     def commit(self, step: int) -> None:
         """A checkpoint of that step is in storage: no model will be older than it from here on."""
@@ -367,15 +381,21 @@ class Dataset(FreshData, Struct):
 
     def _let_go(self, id_: int) -> Range:
         held = self.held.pop(id_)
+        self.num_unbegun -= not held.is_begun
         reader = self.readers[held.node][held.local_rank]
         del reader.ids[id_]
-        reader.recalled.pop(id_, None)
+        self._forget_recall(reader, id_)
         if not reader.ids:
             del self.readers[held.node][held.local_rank]
             self.num_readers -= 1
             if not self.readers[held.node]:
                 del self.readers[held.node]
         return held.range
+
+    def _forget_recall(self, reader: Reader, id_: int) -> None:
+        if id_ in reader.recalled:
+            del reader.recalled[id_]
+            self.num_recalled -= 1
 
     def _fair_share(self, reader: Reader) -> int:
         if self.is_stream:
@@ -423,16 +443,20 @@ class Dataset(FreshData, Struct):
         )
         return one.key == two.key and one.end == two.start and bool(is_same_shard)
 
-    def _claim(self, claim: Claim) -> bool:
-        """Whether all of it is accounted for, after taking back what was returned meanwhile."""
-        missing = [range_of(claim)]
-        for ranges in self.provisional.values():
-            missing = [rest for each in missing for rest in minus(each, ranges)]
-        taken = [part for each in missing for part in overlaps(each, self.returned)]
-        if sum(each.size for each in missing) != sum(each.size for each in taken):
-            return False
-        self.returned = [rest for each in self.returned for rest in reversed(minus(each, taken))]
-        for part in taken:
-            self.num_consumed += part.size
-            append(self.provisional.setdefault(claim.step, []), part)
-        return True
+    def _claim(self, claims: Iterable[Claim]) -> list[Claim]:
+        """Take back what was returned of them meanwhile. Gives those that are not accounted for after that."""
+        returned = Places(self.returned)
+        counted = Places(each for ranges in self.provisional.values() for each in ranges)
+        refused = []
+        for claim in claims:
+            missing = counted.without(range_of(claim))
+            if any(returned.without(each) for each in missing):
+                refused.append(claim)
+                continue
+            for part in [part for each in missing for part in returned.within(each)]:
+                returned.remove(part)
+                counted.add(part)
+                self.num_consumed += part.size
+                append(self.provisional.setdefault(claim.step, []), part)
+        self.returned = returned.ranges()
+        return refused

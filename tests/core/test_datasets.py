@@ -122,6 +122,20 @@ def test_a_restored_model_takes_back_what_only_it_knows_of() -> None:
     assert [(each.start, each.end) for each in books.take(who, 1)] == [(6, 10)]
 
 
+def test_claims_of_thousands_of_ranks_are_settled_in_one_pass() -> None:
+    """By comparing each with each this would take hours, and the master would serve nobody meanwhile."""
+    num_ranks = 10_000
+    books, late = dataset(2 * num_ranks, shard_size=1), reader(1)
+    shards = [shard for _ in range(2 * num_ranks) for shard in books.take(late, 1)]
+    for shard in shards[:num_ranks]:
+        books.consume(shard.id, 1, step=1)
+    books.end_leases([late])
+    assert len(books.returned) == num_ranks
+    assert books.restore(2, [Claim(shard.epoch, shard.start, shard.end, 2) for shard in shards]) == []
+    assert books.is_complete
+    assert books.num_consumed == 2 * num_ranks
+
+
 def test_a_claim_of_something_never_taken_is_not_believed() -> None:
     books = dataset()
     foreign = Claim(0, 50, 60, 1)
@@ -175,6 +189,21 @@ def test_an_idle_worker_gets_what_a_slow_one_has_not_begun() -> None:
     books.give_back(asked)
     assert not slow.recalled
     assert len(books.take(reader(1), 10)) >= 1
+
+
+def test_idle_workers_may_ask_as_often_as_there_are_others() -> None:
+    """Looking at all readers for each of them would cost the master a second per second."""
+    num_readers = 3_000
+    books = dataset(2 * num_readers, shard_size=2)
+    for number in range(num_readers):
+        assert len(books.take(reader(number), 1)) == 1
+    for _ in range(num_readers):
+        assert books.recall()
+    assert books.num_recalled == 1
+    for id_ in list(books.held):
+        books.consume(id_, 1, NO_STEP)
+    for _ in range(100 * num_readers):
+        assert not books.recall()
 
 
 def test_partitions_of_a_stream_keep_their_order() -> None:
@@ -326,6 +355,8 @@ class Training(RuleBasedStateMachine):
             for place in range(each.start, each.end)
         )
         assert not (seen & under_way)
+        assert books.num_unbegun == sum(not held.is_begun for held in books.held.values())
+        assert books.num_recalled == sum(len(who.recalled) for who in books.all_readers())
         assert books.num_consumed == sum(seen.values())
         complete = sum(books.spec.size for _ in range(books.epoch))
         assert sum(seen.values()) + sum(under_way.values()) + books.num_fresh == complete + books.spec.size
