@@ -85,6 +85,26 @@ def test_same_results(jobs, tmp_path, options, pattern):
     assert torchrun
 
 
+def has_ipv6_loopback() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback")
+def test_an_ipv6_address_in_brackets(jobs, tmp_path):
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
+        port = probe.getsockname()[1]
+    options = ["--nproc-per-node=2", "--master-addr=[::1]", f"--master-port={port}"]
+    runs = both(jobs, tmp_path, *options, f"{SCRIPTS}/dump_env.py", "FOLDER", expect_code=0)
+    hosts = [json.loads((folder / "env-1.json").read_text())["MASTER_ADDR"] for _, folder in runs.values()]
+    assert hosts == ["::1", "::1"]
+    ours = jobs.run(*options, SCRIPTS / "ddp.py", tmp_path)
+    assert ours.process.returncode == 0, ours.err
+
+
 @pytest.mark.parametrize(
     "options",
     [
