@@ -53,7 +53,7 @@ def main() -> int:
         is_warm=config.is_warm and config.entry.kind is not EntryKind.PROGRAM,
         preload=config.preload,
         interpreter=config.interpreter,
-        search_path=str(Path(config.entry.target).parent) if config.entry.kind is EntryKind.SCRIPT else "",
+        search_path=str(Path(config.entry.name).parent) if config.entry.kind is EntryKind.SCRIPT else "",
         cgroups="" if cgroups is None else cgroups.path,
     )
     logging.basicConfig(

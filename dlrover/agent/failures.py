@@ -238,14 +238,18 @@ def last_lines(text: str, count: int) -> str:
 
 
 def one_line(text: str) -> str:
-    line = " ".join(text.split())
+    line = " ".join(_valid(text).split())
     return line if len(line) <= _MAX_MESSAGE_CHARACTERS else line[: _MAX_MESSAGE_CHARACTERS - 1] + "…"
 
 
 def keep_tail(text: str, limit_bytes: int) -> str:
     """The last bytes of the text that fit, without half a character."""
-    raw = text.encode("utf-8", "replace")
-    return text if len(raw) <= limit_bytes else raw[-limit_bytes:].decode("utf-8", "ignore")
+    return text.encode("utf-8", "replace")[-limit_bytes:].decode("utf-8", "ignore")
+
+
+def _valid(text: str) -> str:
+    """Names of files and arguments may hold what UTF-8 cannot express, and exceptions repeat them."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def count_oom_kills(cgroup_file: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int:

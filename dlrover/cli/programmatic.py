@@ -26,6 +26,7 @@ from dlrover.cli.settings import (
     Settings,
     check_program,
     check_script,
+    encode_settings,
     parse_nproc,
     parse_rdzv_conf,
     parse_signals,
@@ -112,7 +113,7 @@ def launch_agent(
         outcome_file = os.path.join(directory.path, "outcome.json")
         settings = _settings(config, environment, entry=entry, outcome_file=outcome_file)
         probe_directory(settings.log.log_dir, option="log_dir", purpose="log")
-        settings_file = directory.write("settings.json", msgspec.json.encode(settings))
+        settings_file = directory.write("settings.json", encode_settings(settings))
         exit_code = _run_launcher(settings_file)
         _raise_if_failed(exit_code, outcome_file)
         return _return_values(directory.path, target)
@@ -176,16 +177,16 @@ def _entry(entrypoint: Callable[..., Any] | str, args: Sequence[Any], target: st
 
         with explained(os.path.dirname(target)):
             write_call(target, entrypoint, tuple(args))
-        return Entry(kind=EntryKind.FUNCTION, target=target)
+        return Entry.of(EntryKind.FUNCTION, target)
     words = tuple(str(arg) for arg in args)
     if entrypoint == sys.executable and words[:1] == ("-u",) and len(words) > 1:
         # What torch's own launcher makes of a script; undone, so that it can start warm.
         if words[1] == "-m" and len(words) > 2:
-            return Entry(kind=EntryKind.MODULE, target=words[2], args=words[3:])
+            return Entry.of(EntryKind.MODULE, words[2], words[3:])
         check_script(words[1])
-        return Entry(kind=EntryKind.SCRIPT, target=words[1], args=words[2:])
+        return Entry.of(EntryKind.SCRIPT, words[1], words[2:])
     check_program(entrypoint)
-    return Entry(kind=EntryKind.PROGRAM, target=entrypoint, args=words)
+    return Entry.of(EntryKind.PROGRAM, entrypoint, words)
 
 
 def _settings(config: ElasticLaunchConfig, environment: Environment, *, entry: Entry, outcome_file: str) -> Settings:

@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 
+import msgspec
 from msgspec import Struct
 
 from dlrover.agent.config import Entry, EntryKind, LogConfig, Streams, TlsConfig, WatchConfig
@@ -86,6 +87,7 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Pars
         raise error
     environment = read_environment(environ)
     settings = build_settings(parsed, environment)
+    encode_settings(settings)
     probe_directory(settings.log.log_dir, option="--log-dir", purpose="log")
     probe_directory(settings.journal, option="--journal", purpose="journal")
     return parsed, settings
@@ -157,6 +159,21 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
         environment=environment,
         notes=tuple(notes),
     )
+
+
+def encode_settings(settings: Settings) -> bytes:
+    """
+    As JSON, in which they or parts of them travel to other processes. Raises `ConfigError` for what cannot.
+
+    What workers run and its arguments may be any bytes. All else is shown to people and sent to the master.
+    """
+    try:
+        return msgspec.json.encode(settings)
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{error.object!r} is not valid UTF-8. Only the script and its arguments may be so; give another name in this "
+            "option or variable."
+        ) from error
 
 
 def effective_values(parsed: Parsed) -> str:
@@ -264,7 +281,7 @@ def read_entry(parsed: Parsed) -> Entry:
     else:
         check_script(parsed.script)
         kind = EntryKind.SCRIPT
-    return Entry(kind=kind, target=parsed.script, args=parsed.script_args)
+    return Entry.of(kind, parsed.script, parsed.script_args)
 
 
 def check_script(path: str) -> None:

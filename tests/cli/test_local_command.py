@@ -40,7 +40,7 @@ def test_the_dashes_between_may_be_left_out(script):
     made = plan("--nodes", "3", "--nproc-per-node", "2", "--no-warm", script, "--nodes", "8")
     assert made.max_nodes == 3
     assert made.settings.local_world_size == 2
-    assert made.settings.entry.args == ("--nodes", "8")
+    assert made.settings.entry.args == (b"--nodes", b"8")
 
 
 @pytest.mark.parametrize(

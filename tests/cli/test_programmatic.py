@@ -65,7 +65,7 @@ class LaunchConfigOfTorch21:
 
 
 def test_the_launch_config_of_an_older_torch_is_taken() -> None:
-    entry = Entry(kind=EntryKind.PROGRAM, target="true")
+    entry = Entry.of(EntryKind.PROGRAM, "true")
     config: Any = LaunchConfigOfTorch21()
     settings = _settings(config, read_environment({}), entry=entry, outcome_file="")
     assert settings.log == LogConfig(tee={0: 3})

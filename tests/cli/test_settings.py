@@ -41,7 +41,7 @@ def test_without_options_one_worker_runs_on_one_node_and_restarts_while_it_makes
     assert (limits.min_nodes, limits.max_nodes, settings.local_world_size) == (1, 1, 1)
     assert settings.terms.restarts.max_restarts is None
     assert settings.entry.kind is EntryKind.SCRIPT
-    assert settings.entry.args == ("--lr", "1")
+    assert settings.entry.args == (b"--lr", b"1")
     assert settings.is_warm
     assert settings.shutdown_timeout == 30.0
     assert settings.node_rank is None
@@ -332,3 +332,14 @@ def test_variables_name_the_notice_and_the_plug_ins_and_options_win(script: str,
     _, settings = read_settings(["--topology-sorter", "mine::Sorter", script], environ)
     assert settings.preemption_file == str(tmp_path / "notice")
     assert (settings.topology_sorter, settings.topology_querier) == ("mine::Sorter", "")
+
+
+def test_only_what_workers_run_may_be_other_than_valid_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "caf\udce9.py").touch()
+    _, settings = read_settings(["caf\udce9.py", "--name", "\udcff"], {})
+    assert settings.entry.target == b"caf\xe9.py"
+    assert settings.entry.args == (b"--name", b"\xff")
+    with pytest.raises(ConfigError, match="udce9.*not valid UTF-8"):
+        read_settings(["--log-dir", "caf\udce9", "caf\udce9.py"], {})
+    assert not (tmp_path / "caf\udce9").exists()

@@ -85,6 +85,32 @@ def test_same_results(jobs, tmp_path, options, pattern):
     assert torchrun
 
 
+@pytest.mark.parametrize("options", [[], ["--no-warm"]], ids=["warm", "cold"])
+def test_arguments_that_are_no_valid_text(jobs, tmp_path, options):
+    script = tmp_path / "caf\udce9.py"
+    script.write_text("import os, sys; open(sys.argv[1], 'xb').write(os.fsencode(repr(os.fsencode(sys.argv[2]))))")
+    args = [script, "FOLDER/found", "caf\udce9 $HOME"]
+    if options:
+        job = jobs.run(*options, script, tmp_path / "found", args[2])
+        assert job.process.returncode == 0, job.err
+        found = [tmp_path / "found"]
+    else:
+        runs = both(jobs, tmp_path, *map(str, args), expect_code=0)
+        found = [folder / "found" for _, folder in runs.values()]
+    assert {path.read_text() for path in found} == {repr(b"caf\xe9 $HOME")}
+
+
+def test_a_failure_whose_words_are_no_valid_text(jobs, tmp_path):
+    script = tmp_path / "fail.py"
+    script.write_text("import sys; open(sys.argv[1])")
+    job = jobs.run("--max-restarts=0", script, "caf\udce9")
+    assert job.process.returncode == 1, job.err
+    assert "No such file or directory: 'caf" in job.err
+    assert "bug in the agent" not in job.err
+    missing = jobs.run("--max-restarts=0", "--no-python", "sh", "-c", 'exec "$0"', "./caf\udce9")
+    assert missing.process.returncode == 1, missing.err
+
+
 def has_ipv6_loopback() -> bool:
     try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6):
