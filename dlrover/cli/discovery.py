@@ -181,7 +181,9 @@ def own_host(settings: Settings, place: MasterPlace) -> str:
     if settings.local_addr:
         return _bare_host(settings.local_addr)
     if settings.terms.limits.max_nodes == 1:
-        return _bare_host(settings.master_addr) if settings.master_addr else "localhost"  # as torchrun tells its workers
+        return (
+            _bare_host(settings.master_addr) if settings.master_addr else "localhost"
+        )  # as torchrun tells its workers
     if settings.environment.pod_ip:
         return _bare_host(settings.environment.pod_ip)
     if is_loopback(place.address.host) and _is_loopback_name(place.address.host):

@@ -23,6 +23,7 @@ from dlrover.agent.config import AgentConfig, AgentResult
 from dlrover.cli import discovery, processes
 from dlrover.cli.console import say, say_block
 from dlrover.cli.discovery import MasterPlace, Seat
+from dlrover.cli.piped_script import copy_for_workers, read_piped
 from dlrover.cli.processes import SignalInbox
 from dlrover.cli.runtime_dir import (
     NodeDirectory,
@@ -105,7 +106,8 @@ def launch(
     patience: Patience | None = None,
 ) -> int:
     """Run the job on this node to its end. Gives the exit code; raises `ConfigError` before anything starts."""
-    with SignalInbox(settings.signals) as inbox:  # first: a signal from here on finds somebody who clears up
+    script = read_piped(settings.entry)  # may wait for a person who types it, and whom a signal must set free
+    with SignalInbox(settings.signals) as inbox:  # before all else: a signal finds somebody who clears up
         root = user_root(settings.environment)
         place, seat = discovery.find_master(settings)
         directory: NodeDirectory | None = None
@@ -113,6 +115,9 @@ def launch(
             job_name = discovery.name_job(settings, place)
             launch_id = discovery.new_launch()
             directory = NodeDirectory(root, job_name, launch_id)
+            if script is not None:
+                entry = copy_for_workers(settings.entry, script, directory)
+                settings = msgspec.structs.replace(settings, entry=entry)
             token_file = directory.write("token", discovery.find_token(settings, place, directory).encode())
             launcher = Launcher(
                 settings,

@@ -7,6 +7,7 @@ what it means, what to do. The directories are probed last because that is the o
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -18,6 +19,7 @@ from msgspec import Struct
 from dlrover.agent.config import Entry, EntryKind, LogConfig, Streams, TlsConfig, WatchConfig
 from dlrover.cli.command_line import Origin, Parsed, nearest, parse, unavailable
 from dlrover.cli.environment import Environment, read_environment
+from dlrover.cli.piped_script import is_read_once
 from dlrover.cli.watch_settings import watch_config
 from dlrover.cli.watching import Watching
 from dlrover.protocol.check_messages import CheckTerms
@@ -292,6 +294,11 @@ def check_script(path: str) -> None:
             f"The training script {path} is a directory without a __main__.py. Name the Python file in it."
         )
     try:
+        if is_read_once(path):
+            # Only a look: what is read here is missing in the script that the launcher reads later.
+            if not os.access(path, os.R_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
         with open(path, "rb") as script:
             script.read(1)
     except FileNotFoundError as error:

@@ -54,6 +54,7 @@ def test_the_dashes_between_may_be_left_out(script):
         (["--standby=-1", "train.py"], "--standby -1: give 0 or more"),
         (["--memory=-5", "train.py"], "--memory -5"),
         (["--nodes", "2", "--", "/no/such/train.py"], "/no/such/train.py does not exist"),
+        (["--nodes", "2", "--", "/dev/stdin"], "/dev/stdin can be read only once"),
         (["--", "--nnodes=3", "train.py"], "--nnodes after `dlrover local`"),
         (["--", "--node-rank=0", "train.py"], "--node-rank after"),
         (["--", "--standalone", "train.py"], "--standalone after"),

@@ -340,6 +340,17 @@ def test_only_what_workers_run_may_be_other_than_valid_text(tmp_path: Path, monk
     _, settings = read_settings(["caf\udce9.py", "--name", "\udcff"], {})
     assert settings.entry.target == b"caf\xe9.py"
     assert settings.entry.args == (b"--name", b"\xff")
-    with pytest.raises(ConfigError, match="udce9.*not valid UTF-8"):
+    with pytest.raises(ConfigError, match=r"udce9.*not valid UTF-8"):
         read_settings(["--log-dir", "caf\udce9", "caf\udce9.py"], {})
     assert not (tmp_path / "caf\udce9").exists()
+
+
+def test_a_script_in_a_pipe_is_not_read_ahead_of_time(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert settings_of(str(pipe)).entry.target == os.fsencode(pipe)  # opening it would wait for a writer
+    end = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    os.write(end, b"script")
+    settings_of(str(pipe))
+    assert os.read(end, 100) == b"script"
+    os.close(end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 from pathlib import Path
@@ -83,6 +84,30 @@ def test_same_results(jobs, tmp_path, options, pattern):
     torchrun, ours = (files(folder, pattern) for _, folder in runs.values())
     assert torchrun == ours
     assert torchrun
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_script_from_a_pipe(jobs, launcher):
+    script = b"import sys; print('here', sys.argv[1:], flush=True); raise SystemExit(3)"
+    job = jobs.start(launcher, "--max-restarts=0", "/dev/stdin", "--lr", "1", stdin=script)
+    assert job.wait() == 1, job.err
+    assert "here ['--lr', '1']" in job.out
+
+
+@pytest.mark.parametrize("options", [[], ["--run-path"], ["--no-warm"]], ids=["warm", "run path", "cold"])
+def test_all_workers_and_restarts_get_the_script_of_a_pipe(jobs, tmp_path, options):
+    """Beyond torchrun, whose second worker would find an empty script and succeed."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    job = jobs.start("dlrover-run", "--nproc-per-node=2", "--max-restarts=1", *options, pipe)
+    pipe.write_text(
+        "import os, pathlib, sys\n"
+        "rank, life = os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "pathlib.Path(f'ran-{rank}-{life}').touch()\n"
+        "sys.exit(rank == '1' and life == '0')\n"
+    )
+    assert job.wait() == 0, job.err
+    assert {path.name for path in tmp_path.glob("ran-*-1")} == {"ran-0-1", "ran-1-1"}
 
 
 @pytest.mark.parametrize("options", [[], ["--no-warm"]], ids=["warm", "cold"])
