@@ -146,6 +146,8 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     log: LogConfig = LogConfig()
     watch: WatchConfig = WatchConfig()
     tls: TlsConfig | None = None
+    signals: tuple[int, ...] = ()
+    """--signals-to-handle: each of them ends the node's part of the job and goes on to the workers, as the usual four do."""
     shutdown_timeout: float = 30.0
     master_grace: float = 600.0
     """Seconds workers train on without a master."""

@@ -52,7 +52,7 @@ class Reaction:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        caught = _caught_signals(pid)
+        caught = caught_signals(pid)
         if signal.SIGTERM not in caught:
             self.handler = Handler.NONE
         elif HANDLER_INSTALLED in caught and HANDLER_BEGAN not in caught:
@@ -62,7 +62,7 @@ class Reaction:
         self._seen = main_thread(pid)
 
     def has_begun(self) -> bool:
-        return HANDLER_BEGAN in _caught_signals(self._pid)
+        return HANDLER_BEGAN in caught_signals(self._pid)
 
     def is_on_its_way(self, elapsed: float) -> bool:
         """Whether the main thread has been at work in the `elapsed` seconds since the last look, so that it may come back."""
@@ -76,7 +76,7 @@ class Reaction:
         return is_running and not _uses_accelerator(self._pid)
 
 
-def _caught_signals(pid: int) -> frozenset[int]:
+def caught_signals(pid: int) -> frozenset[int]:
     """Numbers of the signals for which the process has a handler; empty if it is gone, or hidden from us since it changed its user."""
     try:
         with open(f"/proc/{pid}/status") as file:

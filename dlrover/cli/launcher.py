@@ -251,6 +251,7 @@ class Launcher:
             log=self._settings.log,
             watch=self._settings.watch,
             tls=self._settings.tls,
+            signals=self._settings.signals,
             shutdown_timeout=self._settings.shutdown_timeout,
             master_grace=self._settings.master_grace,
             preemption_file=self._settings.preemption_file,
@@ -533,7 +534,7 @@ class Launcher:
             self._kill_agent_at = time.monotonic() + self._settings.shutdown_timeout + self._patience.agent_margin
             if self._agent is not None:
                 # The agent passes it on to the workers, which may treat Ctrl-C and SIGTERM differently.
-                processes.send(self._agent, number if number in AGENT_SIGNALS else signal.SIGTERM)
+                processes.send(self._agent, number if self._is_heard(number) else signal.SIGTERM)
             if self._master is not None and self._has_other_nodes and os.path.exists(self._ready_file):
                 # The master goes with us; without it the others would train into the void and then wait for its return.
                 processes.send(self._master, signal.SIGUSR1)
@@ -543,6 +544,13 @@ class Launcher:
             say("interrupted again: killing everything at once")
             self._kill_agent_at = time.monotonic()
             self._is_hurried = True
+
+    def _is_heard(self, number: int) -> bool:
+        """An agent that has just been started has no handlers yet, and there are signals that would stop it, or go unnoticed."""
+        from dlrover.agent.reaction import caught_signals
+
+        assert self._agent is not None, "nobody to hear it"
+        return number in AGENT_SIGNALS or number in caught_signals(self._agent)
 
     def _on_exit(self, pid: int, status: int) -> None:
         if pid == self._agent:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import SCRIPTS, JobFactory, Launched
+from tests.integration.jobs import SCRIPTS, JobFactory, Launched, wait_until
 
 LAUNCHERS = ("torchrun", "dlrover-run")
 
@@ -134,6 +135,19 @@ def test_a_failure_whose_words_are_no_valid_text(jobs, tmp_path):
     assert "bug in the agent" not in job.err
     missing = jobs.run("--max-restarts=0", "--no-python", "sh", "-c", 'exec "$0"', "./caf\udce9")
     assert missing.process.returncode == 1, missing.err
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_workers_get_the_very_signal_that_was_asked_for(jobs, tmp_path, launcher):
+    job = jobs.start(
+        launcher, "--nproc-per-node=2", "--signals-to-handle=SIGTERM,SIGUSR1", SCRIPTS / "heard.py", tmp_path
+    )
+    wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, 60, lambda: job.err)
+    job.signal(signal.SIGUSR1)
+    code = job.wait()
+    assert files(tmp_path, "heard-*") == {"heard-0": "SIGUSR1", "heard-1": "SIGUSR1"}
+    if launcher == "dlrover-run":
+        assert code == 128 + signal.SIGUSR1
 
 
 def has_ipv6_loopback() -> bool:
