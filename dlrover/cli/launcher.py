@@ -396,7 +396,7 @@ class Launcher:
             topology_querier=self._settings.topology_querier,
             topology_sorter=self._settings.topology_sorter,
             event_reporters=self._settings.environment.event_reporters,
-            reports=self._settings.log.log_dir or self._settings.journal or self._directory.path,
+            reports=self._reports,
             **msgspec.structs.asdict(self._settings.watching),
             parent_death=True,
             parent_pid=os.getpid(),
@@ -433,6 +433,11 @@ class Launcher:
     @property
     def _master_log(self) -> str:
         return os.path.join(self._directory.path, "master.log")
+
+    @property
+    def _reports(self) -> str:
+        log_dir = self._settings.log.log_dir
+        return (log_dir if log_dir != os.devnull else "") or self._settings.journal or self._directory.path
 
     def _journal_file(self) -> str:
         if not self._settings.journal:

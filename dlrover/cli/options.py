@@ -80,7 +80,7 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
         "--nproc-per-node",
         Kind.TEXT,
         "1",
-        "Workers on this node: a number, or auto (accelerators, else CPUs), gpu, xpu, cpu.",
+        "Workers on this node: a number, or auto (accelerators, else CPUs), gpu, xpu, cpu, or the name of a custom device of torch.",
         metavar="N|auto|gpu|xpu|cpu",
     ),
     _option(
@@ -148,7 +148,7 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
         "Run the script with runpy.run_path in the worker's own interpreter. Wins over --no-python.",
     ),
     _option(
-        "--log-dir", Kind.TEXT, None, "Directory for the workers' log files, one sub-directory per run.", metavar="DIR"
+        "--log-dir", Kind.TEXT, None, "Directory for the workers' log files, one sub-directory per run; /dev/null: keep none.", metavar="DIR"
     ),
     _option(
         "--redirects",

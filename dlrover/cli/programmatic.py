@@ -30,7 +30,7 @@ from dlrover.cli.settings import (
     parse_nproc,
     parse_rdzv_conf,
     parse_signals,
-    probe_directory,
+    probe_log_dir,
 )
 from dlrover.protocol.errors import ConfigError, JobError
 from dlrover.protocol.messages import JobTerms, Limits, RestartPolicy
@@ -112,7 +112,7 @@ def launch_agent(
         entry = _entry(entrypoint, args, target)
         outcome_file = os.path.join(directory.path, "outcome.json")
         settings = _settings(config, environment, entry=entry, outcome_file=outcome_file)
-        probe_directory(settings.log.log_dir, option="log_dir", purpose="log")
+        probe_log_dir(settings.log.log_dir, option="log_dir")
         settings_file = directory.write("settings.json", encode_settings(settings))
         exit_code = _run_launcher(settings_file)
         _raise_if_failed(exit_code, outcome_file)

@@ -90,7 +90,7 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Pars
     environment = read_environment(environ)
     settings = build_settings(parsed, environment)
     encode_settings(settings)
-    probe_directory(settings.log.log_dir, option="--log-dir", purpose="log")
+    probe_log_dir(settings.log.log_dir, option="--log-dir")
     probe_directory(settings.journal, option="--journal", purpose="journal")
     return parsed, settings
 
@@ -325,6 +325,11 @@ def check_program(path: str) -> None:
     raise ConfigError(f"The program {path} (--no-python) {where}.")
 
 
+def probe_log_dir(path: str, *, option: str) -> None:
+    if path != os.devnull:  # torchrun's way to say that nothing shall be kept
+        probe_directory(path, option=option, purpose="log")
+
+
 def probe_directory(path: str, *, option: str, purpose: str) -> None:
     """Make sure that files can be written there: the first worker should not have to find out."""
     if not path:
@@ -518,14 +523,14 @@ def parse_nproc(text: str) -> int | str:
     """A number, or a word that the agent resolves once torch is there."""
     if text == "cpu":
         return len(os.sched_getaffinity(0))
-    if text in ("auto", "gpu", "xpu"):
-        return text
+    if text.isidentifier():
+        return text  # auto, gpu, xpu, or a device of which only torch knows, such as npu
     try:
         number = int(text)
     except ValueError:
         number = 0
     if number < 1:
-        raise ConfigError(f"--nproc-per-node {text}: give a number of at least 1, or auto, gpu, xpu or cpu.")
+        raise ConfigError(f"--nproc-per-node {text}: give a number of at least 1, or auto, gpu, xpu, cpu or the name of a device that torch knows.")
     return number
 
 

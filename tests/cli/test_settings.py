@@ -166,6 +166,17 @@ def test_log_options_keep_torchruns_meaning(script: str, tmp_path: Path) -> None
     assert log.log_dir == str(tmp_path)
 
 
+def test_a_custom_device_is_known_to_torch_alone(script: str) -> None:
+    assert settings_of("--nproc-per-node=npu", script).local_world_size == "npu"
+
+
+def test_nothing_is_kept_in_dev_null(script: str) -> None:
+    _, settings = read_settings(["--log-dir", os.devnull, "--tee=3", script], {})
+    assert settings.log.log_dir == os.devnull
+    with pytest.raises(ConfigError, match="cannot be written to"):
+        read_settings(["--log-dir", script, script], {})
+
+
 def test_cpu_means_the_processors_that_we_may_use(script: str) -> None:
     assert settings_of("--nproc-per-node=cpu", script).local_world_size == len(os.sched_getaffinity(0))
     assert settings_of("--nproc-per-node=auto", script).local_world_size == "auto"
@@ -224,7 +235,7 @@ BAD = [
     (["--nnodes=1:2:3", "{script}"], {}, "--nnodes 1:2:3"),
     (["--nnodes=3", "--node-unit=2", "{script}"], {}, "--node-unit 2"),
     (["--nproc-per-node=0", "{script}"], {}, "--nproc-per-node 0"),
-    (["--nproc-per-node=some", "{script}"], {}, "--nproc-per-node some"),
+    (["--nproc-per-node=1.5", "{script}"], {}, "--nproc-per-node 1.5"),
     (["--max-restarts=-1", "{script}"], {}, "--max-restarts -1"),
     (["--standalone", "--nnodes=2", "{script}"], {}, "--standalone"),
     (["--rdzv-conf=join_timout=1", "{script}"], {}, "Did you mean join_timeout"),

@@ -251,6 +251,17 @@ def test_same_log_files_and_console(jobs, tmp_path, options):
     assert seen[0] == seen[1]
 
 
+def test_logs_that_go_to_dev_null(jobs, tmp_path):
+    options = ["--log-dir=/dev/null", "--redirects=3", "--nproc-per-node=2"]
+    runs = both(jobs, tmp_path, *options, f"{SCRIPTS}/dump_env.py", "FOLDER", expect_code=0)
+    consoles = [sorted(line for line in job.out.splitlines() if "of rank" in line) for job, _ in runs.values()]
+    assert consoles[0] == consoles[1]
+    wrong = jobs.run("--nproc-per-node=some", SCRIPTS / "dump_env.py", tmp_path)
+    assert wrong.process.returncode == 2
+    assert "--nproc-per-node=some: torch knows no some device here" in wrong.err
+    assert "Traceback" not in wrong.err
+
+
 def test_recorded_errors_are_shown(jobs, tmp_path):
     runs = both(jobs, tmp_path, "--nproc-per-node=2", "--max-restarts=0", f"{SCRIPTS}/recorded.py", expect_code=1)
     ours = runs["dlrover-run"][0].err
