@@ -148,7 +148,11 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
         "Run the script with runpy.run_path in the worker's own interpreter. Wins over --no-python.",
     ),
     _option(
-        "--log-dir", Kind.TEXT, None, "Directory for the workers' log files, one sub-directory per run; /dev/null: keep none.", metavar="DIR"
+        "--log-dir",
+        Kind.TEXT,
+        None,
+        "Directory for the workers' log files, one sub-directory per run; /dev/null: keep none.",
+        metavar="DIR",
     ),
     _option(
         "--redirects",

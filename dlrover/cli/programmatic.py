@@ -18,12 +18,14 @@ from typing import Any
 
 import msgspec
 
-from dlrover.agent.config import AgentResult, Entry, EntryKind, LogConfig
+from dlrover.agent.config import AgentResult, Entry, EntryKind, LogConfig, WatchConfig
 from dlrover.cli.discovery import new_launch
 from dlrover.cli.environment import Environment, read_environment
 from dlrover.cli.runtime_dir import NodeDirectory, explained, user_root
 from dlrover.cli.settings import (
     Settings,
+    absolute,
+    check_plugin,
     check_program,
     check_script,
     encode_settings,
@@ -31,6 +33,7 @@ from dlrover.cli.settings import (
     parse_rdzv_conf,
     parse_signals,
     probe_log_dir,
+    usual_shutdown_timeout,
 )
 from dlrover.protocol.errors import ConfigError, JobError
 from dlrover.protocol.messages import JobTerms, Limits, RestartPolicy
@@ -213,7 +216,18 @@ def _settings(config: ElasticLaunchConfig, environment: Environment, *, entry: E
         is_warm=ask("is_warm"),
         preload=tuple(ask("preload")),
         log=_log(config, environment),
-        shutdown_timeout=30.0 if shutdown_timeout is None else float(shutdown_timeout),
+        watch=WatchConfig(
+            log_file=environment.training_log_file,
+            node_errors=environment.node_errors,
+            xpu_timer_port=environment.xpu_timer_port,
+        ),
+        shutdown_timeout=usual_shutdown_timeout(environment) if shutdown_timeout is None else float(shutdown_timeout),
+        preemption_file=absolute(environment.preemption_file),
+        failover_extension=check_plugin(
+            environment.failover_extension, option="The variable DLROVER_EXTENSION_DYNAMIC_FAILOVER"
+        ),
+        topology_querier=check_plugin(environment.topology_querier, option="The variable DLROVER_TOPOLOGY_QUERIER"),
+        topology_sorter=check_plugin(environment.topology_sorter, option="The variable DLROVER_TOPOLOGY_SORTER"),
         master_grace=ask("master_grace"),
         is_virtual_local_rank=ask("virtual_local_rank"),
         signals=parse_signals(ask("signals_to_handle")),
@@ -246,7 +260,7 @@ def _log(config: ElasticLaunchConfig, environment: Environment) -> LogConfig:
     redirect_default, redirect_map = _streams(redirects)
     tee_default, tee_map = _streams(tee)
     return LogConfig(
-        log_dir=os.path.abspath(log_dir) if log_dir else "",
+        log_dir=absolute(log_dir or environment.agent_log_dir),
         redirects=redirect_map,
         redirect_default=redirect_default,
         tee=tee_map,

@@ -134,7 +134,7 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
         snapshot_copies=_snapshot_copies(parsed),
         snapshot_parity=_snapshot_parity(parsed),
         snapshot_bandwidth=_at_least_zero("--snapshot-bandwidth", parsed.number("snapshot_bandwidth")),
-        preemption_file=_absolute(parsed.text("preemption_file") or environment.preemption_file),
+        preemption_file=absolute(parsed.text("preemption_file") or environment.preemption_file),
         failover_extension=check_plugin(
             parsed.text("dynamic_failover_extension") or environment.failover_extension,
             option="--dynamic-failover-extension",
@@ -530,7 +530,9 @@ def parse_nproc(text: str) -> int | str:
     except ValueError:
         number = 0
     if number < 1:
-        raise ConfigError(f"--nproc-per-node {text}: give a number of at least 1, or auto, gpu, xpu, cpu or the name of a device that torch knows.")
+        raise ConfigError(
+            f"--nproc-per-node {text}: give a number of at least 1, or auto, gpu, xpu, cpu or the name of a device that torch knows."
+        )
     return number
 
 
@@ -568,7 +570,7 @@ def _log(parsed: Parsed, environment: Environment) -> LogConfig:
     except ValueError as error:
         raise ConfigError(f"--local-ranks-filter {ranks_text}: give local ranks such as 0,1,2.") from error
     return LogConfig(
-        log_dir=_absolute(parsed.text("log_dir") or environment.agent_log_dir),
+        log_dir=absolute(parsed.text("log_dir") or environment.agent_log_dir),
         redirects=redirects,
         redirect_default=redirect_default,
         tee=tee,
@@ -595,6 +597,11 @@ def _tls(parsed: Parsed) -> TlsConfig | None:
 def _shutdown_timeout(parsed: Parsed, environment: Environment) -> float:
     if parsed.values["shutdown_timeout"] is not None:
         return _at_least_zero("--shutdown-timeout", float(parsed.integer("shutdown_timeout")))
+    return usual_shutdown_timeout(environment)
+
+
+def usual_shutdown_timeout(environment: Environment) -> float:
+    """Where no option names one."""
     return DEFAULT_SHUTDOWN_TIMEOUT if environment.shutdown_timeout is None else environment.shutdown_timeout
 
 
@@ -607,8 +614,8 @@ def _at_least_zero(option: str, seconds: float) -> float:
 def _journal(path: str) -> str:
     if path and os.path.exists(path) and not os.path.isdir(path):
         raise ConfigError(f"--journal {path}: this is a file; give a directory, each job gets its own file in it.")
-    return _absolute(path)
+    return absolute(path)
 
 
-def _absolute(path: str) -> str:
+def absolute(path: str) -> str:
     return os.path.abspath(path) if path else ""
