@@ -232,7 +232,7 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
         "--signals-to-handle",
         Kind.TEXT,
         "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        "Signals at which the launcher ends the job in an orderly way.",
+        "Signals at which the launcher ends the job in an orderly way. Workers get the very signal, e.g. SIGUSR1 where a batch system warns with it.",
         metavar="SIGNAL,...",
     ),
     _option(

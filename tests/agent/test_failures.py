@@ -146,19 +146,6 @@ def test_a_corrupt_error_file_is_a_failure_without_details(tmp_path: Path, conte
     assert (failure.kind, failure.message, failure.traceback) == (FailureKind.EXIT_CODE, "exit code 1", "")
 
 
-@pytest.mark.parametrize("is_recorded", [True, False])
-def test_what_is_no_valid_text_can_still_be_told(tmp_path: Path, is_recorded: bool) -> None:
-    """An exception that names an argument of the command line, which may be any bytes."""
-    path = tmp_path / "error.json"
-    text = "No such file: caf\udce9"
-    message = {"message": text, "extraInfo": {"py_callstack": f"open\n{text}"}}
-    path.write_text(json.dumps({"message": message if is_recorded else text}))
-    failure = describe_failure(evidence(exit_code=1, error_file=str(path)))
-    assert failure.message == "No such file: caf?"
-    msgspec.msgpack.encode(failure)
-    msgspec.msgpack.encode(could_not_start(global_rank=0, local_rank=0, message=text, at=Micros(0)))
-
-
 def test_an_error_file_with_a_bare_text(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     path.write_text('{"message": "went wrong", "timestamp": "1"}')
@@ -251,3 +238,16 @@ def test_what_shall_follow_a_line_is_for_the_user_to_say(tmp_path: Path) -> None
     assert describe(faulty, tokens) == ("well", "")
     printed = describe_failure(evidence(exit_code=1, log_tail="a\nout of tokens: 3\n", log_patterns=(tokens,)))
     assert printed.stop_line == "out of tokens: 3"
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_what_is_no_valid_text_can_still_be_told(tmp_path: Path, is_recorded: bool) -> None:
+    """An exception that names an argument of the command line, which may be any bytes."""
+    path = tmp_path / "error.json"
+    text = "No such file: caf\udce9"
+    message = {"message": text, "extraInfo": {"py_callstack": f"open\n{text}"}}
+    path.write_text(json.dumps({"message": message if is_recorded else text}))
+    failure = describe_failure(evidence(exit_code=1, error_file=str(path)))
+    assert failure.message == "No such file: caf?"
+    msgspec.msgpack.encode(failure)
+    msgspec.msgpack.encode(could_not_start(global_rank=0, local_rank=0, message=text, at=Micros(0)))
