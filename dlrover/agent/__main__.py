@@ -54,7 +54,7 @@ def main() -> int:
         is_warm=config.is_warm and config.entry.kind is not EntryKind.PROGRAM,
         preload=config.preload,
         interpreter=config.interpreter,
-        search_path=str(Path(config.entry.target).parent) if config.entry.kind is EntryKind.SCRIPT else "",
+        search_path=str(Path(config.entry.name).parent) if config.entry.kind is EntryKind.SCRIPT else "",
         cgroups="" if cgroups is None else cgroups.path,
     )
     logging.basicConfig(
@@ -100,8 +100,9 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
     from dlrover.agent.worker_socket import WorkerSocket
     from dlrover.protocol.errors import ConfigError
 
-    disks = (config.runtime_dir, os.getcwd(), config.log.log_dir, config.watch.log_file)
-    watch = Watch(config.watch, runtime_dir=config.runtime_dir, disks=[path for path in disks if os.path.exists(path)])
+    disks = [config.runtime_dir, os.getcwd(), config.log.log_dir, config.watch.log_file]
+    disks = [path for path in disks if os.path.exists(path) and path != os.devnull]
+    watch = Watch(config.watch, runtime_dir=config.runtime_dir, disks=disks)
     watch.collect(lambda: load_collectors(scrapes(config.watch.scrapes, config.watch.xpu_timer_port)))
     tree = ProcessTree(keep=lambda: spawner.zygote_pids, cgroups=cgroups)
     output = WorkerOutput(config.log, role=config.role, run_id=config.run_id, runtime_dir=config.runtime_dir)

@@ -71,6 +71,13 @@ log = logging.getLogger("dlrover.agent")
 
 NUM_OFFERED = 128
 
+_USUAL_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_OF_OUR_OWN_DOING = (
+    signal.SIGPIPE, signal.SIGXFSZ, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS,
+    signal.SIGTRAP,
+)  # fmt: skip
+"""A process gets these for what it does itself: a peer that hung up must not look like an order to leave."""
+
 EXIT_FAILED = 1
 EXIT_MASTER_LOST = 23
 EXIT_BY_SIGNAL = 128
@@ -279,7 +286,7 @@ class Agent:
 
     async def run(self) -> AgentResult:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        for number in sorted({*_USUAL_SIGNALS, *self._config.signals}.difference(_OF_OUR_OWN_DOING)):
             loop.add_signal_handler(number, self._on_signal, number)
         try:
             async with asyncio.TaskGroup() as self._tasks:

@@ -8,7 +8,9 @@ struct through a file in its runtime directory, so that a restarted agent of the
 from __future__ import annotations
 
 import enum
+import os
 import signal
+from collections.abc import Iterable
 
 from msgspec import Struct
 
@@ -31,11 +33,25 @@ class EntryKind(enum.StrEnum):
 
 
 class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a worker runs."""
+    """
+    What a worker runs.
+
+    Byte strings, because neither the name of a file nor an argument need be valid text, and JSON knows only such.
+    """
 
     kind: EntryKind
-    target: str
-    args: tuple[str, ...] = ()
+    target: bytes
+    args: tuple[bytes, ...] = ()
+
+    @classmethod
+    def of(cls, kind: EntryKind, target: str, args: Iterable[str] = ()) -> Entry:
+        """From Python's form of file names and arguments."""
+        return cls(kind=kind, target=os.fsencode(target), args=tuple(map(os.fsencode, args)))
+
+    @property
+    def name(self) -> str:
+        """The target in Python's form."""
+        return os.fsdecode(self.target)
 
 
 class Streams(enum.IntFlag):
@@ -130,6 +146,8 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     log: LogConfig = LogConfig()
     watch: WatchConfig = WatchConfig()
     tls: TlsConfig | None = None
+    signals: tuple[int, ...] = ()
+    """--signals-to-handle: each of them ends the node's part of the job and goes on to the workers, as the usual four do."""
     shutdown_timeout: float = 30.0
     master_grace: float = 600.0
     """Seconds workers train on without a master."""

@@ -153,7 +153,7 @@ class CheckTask:
         if self._is_memory_checked or terms.accelerator == "cpu":
             return None
         options = ("--accelerator", terms.accelerator, "--limit", str(terms.memory_limit))
-        entry = Entry(kind=EntryKind.MODULE, target=DEVICE_MEMORY, args=(*options, "--agent-pid", str(os.getpid())))
+        entry = Entry.of(EntryKind.MODULE, DEVICE_MEMORY, (*options, "--agent-pid", str(os.getpid())))
         outcome, words = await self._perform(entry, _alone(), node_rank, None, directory, MEMORY_TIMEOUT)
         self._is_memory_checked = True
         codes = [failure.exit_code for failure in outcome.failures] if isinstance(outcome, Failed) else []
@@ -167,7 +167,7 @@ class CheckTask:
         self, check: Check, terms: CheckTerms, node_rank: NodeRank, offer: PortOffer | None, directory: str
     ) -> CheckOutcome:
         begun_at = time.monotonic()
-        entry = Entry(kind=EntryKind.MODULE, target=terms.module)
+        entry = Entry.of(EntryKind.MODULE, terms.module)
         outcome, words = await self._perform(entry, check.world, node_rank, offer, directory, terms.timeout)
         results = _read_results(directory, check.world.local_world_size)
         if len(results) == check.world.local_world_size:

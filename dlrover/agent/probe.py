@@ -55,7 +55,7 @@ class Probe:
     """The agent's end. `ask` never takes longer than its deadline."""
 
     def __init__(self, command: Sequence[str] = (), *, timeout: float = 10.0) -> None:
-        self._command = tuple(command) or (sys.executable, "-m", "dlrover.agent.probe")
+        self._command = tuple(command) or (sys.executable, "-P", "-m", "dlrover.agent.probe")
         self._timeout = timeout
         self._transport: asyncio.SubprocessTransport | None = None
         self._lines = _Lines()

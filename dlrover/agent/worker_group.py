@@ -227,7 +227,9 @@ class WorkerGroup:
 
     async def _fork(self, worker: _Worker) -> None:
         entry = self._config.entry
-        substituted = [string.Template(word).safe_substitute(local_rank=worker.local_rank) for word in entry.args]
+        substituted = [
+            string.Template(os.fsdecode(word)).safe_substitute(local_rank=worker.local_rank) for word in entry.args
+        ]
         files = worker.files
         try:
             environ = worker_environment(
@@ -244,7 +246,7 @@ class WorkerGroup:
                 environ.update(self._watch.environment(worker.local_rank))
             leash = await self._spawner.spawn(
                 kind=entry.kind,
-                target=entry.target,
+                target=entry.name,
                 args=substituted,
                 environ={os.fsencode(name): os.fsencode(value) for name, value in environ.items()},
                 streams=(files.stdin, files.stdout, files.stderr),
@@ -276,7 +278,7 @@ class WorkerGroup:
         worker.failure = could_not_start(
             global_rank=worker.global_rank,
             local_rank=worker.local_rank,
-            message=f"cannot start {self._config.entry.target}: {message}",
+            message=f"cannot start {self._config.entry.name}: {message}",
             at=self._master_now(),
             pid=worker.pid,
         )
@@ -371,7 +373,7 @@ def worker_environment(
         environ["DLROVER_SNAPSHOT_FALLBACK"] = os.path.join(config.runtime_dir, "segments")
     if config.entry.kind is EntryKind.FUNCTION:
         # Beside the call itself: that file is the user's process's own, our runtime directory goes with the job.
-        environ["DLROVER_RESULT_FILE"] = f"{config.entry.target}.result.{global_rank}"
+        environ["DLROVER_RESULT_FILE"] = f"{config.entry.name}.result.{global_rank}"
     if config.is_virtual_local_rank:
         environ["LOCAL_RANK"] = "0"
         environ["CUDA_VISIBLE_DEVICES"] = _visible_device(base.get("CUDA_VISIBLE_DEVICES"), local_rank)

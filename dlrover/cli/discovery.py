@@ -179,11 +179,13 @@ def derive_token(rdzv_id: str) -> str:
 def own_host(settings: Settings, place: MasterPlace) -> str:
     """This node's address for the others: what becomes MASTER_ADDR if it hosts global rank 0."""
     if settings.local_addr:
-        return settings.local_addr
+        return _bare_host(settings.local_addr)
     if settings.terms.limits.max_nodes == 1:
-        return settings.master_addr or "localhost"  # as torchrun tells its workers
+        return (
+            _bare_host(settings.master_addr) if settings.master_addr else "localhost"
+        )  # as torchrun tells its workers
     if settings.environment.pod_ip:
-        return settings.environment.pod_ip
+        return _bare_host(settings.environment.pod_ip)
     if is_loopback(place.address.host) and _is_loopback_name(place.address.host):
         return LOOPBACK
     if place.is_ours and not is_loopback(place.address.host):
@@ -242,6 +244,11 @@ def _check_who_listens(settings: Settings, address: Address, source: str, error:
         f"{source} {address}: the port cannot be used ({error.strerror}), and what holds it is not the master of this "
         "job. Stop that program, or choose another port, the same on all nodes."
     ) from error
+
+
+def _bare_host(text: str) -> str:
+    """Workers hand it to the resolver, which knows no brackets around an IPv6 address."""
+    return parse_address(text, default_port=0).host
 
 
 def _bind_host(host: str, *, is_wide: bool) -> str:

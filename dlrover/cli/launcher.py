@@ -23,6 +23,7 @@ from dlrover.agent.config import AgentConfig, AgentResult
 from dlrover.cli import discovery, processes
 from dlrover.cli.console import say, say_block
 from dlrover.cli.discovery import MasterPlace, Seat
+from dlrover.cli.piped_script import copy_for_workers, read_piped
 from dlrover.cli.processes import SignalInbox
 from dlrover.cli.runtime_dir import (
     NodeDirectory,
@@ -105,7 +106,8 @@ def launch(
     patience: Patience | None = None,
 ) -> int:
     """Run the job on this node to its end. Gives the exit code; raises `ConfigError` before anything starts."""
-    with SignalInbox(settings.signals) as inbox:  # first: a signal from here on finds somebody who clears up
+    script = read_piped(settings.entry)  # may wait for a person who types it, and whom a signal must set free
+    with SignalInbox(settings.signals) as inbox:  # before all else: a signal finds somebody who clears up
         root = user_root(settings.environment)
         place, seat = discovery.find_master(settings)
         directory: NodeDirectory | None = None
@@ -113,6 +115,9 @@ def launch(
             job_name = discovery.name_job(settings, place)
             launch_id = discovery.new_launch()
             directory = NodeDirectory(root, job_name, launch_id)
+            if script is not None:
+                entry = copy_for_workers(settings.entry, script, directory)
+                settings = msgspec.structs.replace(settings, entry=entry)
             token_file = directory.write("token", discovery.find_token(settings, place, directory).encode())
             launcher = Launcher(
                 settings,
@@ -246,6 +251,7 @@ class Launcher:
             log=self._settings.log,
             watch=self._settings.watch,
             tls=self._settings.tls,
+            signals=self._settings.signals,
             shutdown_timeout=self._settings.shutdown_timeout,
             master_grace=self._settings.master_grace,
             preemption_file=self._settings.preemption_file,
@@ -390,7 +396,7 @@ class Launcher:
             topology_querier=self._settings.topology_querier,
             topology_sorter=self._settings.topology_sorter,
             event_reporters=self._settings.environment.event_reporters,
-            reports=self._settings.log.log_dir or self._settings.journal or self._directory.path,
+            reports=self._reports,
             **msgspec.structs.asdict(self._settings.watching),
             parent_death=True,
             parent_pid=os.getpid(),
@@ -427,6 +433,11 @@ class Launcher:
     @property
     def _master_log(self) -> str:
         return os.path.join(self._directory.path, "master.log")
+
+    @property
+    def _reports(self) -> str:
+        log_dir = self._settings.log.log_dir
+        return (log_dir if log_dir != os.devnull else "") or self._settings.journal or self._directory.path
 
     def _journal_file(self) -> str:
         if not self._settings.journal:
@@ -528,7 +539,7 @@ class Launcher:
             self._kill_agent_at = time.monotonic() + self._settings.shutdown_timeout + self._patience.agent_margin
             if self._agent is not None:
                 # The agent passes it on to the workers, which may treat Ctrl-C and SIGTERM differently.
-                processes.send(self._agent, number if number in AGENT_SIGNALS else signal.SIGTERM)
+                processes.send(self._agent, number if self._is_heard(number) else signal.SIGTERM)
             if self._master is not None and self._has_other_nodes and os.path.exists(self._ready_file):
                 # The master goes with us; without it the others would train into the void and then wait for its return.
                 processes.send(self._master, signal.SIGUSR1)
@@ -538,6 +549,13 @@ class Launcher:
             say("interrupted again: killing everything at once")
             self._kill_agent_at = time.monotonic()
             self._is_hurried = True
+
+    def _is_heard(self, number: int) -> bool:
+        """An agent that has just been started has no handlers yet, and there are signals that would stop it, or go unnoticed."""
+        from dlrover.agent.reaction import caught_signals
+
+        assert self._agent is not None, "nobody to hear it"
+        return number in AGENT_SIGNALS or number in caught_signals(self._agent)
 
     def _on_exit(self, pid: int, status: int) -> None:
         if pid == self._agent:

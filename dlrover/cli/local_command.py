@@ -36,6 +36,7 @@ from dlrover.cli.launcher import (
     result_of,
 )
 from dlrover.cli.local_display import Display
+from dlrover.cli.piped_script import is_piped
 from dlrover.cli.report import failure_report
 from dlrover.cli.runtime_dir import (
     NodeDirectory,
@@ -137,6 +138,10 @@ def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
             raise ConfigError(f"{option} after `dlrover local`: each node is told that by the job. Leave it out.")
     node_argv = (f"--nnodes={min_nodes}:{max_nodes}", f"--standby={options.standby}", *command)
     _, settings = read_settings(node_argv, surroundings)
+    if is_piped(settings.entry):
+        raise ConfigError(
+            f"The training script {settings.entry.name} can be read only once, and each node needs it. Write it to a file."
+        )
     probe_directory(options.log_dir, option="--log-dir", purpose="log")
     return Plan(
         min_nodes=min_nodes,

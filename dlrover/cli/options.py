@@ -80,7 +80,7 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
         "--nproc-per-node",
         Kind.TEXT,
         "1",
-        "Workers on this node: a number, or auto (accelerators, else CPUs), gpu, xpu, cpu.",
+        "Workers on this node: a number, or auto (accelerators, else CPUs), gpu, xpu, cpu, or the name of a custom device of torch.",
         metavar="N|auto|gpu|xpu|cpu",
     ),
     _option(
@@ -148,7 +148,11 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
         "Run the script with runpy.run_path in the worker's own interpreter. Wins over --no-python.",
     ),
     _option(
-        "--log-dir", Kind.TEXT, None, "Directory for the workers' log files, one sub-directory per run.", metavar="DIR"
+        "--log-dir",
+        Kind.TEXT,
+        None,
+        "Directory for the workers' log files, one sub-directory per run; /dev/null: keep none.",
+        metavar="DIR",
     ),
     _option(
         "--redirects",
@@ -228,7 +232,7 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
         "--signals-to-handle",
         Kind.TEXT,
         "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        "Signals at which the launcher ends the job in an orderly way.",
+        "Signals at which the launcher ends the job in an orderly way. Workers get the very signal, e.g. SIGUSR1 where a batch system warns with it.",
         metavar="SIGNAL,...",
     ),
     _option(

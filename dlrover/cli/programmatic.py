@@ -18,18 +18,22 @@ from typing import Any
 
 import msgspec
 
-from dlrover.agent.config import AgentResult, Entry, EntryKind, LogConfig
+from dlrover.agent.config import AgentResult, Entry, EntryKind, LogConfig, WatchConfig
 from dlrover.cli.discovery import new_launch
 from dlrover.cli.environment import Environment, read_environment
 from dlrover.cli.runtime_dir import NodeDirectory, explained, user_root
 from dlrover.cli.settings import (
     Settings,
+    absolute,
+    check_plugin,
     check_program,
     check_script,
+    encode_settings,
     parse_nproc,
     parse_rdzv_conf,
     parse_signals,
-    probe_directory,
+    probe_log_dir,
+    usual_shutdown_timeout,
 )
 from dlrover.protocol.errors import ConfigError, JobError
 from dlrover.protocol.messages import JobTerms, Limits, RestartPolicy
@@ -111,8 +115,8 @@ def launch_agent(
         entry = _entry(entrypoint, args, target)
         outcome_file = os.path.join(directory.path, "outcome.json")
         settings = _settings(config, environment, entry=entry, outcome_file=outcome_file)
-        probe_directory(settings.log.log_dir, option="log_dir", purpose="log")
-        settings_file = directory.write("settings.json", msgspec.json.encode(settings))
+        probe_log_dir(settings.log.log_dir, option="log_dir")
+        settings_file = directory.write("settings.json", encode_settings(settings))
         exit_code = _run_launcher(settings_file)
         _raise_if_failed(exit_code, outcome_file)
         return _return_values(directory.path, target)
@@ -176,16 +180,16 @@ def _entry(entrypoint: Callable[..., Any] | str, args: Sequence[Any], target: st
 
         with explained(os.path.dirname(target)):
             write_call(target, entrypoint, tuple(args))
-        return Entry(kind=EntryKind.FUNCTION, target=target)
+        return Entry.of(EntryKind.FUNCTION, target)
     words = tuple(str(arg) for arg in args)
     if entrypoint == sys.executable and words[:1] == ("-u",) and len(words) > 1:
         # What torch's own launcher makes of a script; undone, so that it can start warm.
         if words[1] == "-m" and len(words) > 2:
-            return Entry(kind=EntryKind.MODULE, target=words[2], args=words[3:])
+            return Entry.of(EntryKind.MODULE, words[2], words[3:])
         check_script(words[1])
-        return Entry(kind=EntryKind.SCRIPT, target=words[1], args=words[2:])
+        return Entry.of(EntryKind.SCRIPT, words[1], words[2:])
     check_program(entrypoint)
-    return Entry(kind=EntryKind.PROGRAM, target=entrypoint, args=words)
+    return Entry.of(EntryKind.PROGRAM, entrypoint, words)
 
 
 def _settings(config: ElasticLaunchConfig, environment: Environment, *, entry: Entry, outcome_file: str) -> Settings:
@@ -212,7 +216,18 @@ def _settings(config: ElasticLaunchConfig, environment: Environment, *, entry: E
         is_warm=ask("is_warm"),
         preload=tuple(ask("preload")),
         log=_log(config, environment),
-        shutdown_timeout=30.0 if shutdown_timeout is None else float(shutdown_timeout),
+        watch=WatchConfig(
+            log_file=environment.training_log_file,
+            node_errors=environment.node_errors,
+            xpu_timer_port=environment.xpu_timer_port,
+        ),
+        shutdown_timeout=usual_shutdown_timeout(environment) if shutdown_timeout is None else float(shutdown_timeout),
+        preemption_file=absolute(environment.preemption_file),
+        failover_extension=check_plugin(
+            environment.failover_extension, option="The variable DLROVER_EXTENSION_DYNAMIC_FAILOVER"
+        ),
+        topology_querier=check_plugin(environment.topology_querier, option="The variable DLROVER_TOPOLOGY_QUERIER"),
+        topology_sorter=check_plugin(environment.topology_sorter, option="The variable DLROVER_TOPOLOGY_SORTER"),
         master_grace=ask("master_grace"),
         is_virtual_local_rank=ask("virtual_local_rank"),
         signals=parse_signals(ask("signals_to_handle")),
@@ -245,7 +260,7 @@ def _log(config: ElasticLaunchConfig, environment: Environment) -> LogConfig:
     redirect_default, redirect_map = _streams(redirects)
     tee_default, tee_map = _streams(tee)
     return LogConfig(
-        log_dir=os.path.abspath(log_dir) if log_dir else "",
+        log_dir=absolute(log_dir or environment.agent_log_dir),
         redirects=redirect_map,
         redirect_default=redirect_default,
         tee=tee_map,

@@ -7,16 +7,19 @@ what it means, what to do. The directories are probed last because that is the o
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
 from collections.abc import Mapping, Sequence
 
+import msgspec
 from msgspec import Struct
 
 from dlrover.agent.config import Entry, EntryKind, LogConfig, Streams, TlsConfig, WatchConfig
 from dlrover.cli.command_line import Origin, Parsed, nearest, parse, unavailable
 from dlrover.cli.environment import Environment, read_environment
+from dlrover.cli.piped_script import is_read_once
 from dlrover.cli.watch_settings import watch_config
 from dlrover.cli.watching import Watching
 from dlrover.protocol.check_messages import CheckTerms
@@ -86,7 +89,8 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Pars
         raise error
     environment = read_environment(environ)
     settings = build_settings(parsed, environment)
-    probe_directory(settings.log.log_dir, option="--log-dir", purpose="log")
+    encode_settings(settings)
+    probe_log_dir(settings.log.log_dir, option="--log-dir")
     probe_directory(settings.journal, option="--journal", purpose="journal")
     return parsed, settings
 
@@ -130,7 +134,7 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
         snapshot_copies=_snapshot_copies(parsed),
         snapshot_parity=_snapshot_parity(parsed),
         snapshot_bandwidth=_at_least_zero("--snapshot-bandwidth", parsed.number("snapshot_bandwidth")),
-        preemption_file=_absolute(parsed.text("preemption_file") or environment.preemption_file),
+        preemption_file=absolute(parsed.text("preemption_file") or environment.preemption_file),
         failover_extension=check_plugin(
             parsed.text("dynamic_failover_extension") or environment.failover_extension,
             option="--dynamic-failover-extension",
@@ -157,6 +161,21 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
         environment=environment,
         notes=tuple(notes),
     )
+
+
+def encode_settings(settings: Settings) -> bytes:
+    """
+    As JSON, in which they or parts of them travel to other processes. Raises `ConfigError` for what cannot.
+
+    What workers run and its arguments may be any bytes. All else is shown to people and sent to the master.
+    """
+    try:
+        return msgspec.json.encode(settings)
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{error.object!r} is not valid UTF-8. Only the script and its arguments may be so; give another name in this "
+            "option or variable."
+        ) from error
 
 
 def effective_values(parsed: Parsed) -> str:
@@ -264,7 +283,7 @@ def read_entry(parsed: Parsed) -> Entry:
     else:
         check_script(parsed.script)
         kind = EntryKind.SCRIPT
-    return Entry(kind=kind, target=parsed.script, args=parsed.script_args)
+    return Entry.of(kind, parsed.script, parsed.script_args)
 
 
 def check_script(path: str) -> None:
@@ -275,6 +294,11 @@ def check_script(path: str) -> None:
             f"The training script {path} is a directory without a __main__.py. Name the Python file in it."
         )
     try:
+        if is_read_once(path):
+            # Only a look: what is read here is missing in the script that the launcher reads later.
+            if not os.access(path, os.R_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
         with open(path, "rb") as script:
             script.read(1)
     except FileNotFoundError as error:
@@ -299,6 +323,11 @@ def check_program(path: str) -> None:
         raise ConfigError(f"The program {path} (--no-python) is not executable. Use: chmod +x {path}")
     where = "does not exist" if os.sep in path else "is not found on the PATH; a file in this directory is ./" + path
     raise ConfigError(f"The program {path} (--no-python) {where}.")
+
+
+def probe_log_dir(path: str, *, option: str) -> None:
+    if path != os.devnull:  # torchrun's way to say that nothing shall be kept
+        probe_directory(path, option=option, purpose="log")
 
 
 def probe_directory(path: str, *, option: str, purpose: str) -> None:
@@ -494,14 +523,16 @@ def parse_nproc(text: str) -> int | str:
     """A number, or a word that the agent resolves once torch is there."""
     if text == "cpu":
         return len(os.sched_getaffinity(0))
-    if text in ("auto", "gpu", "xpu"):
-        return text
+    if text.isidentifier():
+        return text  # auto, gpu, xpu, or a device of which only torch knows, such as npu
     try:
         number = int(text)
     except ValueError:
         number = 0
     if number < 1:
-        raise ConfigError(f"--nproc-per-node {text}: give a number of at least 1, or auto, gpu, xpu or cpu.")
+        raise ConfigError(
+            f"--nproc-per-node {text}: give a number of at least 1, or auto, gpu, xpu, cpu or the name of a device that torch knows."
+        )
     return number
 
 
@@ -539,7 +570,7 @@ def _log(parsed: Parsed, environment: Environment) -> LogConfig:
     except ValueError as error:
         raise ConfigError(f"--local-ranks-filter {ranks_text}: give local ranks such as 0,1,2.") from error
     return LogConfig(
-        log_dir=_absolute(parsed.text("log_dir") or environment.agent_log_dir),
+        log_dir=absolute(parsed.text("log_dir") or environment.agent_log_dir),
         redirects=redirects,
         redirect_default=redirect_default,
         tee=tee,
@@ -566,6 +597,11 @@ def _tls(parsed: Parsed) -> TlsConfig | None:
 def _shutdown_timeout(parsed: Parsed, environment: Environment) -> float:
     if parsed.values["shutdown_timeout"] is not None:
         return _at_least_zero("--shutdown-timeout", float(parsed.integer("shutdown_timeout")))
+    return usual_shutdown_timeout(environment)
+
+
+def usual_shutdown_timeout(environment: Environment) -> float:
+    """Where no option names one."""
     return DEFAULT_SHUTDOWN_TIMEOUT if environment.shutdown_timeout is None else environment.shutdown_timeout
 
 
@@ -578,8 +614,8 @@ def _at_least_zero(option: str, seconds: float) -> float:
 def _journal(path: str) -> str:
     if path and os.path.exists(path) and not os.path.isdir(path):
         raise ConfigError(f"--journal {path}: this is a file; give a directory, each job gets its own file in it.")
-    return _absolute(path)
+    return absolute(path)
 
 
-def _absolute(path: str) -> str:
+def absolute(path: str) -> str:
     return os.path.abspath(path) if path else ""

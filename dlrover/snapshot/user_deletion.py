@@ -124,7 +124,7 @@ class UserDeletion:
         name = f"{self._meta.module_path}.{self._meta.class_name}"
         try:
             done = subprocess.run(
-                [sys.executable, "-m", __name__], input=question, capture_output=True, timeout=self._patience
+                [sys.executable, "-P", "-m", __name__], input=question, capture_output=True, timeout=self._patience
             )
             paths = msgspec.json.decode(done.stdout or b"", type=list[str])
         except subprocess.TimeoutExpired:
@@ -175,6 +175,9 @@ def _answer(question: bytes) -> list[str]:
 
 def _main() -> None:
     """The child: a question on stdin, the answer on stdout; what the user's code prints goes to stderr."""
+    sys.path.append(
+        ""
+    )  # last: the user's code may import from the working directory, and nothing there replaces what we import
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:

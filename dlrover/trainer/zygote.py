@@ -441,9 +441,11 @@ def _count_devices(request: CountDevices) -> Counted:
             if accelerator is None and torch.cuda.is_available():
                 return Counted(id=request.id, count=torch.cuda.device_count(), device="gpu")
             return Counted(id=request.id, count=num_cpus, device="cpu")
-    if kind == torch._C._get_privateuse1_backend_name():
+    custom = torch._C._get_privateuse1_backend_name()
+    if kind == custom:
         module = getattr(torch, kind)
         if not module.is_available():
             raise ValueError(f"{kind} is not available.")
         return Counted(id=request.id, count=module.device_count(), device=kind)
-    raise ValueError(f"Unsupported nproc_per_node value: {kind}")
+    known = "gpu and xpu" if custom == "privateuseone" else f"gpu, xpu and {custom}"
+    raise ValueError(f"torch knows no {kind} device here, only {known}.")

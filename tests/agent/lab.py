@@ -140,7 +140,7 @@ def make_config(runtime_dir: Path, target: str, *args: str, **changes: Any) -> A
         "host": "127.0.0.1",
         "terms": JobTerms(restarts=RestartPolicy(max_restarts=3)),
         "local_world_size": 2,
-        "entry": Entry(kind=changes.pop("kind", EntryKind.SCRIPT), target=target, args=args),
+        "entry": Entry.of(changes.pop("kind", EntryKind.SCRIPT), target, args),
         "log": LogConfig(),
     }
     return AgentConfig(**(values | changes))

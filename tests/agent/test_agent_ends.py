@@ -45,6 +45,16 @@ async def test_a_signal_ends_the_node_with_the_grace_of_the_user(stage, number):
     assert stage.master.job.end.reason is ExitReason.STOPPED_BY_USER
 
 
+async def test_a_signal_that_was_asked_for_goes_on_to_the_workers(stage):
+    life = stage.begin(signals=(signal.SIGTERM, signal.SIGUSR1, signal.SIGPIPE))
+    group = await life.workers.running(1)
+    assert signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN  # a peer that hangs up is no reason to leave
+    assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL, "it would end this process"
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (await life.result()).exit_code == EXIT_BY_SIGNAL + signal.SIGUSR1
+    assert group.stops == [(StopCause.END_OF_JOB, signal.SIGUSR1)]
+
+
 async def test_a_node_that_leaves_does_not_come_back(stage):
     life = stage.begin()
     group = await life.workers.running(1)

@@ -57,6 +57,8 @@ STANDIN = """
 """
 
 NUM_CPUS = len(os.sched_getaffinity(0))
+CHECKOUT = Path(__file__).parents[2]
+"""Else the zygote would run the installed code, which may be another one."""
 
 
 class Node(NamedTuple):
@@ -70,7 +72,7 @@ async def node_with(tmp_path: Path, *, preload: tuple[str, ...] = (), **variable
     write(library / "torch" / "__init__.py", STANDIN)
     write(library / "torch" / "_dynamo.py", "")
     hidden = dict.fromkeys((b"CUDA_VISIBLE_DEVICES", b"ZE_AFFINITY_MASK", b"ASCEND_RT_VISIBLE_DEVICES"))
-    environ = environment(PYTHONPATH=str(library), **variables)
+    environ = environment(PYTHONPATH=f"{library}:{CHECKOUT}", **variables)
     spawner = Spawner.start(
         preload=preload,
         search_path=str(tmp_path),
@@ -125,6 +127,11 @@ async def test_words_are_answered_by_the_devices_that_are_visible(
         ("xpu", {"STANDIN_CUDA": "8"}, "--nproc-per-node=xpu: Xpu is not available. Give a number, or auto."),
         ("xpu", {"STANDIN_XPU": "0"}, "--nproc-per-node=xpu: this node has no xpu device. Give a number, or auto."),
         ("npu", {"STANDIN_CUDA": "8"}, "--nproc-per-node=npu: npu is not available. Give a number, or auto."),
+        (
+            "cuda",
+            {"STANDIN_CUDA": "8"},
+            "--nproc-per-node=cuda: torch knows no cuda device here, only gpu, xpu and npu. Give a number, or auto.",
+        ),
     ],
 )
 async def test_no_device_of_the_kind_is_an_error_that_says_what_to_give(

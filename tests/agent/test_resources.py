@@ -148,6 +148,19 @@ async def test_a_probe_tells_of_disks_and_survives_rubbish(tmp_path: Path) -> No
     await until(lambda: pids_of_children() <= before)
 
 
+async def test_a_probe_is_not_deceived_by_modules_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json.py", "logging.py", "tokenize.py"):
+        (tmp_path / name).write_text("raise SystemExit('the training script keeps its own module here')")
+    monkeypatch.chdir(tmp_path)
+    before = pids_of_children()
+    probe = Probe(timeout=30.0)
+    assert str(tmp_path) in (await probe.ask([str(tmp_path)])).disk_free_mb
+    probe.close()
+    await until(lambda: pids_of_children() <= before)
+
+
 def test_remote_file_systems_are_known_by_their_mounts(tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text("/dev/sda / ext4 rw 0 0\nhost:/x /data nfs4 rw 0 0\nx /data/fast ext4 rw 0 0\n")

@@ -186,3 +186,12 @@ def test_own_host_is_what_torchrun_would_say() -> None:
     assert own_host(settings_of("--local-addr", "10.1.1.1"), alone) == "10.1.1.1"
     assert own_host(settings_of("--nnodes=2"), loopback) == "127.0.0.1"
     assert own_host(settings_of("--nnodes=2", POD_IP="10.2.2.2"), loopback) == "10.2.2.2"
+
+
+@pytest.mark.parametrize("nnodes", ["1", "2"])
+def test_workers_are_told_an_ipv6_address_without_brackets(nnodes: str) -> None:
+    place = MasterPlace(address=Address("::1", 29500), is_ours=True)
+    assert own_host(settings_of("--nnodes", nnodes, "--local-addr", "[fd00::1]"), place) == "fd00::1"
+    assert own_host(settings_of("--nnodes", nnodes, "--local-addr", "fd00::1"), place) == "fd00::1"
+    assert own_host(settings_of("--nnodes=1", "--master-addr", "[::1]"), place) == "::1"
+    assert own_host(settings_of("--nnodes=2", POD_IP="[fd00::2]"), place) == "fd00::2"

@@ -40,7 +40,7 @@ def test_the_dashes_between_may_be_left_out(script):
     made = plan("--nodes", "3", "--nproc-per-node", "2", "--no-warm", script, "--nodes", "8")
     assert made.max_nodes == 3
     assert made.settings.local_world_size == 2
-    assert made.settings.entry.args == ("--nodes", "8")
+    assert made.settings.entry.args == (b"--nodes", b"8")
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,7 @@ def test_the_dashes_between_may_be_left_out(script):
         (["--standby=-1", "train.py"], "--standby -1: give 0 or more"),
         (["--memory=-5", "train.py"], "--memory -5"),
         (["--nodes", "2", "--", "/no/such/train.py"], "/no/such/train.py does not exist"),
+        (["--nodes", "2", "--", "/dev/stdin"], "/dev/stdin can be read only once"),
         (["--", "--nnodes=3", "train.py"], "--nnodes after `dlrover local`"),
         (["--", "--node-rank=0", "train.py"], "--node-rank after"),
         (["--", "--standalone", "train.py"], "--standalone after"),

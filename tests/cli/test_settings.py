@@ -41,7 +41,7 @@ def test_without_options_one_worker_runs_on_one_node_and_restarts_while_it_makes
     assert (limits.min_nodes, limits.max_nodes, settings.local_world_size) == (1, 1, 1)
     assert settings.terms.restarts.max_restarts is None
     assert settings.entry.kind is EntryKind.SCRIPT
-    assert settings.entry.args == ("--lr", "1")
+    assert settings.entry.args == (b"--lr", b"1")
     assert settings.is_warm
     assert settings.shutdown_timeout == 30.0
     assert settings.node_rank is None
@@ -166,6 +166,17 @@ def test_log_options_keep_torchruns_meaning(script: str, tmp_path: Path) -> None
     assert log.log_dir == str(tmp_path)
 
 
+def test_a_custom_device_is_known_to_torch_alone(script: str) -> None:
+    assert settings_of("--nproc-per-node=npu", script).local_world_size == "npu"
+
+
+def test_nothing_is_kept_in_dev_null(script: str) -> None:
+    _, settings = read_settings(["--log-dir", os.devnull, "--tee=3", script], {})
+    assert settings.log.log_dir == os.devnull
+    with pytest.raises(ConfigError, match="cannot be written to"):
+        read_settings(["--log-dir", script, script], {})
+
+
 def test_cpu_means_the_processors_that_we_may_use(script: str) -> None:
     assert settings_of("--nproc-per-node=cpu", script).local_world_size == len(os.sched_getaffinity(0))
     assert settings_of("--nproc-per-node=auto", script).local_world_size == "auto"
@@ -224,7 +235,7 @@ BAD = [
     (["--nnodes=1:2:3", "{script}"], {}, "--nnodes 1:2:3"),
     (["--nnodes=3", "--node-unit=2", "{script}"], {}, "--node-unit 2"),
     (["--nproc-per-node=0", "{script}"], {}, "--nproc-per-node 0"),
-    (["--nproc-per-node=some", "{script}"], {}, "--nproc-per-node some"),
+    (["--nproc-per-node=1.5", "{script}"], {}, "--nproc-per-node 1.5"),
     (["--max-restarts=-1", "{script}"], {}, "--max-restarts -1"),
     (["--standalone", "--nnodes=2", "{script}"], {}, "--standalone"),
     (["--rdzv-conf=join_timout=1", "{script}"], {}, "Did you mean join_timeout"),
@@ -332,3 +343,25 @@ def test_variables_name_the_notice_and_the_plug_ins_and_options_win(script: str,
     _, settings = read_settings(["--topology-sorter", "mine::Sorter", script], environ)
     assert settings.preemption_file == str(tmp_path / "notice")
     assert (settings.topology_sorter, settings.topology_querier) == ("mine::Sorter", "")
+
+
+def test_only_what_workers_run_may_be_other_than_valid_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "caf\udce9.py").touch()
+    _, settings = read_settings(["caf\udce9.py", "--name", "\udcff"], {})
+    assert settings.entry.target == b"caf\xe9.py"
+    assert settings.entry.args == (b"--name", b"\xff")
+    with pytest.raises(ConfigError, match=r"udce9.*not valid UTF-8"):
+        read_settings(["--log-dir", "caf\udce9", "caf\udce9.py"], {})
+    assert not (tmp_path / "caf\udce9").exists()
+
+
+def test_a_script_in_a_pipe_is_not_read_ahead_of_time(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert settings_of(str(pipe)).entry.target == os.fsencode(pipe)  # opening it would wait for a writer
+    end = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    os.write(end, b"script")
+    settings_of(str(pipe))
+    assert os.read(end, 100) == b"script"
+    os.close(end)

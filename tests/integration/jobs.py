@@ -32,12 +32,16 @@ LAUNCHERS = {
 class Launched:
     """One launcher process with its output in files."""
 
-    def __init__(self, argv: list[str], env: dict[str, str], cwd: Path, name: str) -> None:
+    def __init__(self, argv: list[str], env: dict[str, str], cwd: Path, name: str, stdin: bytes = b"") -> None:
         self.out_path, self.err_path = cwd / f"{name}.out", cwd / f"{name}.err"
+        source = subprocess.PIPE if stdin else subprocess.DEVNULL
         with self.out_path.open("wb") as out, self.err_path.open("wb") as err:
             self.process = subprocess.Popen(
-                argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+                argv, env=env, cwd=cwd, stdin=source, stdout=out, stderr=err, start_new_session=True
             )
+        if self.process.stdin is not None:
+            with self.process.stdin as pipe:
+                pipe.write(stdin)
         self.pid = self.process.pid
 
     @property
@@ -80,9 +84,11 @@ class JobFactory:
             **extra,
         }
 
-    def start(self, launcher: str, *args: str | Path, cwd: Path | None = None, **env: str) -> Launched:
+    def start(
+        self, launcher: str, *args: str | Path, cwd: Path | None = None, stdin: bytes = b"", **env: str
+    ) -> Launched:
         argv = [sys.executable, *LAUNCHERS[launcher], *map(str, args)]
-        job = Launched(argv, self.env(**env), cwd or self.tmp_path, f"{launcher}-{len(self.launched)}")
+        job = Launched(argv, self.env(**env), cwd or self.tmp_path, f"{launcher}-{len(self.launched)}", stdin)
         self.launched.append(job)
         return job
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import SCRIPTS, JobFactory, Launched
+from tests.integration.jobs import SCRIPTS, JobFactory, Launched, wait_until
 
 LAUNCHERS = ("torchrun", "dlrover-run")
 
@@ -83,6 +85,89 @@ def test_same_results(jobs, tmp_path, options, pattern):
     torchrun, ours = (files(folder, pattern) for _, folder in runs.values())
     assert torchrun == ours
     assert torchrun
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_script_from_a_pipe(jobs, launcher):
+    script = b"import sys; print('here', sys.argv[1:], flush=True); raise SystemExit(3)"
+    job = jobs.start(launcher, "--max-restarts=0", "/dev/stdin", "--lr", "1", stdin=script)
+    assert job.wait() == 1, job.err
+    assert "here ['--lr', '1']" in job.out
+
+
+@pytest.mark.parametrize("options", [[], ["--run-path"], ["--no-warm"]], ids=["warm", "run path", "cold"])
+def test_all_workers_and_restarts_get_the_script_of_a_pipe(jobs, tmp_path, options):
+    """Beyond torchrun, whose second worker would find an empty script and succeed."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    job = jobs.start("dlrover-run", "--nproc-per-node=2", "--max-restarts=1", *options, pipe)
+    pipe.write_text(
+        "import os, pathlib, sys\n"
+        "rank, life = os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "pathlib.Path(f'ran-{rank}-{life}').touch()\n"
+        "sys.exit(rank == '1' and life == '0')\n"
+    )
+    assert job.wait() == 0, job.err
+    assert {path.name for path in tmp_path.glob("ran-*-1")} == {"ran-0-1", "ran-1-1"}
+
+
+@pytest.mark.parametrize("options", [[], ["--no-warm"]], ids=["warm", "cold"])
+def test_arguments_that_are_no_valid_text(jobs, tmp_path, options):
+    script = tmp_path / "caf\udce9.py"
+    script.write_text("import os, sys; open(sys.argv[1], 'xb').write(os.fsencode(repr(os.fsencode(sys.argv[2]))))")
+    args = [script, "FOLDER/found", "caf\udce9 $HOME"]
+    if options:
+        job = jobs.run(*options, script, tmp_path / "found", args[2])
+        assert job.process.returncode == 0, job.err
+        found = [tmp_path / "found"]
+    else:
+        runs = both(jobs, tmp_path, *map(str, args), expect_code=0)
+        found = [folder / "found" for _, folder in runs.values()]
+    assert {path.read_text() for path in found} == {repr(b"caf\xe9 $HOME")}
+
+
+def test_a_failure_whose_words_are_no_valid_text(jobs, tmp_path):
+    script = tmp_path / "fail.py"
+    script.write_text("import sys; open(sys.argv[1])")
+    job = jobs.run("--max-restarts=0", script, "caf\udce9")
+    assert job.process.returncode == 1, job.err
+    assert "No such file or directory: 'caf" in job.err
+    assert "bug in the agent" not in job.err
+    missing = jobs.run("--max-restarts=0", "--no-python", "sh", "-c", 'exec "$0"', "./caf\udce9")
+    assert missing.process.returncode == 1, missing.err
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_workers_get_the_very_signal_that_was_asked_for(jobs, tmp_path, launcher):
+    job = jobs.start(
+        launcher, "--nproc-per-node=2", "--signals-to-handle=SIGTERM,SIGUSR1", SCRIPTS / "heard.py", tmp_path
+    )
+    wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, 60, lambda: job.err)
+    job.signal(signal.SIGUSR1)
+    code = job.wait()
+    assert files(tmp_path, "heard-*") == {"heard-0": "SIGUSR1", "heard-1": "SIGUSR1"}
+    if launcher == "dlrover-run":
+        assert code == 128 + signal.SIGUSR1
+
+
+def has_ipv6_loopback() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback")
+def test_an_ipv6_address_in_brackets(jobs, tmp_path):
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
+        port = probe.getsockname()[1]
+    options = ["--nproc-per-node=2", "--master-addr=[::1]", f"--master-port={port}"]
+    runs = both(jobs, tmp_path, *options, f"{SCRIPTS}/dump_env.py", "FOLDER", expect_code=0)
+    hosts = [json.loads((folder / "env-1.json").read_text())["MASTER_ADDR"] for _, folder in runs.values()]
+    assert hosts == ["::1", "::1"]
+    ours = jobs.run(*options, SCRIPTS / "ddp.py", tmp_path)
+    assert ours.process.returncode == 0, ours.err
 
 
 @pytest.mark.parametrize(
@@ -164,6 +249,17 @@ def test_same_log_files_and_console(jobs, tmp_path, options):
         console = [sorted(line for line in text.splitlines() if "of rank" in line) for text in (job.out, job.err)]
         seen.append((logs, console))
     assert seen[0] == seen[1]
+
+
+def test_logs_that_go_to_dev_null(jobs, tmp_path):
+    options = ["--log-dir=/dev/null", "--redirects=3", "--nproc-per-node=2"]
+    runs = both(jobs, tmp_path, *options, f"{SCRIPTS}/dump_env.py", "FOLDER", expect_code=0)
+    consoles = [sorted(line for line in job.out.splitlines() if "of rank" in line) for job, _ in runs.values()]
+    assert consoles[0] == consoles[1]
+    wrong = jobs.run("--nproc-per-node=some", SCRIPTS / "dump_env.py", tmp_path)
+    assert wrong.process.returncode == 2
+    assert "--nproc-per-node=some: torch knows no some device here" in wrong.err
+    assert "Traceback" not in wrong.err
 
 
 def test_recorded_errors_are_shown(jobs, tmp_path):

@@ -83,3 +83,12 @@ def test_a_strategy_that_fails_deletes_nothing_and_says_why(tmp_path, caplog, me
 def test_directories_of_other_layouts_are_found_by_their_number(tmp_path):
     strategy = UserDeletion(describe(KeepEven(str(tmp_path), pattern="iter_{:07d}")), str(tmp_path))
     assert strategy.expendable([1, 2, 3, 4]) == [1, 3]
+
+
+def test_a_strategy_beside_modules_that_have_the_names_of_standard_ones(tmp_path, monkeypatch, caplog):
+    """What it imports from the working directory is found; what we import comes from elsewhere."""
+    (tmp_path / "logging.py").write_text("raise SystemExit('the training script keeps its own module here')")
+    (tmp_path / "even_steps.py").write_text("from tests.snapshot.user_classes import KeepEven")
+    monkeypatch.chdir(tmp_path)
+    meta = ClassMeta("even_steps", "KeepEven", {"checkpoint_dir": str(tmp_path)})
+    assert UserDeletion(meta, str(tmp_path)).expendable([1, 2, 3, 4]) == [1, 3], caplog.text

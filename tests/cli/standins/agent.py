@@ -1,5 +1,6 @@
 """Stands in for an agent: does what the first argument of the training script says, and tells the test through a pipe."""
 
+import base64
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ with open(sys.argv[2], encoding="utf-8") as file:
     config = json.load(file)
 events = os.environ["STANDIN_EVENTS"]
 life = os.path.join(os.path.dirname(events), "lives")
-behaviour = config["entry"]["args"][0]
+behaviour = base64.b64decode(config["entry"]["args"][0]).decode()
 
 
 def tell(text: str) -> None:
