@@ -58,7 +58,7 @@ class Collectors:
         collectors = await side_thread.begin(self._load, "collector")
         async with asyncio.TaskGroup() as group:
             for name, collector in collectors.items():
-                group.create_task(self._repeat(name[:MAX_NAME], collector), name=f"collector {name}")
+                group.create_task(self._repeat(encodable(name[:MAX_NAME]), collector), name=f"collector {name}")
 
     async def _repeat(self, name: str, collector: Any) -> None:
         interval = _interval(collector, self._shortest)
@@ -87,6 +87,7 @@ class Collectors:
     def _tell(
         self, name: str, numbers: Mapping[str, float] | None = None, text: str = "", *, trouble: str = ""
     ) -> None:
+        trouble = encodable(trouble[:MAX_TEXT])
         before = self._told.get(name, "")
         self._told[name] = trouble
         if trouble and trouble != before:
@@ -98,10 +99,10 @@ class Collectors:
             SampleTaken(
                 node=node,
                 incarnation=incarnation,
-                kind=encodable(name),
+                kind=name,
                 numbers={encodable(series): value for series, value in (numbers or {}).items()},
                 text=encodable(text),
-                trouble=encodable(trouble[:MAX_TEXT]),
+                trouble=trouble,
             )
         )
 

@@ -90,7 +90,11 @@ def _code_of(error: DLRoverError) -> int:
 def _configure_logging(config: MasterConfig) -> None:
     try:
         # A container's log driver may take no bytes for a while, and the master must serve meanwhile.
-        output = logging.FileHandler(config.log_file, encoding="utf-8") if config.log_file else ConsoleHandler()
+        output = (
+            logging.FileHandler(config.log_file, encoding="utf-8", errors="backslashreplace")
+            if config.log_file
+            else ConsoleHandler()
+        )
     except OSError as error:
         raise ConfigError(f"log file {config.log_file}: {error.strerror}. Give a file that can be written") from error
     form = "%(asctime)s %(levelname)s %(name)s %(message)s"

@@ -188,8 +188,8 @@ async def test_users_own_are_asked_apart_from_each_other_and_what_they_raise_is_
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_halves_of_characters_reach_no_message() -> None:
-    """They come from names of files that are no UTF-8, and nothing that has one can be sent."""
+async def test_halves_of_characters_reach_neither_message_nor_log(caplog: pytest.LogCaptureFixture) -> None:
+    """They come from names of files that are no UTF-8, and nothing that has one can be sent or written."""
     half, observed = "caf\udce9", list[WatchObservation]()
     mine = {"text": Mine(half), half: Mine({half: 1}), "lost": Mine(FileNotFoundError(half))}
     collectors = Collectors(lambda: mine, observe=observed.append, who=lambda: (NodeId(7), Incarnation(3)))
@@ -200,6 +200,8 @@ async def test_halves_of_characters_reach_no_message() -> None:
     for each in observed:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(each), type=SampleTaken) == each
         assert "caf?" in repr(each)
+    assert "FileNotFoundError: caf?" in caplog.text
+    caplog.text.encode()
 
 
 def test_a_collector_that_leaves_when_it_is_loaded_costs_a_warning_and_no_other(

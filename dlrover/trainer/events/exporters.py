@@ -181,7 +181,8 @@ def configure_own_log(settings: EventSettings) -> None:
     if log.handlers:
         return
     name = f"events_sys_{settings.rank}_{os.getpid()}.log"
-    handler = logging.FileHandler(os.path.join(settings.file_dir, name), encoding="utf-8", delay=True)
+    path = os.path.join(settings.file_dir, name)
+    handler = logging.FileHandler(path, encoding="utf-8", delay=True, errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.DEBUG if settings.debug_mode else logging.INFO)
