@@ -92,6 +92,23 @@ def test_nobody_trains_before_the_check() -> None:
     assert refusal.value.code == "not-checked"
 
 
+def test_the_status_tells_how_many_have_come_to_the_check_and_how_many_are_in_it() -> None:
+    """They are not in the round yet: that nobody waits there says nothing about what the job waits for."""
+    scene = CheckScene(terms=check_terms(3, 3), layout=Layout(3))
+    assert scene.job.status().verdict == "No node has attached yet."
+    scene.arrive("a", "b")
+    assert scene.job.status().verdict == "Round 1: 0 of at least 3 nodes have come to the node check."
+    scene.settle()
+    assert scene.job.status().verdict == "Round 1: 2 of at least 3 nodes have come to the node check."
+    scene.arrive("c").settle(until=Check)
+    scene.obey("a")
+    assert scene.job.status().verdict == (
+        "Node check of round 1 begins with node ranks 0-2. Round 1: 2 of 3 nodes are still being checked."
+    )
+    scene.settle()
+    assert scene.job.status().verdict == "Round 1 starts: 3 of 3 waiting nodes, 6 workers."
+
+
 def test_without_a_check_there_is_none_to_join() -> None:
     scene = CheckScene(terms=replace(check_terms(1), check=None)).arrive("a")
     with pytest.raises(Rejected, match="no node check") as refusal:
@@ -501,6 +518,13 @@ def test_a_member_that_does_not_come_to_its_check_is_not_waited_for_any_longer()
     assert isinstance(scene.wish("c"), Wait), "a was checked, and everybody has the last call from then on"
     scene.pass_time(31).settle()
     assert scene.running() == ["a", "c", "d"]
+
+
+def test_the_status_of_a_round_is_not_about_the_check_of_a_newcomer() -> None:
+    scene = begin(2).settle()
+    scene.arrive("c")
+    fail_and_come_back(scene)
+    assert scene.job.status().verdict.endswith("Round 2: 0 of at least 2 nodes wait.")
 
 
 def test_a_scaled_down_node_leaves_its_check() -> None:
