@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -51,10 +51,10 @@ class CheckOutcome:
 
 
 class _Result(msgspec.Struct):
-    """What each local rank writes. More fields than these may be there."""
+    """What each local rank writes. More fields than these may be there. The master refuses figures beyond these."""
 
-    time: float
-    bandwidth_gbps: float = 0.0
+    time: Annotated[float, msgspec.Meta(ge=0, le=86_400_000)]
+    bandwidth_gbps: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
 
 
 class RunTask(Protocol):
@@ -253,7 +253,7 @@ def _read_results(directory: str, num_ranks: int) -> list[_Result]:
             with open(os.path.join(directory, f"{local_rank}.json"), "rb") as file:
                 results.append(msgspec.json.decode(file.read(), type=_Result))
         except (OSError, msgspec.MsgspecError):
-            continue  # it failed before it could write
+            continue  # it failed before it could write, or wrote what cannot be
     return results
 
 

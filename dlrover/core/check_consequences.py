@@ -57,6 +57,7 @@ def conclude(course: Course, cycle: CheckCycle, verdict: Verdict) -> None:
         check.num_attempts += 1
         course.say("The node check is made once more, because it did not show who is at fault.")
         check.call_began_at = course.now
+        _call_again(course, [node.id for node in others])
         for node in others:
             course.touch(node.id)
         return
@@ -123,11 +124,19 @@ def conclude_perf(course: Course, cycle: CheckCycle) -> None:
 def release(course: Course, nodes: list[NodeId]) -> None:
     """They may train."""
     check = course.state.check
+    _call_again(course, nodes)
     for node in nodes:
         check.needed.pop(node, None)
         check.joined.pop(node, None)
         check.perf.pop(node, None)
         course.touch(node)
+
+
+def _call_again(course: Course, nodes: list[NodeId]) -> None:
+    """The round waited for these members through their check; they have the whole last call for what they do next."""
+    rdzv = course.state.rendezvous
+    if any(node in rdzv.group_ranks for node in nodes):
+        rdzv.call_began_at = course.now
 
 
 def _exclude(course: Course, node: Node, why: str, exit_code: int = EXIT_CHECK_FAILED) -> None:

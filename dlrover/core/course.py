@@ -350,6 +350,7 @@ class Course:
         """After each command: let the rendezvous go as far as it can, and the ended job end."""
         state, rdzv = self.state, self.state.rendezvous
         node_check.advance(self)
+        rdzv.are_members_checked = node_check.are_members_checked(state)
         fleet_settling.settle(self)
         if state.end is None:
             self._end_if_all_finished()

@@ -14,7 +14,7 @@ from collections.abc import Container
 import msgspec
 from msgspec.structs import replace
 
-from dlrover.core import checkpoints, data_commands, data_progress, fleet_commands, kv_store, sync_points
+from dlrover.core import checkpoints, data_commands, data_progress, fleet_commands, kv_store, node_check, sync_points
 from dlrover.core.commands import HANDLERS, check_sender
 from dlrover.core.course import Course
 from dlrover.core.deadlines import next_deadline, passed_deadlines
@@ -162,10 +162,11 @@ class Job:
 
     def _why(self) -> str:
         """The last that was said, and behind it what an open round waits for, unless that was the last."""
-        said, rdzv = self._state.verdict, self._state.rendezvous
-        if rdzv.opening is None or self._state.end is not None or rdzv.verdict in said:
-            return said
-        return f"{said} {rdzv.verdict}"
+        state = self._state
+        if state.rendezvous.opening is None or state.end is not None:
+            return state.verdict or "No node has attached yet."
+        awaited = node_check.describe(state) or state.rendezvous.verdict
+        return state.verdict if awaited in state.verdict else f"{state.verdict} {awaited}".lstrip()
 
     def digest(self) -> bytes:
         """16 bytes that differ when anything in the state differs. Stored values and answers count by their history."""

@@ -142,6 +142,34 @@ def begins_at(state: JobState) -> Micros | None:
     return check.call_began_at
 
 
+def are_members_checked(state: JobState) -> bool:
+    """Whether the open round shall wait for a check that runs, or begins at a known time, with members of the newest world.
+
+    Others have a fresh pass and wait already, maybe enough of them for a world. If those in the check are as many, that
+    world would be a small one, and over as soon as they have passed. For a few the last call is long enough.
+    """
+    check, rdzv = state.check, state.rendezvous
+    if rdzv.opening is None or not rdzv.group_ranks or len(check.needed) < len(rdzv.waiting):
+        return False
+    if check.cycle is not None:
+        return any(node in rdzv.group_ranks and node in check.needed for node in check.members.values())
+    return any(node in rdzv.group_ranks for node in check.perf or check.joined) and begins_at(state) is not None
+
+
+def describe(state: JobState) -> str:
+    """What the open round waits for, while all who could join it are in the check first; empty: something else."""
+    check, rdzv, terms = state.check, state.rendezvous, state.terms
+    if terms is None or not check.needed or rdzv.waiting or len(check.needed) < rdzv.num_coming:
+        return ""
+    if check.cycle is not None:
+        num_left, num_nodes = len(check.cycle.waiting), len(check.cycle.places)
+        return f"Round {rdzv.next_round}: {num_left} of {num_nodes} nodes are still being checked."
+    num_come = len(check.joined)
+    return (
+        f"Round {rdzv.next_round}: {num_come} of at least {terms.limits.min_nodes} nodes have come to the node check."
+    )
+
+
 def explain_timeout(state: JobState, limits: Limits) -> str | None:
     """The final sentence of a job whose nodes never were enough for a check; None: that is not the reason."""
     check, rdzv = state.check, state.rendezvous

@@ -11,7 +11,8 @@ it is a member of a world whose successor is not open. The counts that decide a 
 costs the same with ten nodes and with ten thousand.
 
 A round can be held although enough nodes wait: by a node that needs the others to stand still for a while, until the
-order of the nodes is known, or while members of a world from before may still come back. Each hold has an end.
+order of the nodes is known, while members of the newest world are being checked, or while those of a world from before
+may still come back. Each hold has an end.
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ class Rendezvous(Struct):
     """The sorter was asked: so long the round waits for its answer."""
     pre_check_until: Micros | None = None
     """Operators look at the job before it begins: so long the first round waits for them."""
+    are_members_checked: bool = False
+    """Many of `world` are in the node check, which has deadlines of its own: the open round waits for its verdict."""
     take_up: TakeUp = msgspec.field(default_factory=TakeUp)
     bystanders: Bystanders = msgspec.field(default_factory=Bystanders)
     num_pending_launches: int = 0
@@ -163,7 +166,7 @@ class Rendezvous(Struct):
     def is_held(self) -> bool:
         """Whether no round may complete now, however many wait."""
         is_asked_about = self.order_awaited_until is not None or self.pre_check_until is not None
-        return bool(self.blocks) or bool(self.take_up.claims) or is_asked_about
+        return bool(self.blocks) or bool(self.take_up.claims) or is_asked_about or self.are_members_checked
 
     def is_too_large(self, limits: Limits) -> bool:
         """Whether the members run in a world that the limits do not allow any more."""
@@ -337,6 +340,8 @@ class Rendezvous(Struct):
             return f"the world of round {self.take_up.round} runs on and is taken up when all are back, {come} of {size} are"
         if self.pre_check_until is not None:
             return "the pre-check is not over"
+        if self.are_members_checked:
+            return "members of the last world are being checked"
         return "the order of the nodes is being asked for"
 
     def master_restarted(self, limits: Limits, last_command_at: Micros, now: Micros) -> None:
@@ -391,6 +396,7 @@ class Rendezvous(Struct):
         self.blocks = {}
         self.order_awaited_until = None
         self.pre_check_until = None
+        self.are_members_checked = False
         self.take_up = TakeUp(is_over=True)
         self.bystanders.left_out = {}
 

@@ -248,7 +248,8 @@ TASK = """
         sys.exit(int(what[4:]))
     if what != "silent":
         with open(os.path.join(os.environ["DLROVER_CHECK_DIR"], rank + ".json"), "w") as file:
-            json.dump({"time": 10.0 + int(rank), "bandwidth_gbps": 3.0, "local_rank": int(rank)}, file)
+            milliseconds = float(what[6:]) if what.startswith("absurd") else 10.0 + int(rank)
+            json.dump({"time": milliseconds, "bandwidth_gbps": 3.0, "local_rank": int(rank)}, file)
     if what == "late" and rank == "1":
         sys.exit(1)
 """
@@ -303,6 +304,14 @@ async def test_a_task_that_writes_no_result_has_passed_by_its_exit_code(make_tas
     outcome = await run(make_task("silent"))
     assert outcome.exit_class is ExitClass.OK
     assert outcome.elapsed_ms > 0
+
+
+@pytest.mark.parametrize("milliseconds", ["-5", "9e9"])
+async def test_a_time_that_cannot_be_is_none(make_task: Any, milliseconds: str) -> None:
+    """The master would refuse it, and wait for a report that never comes."""
+    outcome = await run(make_task(f"absurd{milliseconds}"))
+    assert outcome.exit_class is ExitClass.OK
+    assert 0 < outcome.elapsed_ms < DEADLINE * 1000
 
 
 async def test_a_task_that_hangs_is_stopped(make_task: Any) -> None:

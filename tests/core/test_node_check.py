@@ -92,6 +92,23 @@ def test_nobody_trains_before_the_check() -> None:
     assert refusal.value.code == "not-checked"
 
 
+def test_the_status_tells_how_many_have_come_to_the_check_and_how_many_are_in_it() -> None:
+    """They are not in the round yet: that nobody waits there says nothing about what the job waits for."""
+    scene = CheckScene(terms=check_terms(3, 3), layout=Layout(3))
+    assert scene.job.status().verdict == "No node has attached yet."
+    scene.arrive("a", "b")
+    assert scene.job.status().verdict == "Round 1: 0 of at least 3 nodes have come to the node check."
+    scene.settle()
+    assert scene.job.status().verdict == "Round 1: 2 of at least 3 nodes have come to the node check."
+    scene.arrive("c").settle(until=Check)
+    scene.obey("a")
+    assert scene.job.status().verdict == (
+        "Node check of round 1 begins with node ranks 0-2. Round 1: 2 of 3 nodes are still being checked."
+    )
+    scene.settle()
+    assert scene.job.status().verdict == "Round 1 starts: 3 of 3 waiting nodes, 6 workers."
+
+
 def test_without_a_check_there_is_none_to_join() -> None:
     scene = CheckScene(terms=replace(check_terms(1), check=None)).arrive("a")
     with pytest.raises(Rejected, match="no node check") as refusal:
@@ -422,6 +439,92 @@ def test_who_waited_for_long_is_checked_again_when_a_round_opens() -> None:
     assert isinstance(scene.wish("c"), JoinCheck)
     scene.settle()
     assert scene.running() == ["a", "b"]
+
+
+def with_fresh_newcomers(**check: object) -> CheckScene:
+    """`c` and `d` came later than `a` and `b`; when workers fail only the pass of those is old, and they are checked again."""
+    scene = CheckScene(terms=check_terms(2, 4, **check), layout=Layout(4)).arrive("a", "b").settle()
+    scene.pass_time(4).settle().pass_time(4).settle()
+    scene.pass_time(500).arrive("c", "d").settle()
+    assert scene.running() == ["a", "b", "c", "d"]
+    scene.pass_time(200)
+    fail_and_come_back(scene)
+    return scene
+
+
+def until_checked(scene: CheckScene, *names: str) -> None:
+    """Everybody does what it shall, but the tasks of the check take a while."""
+    while not all(isinstance(scene.wish(name), Check) for name in names):
+        for name in scene.agents:
+            if not isinstance(scene.wish(name), Check):
+                scene.obey(name)
+
+
+def test_a_round_waits_for_members_that_are_being_checked() -> None:
+    """Enough others wait, and the last call for the members is over long before their check: no world begins without them."""
+    scene = with_fresh_newcomers()
+    number = scene.job.state.rendezvous.next_round
+    until_checked(scene, "a", "b")
+    assert isinstance(scene.wish("c"), Wait)
+    scene.pass_time(31)
+    assert not scene.running()
+    assert "members of the last world are being checked" in scene.job.status().verdict
+    scene.pass_time(60).settle()
+    assert scene.running() == ["a", "b", "c", "d"]
+    assert scene.world("a").round == number, "one restart, not two"
+
+
+def test_a_round_waits_for_the_second_attempt_too() -> None:
+    scene = with_fresh_newcomers()
+    number = scene.job.state.rendezvous.next_round
+    scene.layout = Layout(4, broken_links={(0, 1)})
+    until_checked(scene, "a", "b")
+    scene.pass_time(40).settle(until=JoinCheck)
+    scene.layout = Layout(4)
+    scene.settle()
+    assert scene.world("d").round == number
+    assert scene.running() == ["a", "b", "c", "d"]
+
+
+def test_a_round_waits_for_members_that_measure_the_network() -> None:
+    scene = with_fresh_newcomers(is_perf_test=True)
+    number = scene.job.state.rendezvous.next_round
+    for _ in range(2):  # the check, then the performance test
+        until_checked(scene, "a", "b")
+        scene.pass_time(40)
+        assert not scene.running()
+        scene.obey("a")
+        scene.obey("b")
+    scene.settle()
+    assert scene.world("d").round == number
+    assert scene.running() == ["a", "b", "c", "d"]
+
+
+def test_many_do_not_wait_for_the_long_check_of_a_few() -> None:
+    """Its agent was restarted, so it is checked anew, and something hangs: the others have waited for the last call."""
+    scene = begin(4, min_nodes=2).settle()
+    scene.pass_time(10).restart_agent("d", procs=2)
+    until_checked(scene, "d")
+    for name in "abc":
+        scene.obey(name)
+    scene.pass_time(31)
+    assert scene.running() == ["a", "b", "c"]
+
+
+def test_a_member_that_does_not_come_to_its_check_is_not_waited_for_any_longer() -> None:
+    scene = with_fresh_newcomers()
+    scene.frozen = {"b"}
+    scene.settle().pass_time(31).settle()
+    assert isinstance(scene.wish("c"), Wait), "a was checked, and everybody has the last call from then on"
+    scene.pass_time(31).settle()
+    assert scene.running() == ["a", "c", "d"]
+
+
+def test_the_status_of_a_round_is_not_about_the_check_of_a_newcomer() -> None:
+    scene = begin(2).settle()
+    scene.arrive("c")
+    fail_and_come_back(scene)
+    assert scene.job.status().verdict.endswith("Round 2: 0 of at least 2 nodes wait.")
 
 
 def test_a_scaled_down_node_leaves_its_check() -> None:
