@@ -159,6 +159,6 @@ def _note_awaited(state: JobState, fleet: Fleet) -> None:
     """The rendezvous does not give up on nodes that the platform is about to bring."""
     rdzv, workers = state.rendezvous, fleet.workers
     min_nodes = 0 if state.terms is None else state.terms.limits.min_nodes
-    rdzv.num_pending_launches = len(workers.pending) if len(workers.running) < min_nodes else 0
+    rdzv.num_pending_launches = len(workers.pending) if early_stop.num_there(state, fleet) < min_nodes else 0
     is_asked_for = bool(rdzv.finished) and rdzv.opening is not None
     rdzv.num_unattached = len(fleet.coming_ranks()) if is_asked_for else 0

@@ -350,6 +350,52 @@ class TestShortage:
         assert scene.fleet.short_since is None
 
 
+class TestLastMinutes:
+    """Some have finished, others were lost: who has finished is none of the next world."""
+
+    def test_finished_workers_do_not_stand_in_for_those_that_never_come(self) -> None:
+        scene = FleetScene.of(3, 2).train(0, 1, 2)
+        scene.finish("n0")
+        scene.vanish(1)
+        scene.vanish(2)
+        assert scene.job.end is None, "the two that are launched can be a world"
+        assert "0 of at least 2 workers run" in scene.job.status().shortage
+        scene.tick(899)
+        assert scene.job.end is None
+        scene.tick(901)
+        assert scene.end.reason is ExitReason.PENDING_TIMEOUT
+
+    def test_nor_do_those_whose_nodes_have_gone(self) -> None:
+        scene = FleetScene.of(3, 1).train(0, 1, 2)
+        for node in (0, 1):
+            scene.finish(f"n{node}")
+            scene.show(node, SUCCEEDED, exit_code=0)
+        scene.vanish(2)
+        assert "waits for 1 that the platform has to bring" in scene.job.status().shortage
+        scene.tick(901)
+        assert scene.end.reason is ExitReason.PENDING_TIMEOUT
+
+    def test_nodes_that_the_platform_brings_have_longer_than_the_join_timeout(self) -> None:
+        scene = FleetScene.of(4, 2, limits={"join_timeout": 60.0}).train(0, 1, 2, 3)
+        scene.finish("n0")
+        scene.finish("n1")
+        scene.vanish(2)
+        scene.vanish(3)
+        scene.tick(500)
+        assert scene.job.end is None
+        scene.train(4, 5)
+        assert scene.members() == [2, 3]
+
+    def test_nobody_is_missed_while_the_others_train_on(self) -> None:
+        scene = FleetScene.of(4, 3).train(0, 1, 2)
+        scene.tick(100)
+        assert scene.members() == [0, 1, 2]
+        scene.finish("n0")
+        scene.tick(DAY)
+        assert scene.job.end is None
+        assert scene.job.status().shortage == ""
+
+
 class TestGroups:
     def begin(self) -> FleetScene:
         """Two racks of two; a node of the second is lost, and its replacement waits."""
