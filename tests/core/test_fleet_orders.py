@@ -413,6 +413,15 @@ class TestTheEnd:
         assert scene.end.reason is ExitReason.COMPLETED
         assert scene.removed == [0, 1, 2]
 
+    def test_nor_does_it_end_with_its_evaluator_while_the_world_still_trains(self) -> None:
+        scene = FleetScene(terms(2)).begin(allreduce_with_evaluator()).train(0, 1).run(2)
+        scene.show(2, SUCCEEDED, exit_code=0)
+        assert scene.job.end is None
+        assert isinstance(scene.wish("n0"), Run)
+        scene.finish("n0")
+        scene.finish("n1")
+        assert scene.end.reason is ExitReason.COMPLETED
+
     def test_an_evaluator_that_cannot_be_replaced_fails_the_job_that_waits_for_it(self) -> None:
         scene = FleetScene(terms(2)).begin(allreduce_with_evaluator(max_relaunches=0)).train(0, 1).run(2)
         scene.finish("n0")
