@@ -81,6 +81,14 @@ def is_taken_over(state: JobState, holder: Node, command: Attach) -> bool:
     return not node.is_live or fleet.migrations.get(node.id) == command.platform_node
 
 
+def exit_of_predecessor(state: JobState, holder: Node, command: Attach) -> NodeExit:
+    """Why the one whose place is taken goes; NONE: on our wish, because it was to be exchanged for the new one."""
+    fleet = state.fleet
+    node = None if fleet is None else fleet.of_agent(holder.id)
+    is_exchanged = fleet is not None and node is not None and fleet.migrations.get(node.id) == command.platform_node
+    return NodeExit.NONE if is_exchanged else NodeExit.KILLED
+
+
 def part_with(state: JobState, holder: Node, command: Attach) -> None:
     """Another process on the very same node takes the rank: that node is not lost."""
     fleet = state.fleet
