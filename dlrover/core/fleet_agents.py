@@ -127,6 +127,8 @@ def agent_attached(course: Course, agent: Node, command: Attach) -> None:
     if node.is_pending:
         node.asked_at = course.now if node.asked_at is None else node.asked_at
         life_cycle.started(course, node)
+    if agent.finished_round and node.is_live:
+        life_cycle.finished(course, node)  # it said so before anybody knew where it is
 
 
 def agent_finished(course: Course, agent: Node) -> None:
