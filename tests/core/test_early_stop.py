@@ -17,7 +17,7 @@ from dlrover.protocol.fleet_messages import (
     ScaleJob,
     Strategy,
 )
-from dlrover.protocol.messages import ExitReason, LeaveReason, PlatformId, Stage
+from dlrover.protocol.messages import ExitReason, LeaveReason, PlatformId, RestartPolicy, Stage
 from tests.core.fleet_scene import FleetScene, ps_job, workers
 from tests.core.scene import terms
 
@@ -385,6 +385,17 @@ class TestLastMinutes:
         assert scene.job.end is None
         scene.train(4, 5)
         assert scene.members() == [2, 3]
+
+    def test_a_failure_is_judged_also_where_the_others_have_yet_to_be_brought(self) -> None:
+        policy = RestartPolicy(max_restarts=0)
+        scene = FleetScene(terms(2, 4, policy)).begin(FleetSpec(replicas=workers(4, max_relaunches=0)))
+        scene.train(0, 1, 2).tick(100)
+        assert scene.members() == [0, 1, 2]
+        scene.finish("n0")
+        scene.finish("n1")
+        scene.fail("n2")
+        assert scene.end.reason is ExitReason.WORKER_ERROR
+        assert "No restarts are allowed" in scene.end.message
 
     def test_nobody_is_missed_while_the_others_train_on(self) -> None:
         scene = FleetScene.of(4, 3).train(0, 1, 2)
