@@ -179,8 +179,10 @@ def _attach(command: Attach, course: Course) -> Reply:
         state.master_epoch = command.master_epoch + 1
         course.touch_all()
     if holder is not None:
+        exit_reason = fleet_agents.exit_of_predecessor(state, holder, command)
         fleet_agents.part_with(state, holder, command)
-        course.lose(holder, NodeLife.GONE, f"{holder.label} is replaced by {command.host}", is_presumed=True)
+        why = f"{holder.label} is replaced by {command.host}"
+        course.lose(holder, NodeLife.GONE, why, exit_reason=exit_reason, is_presumed=True)
     if node is None:
         node = course.admit(command)
     elif node.life is NodeLife.ALIVE and (is_unheard or command.incarnation == node.incarnation):

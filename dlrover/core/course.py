@@ -341,6 +341,7 @@ class Course:
             if member.node in state.nodes.live and member.node not in rdzv.finished
         ]
         rdzv.open(Opening(cause, reason), members, self.now)
+        fleet_settling.note_awaited(state)
         for node in members:
             self.touch(node)
             node_check.expect(self, state.nodes.live[node])

@@ -137,7 +137,7 @@ def describe(state: JobState) -> str:
     if fleet is None or state.terms is None or fleet.spec.strategy is not Strategy.ALLREDUCE:
         return ""
     workers, min_nodes = fleet.workers, state.terms.limits.min_nodes
-    num_running = len(workers.running) + workers.num_done
+    num_running = num_there(state, fleet)
     if num_running >= min_nodes:
         return ""
     waiting = next((fleet.nodes[node] for node in workers.pending), None)
@@ -152,6 +152,15 @@ def describe(state: JobState) -> str:
         f"{num_running} of at least {min_nodes} workers run; the job waits for {len(workers.pending)} that the platform "
         f"has to bring, first {waiting.label}{why}.{held}"
     )
+
+
+def num_there(state: JobState, fleet: Fleet) -> int:
+    """Workers that the platform need not bring. Who has finished is not missed, but can be none of a world that is to form."""
+    workers = fleet.workers
+    if state.rendezvous.opening is None:
+        return len(workers.running) + workers.num_done
+    num_finished_there = len(workers.finished) - workers.num_done
+    return len(workers.running) - num_finished_there
 
 
 def to_make_smaller(fleet: Fleet) -> list[Wait]:
@@ -225,7 +234,7 @@ def _needed_workers(state: JobState, fleet: Fleet) -> Iterable[FleetNode]:
         needed = [first] if first is not None and first.is_pending and not _is_exchange(fleet, first) else []
     else:
         is_short = is_nobody_running or (
-            state.terms is not None and len(workers.running) + len(workers.finished) < state.terms.limits.min_nodes
+            state.terms is not None and num_there(state, fleet) < state.terms.limits.min_nodes
         )
         needed = [oldest] if oldest is not None and is_short else []
         if spec.strategy is not Strategy.ALLREDUCE:  # however many workers there are, without a chief they cannot begin

@@ -81,6 +81,14 @@ def is_taken_over(state: JobState, holder: Node, command: Attach) -> bool:
     return not node.is_live or fleet.migrations.get(node.id) == command.platform_node
 
 
+def exit_of_predecessor(state: JobState, holder: Node, command: Attach) -> NodeExit:
+    """Why the one whose place is taken goes; NONE: on our wish, because it was to be exchanged for the new one."""
+    fleet = state.fleet
+    node = None if fleet is None else fleet.of_agent(holder.id)
+    is_exchanged = fleet is not None and node is not None and fleet.migrations.get(node.id) == command.platform_node
+    return NodeExit.NONE if is_exchanged else NodeExit.KILLED
+
+
 def part_with(state: JobState, holder: Node, command: Attach) -> None:
     """Another process on the very same node takes the rank: that node is not lost."""
     fleet = state.fleet
@@ -119,6 +127,8 @@ def agent_attached(course: Course, agent: Node, command: Attach) -> None:
     if node.is_pending:
         node.asked_at = course.now if node.asked_at is None else node.asked_at
         life_cycle.started(course, node)
+    if agent.finished_round and node.is_live:
+        life_cycle.finished(course, node)  # it said so before anybody knew where it is
 
 
 def agent_finished(course: Course, agent: Node) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from dlrover.core import early_stop, life_cycle
 from dlrover.core.fleet import Fleet, FleetNode, Removal, Replicas
 from dlrover.core.nodes import after_outage
+from dlrover.core.rendezvous import num_usable
 from dlrover.protocol.fleet_messages import NodePhase, NodeType
 from dlrover.protocol.messages import ExitReason, Micros
 
@@ -33,7 +34,7 @@ def settle(course: Course) -> None:
     if state.end is None:
         early_stop.note_shortage(state, course.now)
         early_stop.note_idleness(fleet, course.now)
-        _note_awaited(state, fleet)
+        note_awaited(state)
         _end_if_over(course, fleet)
     if state.end is None:
         _dismiss_servers(course, fleet)
@@ -155,10 +156,13 @@ def _has_ended(replicas: Replicas) -> bool:
     return bool(replicas.finished or replicas.abandoned)
 
 
-def _note_awaited(state: JobState, fleet: Fleet) -> None:
-    """The rendezvous does not give up on nodes that the platform is about to bring."""
-    rdzv, workers = state.rendezvous, fleet.workers
-    min_nodes = 0 if state.terms is None else state.terms.limits.min_nodes
-    rdzv.num_pending_launches = len(workers.pending) if len(workers.running) < min_nodes else 0
-    is_asked_for = bool(rdzv.finished) and rdzv.opening is not None
+def note_awaited(state: JobState) -> None:
+    """The rendezvous does not give up on nodes that the platform is about to bring. Also asked as soon as a round opens."""
+    rdzv, fleet, terms = state.rendezvous, state.fleet, state.terms
+    if fleet is None or terms is None:
+        return
+    limits, num_pending = terms.limits, len(fleet.workers.pending)
+    rdzv.num_pending_launches = num_pending if early_stop.num_there(state, fleet) < limits.min_nodes else 0
+    num_met = num_usable(len(rdzv.waiting) + rdzv.num_coming, limits)
+    is_asked_for = bool(rdzv.finished) and rdzv.opening is not None and num_met < limits.min_nodes
     rdzv.num_unattached = len(fleet.coming_ranks()) if is_asked_for else 0

@@ -55,7 +55,8 @@ def succeeded(course: Course, node: FleetNode) -> None:
         course.finish_node(agent, state.rendezvous.round)
         course.lose(agent, NodeLife.LEFT, f"{node.label} ended well")
     _release_ended(course, node)
-    is_work_done = node.is_critical and node.node_type is not NodeType.PS
+    is_beside_world = fleet.spec.strategy is Strategy.ALLREDUCE and node.node_type is not NodeType.WORKER
+    is_work_done = node.is_critical and node.node_type is not NodeType.PS and not is_beside_world
     if is_work_done and state.end is None and not _is_critical_work_left(fleet):
         course.wants_end(ExitReason.COMPLETED, "All nodes that the job cannot do without have done their work.")
 

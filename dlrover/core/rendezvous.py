@@ -134,7 +134,8 @@ class Rendezvous(Struct):
     num_pending_launches: int = 0
     """Nodes that the platform has yet to bring; how long is its own matter, not that of the join timeout."""
     num_unattached: int = 0
-    """Nodes of the platform from which nobody has come yet. Counted only where some have finished and others meet."""
+    """Nodes of the platform from which nobody has come yet. Counted only where some have finished, and the others that
+    meet are too few: it is a long list."""
     used_offers: list[str] = []
     """Coordinators of the last rounds, oldest first: a port is never used for two rounds."""
     verdict: str = "no node has attached yet"

@@ -156,6 +156,9 @@ def _adopt(course: Course, fleet: Fleet, shown: PlatformNode) -> FleetNode:
         replicas.hold(holder.rank, holder.id)
         node.exit_reason = NodeExit.RELAUNCHED
         life_cycle.let_go(course, node, "a newer node has its rank")
+    agent = None if node.agent is None else course.state.nodes.live.get(node.agent)
+    if agent is not None and agent.finished_round:
+        life_cycle.finished(course, node)
     return node
 
 

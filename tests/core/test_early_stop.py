@@ -17,7 +17,7 @@ from dlrover.protocol.fleet_messages import (
     ScaleJob,
     Strategy,
 )
-from dlrover.protocol.messages import ExitReason, LeaveReason, PlatformId, Stage
+from dlrover.protocol.messages import ExitReason, LeaveReason, PlatformId, RestartPolicy, Stage
 from tests.core.fleet_scene import FleetScene, ps_job, workers
 from tests.core.scene import terms
 
@@ -348,6 +348,63 @@ class TestShortage:
         assert scene.fleet.short_since is not None
         scene.do(ScaleJob(min_nodes=3, max_nodes=4))
         assert scene.fleet.short_since is None
+
+
+class TestLastMinutes:
+    """Some have finished, others were lost: who has finished is none of the next world."""
+
+    def test_finished_workers_do_not_stand_in_for_those_that_never_come(self) -> None:
+        scene = FleetScene.of(3, 2).train(0, 1, 2)
+        scene.finish("n0")
+        scene.vanish(1)
+        scene.vanish(2)
+        assert scene.job.end is None, "the two that are launched can be a world"
+        assert "0 of at least 2 workers run" in scene.job.status().shortage
+        scene.tick(899)
+        assert scene.job.end is None
+        scene.tick(901)
+        assert scene.end.reason is ExitReason.PENDING_TIMEOUT
+
+    def test_nor_do_those_whose_nodes_have_gone(self) -> None:
+        scene = FleetScene.of(3, 1).train(0, 1, 2)
+        for node in (0, 1):
+            scene.finish(f"n{node}")
+            scene.show(node, SUCCEEDED, exit_code=0)
+        scene.vanish(2)
+        assert "waits for 1 that the platform has to bring" in scene.job.status().shortage
+        scene.tick(901)
+        assert scene.end.reason is ExitReason.PENDING_TIMEOUT
+
+    def test_nodes_that_the_platform_brings_have_longer_than_the_join_timeout(self) -> None:
+        scene = FleetScene.of(4, 2, limits={"join_timeout": 60.0}).train(0, 1, 2, 3)
+        scene.finish("n0")
+        scene.finish("n1")
+        scene.vanish(2)
+        scene.vanish(3)
+        scene.tick(500)
+        assert scene.job.end is None
+        scene.train(4, 5)
+        assert scene.members() == [2, 3]
+
+    def test_a_failure_is_judged_also_where_the_others_have_yet_to_be_brought(self) -> None:
+        policy = RestartPolicy(max_restarts=0)
+        scene = FleetScene(terms(2, 4, policy)).begin(FleetSpec(replicas=workers(4, max_relaunches=0)))
+        scene.train(0, 1, 2).tick(100)
+        assert scene.members() == [0, 1, 2]
+        scene.finish("n0")
+        scene.finish("n1")
+        scene.fail("n2")
+        assert scene.end.reason is ExitReason.WORKER_ERROR
+        assert "No restarts are allowed" in scene.end.message
+
+    def test_nobody_is_missed_while_the_others_train_on(self) -> None:
+        scene = FleetScene.of(4, 3).train(0, 1, 2)
+        scene.tick(100)
+        assert scene.members() == [0, 1, 2]
+        scene.finish("n0")
+        scene.tick(DAY)
+        assert scene.job.end is None
+        assert scene.job.status().shortage == ""
 
 
 class TestGroups:

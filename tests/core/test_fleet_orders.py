@@ -210,6 +210,17 @@ class TestMigration:
         assert scene.fleet.migrations == {}
         scene.train(2)
 
+    def test_an_exchange_is_no_failure_also_if_the_new_agent_is_quicker_than_the_platform(self) -> None:
+        scene = FleetScene.of(2, max_relaunches=1).train(0, 1)
+        for old, new in ((1, 2), (2, 3), (3, 4)):
+            scene.do(MigrateNode(node=PlatformId(old), resource=Resource(cpu=8)))
+            scene.come(new)
+            assert (scene.job.end, scene.fleet.failures) == (None, [])
+            assert old in scene.removed
+            scene.rejoin_nodes(0, new)
+            assert scene.members() == [0, 1]
+        assert (scene.spent(1), scene.fleet.workers.evictions) == (0, {})
+
     def test_a_worker_that_succeeds_needs_nobody_in_its_place(self) -> None:
         scene = FleetScene().begin(custom_job(num_workers=2)).run()
         scene.do(MigrateNode(node=PlatformId(2), resource=Resource(cpu=8)))
@@ -412,6 +423,15 @@ class TestTheEnd:
         scene.show(2, SUCCEEDED, exit_code=0)
         assert scene.end.reason is ExitReason.COMPLETED
         assert scene.removed == [0, 1, 2]
+
+    def test_nor_does_it_end_with_its_evaluator_while_the_world_still_trains(self) -> None:
+        scene = FleetScene(terms(2)).begin(allreduce_with_evaluator()).train(0, 1).run(2)
+        scene.show(2, SUCCEEDED, exit_code=0)
+        assert scene.job.end is None
+        assert isinstance(scene.wish("n0"), Run)
+        scene.finish("n0")
+        scene.finish("n1")
+        assert scene.end.reason is ExitReason.COMPLETED
 
     def test_an_evaluator_that_cannot_be_replaced_fails_the_job_that_waits_for_it(self) -> None:
         scene = FleetScene(terms(2)).begin(allreduce_with_evaluator(max_relaunches=0)).train(0, 1).run(2)

@@ -37,7 +37,8 @@ from dlrover.protocol.messages import (
     NodeRank,
     PlatformId,
 )
-from tests.core.fleet_scene import FleetScene, ps_job
+from tests.core.fleet_scene import FleetScene, ps_job, workers
+from tests.core.scene import terms
 
 
 def job_that_knows_nothing(count: int = 2) -> Job:
@@ -97,6 +98,22 @@ def test_what_it_never_asked_for_can_be_removed() -> None:
 def test_absurd_numbers_are_refused(listed: NodesListed) -> None:
     with pytest.raises(Rejected):
         job_that_knows_nothing().apply(listed, Micros(2))
+
+
+@pytest.mark.parametrize("when", ["before the list, by rank", "before the list", "after the list"])
+def test_a_node_whose_agent_tells_that_it_has_finished_is_not_replaced(when: str) -> None:
+    """Its report went to the master whose journal was lost; the agent tells it again as it attaches."""
+    scene = FleetScene(terms(2, 3))
+    scene.do(DefineFleet(spec=FleetSpec(replicas=workers(3))))
+    for rank in range(3):
+        scene.cloud[10 + rank] = shown(10 + rank, rank)
+    if when == "after the list":
+        scene.list()
+    scene.attach("n10", rank=0 if "rank" in when else None, incarnation=1, running_round=3, is_finished=True)
+    scene.list()
+    assert scene.fleet.workers.finished == {0: None}
+    scene.vanish(10)
+    assert scene.launched == []
 
 
 def test_an_exchanged_server_keeps_the_address_under_which_it_is_reached() -> None:
