@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -109,6 +110,19 @@ def test_a_preempted_node_leaves_and_the_job_is_scaled_under_way(jobs, tmp_path)
     assert third.wait() == 0, said + third.err
     assert "scaled down" in third.err
     nodes.wait_for_world(1, 3)
+    nodes.end()
+    assert first.wait() == 0, first.err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_node_that_is_told_to_end_leaves_and_the_others_train_on(jobs, tmp_path):
+    nodes = Nodes(jobs, tmp_path, "--nnodes=1:2")
+    first, second = nodes.start("--node-rank=0"), nodes.start("--node-rank=1")
+    nodes.wait_for_world(2, 0)
+    second.signal(signal.SIGTERM)
+    assert second.wait() == 143, second.err
+    nodes.wait_for_world(1, 1)
     nodes.end()
     assert first.wait() == 0, first.err
 
