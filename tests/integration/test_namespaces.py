@@ -259,7 +259,9 @@ class OnPlatform(Training):
             f"--nodes={nodes}",
             "--netns=on",
         ]
-        argv += ["--", "--shutdown-timeout=5", f"--journal={folder / 'journal'}", *DETECTION, *options]
+        # The platform tells of nodes that ended. The grace is for agents that their launchers start again, on a busy machine, too.
+        detection = (*DETECTION, "--node-grace=15")
+        argv += ["--", "--shutdown-timeout=5", f"--journal={folder / 'journal'}", *detection, *options]
         self.host = Launched([*argv, str(SCRIPT), str(folder)], jobs.env(), folder, "local")
         jobs.launched.append(self.host)
 
