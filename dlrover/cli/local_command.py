@@ -387,6 +387,8 @@ class LocalJob:
             job_uid=self._job_uid,
             fleet=self._plan.fleet,
             pre_check_ops=self._plan.settings.pre_check_ops,
+            topology_querier=self._plan.settings.topology_querier,
+            topology_sorter=self._plan.settings.topology_sorter,
             event_reporters=self._plan.settings.environment.event_reporters,
             **msgspec.structs.asdict(self._plan.settings.watching),
             parent_death=True,

@@ -14,8 +14,10 @@ from dlrover.protocol.messages import (
     End,
     ExitReason,
     JobEnd,
+    JobTerms,
     LeaveJob,
     LeaveReason,
+    Limits,
     NodeRank,
     ReportFailure,
     ReportFinished,
@@ -43,6 +45,23 @@ async def test_a_signal_ends_the_node_with_the_grace_of_the_user(stage, number):
     (leave,) = stage.master.heard_of(LeaveJob)
     assert (leave.reason, leave.message) == (LeaveReason.STOPPED_BY_USER, f"{number.name} received")
     assert stage.master.job.end.reason is ExitReason.STOPPED_BY_USER
+
+
+async def test_the_others_meet_again_while_a_node_that_was_told_to_end_still_stops(stage):
+    """Many platforms announce with SIGTERM that they take a machine away."""
+    terms = JobTerms(limits=Limits(min_nodes=1, max_nodes=2))
+    lives = [stage.begin(launch, terms=terms) for launch in "ab"]
+    first, other = [await life.workers.running(1) for life in lives]
+    other.may_stop.clear()
+    os.kill(os.getpid(), signal.SIGTERM)  # the newest agent of the process gets it
+    alone = await lives[0].workers.running(2)
+    assert not other.is_stopped, "it still has its grace while the others go on"
+    assert alone.world.group_world_size == 1
+    other.may_stop.set()
+    assert (await lives[1].result()).exit_code == EXIT_BY_SIGNAL + signal.SIGTERM
+    assert first.is_stopped
+    assert alone.is_running
+    assert stage.master.job.status().num_restarts == 0
 
 
 async def test_a_signal_that_was_asked_for_goes_on_to_the_workers(stage):

@@ -11,18 +11,23 @@ import pytest
 from dlrover.core.job import Job
 from dlrover.core.nodes import NodeLife
 from dlrover.core.rendezvous import Rendezvous, explain_timeout
+from dlrover.protocol.codec import encode_frame
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.frames import Push
 from dlrover.protocol.messages import (
     AskStatus,
     Attach,
     Attached,
     ExitReason,
+    Incarnation,
+    JobTerms,
     Join,
     JoinRendezvous,
     LeaveJob,
     LeaveReason,
     Limits,
     MasterStarted,
+    NodeId,
     NodeRank,
     RestartPolicy,
     Round,
@@ -214,13 +219,24 @@ def test_a_shrunken_world_is_no_failure_of_anybody() -> None:
     assert (status.num_restarts, status.distinct_failures) == (0, ())
 
 
-def test_a_thousand_joins_and_nine_hundred_departures_leave_a_hundred_waiting() -> None:
+@pytest.mark.parametrize("num_nodes", [20, 2000])
+def test_what_a_node_is_told_of_its_world_is_no_longer_in_a_large_one(num_nodes: int) -> None:
+    """A world that names its members costs the master the square of their number. Here only numbers have more digits."""
+    job, nodes = gathered(num_nodes, terms(num_nodes))
+    for node, _ in (nodes[0], nodes[-1]):
+        desired = job.desired(node)
+        assert isinstance(desired.wish, Run)
+        assert desired.wish.world.group_world_size == num_nodes
+        assert len(encode_frame([Push(desired=desired)])) < 300
+
+
+def gathered(num_nodes: int, wanted: JobTerms) -> tuple[Job, list[tuple[NodeId, Incarnation]]]:
     """Without the scene, which looks at everything after each command."""
     job, now = Job(), micros(0)
     job.apply(MasterStarted(1, "a-job"), now)
     nodes = []
-    for number in range(1000):
-        attach = Attach(launch=f"l{number}", host=f"h{number}", terms=terms(2000), local_world_size=1)
+    for number in range(num_nodes):
+        attach = Attach(launch=f"l{number}", host=f"h{number}", terms=wanted, local_world_size=1)
         attached = job.apply(attach, now).reply
         assert isinstance(attached, Attached)
         nodes.append((attached.node, attached.incarnation))
@@ -232,8 +248,13 @@ def test_a_thousand_joins_and_nine_hundred_departures_leave_a_hundred_waiting() 
             offer=f"h{number}:1",
         )
         job.apply(join, now)
+    return job, nodes
+
+
+def test_a_thousand_joins_and_nine_hundred_departures_leave_a_hundred_waiting() -> None:
+    job, nodes = gathered(1000, terms(2000))
     for number, (node, incarnation) in enumerate(nodes[:900]):
-        job.apply(LeaveJob(node=node, incarnation=incarnation, reason=LeaveReason.PREEMPTED), now)
+        job.apply(LeaveJob(node=node, incarnation=incarnation, reason=LeaveReason.PREEMPTED), micros(0))
         if number % 3 == 0:
             assert job.ask(AskStatus()) == job.status(), "asking changes nothing"
             job.next_deadline()

@@ -33,15 +33,23 @@ class Line(NamedTuple):
 class LocalJob:
     """One `dlrover local` with workers that do not need torch: the nodes matter here, not what they train."""
 
-    def __init__(self, jobs: JobFactory, folder: Path, *options: str, shell: str = "") -> None:
-        """`shell` is what a shell does before it becomes the host."""
+    def __init__(
+        self,
+        jobs: JobFactory,
+        folder: Path,
+        *options: str,
+        node_options: tuple[str, ...] = (),
+        shell: str = "",
+        **environ: str,
+    ) -> None:
+        """`node_options` are for `dlrover-run`; `shell` is what a shell does before it becomes the host."""
         self.jobs = jobs
         self.folder = folder
         argv = [sys.executable, "-m", "dlrover.cli.main", "local", f"--job-name={JOB}", *options]
-        argv += ["--", "--no-warm", "--shutdown-timeout=5", str(SCRIPT), str(folder)]
+        argv += ["--", "--no-warm", "--shutdown-timeout=5", *node_options, str(SCRIPT), str(folder)]
         if shell:
             argv = ["/bin/sh", "-c", f'{shell}; exec "$@"', "sh", *argv]
-        self.host = Launched(argv, jobs.env(), folder, f"local-{len(jobs.launched)}")
+        self.host = Launched(argv, jobs.env(**environ), folder, f"local-{len(jobs.launched)}")
         jobs.launched.append(self.host)
 
     def last(self, rank: int) -> Line:
@@ -200,6 +208,19 @@ def test_a_standby_takes_the_place_of_a_lost_node_and_is_replaced(jobs, tmp_path
     assert {job.last(0).node_rank, job.last(1).node_rank} == {0, 1, 2} - {lost}
     wait_until(lambda: "standby" in job.command("status", JOB), 20, lambda: job.host.err)
     assert lost not in {job.last(0).node_rank, job.last(1).node_rank}
+    job.finish()
+
+
+def test_the_plug_ins_for_the_order_of_nodes_reach_the_master(jobs, tmp_path):
+    (tmp_path / "backwards.py").write_text(
+        "class Sorter:\n    def sort(self, nodes):\n        return sorted(nodes, reverse=True)\n"
+    )
+    environ = {"PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))}
+    job = LocalJob(
+        jobs, tmp_path, "--nodes=2", "--netns=off", node_options=("--topology-sorter=backwards::Sorter",), **environ
+    )
+    job.trains(0, 1, size=2)
+    assert (job.last(0).node_rank, job.last(1).node_rank) == (1, 0)
     job.finish()
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import random
+import socket
 import sqlite3
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from tests.integration.jobs import SCRIPTS, kill, wait_until
+from dlrover.cli.launcher import EXIT_MASTER_LOST
+from tests.integration.jobs import SCRIPTS, Launched, kill, wait_until
 
 
 def test_twenty_master_deaths_restart_no_worker(jobs, tmp_path):
@@ -40,6 +42,30 @@ def test_twenty_master_deaths_restart_no_worker(jobs, tmp_path):
     assert 7 <= replayed.stdout.count("master started") <= 21
     steps = [line.split() for line in (tmp_path / "steps-0").read_text().splitlines()]
     assert {life for life, _, _ in steps} == {"0"}
+
+
+def test_workers_run_on_without_a_master_for_as_long_as_the_grace(jobs, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {"DLROVER_JOB_TOKEN": "of-this-test", "DLROVER_MASTER_ADDR": f"127.0.0.1:{port}", "ELASTIC_JOB_NAME": "grace"}
+    argv = [sys.executable, "-m", "dlrover.cli.main", "master", "--job-name=grace", f"--port={port}"]
+    master = Launched(argv, jobs.env(**env), tmp_path, "master")
+    jobs.launched.append(master)
+    wait_until(lambda: "serving" in master.err, explain=lambda: master.err)
+    options = ("--master-grace=3", "--heartbeat=0.5")  # with each of these an agent looks how long the master is away
+    node = jobs.start("dlrover-run", *options, SCRIPTS / "steps.py", tmp_path, **env)
+    wait_until(lambda: (tmp_path / "steps-0").exists(), explain=lambda: node.err)
+    for pid in (master.pid, *jobs.pids("dlrover.master")):
+        kill(pid)
+    killed_at = time.monotonic()
+    assert node.wait() == EXIT_MASTER_LOST, node.err
+    assert "limit --master-grace 3 s" in " ".join(node.err.split())
+    life, _, stopped_at = (tmp_path / "steps-0").read_text().split()[-3:]
+    assert life == "0"
+    assert 2.5 < float(stopped_at) - killed_at < 10
+    clean = [sys.executable, "-m", "dlrover.cli.main", "clean"]
+    subprocess.run(clean, env=jobs.env(), check=True)  # what the killed master could not remove
 
 
 def num_records(journal: Path) -> int:

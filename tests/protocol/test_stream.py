@@ -30,7 +30,7 @@ from dlrover.protocol.messages import (
     Reply,
     Round,
 )
-from dlrover.protocol.rpc import AgentChannel, ask
+from dlrover.protocol.rpc import FIRST_PAUSE, LONGEST_PAUSE, AgentChannel, Backoff, ask
 from dlrover.protocol.watch_messages import SampleTaken
 from tests.protocol.conftest import TOKEN, Agent, PlainDesk, Serve
 
@@ -293,6 +293,23 @@ async def test_the_agent_keeps_trying_and_says_why(connect: Connect, serve: Serv
     await serve(int(address.split(":")[1]))
     assert (await agent.attached()).node == 7
     assert agent.channel.trouble == ""
+
+
+def test_agents_that_lost_their_master_do_not_come_back_in_step() -> None:
+    """Pauses of many agents, attempt by attempt: spread over a span that grows from a moment to two seconds."""
+    attempts = list(
+        zip(*([backoff.pause() for _ in range(12)] for backoff in [Backoff() for _ in range(300)]), strict=True)
+    )
+    for pauses, span in zip(
+        attempts, [min(FIRST_PAUSE * 2**number, LONGEST_PAUSE) for number in range(12)], strict=True
+    ):
+        assert 0 <= min(pauses) < 0.2 * span
+        assert 0.8 * span < max(pauses) <= span
+    backoff = Backoff()
+    for _ in range(12):
+        backoff.pause()
+    backoff.reset()
+    assert backoff.pause() <= FIRST_PAUSE, "who was attached once begins anew"
 
 
 HALF = "caf\udce9"

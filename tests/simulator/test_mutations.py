@@ -42,6 +42,7 @@ from dlrover.core.sequence import CommitSequence
 from dlrover.protocol.check_messages import ExitClass
 from dlrover.protocol.frames import Answer, Request
 from dlrover.protocol.kv_messages import KvGet, KvQuery
+from dlrover.protocol.messages import NodeId, Run
 from dlrover.simulator import master
 from dlrover.simulator.campaign import Failure, draw_plan, run_plan, shrink
 from dlrover.simulator.journal import VirtualJournal
@@ -80,6 +81,23 @@ def worlds_ignore_the_maximum(patch: pytest.MonkeyPatch) -> None:
 
 def nobody_is_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(course.Course, "touch", lambda self, node: None)
+
+
+def who_trains_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    """The next round is for others; an old world goes on beside the new one."""
+    original = course.Course.touch
+
+    def touch(self: course.Course, node: NodeId) -> None:
+        known = self.state.nodes.live.get(node)
+        if known is None or not isinstance(known.desired.wish, Run):
+            original(self, node)
+
+    patch.setattr(course.Course, "touch", touch)
+
+
+def two_nodes_have_one_place(patch: pytest.MonkeyPatch) -> None:
+    original = Rendezvous.spec
+    patch.setattr(Rendezvous, "spec", lambda rdzv, node: replace(original(rdzv, node), group_rank=0))
 
 
 def a_replay_counts_differently(patch: pytest.MonkeyPatch) -> None:
@@ -269,6 +287,8 @@ def the_word_about_a_model_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
         (worlds_ignore_the_unit, {"I2"}),
         (worlds_ignore_the_maximum, {"I2"}),
         (nobody_is_told, {"I1", "I8"}),
+        (who_trains_is_not_told, {"I1"}),
+        (two_nodes_have_one_place, {"I1"}),
         (a_replay_counts_differently, {"I5"}),
         (a_record_is_lost, {"I5"}),
         (the_silent_are_never_missed, {"I8"}),
