@@ -390,6 +390,7 @@ class LocalJob:
             topology_querier=self._plan.settings.topology_querier,
             topology_sorter=self._plan.settings.topology_sorter,
             event_reporters=self._plan.settings.environment.event_reporters,
+            reports=self._plan.log_dir,
             **msgspec.structs.asdict(self._plan.settings.watching),
             parent_death=True,
             parent_pid=os.getpid(),

@@ -224,6 +224,17 @@ def test_the_plug_ins_for_the_order_of_nodes_reach_the_master(jobs, tmp_path):
     job.finish()
 
 
+def test_the_autopsy_of_a_stopped_worker_is_kept_among_the_logs(jobs, tmp_path):
+    logs = tmp_path / "logs"
+    job = LocalJob(jobs, tmp_path, "--nodes=2", "--netns=off", f"--log-dir={logs}")
+    job.trains(0, 1, size=2)
+    life = job.last(0).life
+    os.kill(jobs.pids("plain_steps.py")[-1], signal.SIGSTOP)
+    wait_until(lambda: list(logs.glob(f"{JOB}-autopsy-*.md")), DEADLINE, lambda: job.host.err)
+    job.trains(0, 1, size=2, after=life)
+    job.finish()
+
+
 def test_a_job_is_scaled_up_and_down_while_it_runs(jobs, tmp_path):
     job = LocalJob(jobs, tmp_path, "--nodes=1:2", "--netns=off")
     job.trains(0, 1, size=2)
