@@ -24,6 +24,7 @@ from dlrover.simulator.faults import (
     MASTER_MIX,
     MASTER_PAUSES,
     PAUSES,
+    PEOPLE_MIX,
     STANDARD_MIX,
     Fault,
     draw_faults,
@@ -89,6 +90,10 @@ def _plan(seed: int, chance: random.Random, shape: Shape, hours: float, intensit
     if shape.check is not None:
         mix = mix | CHECK_MIX
     faults = draw_faults(chance, hours=hours, num_nodes=num_nodes, intensity=spread, mix=mix, master_mix=master_mix)
+    if shape.fleet is not None:
+        people = random.Random(f"{seed}/people")
+        wishes = draw_faults(people, hours=hours, num_nodes=num_nodes, intensity=spread, mix={}, master_mix=PEOPLE_MIX)
+        faults = tuple(sorted((*faults, *wishes), key=lambda fault: fault.at))
     return Plan(seed=seed, shape=shape, faults=faults, hours=hours)
 
 

@@ -153,6 +153,8 @@ class VirtualCloud(Platform):
         """What the job decided, as soon as it is durable."""
         if isinstance(intent, RemoveNode):
             self.asked_to_remove[intent.id] = None
+        else:
+            self.sim.people.check_launch(intent)
         keeper = self.keeper
         if keeper is None or keeper.master is not master:
             keeper = self.keeper = Keeper(master, self.sim.events.now)

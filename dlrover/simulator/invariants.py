@@ -29,7 +29,9 @@ from dlrover.protocol.fleet_messages import (
     NodeChanged,
     NodePhase,
     NodesListed,
+    ResumeJob,
     ScaleJob,
+    SuspendJob,
 )
 from dlrover.protocol.messages import (
     Attach,
@@ -102,6 +104,8 @@ _OF_NO_NODE = (
     NodeChanged,
     LaunchRefused,
     MigrateNode,
+    SuspendJob,
+    ResumeJob,
 )
 
 
@@ -217,6 +221,9 @@ def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
     terms = job.state.terms or sim.terms  # the job itself knows none before its first node has come
     policy, charged = terms.restarts, sim.ledger.chargeable
     calm = sim.calm_for()
+    is_impatient = end.reason in (ExitReason.PENDING_TIMEOUT, ExitReason.NOT_ENOUGH_NODES)
+    if is_impatient and not job.state.rendezvous.finished and (sim.people.is_paused or sim.people.has_just_resumed()):
+        return f"the time in which the job was suspended counts: {end.message}"
     match end.reason:
         case ExitReason.COMPLETED:
             if sim.training.best_step < sim.shape.num_steps:
@@ -325,7 +332,7 @@ def _intents_are_done(sim: Simulation, job: Job) -> str | None:
     if fleet is None or job.end is not None or sim.calm_for() <= sim.bound:
         return None
     for node in fleet.nodes.values():
-        if node.is_live and node.phase is NodePhase.INITIAL:
+        if node.is_live and node.phase is NodePhase.INITIAL and not sim.people.want_pause:
             return f"nobody asked for {node.label}"
         if node.removal is not None:
             return f"{node.label} shall be removed and is still there: {node.removal.reason}"

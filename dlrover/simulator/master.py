@@ -459,6 +459,8 @@ class VirtualMaster:
                 is_over = True
             elif isinstance(effect, LaunchNode | RemoveNode):
                 self.sim.platform.take(self, effect)
+        if line is None:
+            self.sim.people.answered(work.body)
         return is_over
 
     def _attach(self, line: Line, attached: Attached) -> None:
@@ -502,7 +504,9 @@ class VirtualMaster:
         self._settle(work)
         if work.line is not None:
             self._send(work.line, Refusal(id=work.id, code=error.code, message=str(error)))
-        elif isinstance(work.body, DeadlinePassed):
+            return
+        self.sim.people.answered(work.body, error.code)
+        if isinstance(work.body, DeadlinePassed):
             self._extend_grace(self.now(), NO_SPIN)
 
     def _send(self, line: Line, parcel: Downward) -> None:

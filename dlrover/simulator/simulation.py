@@ -28,6 +28,7 @@ from dlrover.simulator.journal import VirtualJournal
 from dlrover.simulator.ledger import Ledger
 from dlrover.simulator.master import FENCE_PERIOD, HEARTBEAT, CrashPoint, VirtualMaster
 from dlrover.simulator.network import Connection, Network
+from dlrover.simulator.people import People
 from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.platform import Platform, VirtualPlatform
 from dlrover.simulator.saves import SaveTraffic
@@ -70,6 +71,7 @@ class Simulation:
         self.journal = VirtualJournal()
         fleet = plan.shape.fleet
         self.platform: Platform = VirtualPlatform(self) if fleet is None else VirtualCloud(self, fleet)
+        self.people = People(self)
         self.checks = CheckRuns(self)
         self.store = StoreTraffic(self)
         self.saves = SaveTraffic(self)
@@ -229,16 +231,16 @@ class Simulation:
         self._trouble_at = self.events.now
         self._progress_then = self.training.progress()
 
-    def pass_by(self, duration: int, heal: Callable[[], Any]) -> None:
-        """A trouble that ends by itself, or with all others when faults stop."""
-        self._num_ongoing += 1
+    def pass_by(self, duration: int, heal: Callable[[], Any], *, is_trouble: bool = True) -> None:
+        """A trouble that ends by itself, or with all others when faults stop. Or no trouble, though it ends like one."""
+        self._num_ongoing += is_trouble
         is_healed = False
 
         def end() -> None:
             nonlocal is_healed
             if not is_healed:
                 is_healed = True
-                self._num_ongoing -= 1
+                self._num_ongoing -= is_trouble
                 self._ongoing.pop(end, None)
                 heal()
                 self.trouble()
@@ -439,6 +441,7 @@ class Simulation:
         self.num_journals_lost += 1
         self.store.journal_lost()
         self.saves.journal_lost()
+        self.people.journal_lost()
         self.ledger.lives.clear()
         self.ledger.applied.clear()
         self.ledger.answered.clear()

@@ -19,7 +19,9 @@ from dlrover.core import (
     course,
     data_checkpoint,
     data_commands,
+    early_stop,
     fleet_settling,
+    fleet_wishes,
     kv_store,
     life_cycle,
     node_check,
@@ -40,11 +42,15 @@ from dlrover.core.rendezvous import Rendezvous
 from dlrover.core.senders import Senders
 from dlrover.core.sequence import CommitSequence
 from dlrover.protocol.check_messages import ExitClass
+from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec
 from dlrover.protocol.frames import Answer, Request
 from dlrover.protocol.kv_messages import KvGet, KvQuery
 from dlrover.simulator import master
 from dlrover.simulator.campaign import Failure, draw_plan, run_plan, shrink
+from dlrover.simulator.faults import Fault
 from dlrover.simulator.journal import VirtualJournal
+from dlrover.simulator.plan import Plan, Result
+from dlrover.simulator.shapes import Shape
 
 NUM_FAULTS = 5000
 MOST_NODES = 12
@@ -174,6 +180,26 @@ def exchanged_nodes_stay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(life_cycle, "started", started)
 
 
+def suspended_jobs_launch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Fleet, "is_suspended", property(lambda fleet: False))
+
+
+def a_pause_counts_as_waiting(patch: pytest.MonkeyPatch) -> None:
+    original = early_stop._too_long
+
+    def too_long(state: Any) -> Any:
+        former, state.fleet.suspended_from = state.fleet.suspended_from, None
+        found = original(state)
+        state.fleet.suspended_from = former
+        return found
+
+    patch.setattr(early_stop, "_too_long", too_long)
+
+
+def suspended_jobs_stay_so(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fleet_wishes, "resume", lambda course: None)
+
+
 def nobody_is_checked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(node_check, "expect", lambda course, node: None)
 
@@ -281,6 +307,8 @@ def the_word_about_a_model_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
         (nodes_outlive_their_job, {"fleet"}),
         (intents_die_with_their_master, {"fleet", "I8"}),
         (exchanged_nodes_stay, {"fleet"}),
+        (suspended_jobs_launch, {"fleet"}),
+        (suspended_jobs_stay_so, {"fleet", "I8"}),
         (nobody_is_checked, {"check"}),
         (the_healthy_are_blamed, {"check"}),
         (adds_count_twice, {"KV"}),
@@ -302,6 +330,24 @@ def test_a_broken_promise_is_noticed(mutation: Mutation, invariants: set[str], m
     room = next((rooms[name] for name in sorted(invariants) if name in rooms), "")
     failure = first_failure(room)
     assert failure.invariant in invariants, failure.sentence
+
+
+def test_a_pause_that_counts_as_waiting_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few seeds wait for so long."""
+    faults = (
+        Fault(at=300_000_000, kind="platform-refuses", pick=0, amount=0.99),
+        Fault(at=301_000_000, kind="eviction", pick=0, amount=0.5),
+        Fault(at=400_000_000, kind="suspension", pick=0, amount=1.0),
+    )
+    fleet = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=3)}, pending_timeout=600.0)
+    shape = Shape(min_nodes=3, max_nodes=3, fleet=fleet, num_steps=600)
+    plan = Plan(seed=1, shape=shape, faults=faults, hours=0.6)
+    assert isinstance(run_plan(plan), Result)
+    a_pause_counts_as_waiting(monkeypatch)
+    failure = run_plan(plan)
+    assert isinstance(failure, Failure)
+    assert failure.invariant == "I8"
+    assert "suspended" in failure.sentence
 
 
 def test_a_failing_seed_shrinks_to_few_faults(monkeypatch: pytest.MonkeyPatch) -> None:
