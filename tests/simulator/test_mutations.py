@@ -271,7 +271,7 @@ def a_restored_model_takes_everything_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_a_model_claims_is_not_heard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Dataset, "_claim", lambda dataset, claim: True)
+    patch.setattr(Dataset, "_claim", lambda dataset, claims: [])
 
 
 def the_word_about_a_model_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
