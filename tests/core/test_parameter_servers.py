@@ -325,6 +325,22 @@ def test_a_critical_server_that_cannot_be_replaced_ends_the_job() -> None:
     assert version(scene, VersionType.GLOBAL) == 1
 
 
+def test_a_job_without_any_server_left_ends() -> None:
+    scene = two_servers(max_relaunches=0)
+    scene.fail(0, exit_code=201)
+    assert scene.job.end is None, "the workers can go on with the other one"
+    scene.fail(1, exit_reason=NodeExit.OOM)
+    assert scene.end.reason is ExitReason.PS_OOM
+    assert "no parameter server left" in scene.end.message
+
+
+def test_a_job_whose_other_servers_are_about_to_go_has_none_left() -> None:
+    scene = two_servers(max_relaunches=0)
+    scale(scene, 1)
+    scene.fail(0, exit_reason=NodeExit.OOM)
+    assert scene.end.reason is ExitReason.PS_OOM
+
+
 def test_servers_that_were_added_are_as_critical_as_the_first_ones() -> None:
     scene = two_servers(critical=" all ", max_relaunches=0)
     scale(scene, 3)
