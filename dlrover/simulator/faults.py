@@ -327,6 +327,9 @@ def _platform_refuses(sim: Simulation, fault: Fault) -> bool:
 
 def _scaling(sim: Simulation, fault: Fault) -> bool:
     """Somebody wants more nodes, or fewer."""
+    kinds = sim.shape.kinds_to_scale
+    if kinds and (not sim.shape.is_one_world or fault.amount < 0.5):
+        return sim.scale_replicas(kinds[fault.pick % len(kinds)], fault.pick // len(kinds))
     unit = sim.shape.node_unit
     most = 1 + fault.pick % (sim.shape.max_nodes // unit)
     least = 1 + int(fault.amount * most)

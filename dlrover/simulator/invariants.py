@@ -29,8 +29,10 @@ from dlrover.protocol.fleet_messages import (
     NodeChanged,
     NodePhase,
     NodesListed,
+    PsReady,
     ResumeJob,
     ScaleJob,
+    ScaleReplicas,
     SuspendJob,
 )
 from dlrover.protocol.messages import (
@@ -106,6 +108,8 @@ _OF_NO_NODE = (
     MigrateNode,
     SuspendJob,
     ResumeJob,
+    ScaleReplicas,
+    PsReady,
 )
 
 
@@ -175,12 +179,13 @@ def _budget_is_kept(sim: Simulation, job: Job, touched: Touched) -> str | None:
 
 def _relaunches_are_kept(sim: Simulation, job: Job, touched: Touched) -> str | None:
     fleet = job.state.fleet
-    for replicas in () if fleet is None else fleet.replicas.values():
+    for node_type, replicas in () if fleet is None else fleet.replicas.items():
         for rank, spent in replicas.spent.items():
             if spent > replicas.budget(rank):
-                return f"rank {rank} was relaunched {spent} times after failures, of {replicas.budget(rank)}"
-            if spent > sim.ledger.node_failures.get(rank, 0):
-                return f"rank {rank} was charged {spent} relaunches and failed {sim.ledger.node_failures.get(rank, 0)} times"
+                return f"{node_type} {rank} was relaunched {spent} times after failures, of {replicas.budget(rank)}"
+            num_failures = sim.ledger.node_failures.get((node_type, rank), 0)
+            if spent > num_failures:
+                return f"{node_type} {rank} was charged {spent} relaunches and failed {num_failures} times"
     return None
 
 
@@ -228,8 +233,9 @@ def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
         case ExitReason.COMPLETED:
             if sim.training.best_step < sim.shape.num_steps:
                 return f"the job completed at step {sim.training.best_step} of {sim.shape.num_steps}"
+            return sim.beside.explain_completion()
         case ExitReason.RENDEZVOUS_TIMEOUT | ExitReason.NOT_ENOUGH_NODES:
-            if calm > sim.bound:
+            if calm > sim.bound and (sim.shape.is_one_world or sim.has_enough_nodes()):
                 return f"the job gave up, although all was well for {calm / SECOND:.0f} s: {end.message}"
             limits, num_steady = terms.limits, sim.num_steady()
             if num_steady - num_steady % limits.node_unit >= limits.min_nodes and not job.state.rendezvous.finished:
@@ -339,6 +345,11 @@ def _intents_are_done(sim: Simulation, job: Job) -> str | None:
     return None
 
 
+def _servers_are_settled(sim: Simulation, job: Job) -> str | None:
+    is_settled = job.end is None and sim.calm_for() > sim.bound and not sim.people.want_pause
+    return sim.beside.check_calm(job) if is_settled else None
+
+
 def _calm_brings_progress(sim: Simulation, job: Job) -> str | None:
     calm = sim.calm_for()
     if calm <= sim.bound or job.end is not None or not sim.has_enough_nodes():
@@ -371,6 +382,7 @@ IN_FULL: list[tuple[str, Check]] = [
     ("goodput", _time_is_accounted_for),
     ("I8", _agents_obey),
     ("fleet", _intents_are_done),
+    ("servers", _servers_are_settled),
     ("I8", _calm_brings_progress),
 ]
 

@@ -19,7 +19,7 @@ from dlrover.core.sequence import Batch, CommitSequence, Released
 from dlrover.core.turn import Origin
 from dlrover.protocol.checkpoint_messages import AwaitSaveDuties
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
+from dlrover.protocol.fleet_messages import AskPsNodes, LaunchNode, RemoveNode
 from dlrover.protocol.frames import Answer, Push, Refusal, Request
 from dlrover.protocol.kv_messages import KvQuery
 from dlrover.protocol.messages import (
@@ -187,10 +187,10 @@ class VirtualMaster:
         elif parcel is PULSE and line.node is not None and self._current.get(line.node) is line:
             self._heard(line)
 
-    def hear(self, command: Command) -> None:
+    def hear(self, word: Command | Query) -> None:
         """Of somebody who asks once and does not wait."""
         if self.is_alive:
-            self._queue.append(Work(command))
+            self._queue.append(Work(word))
             self._plan_turn()
 
     def _heard(self, line: Line) -> None:
@@ -321,7 +321,7 @@ class VirtualMaster:
             self._new_stall = 0
         for work in self._in_order(works, now):
             try:
-                if isinstance(work.body, KvQuery | AwaitSaveDuties):
+                if isinstance(work.body, KvQuery | AwaitSaveDuties | AskPsNodes):
                     staged[self.sequence.stage_query(work.body)] = work
                 else:
                     staged[oversight.stage(self.sim, self, work, now)] = work
@@ -461,6 +461,7 @@ class VirtualMaster:
                 self.sim.platform.take(self, effect)
         if line is None:
             self.sim.people.answered(work.body)
+            self.sim.beside.answered(work.body, reply)
         return is_over
 
     def _attach(self, line: Line, attached: Attached) -> None:

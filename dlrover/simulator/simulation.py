@@ -14,10 +14,11 @@ from typing import Any
 
 from dlrover.core.job import Job
 from dlrover.core.sequence import CoreFault, JournalCorrupt
-from dlrover.protocol.fleet_messages import MigrateNode, Resource, ScaleJob
+from dlrover.protocol.fleet_messages import MigrateNode, NodeType, Resource, ScaleJob, ScaleReplicas
 from dlrover.protocol.messages import NodeId
 from dlrover.simulator import machines
 from dlrover.simulator.agents import MASTER_GRACE, VirtualAgent, VirtualNode
+from dlrover.simulator.beside import Beside
 from dlrover.simulator.checks import CheckRuns
 from dlrover.simulator.cloud import VirtualCloud
 from dlrover.simulator.data import DataTraffic
@@ -72,6 +73,9 @@ class Simulation:
         fleet = plan.shape.fleet
         self.platform: Platform = VirtualPlatform(self) if fleet is None else VirtualCloud(self, fleet)
         self.people = People(self)
+        self.beside = Beside(self)
+        self.scaled_types: dict[NodeType, None] = {}
+        """Of which somebody wanted another number."""
         self.checks = CheckRuns(self)
         self.store = StoreTraffic(self)
         self.saves = SaveTraffic(self)
@@ -413,6 +417,18 @@ class Simulation:
             return False
         self.note(f"somebody asks for {min_nodes} to {max_nodes} nodes")
         master.hear(ScaleJob(min_nodes=min_nodes, max_nodes=max_nodes))
+        return True
+
+    def scale_replicas(self, node_type: NodeType, pick: int) -> bool:
+        """Somebody wants another number of the nodes of some type."""
+        master, fleet = self.listening_master(), self.shape.fleet
+        if master is None or master.job.end is not None or fleet is None:
+            return False
+        least = {NodeType.WORKER: self.shape.min_nodes, NodeType.PS: 1}.get(node_type, 0)
+        count = least + pick % (fleet.replicas[node_type].count - least + 2)
+        self.note(f"somebody asks for {count} nodes of type {node_type}")
+        self.scaled_types[node_type] = None
+        master.hear(ScaleReplicas(node_type=node_type, count=count))
         return True
 
     def exchange(self, pick: int) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from dlrover.protocol.check_messages import CheckTerms
 from dlrover.protocol.data_messages import DatasetSpec
-from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec
+from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec, Strategy
 from dlrover.protocol.messages import RestartPolicy
 from dlrover.simulator.campaign import run_plan
 from dlrover.simulator.faults import Fault
@@ -210,6 +210,23 @@ FOUND = {
             Fault(at=89872446, kind="partition", pick=259631, amount=0.947),
         ),
         hours=0.2,
+    ),
+    # The last parameter server could not be replaced, and the workers were told to go on with none.
+    "a-job-goes-on-without-any-server": Plan(
+        seed=3,
+        shape=Shape(
+            min_nodes=2,
+            max_nodes=2,
+            fleet=FleetSpec(
+                replicas=PAIR
+                | {kind: ReplicaSpec(count=1, max_relaunches=0) for kind in (NodeType.PS, NodeType.CHIEF)},
+                strategy=Strategy.PS,
+            ),
+            num_steps=1800,
+        ),
+        faults=(Fault(at=300_000_000, kind="node-fails", pick=0, amount=0.0),),
+        hours=0.2,
+        is_thorough=True,
     ),
     # A master without its journal called the replacement of a lost node by the id of another that came further down in the platform's first
     # list, and took that one for it: its failure was then charged to another rank.

@@ -25,6 +25,7 @@ from dlrover.core import (
     kv_store,
     life_cycle,
     node_check,
+    parameter_servers,
     prospects,
     relaunch,
     rendezvous,
@@ -38,6 +39,7 @@ from dlrover.core.datasets import Dataset
 from dlrover.core.fleet import Fleet, FleetNode
 from dlrover.core.nodes import Nodes
 from dlrover.core.observations import Observations
+from dlrover.core.parameter_servers import ParameterServers
 from dlrover.core.rendezvous import Rendezvous
 from dlrover.core.senders import Senders
 from dlrover.core.sequence import CommitSequence
@@ -51,6 +53,7 @@ from dlrover.simulator.faults import Fault
 from dlrover.simulator.journal import VirtualJournal
 from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.shapes import Shape
+from tests.simulator.test_found import FOUND
 
 NUM_FAULTS = 5000
 MOST_NODES = 12
@@ -200,6 +203,40 @@ def suspended_jobs_stay_so(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fleet_wishes, "resume", lambda course: None)
 
 
+def servers_go_before_the_switch(patch: pytest.MonkeyPatch) -> None:
+    original = fleet_wishes.scale_servers
+
+    def scale_servers(course: Any, count: int) -> None:
+        original(course, count)
+        if not parameter_servers.is_somebody_awaited(course.state.fleet):
+            fleet_wishes.switch_servers(course)
+
+    patch.setattr(fleet_wishes, "scale_servers", scale_servers)
+
+
+def servers_are_used_before_they_run(patch: pytest.MonkeyPatch) -> None:
+    def next_cluster(fleet: Fleet) -> list[FleetNode]:
+        return [fleet.nodes[node] for _, node in sorted(fleet.replicas[NodeType.PS].holders.items())]
+
+    patch.setattr(parameter_servers, "next_cluster", next_cluster)
+
+
+def lost_variables_are_not_told_of(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ParameterServers, "lost", lambda servers: setattr(servers, "is_changed", True))
+
+
+def evaluations_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fleet_settling, "is_work_left_beside", lambda state: False)
+
+
+def nobody_hears_that_the_workers_switched(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fleet_wishes, "switch_servers", lambda course: None)
+
+
+def a_job_needs_no_server(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(life_cycle, "_are_servers_left", lambda fleet: True)
+
+
 def nobody_is_checked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(node_check, "expect", lambda course, node: None)
 
@@ -309,6 +346,10 @@ def the_word_about_a_model_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
         (exchanged_nodes_stay, {"fleet"}),
         (suspended_jobs_launch, {"fleet"}),
         (suspended_jobs_stay_so, {"fleet", "I8"}),
+        (servers_go_before_the_switch, {"servers"}),
+        (servers_are_used_before_they_run, {"servers"}),
+        (lost_variables_are_not_told_of, {"servers"}),
+        (evaluations_are_not_waited_for, {"I8", "fleet"}),
         (nobody_is_checked, {"check"}),
         (the_healthy_are_blamed, {"check"}),
         (adds_count_twice, {"KV"}),
@@ -326,7 +367,14 @@ def the_word_about_a_model_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 )
 def test_a_broken_promise_is_noticed(mutation: Mutation, invariants: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     mutation(monkeypatch)
-    rooms = {"KV": "has_store_traffic", "I3": "dataset", "I4": "has_store_traffic", "check": "check", "fleet": "fleet"}
+    rooms = {
+        "KV": "has_store_traffic",
+        "I3": "dataset",
+        "I4": "has_store_traffic",
+        "check": "check",
+        "fleet": "fleet",
+        "servers": "has_servers",
+    }
     room = next((rooms[name] for name in sorted(invariants) if name in rooms), "")
     failure = first_failure(room)
     assert failure.invariant in invariants, failure.sentence
@@ -348,6 +396,18 @@ def test_a_pause_that_counts_as_waiting_is_noticed(monkeypatch: pytest.MonkeyPat
     assert isinstance(failure, Failure)
     assert failure.invariant == "I8"
     assert "suspended" in failure.sentence
+
+
+@pytest.mark.parametrize("mutation", [nobody_hears_that_the_workers_switched, a_job_needs_no_server])
+def test_servers_that_do_not_settle_are_noticed(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few seeds are calm for so long."""
+    plan = FOUND["a-job-goes-on-without-any-server"]
+    plan = plan if mutation is a_job_needs_no_server else replace(plan, faults=())
+    assert isinstance(run_plan(plan), Result)
+    mutation(monkeypatch)
+    failure = run_plan(plan)
+    assert isinstance(failure, Failure)
+    assert failure.invariant == "servers"
 
 
 def test_a_failing_seed_shrinks_to_few_faults(monkeypatch: pytest.MonkeyPatch) -> None:
