@@ -144,6 +144,16 @@ def test_servers_that_never_ran_are_dropped_at_once() -> None:
     assert ids(scene) == [0, 1]
 
 
+def test_nobody_is_told_of_a_server_that_will_never_come() -> None:
+    """A replacement that was scaled away before it ran, while something else changes."""
+    scene = two_servers()
+    scene.fail(1, exit_code=201)
+    scale(scene, 1)
+    assert ids(scene) == [0]
+    scene.do(MigrateNode(node=PlatformId(0), resource=Resource(cpu=2.0)))
+    assert ids(scene) == [0], "the current one, until the other runs"
+
+
 def test_a_dropped_server_that_dies_is_not_replaced() -> None:
     scene = two_servers()
     scale(scene, 1)

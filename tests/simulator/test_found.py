@@ -228,6 +228,27 @@ FOUND = {
         hours=0.2,
         is_thorough=True,
     ),
+    # The replacement of a lost server was scaled away before it ran. When another server was to be exchanged before the workers had
+    # said that they had switched, they were told to use it. First seen as seed 30576.
+    "a-server-that-will-never-come-is-to-be-used": Plan(
+        seed=4,
+        shape=Shape(
+            min_nodes=2,
+            max_nodes=2,
+            fleet=FleetSpec(
+                replicas=PAIR | {NodeType.PS: ReplicaSpec(count=2), NodeType.CHIEF: ReplicaSpec(count=1)},
+                strategy=Strategy.PS,
+            ),
+            num_steps=900,
+        ),
+        faults=(
+            Fault(at=300_000_000, kind="suspension", pick=0, amount=0.9),
+            Fault(at=310_000_000, kind="eviction", pick=1, amount=0.5),
+            Fault(at=320_000_000, kind="scaling", pick=1, amount=0.5),
+            Fault(at=322_000_000, kind="exchange", pick=0, amount=0.5),
+        ),
+        hours=0.25,
+    ),
     # A master without its journal called the replacement of a lost node by the id of another that came further down in the platform's first
     # list, and took that one for it: its failure was then charged to another rank.
     "a-replacement-is-called-like-a-node-that-is-there": Plan(
