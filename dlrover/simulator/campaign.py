@@ -31,7 +31,7 @@ from dlrover.simulator.faults import (
 )
 from dlrover.simulator.invariants import Violation
 from dlrover.simulator.plan import Plan, Result
-from dlrover.simulator.shapes import Shape, add_rooms, add_types, draw_large_shape, draw_shape
+from dlrover.simulator.shapes import Shape, add_rooms, add_syncs, add_types, draw_large_shape, draw_shape
 from dlrover.simulator.simulation import Simulation
 
 THOROUGH_EVERY = 50
@@ -78,6 +78,7 @@ def draw_plan(seed: int, *, is_standard: bool = False) -> Plan:
         intensity = chance.choice([1.0, 3.0, 8.0, 16.0])
     shape = add_rooms(random.Random(f"{seed}/rooms"), shape)
     shape = add_types(random.Random(f"{seed}/types"), shape)
+    shape = add_syncs(random.Random(f"{seed}/syncs"), shape)
     plan = _plan(seed, chance, shape, hours, intensity)
     return replace(plan, is_thorough=seed % THOROUGH_EVERY == 0, digest_every=16 if shape.num_nodes < 100 else 64)
 

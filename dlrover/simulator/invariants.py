@@ -316,6 +316,15 @@ def _time_is_accounted_for(sim: Simulation, job: Job) -> str | None:
     return None
 
 
+def _nobody_waits_for_the_dead(sim: Simulation, job: Job, touched: Touched) -> str | None:
+    sync, live = job.state.sync, job.state.nodes.live
+    for round_, name in sync.open.values():
+        for node in sync.points[round_][name].missing:
+            if node not in live or live[node].finished_round:
+                return f"sync point {name!r} of round {round_} waits for node {node}, whose workers have ended"
+    return None
+
+
 def _agents_obey(sim: Simulation, job: Job) -> str | None:
     """Who is attached and undisturbed runs what the master wants, not something older."""
     if sim.calm_for() < sim.bound or job.end is not None:
@@ -372,6 +381,7 @@ AFTER_COMMAND: list[tuple[str, CommandCheck]] = [
     ("I7", _relaunches_are_kept),
     ("fleet", _ranks_have_one_node),
     ("check", _blame_is_just),
+    ("sync", _nobody_waits_for_the_dead),
     ("I8", _end_has_a_reason),
 ]
 IN_FULL: list[tuple[str, Check]] = [

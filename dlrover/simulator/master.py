@@ -39,6 +39,7 @@ from dlrover.protocol.messages import (
     Query,
     TellNode,
 )
+from dlrover.protocol.sync_messages import SyncQuery
 from dlrover.simulator import oversight
 from dlrover.simulator.events import SECOND, span
 from dlrover.simulator.journal import Fenced
@@ -242,7 +243,7 @@ class VirtualMaster:
         if line.node is None or line.incarnation is None:
             self._send(line, Refusal(id=request.id, code="not-attached", message=""))
             return
-        if isinstance(body, KvQuery | AwaitSaveDuties):
+        if isinstance(body, KvQuery | SyncQuery | AwaitSaveDuties):
             self._enqueue(Work(body, line, None, request.id))
             return
         assert not isinstance(body, MasterStarted), "agents send no such command"
@@ -321,7 +322,7 @@ class VirtualMaster:
             self._new_stall = 0
         for work in self._in_order(works, now):
             try:
-                if isinstance(work.body, KvQuery | AwaitSaveDuties | AskPsNodes):
+                if isinstance(work.body, KvQuery | SyncQuery | AwaitSaveDuties | AskPsNodes):
                     staged[self.sequence.stage_query(work.body)] = work
                 else:
                     staged[oversight.stage(self.sim, self, work, now)] = work

@@ -72,6 +72,7 @@ class Shape(Struct, frozen=True, kw_only=True):
     bad_odds: float = 0.1
     """With a check: how often a node is broken, and how often it is slow."""
     has_store_traffic: bool = False
+    has_sync_traffic: bool = False
     dataset: DatasetSpec | None = None
     """What the workers read; None: nothing that anybody counts."""
 
@@ -159,6 +160,9 @@ FLEET_ODDS = 0.25
 CHECK_ODDS = 0.15
 STORE_ODDS = 0.2
 DATA_ODDS = 0.2
+SYNC_ODDS = 0.15
+MOST_TO_SYNC = 40
+"""Nodes: all workers come to each meeting, which costs a large job too much."""
 
 
 def add_rooms(chance: random.Random, shape: Shape) -> Shape:
@@ -169,6 +173,11 @@ def add_rooms(chance: random.Random, shape: Shape) -> Shape:
         shape = replace(shape, check=draw_check(chance), bad_odds=chance.choice([0.0, 0.05, 0.2]))
     shape = replace(shape, has_store_traffic=chance.random() < STORE_ODDS)
     return replace(shape, dataset=draw_dataset(chance)) if chance.random() < DATA_ODDS else shape
+
+
+def add_syncs(chance: random.Random, shape: Shape) -> Shape:
+    """In some jobs the workers meet by name."""
+    return replace(shape, has_sync_traffic=chance.random() < SYNC_ODDS and shape.num_nodes <= MOST_TO_SYNC)
 
 
 def draw_fleet(chance: random.Random, shape: Shape) -> FleetSpec:

@@ -34,6 +34,7 @@ from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.platform import Platform, VirtualPlatform
 from dlrover.simulator.saves import SaveTraffic
 from dlrover.simulator.store import StoreTraffic
+from dlrover.simulator.syncs import SyncTraffic
 from dlrover.simulator.training import Training
 
 FULL_CHECK_EVERY = 1000
@@ -79,6 +80,7 @@ class Simulation:
         self.checks = CheckRuns(self)
         self.store = StoreTraffic(self)
         self.saves = SaveTraffic(self)
+        self.syncs = SyncTraffic(self)
         dataset = plan.shape.dataset
         self.data = None if dataset is None else DataTraffic(self, dataset)
         self.check_began_at = 0
@@ -217,7 +219,9 @@ class Simulation:
             self.saves.stir()
         if self.shape.has_store_traffic:
             self.store.stir()
-        if self.shape.has_store_traffic or self.data is not None:
+        if self.shape.has_sync_traffic:
+            self.syncs.stir()
+        if self.shape.has_store_traffic or self.shape.has_sync_traffic or self.data is not None:
             self.events.after(span(self.chance.disk, 0.0, STIRRED), self._hit, fault)
         else:
             self._hit(fault)
@@ -457,6 +461,7 @@ class Simulation:
         self.num_journals_lost += 1
         self.store.journal_lost()
         self.saves.journal_lost()
+        self.syncs.journal_lost()
         self.people.journal_lost()
         self.ledger.lives.clear()
         self.ledger.applied.clear()

@@ -249,6 +249,18 @@ FOUND = {
         ),
         hours=0.25,
     ),
+    # A worker came to a sync point while a master without its journal did not know the world yet: the point waited for nobody, and all
+    # others of that round passed it, too. First seen as seed 894.
+    "a-sync-point-of-a-world-that-nobody-knows-waits-for-nobody": Plan(
+        seed=5,
+        shape=Shape(min_nodes=3, max_nodes=3, num_steps=600, has_sync_traffic=True),
+        faults=(
+            Fault(at=99_000_000, kind="partition", pick=1, amount=0.4),
+            Fault(at=100_000_000, kind="journal-lost", pick=0, amount=0.0),
+            Fault(at=103_000_000, kind="clock-jump", pick=0, amount=0.5),
+        ),
+        hours=0.1,
+    ),
     # A master without its journal called the replacement of a lost node by the id of another that came further down in the platform's first
     # list, and took that one for it: its failure was then charged to another rank.
     "a-replacement-is-called-like-a-node-that-is-there": Plan(

@@ -31,6 +31,7 @@ from dlrover.core import (
     rendezvous,
     restarts,
     sightings,
+    sync_points,
 )
 from dlrover.core.check_cycle import CheckCycle
 from dlrover.core.checkpoints import SaveAttempt
@@ -43,10 +44,12 @@ from dlrover.core.parameter_servers import ParameterServers
 from dlrover.core.rendezvous import Rendezvous
 from dlrover.core.senders import Senders
 from dlrover.core.sequence import CommitSequence
+from dlrover.core.sync_points import SyncPoint, SyncPoints
 from dlrover.protocol.check_messages import ExitClass
 from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec
 from dlrover.protocol.frames import Answer, Request
 from dlrover.protocol.kv_messages import KvGet, KvQuery
+from dlrover.protocol.messages import Round
 from dlrover.simulator import master
 from dlrover.simulator.campaign import Failure, draw_plan, run_plan, shrink
 from dlrover.simulator.faults import Fault
@@ -322,6 +325,33 @@ def the_word_about_a_model_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def the_first_to_come_goes_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SyncPoint, "is_reached", property(lambda point: bool(point.joined)))
+
+
+def the_dead_are_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sync_points, "leave", lambda course, node: None)
+
+
+def who_stands_by_is_waited_for(patch: pytest.MonkeyPatch) -> None:
+    original = sync_points.targets_of
+    patch.setattr(sync_points, "targets_of", lambda state, round_: original(state, Round(0)))
+
+
+def barriers_open_twice(patch: pytest.MonkeyPatch) -> None:
+    original = SyncPoints.notify
+
+    def notify(points: SyncPoints, name: str, round_: Round) -> None:
+        original(points, name, round_)
+        original(points, name, round_)
+
+    patch.setattr(SyncPoints, "notify", notify)
+
+
+def barriers_stay_closed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SyncPoints, "notify", lambda points, name, round_: None)
+
+
 @pytest.mark.parametrize(
     ("mutation", "invariants"),
     [
@@ -363,6 +393,10 @@ def the_word_about_a_model_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
         (a_restored_model_takes_everything_back, {"I3"}),
         (what_a_model_claims_is_not_heard, {"I3"}),
         (the_word_about_a_model_is_not_waited_for, {"I3"}),
+        (the_first_to_come_goes_on, {"sync"}),
+        (the_dead_are_waited_for, {"sync"}),
+        (barriers_open_twice, {"sync"}),
+        (barriers_stay_closed, {"sync"}),
     ],
 )
 def test_a_broken_promise_is_noticed(mutation: Mutation, invariants: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,6 +408,7 @@ def test_a_broken_promise_is_noticed(mutation: Mutation, invariants: set[str], m
         "check": "check",
         "fleet": "fleet",
         "servers": "has_servers",
+        "sync": "has_sync_traffic",
     }
     room = next((rooms[name] for name in sorted(invariants) if name in rooms), "")
     failure = first_failure(room)
@@ -408,6 +443,16 @@ def test_servers_that_do_not_settle_are_noticed(mutation: Mutation, monkeypatch:
     failure = run_plan(plan)
     assert isinstance(failure, Failure)
     assert failure.invariant == "servers"
+
+
+def test_a_worker_that_waits_for_ever_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(min_nodes=2, max_nodes=2, spares=1, num_steps=2000, has_sync_traffic=True)
+    plan = Plan(seed=1, shape=shape, faults=(Fault(at=100_000_000, kind="stall", pick=0, amount=0.0),), hours=0.1)
+    assert isinstance(run_plan(plan), Result)
+    who_stands_by_is_waited_for(monkeypatch)
+    failure = run_plan(plan)
+    assert isinstance(failure, Failure)
+    assert failure.invariant == "sync"
 
 
 def test_a_failing_seed_shrinks_to_few_faults(monkeypatch: pytest.MonkeyPatch) -> None:
