@@ -3,7 +3,8 @@ What must never happen, as checks from outside the core.
 
 Each check looks at the state of the job and at what the simulation knows of the real world, and returns a sentence when
 something is wrong. `AFTER_COMMAND` runs on what a command touched, `IN_FULL` on everything, now and then and at the end.
-Those of checkpoints (I4) and data (I3) stand with what they are compared with, in `saves` and `data`.
+Those of checkpoints (I4), data (I3), parameter servers, suspensions and sync points stand with what they are compared with, in
+`saves`, `data`, `beside`, `people` and `syncs`.
 
 * I1 one world is active, and a node is in at most one.
 * I2 a world has at least the minimum, at most the maximum, a multiple of the unit, and distinct ranks.
