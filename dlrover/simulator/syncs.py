@@ -99,7 +99,7 @@ class SyncTraffic:
         return agent.is_alive and self._waits.get(agent.life) is wait and agent.runs(wait.coordinator)
 
     def _join(self, agent: VirtualAgent, wait: Wait, local_rank: int) -> None:
-        if self._is_there(agent, wait):
+        if self._is_there(agent, wait) and local_rank not in wait.joined:
             wait.joined[local_rank] = None
             agent.tell_soon(
                 JoinSync(
@@ -194,8 +194,10 @@ class SyncTraffic:
     def refused(self, agent: VirtualAgent, command: AgentCommand) -> None:
         """Its world is over, or a master without its journal does not know it yet."""
         wait = self._waits.get(agent.life)
-        if isinstance(command, JoinSync) and wait is not None and wait.round == command.round:
-            wait.joined.pop(command.local_rank, None)
+        if not isinstance(command, JoinSync) or command.name != self._name() or wait is None:
+            return
+        if wait.round == command.round and command.local_rank in wait.joined:
+            del wait.joined[command.local_rank]
             self._sim.events.after(span(self._chance, *ASK), self._join, agent, wait, command.local_rank)
 
     def read(self, agent: VirtualAgent, query: Query, reply: Reply) -> None:
