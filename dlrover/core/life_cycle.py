@@ -184,6 +184,11 @@ def _after_end(course: Course, node: FleetNode, *, is_final: bool) -> None:
     if node.is_critical:
         _wants_end_for(course, node, f"{capitalised(node.label)} cannot be replaced, and the job cannot do without it.")
         return
+    if node.node_type is NodeType.PS and not _are_servers_left(fleet):
+        _wants_end_for(
+            course, node, f"{capitalised(node.label)} cannot be replaced: there is no parameter server left."
+        )
+        return
     if node.node_type is not NodeType.WORKER or fleet.spec.strategy is not Strategy.ALLREDUCE or state.terms is None:
         return
     num_left = len(fleet.workers.holders) + fleet.workers.num_done
@@ -194,6 +199,13 @@ def _after_end(course: Course, node: FleetNode, *, is_final: bool) -> None:
             f"{capitalised(node.label)} cannot be replaced, and the {num_left} workers left are fewer than the "
             f"{state.terms.limits.min_nodes} that a world needs.",
         )
+
+
+def _are_servers_left(fleet: Fleet) -> bool:
+    """Where workers train by servers: one that stays, once they have switched, or will come."""
+    if fleet.spec.strategy not in (Strategy.PS, Strategy.CUSTOM):
+        return True
+    return any(node.id not in fleet.servers.dropped for node in fleet.live_nodes(NodeType.PS))
 
 
 def _count_failure(course: Course, fleet: Fleet, node: FleetNode) -> int:

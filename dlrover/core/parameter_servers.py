@@ -103,7 +103,8 @@ def next_cluster(fleet: Fleet) -> list[FleetNode]:
     """What the workers shall use next, in rank order. The current one, until everything that was asked for is there."""
     servers = fleet.servers
     if not servers.is_changed or is_somebody_awaited(fleet):
-        return [fleet.nodes[node] for node in servers.current if node in fleet.nodes]
+        known = [fleet.nodes[node] for node in servers.current if node in fleet.nodes]
+        return [node for node in known if not node.is_released]  # nobody comes who was given up
     running = [
         node
         for node in fleet.live_nodes(NodeType.PS)

@@ -210,6 +210,12 @@ def _join_sync(command: JoinSync, course: Course) -> Reply:
     node = state.nodes.live[command.node]
     if not 0 <= command.local_rank < node.local_world_size:
         raise Rejected(f"{node.label} has no local rank {command.local_rank}.", code="malformed")
+    if command.round and state.rendezvous.world is None:
+        # The journal was lost, and not all of its members are back: a point that waits for nobody would be open for ever.
+        raise Rejected(
+            f"The world of round {command.round} is not known yet, or will not be any more: join again when it is.",
+            code="stale-round",
+        )
 
     worker = (node.id, command.local_rank)
     joined = state.sync.join(command.name, command.round, worker, course.now, lambda: targets_of(state, command.round))

@@ -53,6 +53,7 @@ from dlrover.simulator.events import SECOND, micros, span
 from dlrover.simulator.network import CLOSE, KEEPALIVE, PULSE, Connection, Downward, Link
 from dlrover.simulator.saves import is_of_saves
 from dlrover.simulator.store import is_of_the_store
+from dlrover.simulator.syncs import is_of_syncs
 
 if TYPE_CHECKING:
     from dlrover.simulator.checks import CheckGroup
@@ -318,6 +319,7 @@ class VirtualAgent:
                     if (query := self._questions.pop(number, None)) is not None:
                         self.sim.store.read(query, body)
                         self.sim.saves.read(self, query, body)
+                        self.sim.syncs.read(self, query, body)
                 case Answer(id=number, body=body):
                     is_known = (
                         connection.master.journal is self.sim.journal
@@ -325,6 +327,7 @@ class VirtualAgent:
                     if number in self.waiting and is_known:
                         self.sim.store.answered(self.waiting[number], body)
                         self.sim.saves.answered(self.waiting[number], body)
+                        self.sim.syncs.answered(self, self.waiting[number], body)
                         if self.sim.data is not None:
                             self.sim.data.answered(self, number, self.waiting[number], body)
                     self._settled(number)
@@ -438,6 +441,9 @@ class VirtualAgent:
             self.sim.note(f"{self.node.label} offered a used port")
             return
         if is_of_the_store(command) or is_of_saves(command):
+            return
+        if is_of_syncs(command):
+            self.sim.syncs.refused(self, command)
             return
         assert isinstance(command, JoinRendezvous | ReportFailure | ReportFinished | ReportCheck), "nothing to mend"
         if command.incarnation != self.incarnation or not self.incarnation:
@@ -706,6 +712,11 @@ class VirtualAgent:
         """Whether its workers of that world are up and not being stopped."""
         group = self.group
         return group is not None and group.world.coordinator == coordinator and group.is_up and not group.is_stopping
+
+    @property
+    def is_training(self) -> bool:
+        """Whether workers of some world are up and not being stopped."""
+        return self.is_alive and self.group is not None and self.group.is_up and not self.group.is_stopping
 
     def is_overdue(self) -> bool:
         """Without a master for longer than it may be."""

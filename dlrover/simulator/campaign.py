@@ -24,13 +24,14 @@ from dlrover.simulator.faults import (
     MASTER_MIX,
     MASTER_PAUSES,
     PAUSES,
+    PEOPLE_MIX,
     STANDARD_MIX,
     Fault,
     draw_faults,
 )
 from dlrover.simulator.invariants import Violation
 from dlrover.simulator.plan import Plan, Result
-from dlrover.simulator.shapes import Shape, add_rooms, draw_large_shape, draw_shape
+from dlrover.simulator.shapes import Shape, add_rooms, add_syncs, add_types, draw_large_shape, draw_shape
 from dlrover.simulator.simulation import Simulation
 
 THOROUGH_EVERY = 50
@@ -76,6 +77,8 @@ def draw_plan(seed: int, *, is_standard: bool = False) -> Plan:
         shape = draw_shape(chance, hours)
         intensity = chance.choice([1.0, 3.0, 8.0, 16.0])
     shape = add_rooms(random.Random(f"{seed}/rooms"), shape)
+    shape = add_types(random.Random(f"{seed}/types"), shape)
+    shape = add_syncs(random.Random(f"{seed}/syncs"), shape)
     plan = _plan(seed, chance, shape, hours, intensity)
     return replace(plan, is_thorough=seed % THOROUGH_EVERY == 0, digest_every=16 if shape.num_nodes < 100 else 64)
 
@@ -89,6 +92,10 @@ def _plan(seed: int, chance: random.Random, shape: Shape, hours: float, intensit
     if shape.check is not None:
         mix = mix | CHECK_MIX
     faults = draw_faults(chance, hours=hours, num_nodes=num_nodes, intensity=spread, mix=mix, master_mix=master_mix)
+    if shape.fleet is not None:
+        people = random.Random(f"{seed}/people")
+        wishes = draw_faults(people, hours=hours, num_nodes=num_nodes, intensity=spread, mix={}, master_mix=PEOPLE_MIX)
+        faults = tuple(sorted((*faults, *wishes), key=lambda fault: fault.at))
     return Plan(seed=seed, shape=shape, faults=faults, hours=hours)
 
 

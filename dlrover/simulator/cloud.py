@@ -21,6 +21,7 @@ from dlrover.protocol.fleet_messages import (
     NodeExit,
     NodePhase,
     NodesListed,
+    NodeType,
     PlatformNode,
     RemoveNode,
     exit_reason_of,
@@ -58,7 +59,7 @@ Intent = LaunchNode | RemoveNode
 class CloudNode:
     """One launch that the cloud took."""
 
-    __slots__ = ("exit_code", "exit_reason", "is_going", "launch", "node", "phase")
+    __slots__ = ("exit_code", "exit_reason", "has_ended", "is_going", "launch", "node", "phase")
 
     def __init__(self, launch: LaunchNode) -> None:
         self.launch = launch
@@ -68,6 +69,14 @@ class CloudNode:
         self.node: VirtualNode | None = None
         self.is_going = False
         """Somebody asked for its removal, or it is being taken away."""
+        self.has_ended = False
+        """Of one without an agent: its program has ended, whether or not the platform has noticed."""
+
+    @property
+    def is_alone(self) -> bool:
+        """It runs, without an agent, and is well."""
+        is_there = self.phase is NodePhase.RUNNING and not self.is_going and not self.has_ended
+        return is_there and self.launch.node_type is not NodeType.WORKER
 
     def shown(self) -> PlatformNode:
         launch = self.launch
@@ -105,7 +114,7 @@ class VirtualCloud(Platform):
 
     def __init__(self, simulation: Simulation, spec: FleetSpec) -> None:
         super().__init__(simulation)
-        self._spec = spec
+        self.spec = spec
         self.master_epoch = 0
         self.nodes: dict[PlatformId, CloudNode] = {}
         self.launches: dict[PlatformId, None] = {}
@@ -125,12 +134,15 @@ class VirtualCloud(Platform):
         num_open = 0 if self.keeper is None else len(self.keeper.lanes)
         return num_moving + num_open + self._num_words + self._num_calls
 
+    def begin(self) -> None:
+        self.sim.beside.begin(self)
+
     # The keeper.
 
     def serve(self, master: VirtualMaster) -> None:
         """A master has begun."""
         keeper = self.keeper = Keeper(master, self.sim.events.now)
-        self._say(keeper, DefineFleet(spec=self._spec))
+        self._say(keeper, DefineFleet(spec=self.spec))
         self._watch_soon(keeper, 0.0, 1.0)
 
     def _say(self, keeper: Keeper, word: DefineFleet | NodesListed | NodeChanged | LaunchRefused) -> None:
@@ -152,7 +164,11 @@ class VirtualCloud(Platform):
     def take(self, master: VirtualMaster, intent: Intent) -> None:
         """What the job decided, as soon as it is durable."""
         if isinstance(intent, RemoveNode):
+            if intent.id not in self.asked_to_remove:
+                self.sim.beside.check_removal(self.nodes.get(intent.id))
             self.asked_to_remove[intent.id] = None
+        else:
+            self.sim.people.check_launch(intent)
         keeper = self.keeper
         if keeper is None or keeper.master is not master:
             keeper = self.keeper = Keeper(master, self.sim.events.now)
@@ -284,6 +300,12 @@ class VirtualCloud(Platform):
             self.sim.events.after(span(self.sim.chance.platform, *REFUSAL_PAUSE), self._start, cloud_node)
             return
         cloud_node.phase = NodePhase.RUNNING
+        self.started[launch.id] = None
+        if launch.node_type is not NodeType.WORKER:
+            self.sim.trouble()
+            self.sim.note(f"{launch.name} runs, rank {launch.rank}")
+            self._changed(cloud_node, NodeEventKind.MODIFIED)
+            return
         node = VirtualNode(self.sim.num_launches, launch.rank if self.sim.shape.has_fixed_ranks else None)
         node.platform_id, node.fleet_rank = launch.id, launch.rank
         cloud_node.node = node
@@ -312,6 +334,12 @@ class VirtualCloud(Platform):
             window = POWER_NOTICED if lost.is_power_lost else NOTICED
             node.is_going = True
             self.sim.events.after(span(chance, *window), self._delete, lost.platform_id)
+
+    def succeed(self, node: CloudNode) -> None:
+        """A program without an agent has done its work."""
+        node.has_ended = True
+        self.sim.trouble()
+        self.sim.events.after(span(self.sim.chance.platform, *NOTICED), self._end, node, NodeExit.SUCCEEDED, 0)
 
     def _end(self, node: CloudNode, reason: NodeExit, exit_code: int | None) -> None:
         """It is shown as ended until somebody removes it."""
@@ -347,14 +375,28 @@ class VirtualCloud(Platform):
 
     def fail(self, pick: int, exit_code: int) -> bool:
         """The processes of some node end badly, all at once."""
-        running = [node for _, node in sorted(self.nodes.items()) if node.node is not None and node.node.is_powered]
+        running = [
+            node
+            for _, node in sorted(self.nodes.items())
+            if node.is_alone or (node.node is not None and node.node.is_powered)
+        ]
         if not running:
             return False
-        node = running[pick % len(running)].node
-        assert node is not None, "only running nodes fail"
+        picked = running[pick % len(running)]
+        node = picked.node
+        if node is None:
+            self._fail_alone(picked, exit_code)
+            return True
         node.exit_code = exit_code
         machines.lose_machine(self.sim, node, is_seen=True)
         return True
+
+    def _fail_alone(self, node: CloudNode, exit_code: int) -> None:
+        """A program without an agent ends badly."""
+        node.has_ended = True
+        self.sim.ledger.fail_node(node.launch.rank, node.launch.node_type)
+        reason = exit_reason_of(exit_code)
+        self.sim.events.after(span(self.sim.chance.platform, *NOTICED), self._end, node, reason, exit_code)
 
     def running_ids(self) -> list[PlatformId]:
         return [id_ for id_, node in sorted(self.nodes.items()) if node.phase is NodePhase.RUNNING]
@@ -374,10 +416,11 @@ class VirtualCloud(Platform):
             return
         for id_, node in self.nodes.items():
             is_there = node.phase in (NodePhase.PENDING, NodePhase.RUNNING) and not node.is_going
-            is_well = is_there and (node.node is None or node.node.is_powered)
+            is_well = is_there and not node.has_ended and (node.node is None or node.node.is_powered)
             is_given_up = id_ in fleet.nodes and not fleet.nodes[id_].is_live  # its removal is being written
             is_wanted = not is_given_up and id_ not in self.asked_to_remove and fleet.migrations.get(id_) != launch.id
-            if is_well and is_wanted and node.launch.rank == launch.rank:
+            is_same = (node.launch.node_type, node.launch.rank) == (launch.node_type, launch.rank)
+            if is_well and is_wanted and is_same:
                 raise Violation("fleet", f"{launch.name} is launched while {node.launch.name} has its rank")
 
     def check_removed(self) -> None:

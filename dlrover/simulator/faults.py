@@ -55,6 +55,8 @@ FLEET_MIX: dict[str, float] = {"eviction": 0.4, "node-fails": 0.1, "node-vanishe
 """Per node-hour, of jobs that ask for their nodes."""
 CLOUD_MIX: dict[str, float] = {"watch-breaks": 1.0, "cloud-away": 0.3}
 """The same per hour."""
+PEOPLE_MIX: dict[str, float] = {"suspension": 1.0}
+"""The same: what people do to them. Drawn apart from all others."""
 CHECK_MIX: dict[str, float] = {"node-breaks": 0.1}
 """Per node-hour, of jobs with a node check."""
 
@@ -325,6 +327,9 @@ def _platform_refuses(sim: Simulation, fault: Fault) -> bool:
 
 def _scaling(sim: Simulation, fault: Fault) -> bool:
     """Somebody wants more nodes, or fewer."""
+    kinds = sim.shape.kinds_to_scale
+    if kinds and (not sim.shape.is_one_world or fault.amount < 0.5):
+        return sim.scale_replicas(kinds[fault.pick % len(kinds)], fault.pick // len(kinds))
     unit = sim.shape.node_unit
     most = 1 + fault.pick % (sim.shape.max_nodes // unit)
     least = 1 + int(fault.amount * most)
@@ -360,6 +365,11 @@ def _node_fails(sim: Simulation, fault: Fault) -> bool:
 def _exchange(sim: Simulation, fault: Fault) -> bool:
     """Somebody wants another machine for a node."""
     return sim.exchange(fault.pick)
+
+
+def _suspension(sim: Simulation, fault: Fault) -> bool:
+    """Somebody wants no more nodes to be launched for a while."""
+    return _cloud(sim) is not None and sim.people.suspend(fault.between(5.0, 1500.0))
 
 
 def _watch_breaks(sim: Simulation, fault: Fault) -> bool:
@@ -421,6 +431,7 @@ FAULTS: dict[str, Callable[[Simulation, Fault], bool]] = {
     "node-vanishes": _node_vanishes,
     "node-fails": _node_fails,
     "exchange": _exchange,
+    "suspension": _suspension,
     "watch-breaks": _watch_breaks,
     "cloud-away": _cloud_away,
     "node-breaks": _node_breaks,

@@ -3,7 +3,8 @@ What must never happen, as checks from outside the core.
 
 Each check looks at the state of the job and at what the simulation knows of the real world, and returns a sentence when
 something is wrong. `AFTER_COMMAND` runs on what a command touched, `IN_FULL` on everything, now and then and at the end.
-Those of checkpoints (I4) and data (I3) stand with what they are compared with, in `saves` and `data`.
+Those of checkpoints (I4), data (I3), parameter servers, suspensions and sync points stand with what they are compared with, in
+`saves`, `data`, `beside`, `people` and `syncs`.
 
 * I1 one world is active, and a node is in at most one.
 * I2 a world has at least the minimum, at most the maximum, a multiple of the unit, and distinct ranks.
@@ -29,7 +30,11 @@ from dlrover.protocol.fleet_messages import (
     NodeChanged,
     NodePhase,
     NodesListed,
+    PsReady,
+    ResumeJob,
     ScaleJob,
+    ScaleReplicas,
+    SuspendJob,
 )
 from dlrover.protocol.messages import (
     Attach,
@@ -102,6 +107,10 @@ _OF_NO_NODE = (
     NodeChanged,
     LaunchRefused,
     MigrateNode,
+    SuspendJob,
+    ResumeJob,
+    ScaleReplicas,
+    PsReady,
 )
 
 
@@ -171,12 +180,13 @@ def _budget_is_kept(sim: Simulation, job: Job, touched: Touched) -> str | None:
 
 def _relaunches_are_kept(sim: Simulation, job: Job, touched: Touched) -> str | None:
     fleet = job.state.fleet
-    for replicas in () if fleet is None else fleet.replicas.values():
+    for node_type, replicas in () if fleet is None else fleet.replicas.items():
         for rank, spent in replicas.spent.items():
             if spent > replicas.budget(rank):
-                return f"rank {rank} was relaunched {spent} times after failures, of {replicas.budget(rank)}"
-            if spent > sim.ledger.node_failures.get(rank, 0):
-                return f"rank {rank} was charged {spent} relaunches and failed {sim.ledger.node_failures.get(rank, 0)} times"
+                return f"{node_type} {rank} was relaunched {spent} times after failures, of {replicas.budget(rank)}"
+            num_failures = sim.ledger.node_failures.get((node_type, rank), 0)
+            if spent > num_failures:
+                return f"{node_type} {rank} was charged {spent} relaunches and failed {num_failures} times"
     return None
 
 
@@ -217,12 +227,16 @@ def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
     terms = job.state.terms or sim.terms  # the job itself knows none before its first node has come
     policy, charged = terms.restarts, sim.ledger.chargeable
     calm = sim.calm_for()
+    is_impatient = end.reason in (ExitReason.PENDING_TIMEOUT, ExitReason.NOT_ENOUGH_NODES)
+    if is_impatient and not job.state.rendezvous.finished and (sim.people.is_paused or sim.people.has_just_resumed()):
+        return f"the time in which the job was suspended counts: {end.message}"
     match end.reason:
         case ExitReason.COMPLETED:
             if sim.training.best_step < sim.shape.num_steps:
                 return f"the job completed at step {sim.training.best_step} of {sim.shape.num_steps}"
+            return sim.beside.explain_completion()
         case ExitReason.RENDEZVOUS_TIMEOUT | ExitReason.NOT_ENOUGH_NODES:
-            if calm > sim.bound:
+            if calm > sim.bound and (sim.shape.is_one_world or sim.has_enough_nodes()):
                 return f"the job gave up, although all was well for {calm / SECOND:.0f} s: {end.message}"
             limits, num_steady = terms.limits, sim.num_steady()
             if num_steady - num_steady % limits.node_unit >= limits.min_nodes and not job.state.rendezvous.finished:
@@ -303,6 +317,15 @@ def _time_is_accounted_for(sim: Simulation, job: Job) -> str | None:
     return None
 
 
+def _nobody_waits_for_the_dead(sim: Simulation, job: Job, touched: Touched) -> str | None:
+    sync, live = job.state.sync, job.state.nodes.live
+    for round_, name in sync.open.values():
+        for node in sync.points[round_][name].missing:
+            if node not in live or live[node].finished_round:
+                return f"sync point {name!r} of round {round_} waits for node {node}, whose workers have ended"
+    return None
+
+
 def _agents_obey(sim: Simulation, job: Job) -> str | None:
     """Who is attached and undisturbed runs what the master wants, not something older."""
     if sim.calm_for() < sim.bound or job.end is not None:
@@ -325,11 +348,16 @@ def _intents_are_done(sim: Simulation, job: Job) -> str | None:
     if fleet is None or job.end is not None or sim.calm_for() <= sim.bound:
         return None
     for node in fleet.nodes.values():
-        if node.is_live and node.phase is NodePhase.INITIAL:
+        if node.is_live and node.phase is NodePhase.INITIAL and not sim.people.want_pause:
             return f"nobody asked for {node.label}"
         if node.removal is not None:
             return f"{node.label} shall be removed and is still there: {node.removal.reason}"
     return None
+
+
+def _servers_are_settled(sim: Simulation, job: Job) -> str | None:
+    is_settled = job.end is None and sim.calm_for() > sim.bound and not sim.people.want_pause
+    return sim.beside.check_calm(job) if is_settled else None
 
 
 def _calm_brings_progress(sim: Simulation, job: Job) -> str | None:
@@ -354,6 +382,7 @@ AFTER_COMMAND: list[tuple[str, CommandCheck]] = [
     ("I7", _relaunches_are_kept),
     ("fleet", _ranks_have_one_node),
     ("check", _blame_is_just),
+    ("sync", _nobody_waits_for_the_dead),
     ("I8", _end_has_a_reason),
 ]
 IN_FULL: list[tuple[str, Check]] = [
@@ -364,6 +393,7 @@ IN_FULL: list[tuple[str, Check]] = [
     ("goodput", _time_is_accounted_for),
     ("I8", _agents_obey),
     ("fleet", _intents_are_done),
+    ("servers", _servers_are_settled),
     ("I8", _calm_brings_progress),
 ]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dlrover.protocol.fleet_messages import NodeType
 from dlrover.protocol.messages import Incarnation, NodeId, NodeRank
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ class Ledger:
         """Failures of each node rank that may cost a restart."""
         self._of_processes: dict[str, int] = {}
         """The same of each agent process."""
-        self.node_failures: dict[int, int] = {}
-        """What happened to nodes of each rank of a fleet that may cost a relaunch."""
+        self.node_failures: dict[tuple[NodeType, int], int] = {}
+        """What happened to nodes of each type and rank of a fleet that may cost a relaunch."""
         self.num_lost_nodes = 0
         self.passed: dict[tuple[str, Incarnation], int] = {}
         """Agent process and incarnation to when it last passed a run of the node check."""
@@ -51,5 +52,5 @@ class Ledger:
         failed = self._of_processes.get(agent.life, 0)
         self.chargeable[agent.rank] = self.chargeable.get(agent.rank, 0) + failed
 
-    def fail_node(self, rank: int) -> None:
-        self.node_failures[rank] = self.node_failures.get(rank, 0) + 1
+    def fail_node(self, rank: int, node_type: NodeType = NodeType.WORKER) -> None:
+        self.node_failures[node_type, rank] = self.node_failures.get((node_type, rank), 0) + 1

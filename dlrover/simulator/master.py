@@ -19,7 +19,7 @@ from dlrover.core.sequence import Batch, CommitSequence, Released
 from dlrover.core.turn import Origin
 from dlrover.protocol.checkpoint_messages import AwaitSaveDuties
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
+from dlrover.protocol.fleet_messages import AskPsNodes, LaunchNode, RemoveNode
 from dlrover.protocol.frames import Answer, Push, Refusal, Request
 from dlrover.protocol.kv_messages import KvQuery
 from dlrover.protocol.messages import (
@@ -39,6 +39,7 @@ from dlrover.protocol.messages import (
     Query,
     TellNode,
 )
+from dlrover.protocol.sync_messages import SyncQuery
 from dlrover.simulator import oversight
 from dlrover.simulator.events import SECOND, span
 from dlrover.simulator.journal import Fenced
@@ -187,10 +188,10 @@ class VirtualMaster:
         elif parcel is PULSE and line.node is not None and self._current.get(line.node) is line:
             self._heard(line)
 
-    def hear(self, command: Command) -> None:
+    def hear(self, word: Command | Query) -> None:
         """Of somebody who asks once and does not wait."""
         if self.is_alive:
-            self._queue.append(Work(command))
+            self._queue.append(Work(word))
             self._plan_turn()
 
     def _heard(self, line: Line) -> None:
@@ -242,7 +243,7 @@ class VirtualMaster:
         if line.node is None or line.incarnation is None:
             self._send(line, Refusal(id=request.id, code="not-attached", message=""))
             return
-        if isinstance(body, KvQuery | AwaitSaveDuties):
+        if isinstance(body, KvQuery | SyncQuery | AwaitSaveDuties):
             self._enqueue(Work(body, line, None, request.id))
             return
         assert not isinstance(body, MasterStarted), "agents send no such command"
@@ -321,7 +322,7 @@ class VirtualMaster:
             self._new_stall = 0
         for work in self._in_order(works, now):
             try:
-                if isinstance(work.body, KvQuery | AwaitSaveDuties):
+                if isinstance(work.body, KvQuery | SyncQuery | AwaitSaveDuties | AskPsNodes):
                     staged[self.sequence.stage_query(work.body)] = work
                 else:
                     staged[oversight.stage(self.sim, self, work, now)] = work
@@ -459,6 +460,9 @@ class VirtualMaster:
                 is_over = True
             elif isinstance(effect, LaunchNode | RemoveNode):
                 self.sim.platform.take(self, effect)
+        if line is None:
+            self.sim.people.answered(work.body)
+            self.sim.beside.answered(work.body, reply)
         return is_over
 
     def _attach(self, line: Line, attached: Attached) -> None:
@@ -502,7 +506,9 @@ class VirtualMaster:
         self._settle(work)
         if work.line is not None:
             self._send(work.line, Refusal(id=work.id, code=error.code, message=str(error)))
-        elif isinstance(work.body, DeadlinePassed):
+            return
+        self.sim.people.answered(work.body, error.code)
+        if isinstance(work.body, DeadlinePassed):
             self._extend_grace(self.now(), NO_SPIN)
 
     def _send(self, line: Line, parcel: Downward) -> None:

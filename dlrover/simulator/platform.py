@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dlrover.protocol.check_messages import ExitClass
 from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
-from dlrover.protocol.messages import Command, Query
+from dlrover.protocol.messages import Command, PlatformId, Query
 from dlrover.simulator.agents import VirtualAgent, VirtualNode
 from dlrover.simulator.events import span
 
@@ -28,6 +28,8 @@ class Platform:
     def __init__(self, simulation: Simulation) -> None:
         self.sim = simulation
         self.is_refusing = False
+        self.started: dict[PlatformId, None] = {}
+        """Every node of a fleet that ever ran."""
 
     @property
     def num_pending(self) -> int:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from dlrover.protocol.check_messages import CheckTerms
 from dlrover.protocol.data_messages import DatasetSpec, Storage
-from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec
+from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec, Resource, Strategy
 from dlrover.protocol.messages import Detection, JobTerms, Limits, RestartPolicy
 
 
@@ -72,12 +72,28 @@ class Shape(Struct, frozen=True, kw_only=True):
     bad_odds: float = 0.1
     """With a check: how often a node is broken, and how often it is slow."""
     has_store_traffic: bool = False
+    has_sync_traffic: bool = False
     dataset: DatasetSpec | None = None
     """What the workers read; None: nothing that anybody counts."""
 
     @property
     def num_nodes(self) -> int:
         return self.max_nodes + self.spares
+
+    @property
+    def is_one_world(self) -> bool:
+        """Whether the job ends when its workers are too few for a world, and is scaled by the limits of that."""
+        return self.fleet is None or self.fleet.strategy is Strategy.ALLREDUCE
+
+    @property
+    def has_servers(self) -> bool:
+        return self.fleet is not None and NodeType.PS in self.fleet.replicas
+
+    @property
+    def kinds_to_scale(self) -> list[NodeType]:
+        """Types of which somebody may want another number. There is one chief."""
+        fixed = (NodeType.CHIEF, NodeType.WORKER) if self.is_one_world else (NodeType.CHIEF,)
+        return [] if self.fleet is None else [kind for kind in self.fleet.replicas if kind not in fixed]
 
     @property
     def terms(self) -> JobTerms:
@@ -144,6 +160,9 @@ FLEET_ODDS = 0.25
 CHECK_ODDS = 0.15
 STORE_ODDS = 0.2
 DATA_ODDS = 0.2
+SYNC_ODDS = 0.15
+MOST_TO_SYNC = 40
+"""Nodes: all workers come to each meeting, which costs a large job too much."""
 
 
 def add_rooms(chance: random.Random, shape: Shape) -> Shape:
@@ -154,6 +173,11 @@ def add_rooms(chance: random.Random, shape: Shape) -> Shape:
         shape = replace(shape, check=draw_check(chance), bad_odds=chance.choice([0.0, 0.05, 0.2]))
     shape = replace(shape, has_store_traffic=chance.random() < STORE_ODDS)
     return replace(shape, dataset=draw_dataset(chance)) if chance.random() < DATA_ODDS else shape
+
+
+def add_syncs(chance: random.Random, shape: Shape) -> Shape:
+    """In some jobs the workers meet by name."""
+    return replace(shape, has_sync_traffic=chance.random() < SYNC_ODDS and shape.num_nodes <= MOST_TO_SYNC)
 
 
 def draw_fleet(chance: random.Random, shape: Shape) -> FleetSpec:
@@ -169,6 +193,41 @@ def draw_fleet(chance: random.Random, shape: Shape) -> FleetSpec:
         pending_timeout=chance.choice([600.0, 900.0, 0.0]),
         failure_window=chance.choice([60.0, 3600.0]),
     )
+
+
+TYPES_ODDS = 0.4
+
+
+def add_types(chance: random.Random, shape: Shape) -> Shape:
+    """Some fleets have other nodes beside the workers; some are those of a job with parameter servers."""
+    fleet = shape.fleet
+    if fleet is None or chance.random() >= TYPES_ODDS:
+        return shape
+    budget = chance.choice([0, 3, 5, 5])
+    replicas = dict(fleet.replicas)
+    if chance.random() < 0.6:
+        replicas[NodeType.EVALUATOR] = ReplicaSpec(count=1, max_relaunches=budget)
+    if chance.random() < 0.5 or len(replicas) == 1:
+        replicas[NodeType.CHIEF] = ReplicaSpec(count=1, max_relaunches=budget)
+    if chance.random() < 0.4:
+        return replace(shape, fleet=replace(fleet, replicas=replicas))
+    replicas[NodeType.PS] = ReplicaSpec(
+        count=chance.randint(1, 3),
+        resource=Resource(cpu=chance.choice([1.0, 8.0]), memory_mb=chance.choice([0, 4096])),
+        max_relaunches=chance.choice([0, 3, 5, 5]),
+        critical=chance.choice(["", "", "all"]),
+    )
+    if chance.random() < 0.3:
+        return replace(shape, fleet=replace(fleet, replicas=replicas))
+    replicas.setdefault(NodeType.CHIEF, ReplicaSpec(count=1, max_relaunches=budget))
+    ps_job = replace(
+        fleet,
+        replicas=replicas,
+        strategy=Strategy.PS,
+        standby=0,
+        pending_strategy=chance.choice([0, 1, 2]),
+    )
+    return replace(shape, fleet=ps_job, spares=0)
 
 
 def draw_dataset(chance: random.Random) -> DatasetSpec:

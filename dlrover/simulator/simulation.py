@@ -14,10 +14,11 @@ from typing import Any
 
 from dlrover.core.job import Job
 from dlrover.core.sequence import CoreFault, JournalCorrupt
-from dlrover.protocol.fleet_messages import MigrateNode, Resource, ScaleJob
+from dlrover.protocol.fleet_messages import MigrateNode, NodeType, Resource, ScaleJob, ScaleReplicas
 from dlrover.protocol.messages import NodeId
 from dlrover.simulator import machines
 from dlrover.simulator.agents import MASTER_GRACE, VirtualAgent, VirtualNode
+from dlrover.simulator.beside import Beside
 from dlrover.simulator.checks import CheckRuns
 from dlrover.simulator.cloud import VirtualCloud
 from dlrover.simulator.data import DataTraffic
@@ -28,10 +29,12 @@ from dlrover.simulator.journal import VirtualJournal
 from dlrover.simulator.ledger import Ledger
 from dlrover.simulator.master import FENCE_PERIOD, HEARTBEAT, CrashPoint, VirtualMaster
 from dlrover.simulator.network import Connection, Network
+from dlrover.simulator.people import People
 from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.platform import Platform, VirtualPlatform
 from dlrover.simulator.saves import SaveTraffic
 from dlrover.simulator.store import StoreTraffic
+from dlrover.simulator.syncs import SyncTraffic
 from dlrover.simulator.training import Training
 
 FULL_CHECK_EVERY = 1000
@@ -70,9 +73,14 @@ class Simulation:
         self.journal = VirtualJournal()
         fleet = plan.shape.fleet
         self.platform: Platform = VirtualPlatform(self) if fleet is None else VirtualCloud(self, fleet)
+        self.people = People(self)
+        self.beside = Beside(self)
+        self.scaled_types: dict[NodeType, None] = {}
+        """Of which somebody wanted another number."""
         self.checks = CheckRuns(self)
         self.store = StoreTraffic(self)
         self.saves = SaveTraffic(self)
+        self.syncs = SyncTraffic(self)
         dataset = plan.shape.dataset
         self.data = None if dataset is None else DataTraffic(self, dataset)
         self.check_began_at = 0
@@ -211,7 +219,9 @@ class Simulation:
             self.saves.stir()
         if self.shape.has_store_traffic:
             self.store.stir()
-        if self.shape.has_store_traffic or self.data is not None:
+        if self.shape.has_sync_traffic:
+            self.syncs.stir()
+        if self.shape.has_store_traffic or self.shape.has_sync_traffic or self.data is not None:
             self.events.after(span(self.chance.disk, 0.0, STIRRED), self._hit, fault)
         else:
             self._hit(fault)
@@ -229,16 +239,16 @@ class Simulation:
         self._trouble_at = self.events.now
         self._progress_then = self.training.progress()
 
-    def pass_by(self, duration: int, heal: Callable[[], Any]) -> None:
-        """A trouble that ends by itself, or with all others when faults stop."""
-        self._num_ongoing += 1
+    def pass_by(self, duration: int, heal: Callable[[], Any], *, is_trouble: bool = True) -> None:
+        """A trouble that ends by itself, or with all others when faults stop. Or no trouble, though it ends like one."""
+        self._num_ongoing += is_trouble
         is_healed = False
 
         def end() -> None:
             nonlocal is_healed
             if not is_healed:
                 is_healed = True
-                self._num_ongoing -= 1
+                self._num_ongoing -= is_trouble
                 self._ongoing.pop(end, None)
                 heal()
                 self.trouble()
@@ -413,6 +423,18 @@ class Simulation:
         master.hear(ScaleJob(min_nodes=min_nodes, max_nodes=max_nodes))
         return True
 
+    def scale_replicas(self, node_type: NodeType, pick: int) -> bool:
+        """Somebody wants another number of the nodes of some type."""
+        master, fleet = self.listening_master(), self.shape.fleet
+        if master is None or master.job.end is not None or fleet is None:
+            return False
+        least = {NodeType.WORKER: self.shape.min_nodes, NodeType.PS: 1}.get(node_type, 0)
+        count = least + pick % (fleet.replicas[node_type].count - least + 2)
+        self.note(f"somebody asks for {count} nodes of type {node_type}")
+        self.scaled_types[node_type] = None
+        master.hear(ScaleReplicas(node_type=node_type, count=count))
+        return True
+
     def exchange(self, pick: int) -> bool:
         """Somebody wants another machine in place of one that runs."""
         master, cloud = self.listening_master(), self.platform
@@ -439,6 +461,8 @@ class Simulation:
         self.num_journals_lost += 1
         self.store.journal_lost()
         self.saves.journal_lost()
+        self.syncs.journal_lost()
+        self.people.journal_lost()
         self.ledger.lives.clear()
         self.ledger.applied.clear()
         self.ledger.answered.clear()

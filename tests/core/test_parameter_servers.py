@@ -144,6 +144,16 @@ def test_servers_that_never_ran_are_dropped_at_once() -> None:
     assert ids(scene) == [0, 1]
 
 
+def test_nobody_is_told_of_a_server_that_will_never_come() -> None:
+    """A replacement that was scaled away before it ran, while something else changes."""
+    scene = two_servers()
+    scene.fail(1, exit_code=201)
+    scale(scene, 1)
+    assert ids(scene) == [0]
+    scene.do(MigrateNode(node=PlatformId(0), resource=Resource(cpu=2.0)))
+    assert ids(scene) == [0], "the current one, until the other runs"
+
+
 def test_a_dropped_server_that_dies_is_not_replaced() -> None:
     scene = two_servers()
     scale(scene, 1)
@@ -323,6 +333,22 @@ def test_a_critical_server_that_cannot_be_replaced_ends_the_job() -> None:
     scene.fail(1, exit_reason=NodeExit.OOM)
     assert scene.end.reason is ExitReason.PS_OOM
     assert version(scene, VersionType.GLOBAL) == 1
+
+
+def test_a_job_without_any_server_left_ends() -> None:
+    scene = two_servers(max_relaunches=0)
+    scene.fail(0, exit_code=201)
+    assert scene.job.end is None, "the workers can go on with the other one"
+    scene.fail(1, exit_reason=NodeExit.OOM)
+    assert scene.end.reason is ExitReason.PS_OOM
+    assert "no parameter server left" in scene.end.message
+
+
+def test_a_job_whose_other_servers_are_about_to_go_has_none_left() -> None:
+    scene = two_servers(max_relaunches=0)
+    scale(scene, 1)
+    scene.fail(0, exit_reason=NodeExit.OOM)
+    assert scene.end.reason is ExitReason.PS_OOM
 
 
 def test_servers_that_were_added_are_as_critical_as_the_first_ones() -> None:

@@ -8,6 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.core.take_up import Claim, TakeUp
+from dlrover.core.turn import NotYet
+from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import (
     Attached,
     ExitReason,
@@ -23,6 +25,7 @@ from dlrover.protocol.messages import (
     Wait,
     WorldSpec,
 )
+from dlrover.protocol.sync_messages import JoinSync, SyncFinished, SyncState
 from tests.core.scene import Scene, failure, micros, terms
 
 
@@ -62,6 +65,24 @@ def test_when_all_members_are_back_the_world_goes_on_and_nobody_restarts() -> No
     assert scene.job.next_deadline() is None
     assert "no worker restarts" in scene.job.status().verdict
     assert state.restarts.num_restarts == 0
+
+
+def test_nobody_passes_a_sync_point_before_the_world_is_known() -> None:
+    scene, worlds = forgotten("a", "b", procs=1)
+
+    def join(name: str) -> None:
+        agent = scene.agents[name]
+        scene.send(name, JoinSync(name="x", round=Round(3), node=agent.node, incarnation=agent.incarnation))
+
+    come_back(scene, worlds, "a", procs=1)
+    with pytest.raises(Rejected) as refused:
+        join("a")
+    assert refused.value.code == "stale-round"
+    come_back(scene, worlds, "b", procs=1)
+    join("a")
+    assert isinstance(scene.job.ask(SyncFinished(name="x", round=Round(3))), NotYet)
+    join("b")
+    assert scene.job.ask(SyncFinished(name="x", round=Round(3))) == SyncState(True)
 
 
 def test_the_world_is_one_like_any_other_afterwards() -> None:

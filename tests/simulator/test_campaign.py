@@ -30,6 +30,7 @@ from dlrover.simulator.faults import (
     MASTER_MIX,
     MASTER_PAUSES,
     PAUSES,
+    PEOPLE_MIX,
     STANDARD_MIX,
 )
 from dlrover.simulator.master import CrashPoint
@@ -44,7 +45,7 @@ def test_two_thousand_faults_break_nothing_and_all_kinds_are_among_them() -> Non
     for totals in run_many(run_seed, itertools.count(1), jobs=1, is_enough=lambda t: t.num_faults >= NUM_FAULTS):
         assert not totals.failures
     assert totals.num_faults >= NUM_FAULTS
-    rooms = FLEET_MIX.keys() | CLOUD_MIX.keys() | CHECK_MIX.keys()
+    rooms = FLEET_MIX.keys() | CLOUD_MIX.keys() | PEOPLE_MIX.keys() | CHECK_MIX.keys()
     assert totals.by_kind.keys() == STANDARD_MIX.keys() | MASTER_MIX.keys() | rooms
     assert FAULTS.keys() == totals.by_kind.keys() | PAUSES.keys() | MASTER_PAUSES.keys(), "no kind is never drawn"
     assert totals.by_reason["Completed"] > totals.num_seeds // 2

@@ -8,7 +8,7 @@ import pytest
 
 from dlrover.protocol.check_messages import CheckTerms
 from dlrover.protocol.data_messages import DatasetSpec
-from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec
+from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec, Strategy
 from dlrover.protocol.messages import RestartPolicy
 from dlrover.simulator.campaign import run_plan
 from dlrover.simulator.faults import Fault
@@ -210,6 +210,56 @@ FOUND = {
             Fault(at=89872446, kind="partition", pick=259631, amount=0.947),
         ),
         hours=0.2,
+    ),
+    # The last parameter server could not be replaced, and the workers were told to go on with none.
+    "a-job-goes-on-without-any-server": Plan(
+        seed=3,
+        shape=Shape(
+            min_nodes=2,
+            max_nodes=2,
+            fleet=FleetSpec(
+                replicas=PAIR
+                | {kind: ReplicaSpec(count=1, max_relaunches=0) for kind in (NodeType.PS, NodeType.CHIEF)},
+                strategy=Strategy.PS,
+            ),
+            num_steps=1800,
+        ),
+        faults=(Fault(at=300_000_000, kind="node-fails", pick=0, amount=0.0),),
+        hours=0.2,
+        is_thorough=True,
+    ),
+    # The replacement of a lost server was scaled away before it ran. When another server was to be exchanged before the workers had
+    # said that they had switched, they were told to use it. First seen as seed 30576.
+    "a-server-that-will-never-come-is-to-be-used": Plan(
+        seed=4,
+        shape=Shape(
+            min_nodes=2,
+            max_nodes=2,
+            fleet=FleetSpec(
+                replicas=PAIR | {NodeType.PS: ReplicaSpec(count=2), NodeType.CHIEF: ReplicaSpec(count=1)},
+                strategy=Strategy.PS,
+            ),
+            num_steps=900,
+        ),
+        faults=(
+            Fault(at=300_000_000, kind="suspension", pick=0, amount=0.9),
+            Fault(at=310_000_000, kind="eviction", pick=1, amount=0.5),
+            Fault(at=320_000_000, kind="scaling", pick=1, amount=0.5),
+            Fault(at=322_000_000, kind="exchange", pick=0, amount=0.5),
+        ),
+        hours=0.25,
+    ),
+    # A worker came to a sync point while a master without its journal did not know the world yet: the point waited for nobody, and all
+    # others of that round passed it, too. First seen as seed 894.
+    "a-sync-point-of-a-world-that-nobody-knows-waits-for-nobody": Plan(
+        seed=5,
+        shape=Shape(min_nodes=3, max_nodes=3, num_steps=600, has_sync_traffic=True),
+        faults=(
+            Fault(at=99_000_000, kind="partition", pick=1, amount=0.4),
+            Fault(at=100_000_000, kind="journal-lost", pick=0, amount=0.0),
+            Fault(at=103_000_000, kind="clock-jump", pick=0, amount=0.5),
+        ),
+        hours=0.1,
     ),
     # A master without its journal called the replacement of a lost node by the id of another that came further down in the platform's first
     # list, and took that one for it: its failure was then charged to another rank.

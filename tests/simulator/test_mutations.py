@@ -19,15 +19,19 @@ from dlrover.core import (
     course,
     data_checkpoint,
     data_commands,
+    early_stop,
     fleet_settling,
+    fleet_wishes,
     kv_store,
     life_cycle,
     node_check,
+    parameter_servers,
     prospects,
     relaunch,
     rendezvous,
     restarts,
     sightings,
+    sync_points,
 )
 from dlrover.core.check_cycle import CheckCycle
 from dlrover.core.checkpoints import SaveAttempt
@@ -36,16 +40,23 @@ from dlrover.core.datasets import Dataset
 from dlrover.core.fleet import Fleet, FleetNode
 from dlrover.core.nodes import Nodes
 from dlrover.core.observations import Observations
+from dlrover.core.parameter_servers import ParameterServers
 from dlrover.core.rendezvous import Rendezvous
 from dlrover.core.senders import Senders
 from dlrover.core.sequence import CommitSequence
+from dlrover.core.sync_points import SyncPoint, SyncPoints
 from dlrover.protocol.check_messages import ExitClass
+from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec
 from dlrover.protocol.frames import Answer, Request
 from dlrover.protocol.kv_messages import KvGet, KvQuery
-from dlrover.protocol.messages import NodeId, Run
+from dlrover.protocol.messages import NodeId, Round, Run
 from dlrover.simulator import master
 from dlrover.simulator.campaign import Failure, draw_plan, run_plan, shrink
+from dlrover.simulator.faults import Fault
 from dlrover.simulator.journal import VirtualJournal
+from dlrover.simulator.plan import Plan, Result
+from dlrover.simulator.shapes import Shape
+from tests.simulator.test_found import FOUND
 
 NUM_FAULTS = 5000
 MOST_NODES = 12
@@ -192,6 +203,60 @@ def exchanged_nodes_stay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(life_cycle, "started", started)
 
 
+def suspended_jobs_launch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Fleet, "is_suspended", property(lambda fleet: False))
+
+
+def a_pause_counts_as_waiting(patch: pytest.MonkeyPatch) -> None:
+    original = early_stop._too_long
+
+    def too_long(state: Any) -> Any:
+        former, state.fleet.suspended_from = state.fleet.suspended_from, None
+        found = original(state)
+        state.fleet.suspended_from = former
+        return found
+
+    patch.setattr(early_stop, "_too_long", too_long)
+
+
+def suspended_jobs_stay_so(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fleet_wishes, "resume", lambda course: None)
+
+
+def servers_go_before_the_switch(patch: pytest.MonkeyPatch) -> None:
+    original = fleet_wishes.scale_servers
+
+    def scale_servers(course: Any, count: int) -> None:
+        original(course, count)
+        if not parameter_servers.is_somebody_awaited(course.state.fleet):
+            fleet_wishes.switch_servers(course)
+
+    patch.setattr(fleet_wishes, "scale_servers", scale_servers)
+
+
+def servers_are_used_before_they_run(patch: pytest.MonkeyPatch) -> None:
+    def next_cluster(fleet: Fleet) -> list[FleetNode]:
+        return [fleet.nodes[node] for _, node in sorted(fleet.replicas[NodeType.PS].holders.items())]
+
+    patch.setattr(parameter_servers, "next_cluster", next_cluster)
+
+
+def lost_variables_are_not_told_of(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ParameterServers, "lost", lambda servers: setattr(servers, "is_changed", True))
+
+
+def evaluations_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fleet_settling, "is_work_left_beside", lambda state: False)
+
+
+def nobody_hears_that_the_workers_switched(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fleet_wishes, "switch_servers", lambda course: None)
+
+
+def a_job_needs_no_server(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(life_cycle, "_are_servers_left", lambda fleet: True)
+
+
 def nobody_is_checked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(node_check, "expect", lambda course, node: None)
 
@@ -263,7 +328,7 @@ def a_restored_model_takes_everything_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_a_model_claims_is_not_heard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Dataset, "_claim", lambda dataset, claim: True)
+    patch.setattr(Dataset, "_claim", lambda dataset, claims: [])
 
 
 def the_word_about_a_model_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
@@ -275,6 +340,33 @@ def the_word_about_a_model_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
         "_is_held_back",
         lambda command, *others: original(replace(command, has_model=False), *others),
     )
+
+
+def the_first_to_come_goes_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SyncPoint, "is_reached", property(lambda point: bool(point.joined)))
+
+
+def the_dead_are_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sync_points, "leave", lambda course, node: None)
+
+
+def who_stands_by_is_waited_for(patch: pytest.MonkeyPatch) -> None:
+    original = sync_points.targets_of
+    patch.setattr(sync_points, "targets_of", lambda state, round_: original(state, Round(0)))
+
+
+def barriers_open_twice(patch: pytest.MonkeyPatch) -> None:
+    original = SyncPoints.notify
+
+    def notify(points: SyncPoints, name: str, round_: Round) -> None:
+        original(points, name, round_)
+        original(points, name, round_)
+
+    patch.setattr(SyncPoints, "notify", notify)
+
+
+def barriers_stay_closed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SyncPoints, "notify", lambda points, name, round_: None)
 
 
 @pytest.mark.parametrize(
@@ -301,6 +393,12 @@ def the_word_about_a_model_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
         (nodes_outlive_their_job, {"fleet"}),
         (intents_die_with_their_master, {"fleet", "I8"}),
         (exchanged_nodes_stay, {"fleet"}),
+        (suspended_jobs_launch, {"fleet"}),
+        (suspended_jobs_stay_so, {"fleet", "I8"}),
+        (servers_go_before_the_switch, {"servers"}),
+        (servers_are_used_before_they_run, {"servers"}),
+        (lost_variables_are_not_told_of, {"servers"}),
+        (evaluations_are_not_waited_for, {"I8", "fleet"}),
         (nobody_is_checked, {"check"}),
         (the_healthy_are_blamed, {"check"}),
         (adds_count_twice, {"KV"}),
@@ -314,14 +412,66 @@ def the_word_about_a_model_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
         (a_restored_model_takes_everything_back, {"I3"}),
         (what_a_model_claims_is_not_heard, {"I3"}),
         (the_word_about_a_model_is_not_waited_for, {"I3"}),
+        (the_first_to_come_goes_on, {"sync"}),
+        (the_dead_are_waited_for, {"sync"}),
+        (barriers_open_twice, {"sync"}),
+        (barriers_stay_closed, {"sync"}),
     ],
 )
 def test_a_broken_promise_is_noticed(mutation: Mutation, invariants: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     mutation(monkeypatch)
-    rooms = {"KV": "has_store_traffic", "I3": "dataset", "I4": "has_store_traffic", "check": "check", "fleet": "fleet"}
+    rooms = {
+        "KV": "has_store_traffic",
+        "I3": "dataset",
+        "I4": "has_store_traffic",
+        "check": "check",
+        "fleet": "fleet",
+        "servers": "has_servers",
+        "sync": "has_sync_traffic",
+    }
     room = next((rooms[name] for name in sorted(invariants) if name in rooms), "")
     failure = first_failure(room)
     assert failure.invariant in invariants, failure.sentence
+
+
+def test_a_pause_that_counts_as_waiting_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few seeds wait for so long."""
+    faults = (
+        Fault(at=300_000_000, kind="platform-refuses", pick=0, amount=0.99),
+        Fault(at=301_000_000, kind="eviction", pick=0, amount=0.5),
+        Fault(at=400_000_000, kind="suspension", pick=0, amount=1.0),
+    )
+    fleet = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=3)}, pending_timeout=600.0)
+    shape = Shape(min_nodes=3, max_nodes=3, fleet=fleet, num_steps=600)
+    plan = Plan(seed=1, shape=shape, faults=faults, hours=0.6)
+    assert isinstance(run_plan(plan), Result)
+    a_pause_counts_as_waiting(monkeypatch)
+    failure = run_plan(plan)
+    assert isinstance(failure, Failure)
+    assert failure.invariant == "I8"
+    assert "suspended" in failure.sentence
+
+
+@pytest.mark.parametrize("mutation", [nobody_hears_that_the_workers_switched, a_job_needs_no_server])
+def test_servers_that_do_not_settle_are_noticed(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few seeds are calm for so long."""
+    plan = FOUND["a-job-goes-on-without-any-server"]
+    plan = plan if mutation is a_job_needs_no_server else replace(plan, faults=())
+    assert isinstance(run_plan(plan), Result)
+    mutation(monkeypatch)
+    failure = run_plan(plan)
+    assert isinstance(failure, Failure)
+    assert failure.invariant == "servers"
+
+
+def test_a_worker_that_waits_for_ever_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(min_nodes=2, max_nodes=2, spares=1, num_steps=2000, has_sync_traffic=True)
+    plan = Plan(seed=1, shape=shape, faults=(Fault(at=100_000_000, kind="stall", pick=0, amount=0.0),), hours=0.1)
+    assert isinstance(run_plan(plan), Result)
+    who_stands_by_is_waited_for(monkeypatch)
+    failure = run_plan(plan)
+    assert isinstance(failure, Failure)
+    assert failure.invariant == "sync"
 
 
 def test_a_failing_seed_shrinks_to_few_faults(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,86 @@
+"""
+Somebody who suspends a job with a fleet, and lets it go on later.
+
+People ask until they are answered: a master that dies takes the question along, a full disk refuses it, and a journal that
+is lost forgets the answer. From the answer to a suspension until they want the job to go on, nothing may be launched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dlrover.protocol.fleet_messages import LaunchNode, ResumeJob, SuspendJob
+from dlrover.protocol.messages import Command, Query
+from dlrover.simulator.events import SECOND
+from dlrover.simulator.invariants import Violation
+
+if TYPE_CHECKING:
+    from dlrover.simulator.simulation import Simulation
+
+ASK_AGAIN = 2 * SECOND
+NEW_PATIENCE = 300 * SECOND
+"""A job that goes on waits anew: for ten minutes at least, of which a clock that jumps with a new master may take some."""
+
+
+class People:
+    """Owned by the simulation."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._sim = simulation
+        self._question: SuspendJob | ResumeJob | None = None
+        """What nobody has answered."""
+        self.want_pause = False
+        self.is_paused = False
+        """They want a pause, and were told that there is one."""
+        self._resumed_at: int | None = None
+
+    def suspend(self, duration: int) -> bool:
+        sim = self._sim
+        if self.want_pause or sim.ended_at is not None or sim.listening_master() is None:
+            return False
+        self.want_pause = True
+        self._ask(SuspendJob(reason="somebody needs the machines"))
+        # What runs, runs on: so a suspension alone does not excuse a job that stands still.
+        sim.pass_by(duration, self._let_go_on, is_trouble=False)
+        return True
+
+    def _let_go_on(self) -> None:
+        self.want_pause = self.is_paused = False
+        self._ask(ResumeJob())
+
+    def _ask(self, question: SuspendJob | ResumeJob) -> None:
+        self._question = question
+        self._try(question)
+
+    def _try(self, question: SuspendJob | ResumeJob) -> None:
+        sim = self._sim
+        if self._question is not question or sim.is_over or sim.ended_at is not None:
+            return
+        master = sim.listening_master()
+        if master is not None:
+            master.hear(question)
+        sim.events.after(ASK_AGAIN, self._try, question)
+
+    def answered(self, command: Command | Query, refusal: str = "") -> None:
+        """By a master whose answer is durable. Refused as it is so already, or because nobody has defined the fleet yet."""
+        if command is not self._question or refusal == "no-platform":
+            return
+        self._question = None
+        if isinstance(command, SuspendJob):
+            self.is_paused = True
+            return
+        self._resumed_at = self._sim.events.now
+        self._sim.trouble()
+
+    def journal_lost(self) -> None:
+        """They see that the job goes on, and ask once more."""
+        self.is_paused = False
+        if self.want_pause:
+            self._ask(SuspendJob(reason="somebody still needs the machines"))
+
+    def has_just_resumed(self) -> bool:
+        return self._resumed_at is not None and self._sim.events.now - self._resumed_at < NEW_PATIENCE
+
+    def check_launch(self, launch: LaunchNode) -> None:
+        if self.is_paused:
+            raise Violation("fleet", f"{launch.name} is launched while the job is suspended")
