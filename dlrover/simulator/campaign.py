@@ -8,6 +8,7 @@ is a cluster. One seed in fifty is checked in full after each command.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 import signal
 import time
@@ -17,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 from msgspec import Struct
 from msgspec.structs import replace
 
+from dlrover.protocol.lifeline import follow_parent
 from dlrover.simulator.faults import (
     CHECK_MIX,
     CLOUD_MIX,
@@ -190,7 +192,7 @@ def run_many(
     processes = []
     for _ in range(jobs):
         end, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(run, theirs), daemon=True)
+        process = context.Process(target=_serve, args=(run, theirs, os.getpid()), daemon=True)
         process.start()
         theirs.close()
         ours.append(end)
@@ -211,10 +213,11 @@ def run_many(
             end.close()
 
 
-def _serve(run: Callable[[int], Outcome], pipe: Connection) -> None:
-    """A process of a campaign: seeds in, outcomes out, until the campaign is over."""
+def _serve(run: Callable[[int], Outcome], pipe: Connection, campaign: int) -> None:
+    """A process of a campaign: seeds in, outcomes out, until the campaign is over, by whatever way."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the one who asked; it ends us
-    while True:
+    has_campaign = follow_parent(signal.SIGKILL, campaign)
+    while has_campaign:
         pipe.send(run(pipe.recv()))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -164,3 +167,36 @@ def test_an_interrupted_campaign_tells_what_it_did(
     assert "over 1 seeds" in told
     assert "interrupted" in told
     assert "violations: 0" in told
+
+
+def test_a_campaign_that_is_killed_leaves_no_process() -> None:
+    campaign = subprocess.Popen([sys.executable, "-m", "dlrover.simulator", "--faults=1000000000", "--jobs=2"])
+    with contextlib.closing(_Watched()) as children:
+        while len(children.pids) < 2:
+            assert campaign.poll() is None
+            children.find(campaign.pid)
+        campaign.kill()
+        campaign.wait()
+        assert children.have_ended(within=30)
+
+
+class _Watched:
+    """Processes that are not our own children."""
+
+    def __init__(self) -> None:
+        self.pids: dict[int, int] = {}
+
+    def find(self, parent: int) -> None:
+        with open(f"/proc/{parent}/task/{parent}/children") as file:
+            for pid in map(int, file.read().split()):
+                if pid not in self.pids:
+                    self.pids[pid] = os.pidfd_open(pid)
+
+    def have_ended(self, *, within: float) -> bool:
+        return all(select.select([descriptor], [], [], within)[0] for descriptor in self.pids.values())
+
+    def close(self) -> None:
+        for descriptor in self.pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            os.close(descriptor)
