@@ -71,12 +71,26 @@ def test_a_faulty_node_leaves_with_a_message_and_the_others_train(jobs: JobFacto
     assert "training" not in bad.out
 
 
+SLOW = {"MOCK_STRAGGLER_RANK": "0", "MOCK_STRAGGLER_NODE_RANK": "2", "MOCK_STRAGGLER_SECONDS": "2"}
+
+
 @pytest.mark.chaos
+def test_a_slow_node_leaves_where_stragglers_are_excluded(jobs: JobFactory, tmp_path: Path) -> None:
+    word = tmp_path / "word"
+    nodes = start_nodes(jobs, "3:4", word, "--exclude-straggler", "--rdzv-conf", "lastcall_timeout=2", **SLOW)
+    slow = nodes[2]
+    good = [node for node in nodes if node is not slow]
+    assert slow.wait() == 21, explain(nodes)
+    wait_until(lambda: all("of 3" in node.out for node in good), explain=lambda: explain(nodes))
+    assert "training" not in slow.out
+    word.touch()
+    assert [node.wait() for node in good] == [0, 0, 0], explain(nodes)
+
+
 @pytest.mark.chaos
 def test_a_slow_node_is_named_and_all_train(jobs: JobFactory, tmp_path: Path) -> None:
     word = tmp_path / "word"
-    slow = {"MOCK_STRAGGLER_RANK": "0", "MOCK_STRAGGLER_NODE_RANK": "2", "MOCK_STRAGGLER_SECONDS": "2"}
-    nodes = start_nodes(jobs, "4", word, "--comm-perf-test", **slow)
+    nodes = start_nodes(jobs, "4", word, "--comm-perf-test", **SLOW)
     wait_until(lambda: all("of 4" in node.out for node in nodes), explain=lambda: explain(nodes))
     shown = status(jobs)
     assert shown.count("healthy") == 3, shown
