@@ -13,7 +13,7 @@ def results(folder, world_size: int) -> list[str]:
     return [(folder / f"done-{rank}").read_text() for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(64, marks=pytest.mark.chaos)])
 def test_ddp_over_the_masters_store(jobs, tmp_path, world_size):
     job = jobs.run(f"--nproc-per-node={world_size}", SCRIPTS / "store_ddp.py", tmp_path, "live")
     assert job.process.returncode == 0, job.err
