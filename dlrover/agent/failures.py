@@ -197,7 +197,7 @@ def read_error_file(path: str) -> Recorded | None:
             data = json.loads(file.read(_MAX_ERROR_FILE_CHARACTERS))
     except OSError:
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         return Recorded("", "")
     message = data.get("message") if isinstance(data, dict) else None
     if isinstance(message, str):
