@@ -197,6 +197,16 @@ def test_a_signal_stops_the_agent_in_good_order(job: StandinJob, number: int, ex
     assert job.files_left() == []
 
 
+def test_an_agent_that_does_not_know_the_signal_yet_gets_one_that_it_knows(job: StandinJob) -> None:
+    """What was asked for with --signals-to-handle may end it without a word, stop it, or go unnoticed."""
+    process = job.start("--signals-to-handle=SIGTERM,SIGUSR1", behaviour="wait")
+    job.event("waiting")
+    process.send_signal(signal.SIGUSR1)
+    job.event("stopped")
+    assert job.finish()[0] == 128 + signal.SIGUSR1
+    assert job.files_left() == []
+
+
 def test_a_second_interrupt_kills_an_agent_that_does_not_listen(job: StandinJob) -> None:
     process = job.start(behaviour="stubborn")
     agent, *_ = job.event("agent")
