@@ -207,6 +207,15 @@ def test_an_agent_that_does_not_know_the_signal_yet_gets_one_that_it_knows(job: 
     assert job.files_left() == []
 
 
+def test_an_interrupt_in_the_first_moments_ends_the_job_without_a_traceback(job: StandinJob) -> None:
+    """The agent still imports, and Python has a handler of its own for Ctrl-C."""
+    process = job.start(behaviour="newborn")
+    job.event("waiting")
+    process.send_signal(signal.SIGINT)
+    assert job.finish() == (130, "")
+    assert job.files_left() == []
+
+
 def test_a_second_interrupt_kills_an_agent_that_does_not_listen(job: StandinJob) -> None:
     process = job.start(behaviour="stubborn")
     agent, *_ = job.event("agent")
