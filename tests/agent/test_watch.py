@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -372,3 +373,18 @@ def test_what_very_many_workers_do_fits_into_one_message() -> None:
     many = fit_into_look(dumps(300))
     check_size(Observed(LookTaken(node=NodeId(1), incarnation=Incarnation(1), look=1, number=0, workers=many)))
     assert [dump.threads for dump in many] == [(main,)] * 300
+
+
+async def test_a_shortage_of_descriptors_does_not_end_the_watch(lab: Lab) -> None:
+    """The agent would end with it, and the workers with the agent."""
+    await lab.start("line")
+    await lab.observes(ProgressReport, lambda report: report.workers[0].is_stalled)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        lab.observed.clear()
+        lab.poke(0)
+        await lab.observes(ProgressReport, lambda report: not report.workers[0].is_stalled)
+        await lab.observes(ProgressReport, lambda report: report.workers[0].is_stalled)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
