@@ -21,6 +21,7 @@ import msgspec
 from dlrover.agent.cgroups import Cgroups
 from dlrover.agent.config import AgentConfig, AgentResult, EntryKind
 from dlrover.agent.spawner import Spawner
+from dlrover.host import descriptors
 from dlrover.host.console import ConsoleHandler
 from dlrover.protocol.descriptors import open_standard_descriptors
 from dlrover.protocol.lifeline import follow_parent
@@ -57,6 +58,7 @@ def main() -> int:
         search_path=str(Path(config.entry.name).parent) if config.entry.kind is EntryKind.SCRIPT else "",
         cgroups="" if cgroups is None else cgroups.path,
     )
+    descriptors.raise_limit()  # not for the zygote and the workers
     logging.basicConfig(
         handlers=[ConsoleHandler()],  # the event loop must not wait for a console that takes no bytes
         level=config.log_level,

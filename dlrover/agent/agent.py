@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from dlrover.agent.config import AgentConfig, AgentResult
 from dlrover.agent.driver import Group, WorkerDriver
 from dlrover.agent.failover import Failover
+from dlrover.agent.failures import fit_into_report
 from dlrover.agent.node_check import CheckOutcome, CheckRunner, RunTask
 from dlrover.agent.preemption import wait_for_notice
 from dlrover.agent.relay import Call, Relay
@@ -611,7 +612,7 @@ class Agent:
             node=self._node,
             incarnation=self._incarnation,
             round=round_,
-            failures=outcome.failures,
+            failures=fit_into_report(outcome.failures),
             step=outcome.step,
             lived=outcome.lived,
         )

@@ -12,19 +12,25 @@ import json
 import os
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from dlrover.agent.config import LogAction, LogPattern
 from dlrover.agent.log_patterns import read_log
 from dlrover.agent.process_tree import Exit
 from dlrover.protocol.encoding import encodable
-from dlrover.protocol.messages import MAX_FAILURE_BYTES, FailureKind, Micros, WorkerFailure
+from dlrover.protocol.messages import MAX_FAILURE_BYTES, MAX_MESSAGE_BYTES, FailureKind, Micros, WorkerFailure
 from dlrover.protocol.signals import signal_name
 
 _MAX_MESSAGE_CHARACTERS = 500
 _MAX_EXCEPTION_CHARACTERS = 16 * 1024
 """Of the text that is searched for a cause; some name every weight of a model, and the cause is at the beginning or the end."""
 _MAX_ERROR_FILE_CHARACTERS = 8 * 1024 * 1024
+_MAX_REPORT_BYTES = MAX_MESSAGE_BYTES // 2
+"""Of the long texts of all failures in one report."""
+_SHORT_TRACEBACK_BYTES = 512
 
 _PEER_LOST_TEXTS = (
     r"connection closed by (remote )?peer",
@@ -118,6 +124,21 @@ def describe_failure(evidence: Evidence) -> WorkerFailure:
     )
 
 
+def fit_into_report(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:
+    """
+    As one message can carry them, earliest first. Hundreds of workers of a node may fail at once: the first tell all, those after them
+    only what went wrong.
+    """
+    fitting = []
+    left = _MAX_REPORT_BYTES
+    for failure in failures:
+        left -= len(failure.traceback.encode()) + len(failure.log_tail.encode())
+        if left < 0:
+            failure = replace(failure, traceback=keep_tail(failure.traceback, _SHORT_TRACEBACK_BYTES), log_tail="")
+        fitting.append(failure)
+    return tuple(fitting)
+
+
 def could_not_start(*, global_rank: int, local_rank: int, message: str, at: Micros, pid: int = 0) -> WorkerFailure:
     return WorkerFailure(
         global_rank=global_rank,
@@ -197,7 +218,7 @@ def read_error_file(path: str) -> Recorded | None:
             data = json.loads(file.read(_MAX_ERROR_FILE_CHARACTERS))
     except OSError:
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         return Recorded("", "")
     message = data.get("message") if isinstance(data, dict) else None
     if isinstance(message, str):

@@ -79,6 +79,7 @@ class ResourceMonitor:
         self._clocks = clocks
         self._before: _Counters | None = None
         self._told: ResourceReport | None = None
+        self._trouble = ""
 
     async def run(self) -> None:
         """Never returns; cancel it."""
@@ -96,14 +97,22 @@ class ResourceMonitor:
                 self._probe.close()
 
     async def sample(self) -> ResourceReport | None:
-        """None the first time: there is nothing to compare with."""
+        """None the first time: there is nothing to compare with. Or it cannot be known now."""
         answer = Answer() if self._probe is None else await self._probe.ask(self._remote)
-        before, now = self._before, self._read()
-        self._before = now
-        if before is None:
-            return None
         node, incarnation = self._who()
-        report = self._report(before, now, answer, node, incarnation)
+        try:
+            before, now = self._before, self._read()
+            self._before = now
+            if before is None:
+                return None
+            report = self._report(before, now, answer, node, incarnation)
+        except OSError as error:  # no descriptor to be had, perhaps
+            trouble = error.strerror or str(error)
+            if trouble != self._trouble:
+                log.warning("the resources of this node cannot be read now: %s", trouble)
+            self._trouble = trouble
+            return None
+        self._trouble = ""
         if report.clock_jump and node >= 0:
             text = f"the wall clock was moved by {report.clock_jump:+.1f} s"
             log.warning("%s", text)

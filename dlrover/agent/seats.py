@@ -127,7 +127,10 @@ class Seat:
 
     @property
     def is_stopped(self) -> bool:
-        process = look_up(self.pid) if self.pid else None
+        try:
+            process = look_up(self.pid) if self.pid else None
+        except OSError:
+            return False  # no descriptor to be had: who stands still is told of in any case
         return process is not None and process.state == "T"
 
     def num_dumped(self) -> int:

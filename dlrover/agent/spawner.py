@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dlrover.agent.process_tree import become_subreaper
+from dlrover.host.descriptors import UsersLimit
 from dlrover.protocol.errors import ConfigError, JobError
 from dlrover.protocol.local import FrameBuffer, pack, send_some
 from dlrover.protocol.messages import MAX_MESSAGE_BYTES
@@ -70,6 +71,7 @@ class Spawner:
         self._preload = tuple(preload)
         self._search_path = os.path.abspath(search_path)
         self._environ = dict(os.environb if environ is None else environ)
+        self._users_limit = UsersLimit()
         self._cgroups = cgroups
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -239,6 +241,7 @@ class Spawner:
         except BaseException:
             ours.close()
             raise
+        self._users_limit.give_back(self._process.pid)
         ours.setblocking(False)
         self._socket = ours
         self._frames = FrameBuffer()

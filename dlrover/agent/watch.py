@@ -16,13 +16,16 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
+
 from dlrover.agent.collectors import Collectors
 from dlrover.agent.config import WatchConfig
 from dlrover.agent.native_stacks import NativeStacks
 from dlrover.agent.resources import ResourceMonitor
 from dlrover.agent.seats import Facts, Seat
 from dlrover.core.phases import PhaseBook, Seen, StallWatch
-from dlrover.protocol.messages import Incarnation, Micros, NodeId, Round, WorldSpec
+from dlrover.protocol.messages import MAX_MESSAGE_BYTES, Incarnation, Micros, NodeId, Round, WorldSpec
 from dlrover.protocol.watch_messages import (
     LookTaken,
     NodeEvent,
@@ -276,7 +279,7 @@ class Watch:
             workers: tuple[WorkerDump, ...] = ()
             began_at = time.monotonic()
             if is_current:
-                workers = await self.dump(is_second=number == 1)
+                workers = fit_into_look(await self.dump(is_second=number == 1))
             node, incarnation = self._who()
             self._observe(
                 LookTaken(node=node, incarnation=incarnation, look=order.look, number=number, workers=workers)
@@ -346,6 +349,13 @@ class Watch:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._looks.add(task)
         task.add_done_callback(self._looks.discard)
+
+
+def fit_into_look(dumps: tuple[WorkerDump, ...]) -> tuple[WorkerDump, ...]:
+    """As one message can carry them: of very many workers with many threads only the main ones, which say who waits for whom."""
+    if len(msgspec.msgpack.encode(dumps)) <= MAX_MESSAGE_BYTES // 2:
+        return dumps
+    return tuple(replace(dump, threads=tuple(each for each in dump.threads if each.is_main)) for dump in dumps)
 
 
 async def _within(seconds: float, coroutine: Coroutine[Any, Any, None]) -> None:

@@ -26,6 +26,7 @@ from dlrover.agent.process_tree import Exit, ProcessTree
 from dlrover.agent.spawner import Leash, Spawner, StartFailed
 from dlrover.agent.watch import Watch
 from dlrover.agent.worker_socket import WorkerSocket
+from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import Micros, NodeRank, StopCause, WorkerFailure, WorldSpec
 
 _log = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ class WorkerGroup:
             ranks = range(world.first_global_rank, world.first_global_rank + world.local_world_size)
             self._socket.open_round(world.round)
             if self._watch is not None:
-                self._watch.open_round(world)
+                self._open_seats(self._watch)
             files = self._output.open_attempt(world.restart_count, ranks)
             self._workers = [_Worker(local, rank, files[local]) for local, rank in enumerate(ranks)]
             self._num_oom_kills = count_oom_kills()
@@ -156,6 +157,15 @@ class WorkerGroup:
             for worker in self._workers:
                 if worker.leash is not None:
                     worker.leash.close()  # superseded before it could run: it ends without having done anything
+
+    def _open_seats(self, watch: Watch) -> None:
+        try:
+            watch.open_round(self.world)
+        except OSError as error:
+            raise ConfigError(
+                f"This node cannot have {self.world.local_world_size} workers: {error.strerror}. Raise the hard limit of open "
+                "files (ulimit -Hn), or start fewer of them."
+            ) from error
 
     async def wait(self) -> Finished | Failed:
         """Until all have ended well or one has not. The rest is left running: the caller stops it."""

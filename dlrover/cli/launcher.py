@@ -48,7 +48,6 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_MASTER_LOST = 23
 
-AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MAX_AGENT_RESTARTS = 3
 """In a row, each without `AGENT_LIVED_LONG` of life: an agent that always dies at once will not heal."""
 AGENT_LIVED_LONG = 60.0
@@ -551,11 +550,14 @@ class Launcher:
             self._is_hurried = True
 
     def _is_heard(self, number: int) -> bool:
-        """An agent that has just been started has no handlers yet, and there are signals that would stop it, or go unnoticed."""
+        """
+        An agent that has just been started has no handlers yet, and there are signals that would stop it, or go unnoticed. Of Ctrl-C
+        Python would show a traceback; a handler for SIGTERM is never Python's own.
+        """
         from dlrover.agent.reaction import caught_signals
 
         assert self._agent is not None, "nobody to hear it"
-        return number in AGENT_SIGNALS or number in caught_signals(self._agent)
+        return {number, signal.SIGTERM} <= caught_signals(self._agent)
 
     def _on_exit(self, pid: int, status: int) -> None:
         if pid == self._agent:

@@ -2,7 +2,7 @@
 Writing to a console that may take no bytes for a while: a paused pager, a frozen terminal, a log driver that blocks.
 
 Whoever logs there from an event loop would stand still with it, and everything that the loop serves: so a thread writes, and
-who logs only leaves the text behind. It can hold a mebibyte; what comes then is dropped and counted.
+who logs only leaves the text behind. It can hold a mebibyte; what comes then is dropped and counted. Where no thread can be had, text is worth the wait.
 """
 
 from __future__ import annotations
@@ -74,8 +74,14 @@ class ConsoleHandler(logging.Handler):
         try:
             thread.start()
         except RuntimeError:
-            return  # no thread can be started now: the next line tries again
+            self._write_here()  # no thread can be started now: the next line tries again
+            return
         self._thread = thread
+
+    def _write_here(self) -> None:
+        while self._texts:
+            self._write(self._texts.popleft())
+        self._held_bytes = 0
 
     def _write_for_ever(self) -> None:
         while True:

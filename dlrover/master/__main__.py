@@ -22,6 +22,7 @@ from pathlib import Path
 # gRPC's core would write a line for each stranger that sends it rubbish; what matters is told by our own log.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
+from dlrover.host import descriptors
 from dlrover.host.console import ConsoleHandler
 from dlrover.master.config import (
     EXIT_BUG,
@@ -61,6 +62,7 @@ def main() -> int:
     if config.parent_death and not follow_parent(signal.SIGTERM, config.parent_pid):
         log.error("the process that started us has ended")
         return EXIT_STOPPED
+    descriptors.raise_limit()
     gc.freeze()  # what was imported stays for good
     gc.set_threshold(*GC_THRESHOLD)
     try:

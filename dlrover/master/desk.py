@@ -229,6 +229,7 @@ class Desk:
 
         Never refused for want of room: who reports what exists must not lose against a storm of reports. Users' plug-ins
         have a hand in it, so it is checked as if it came over the wire: what is written must be readable for the next master.
+        Its size is not: the list of a large fleet may be longer than a message.
         """
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         try:
@@ -766,7 +767,7 @@ def _no_verdict() -> PastVerdict | None:
     return None
 
 
-_COMMAND: Codec[Command] = Codec(Command, name="command")
+_COMMAND: Codec[Command] = Codec(Command, name="command", max_bytes=None)
 
 
 def _no_platform(intent: LaunchNode | RemoveNode) -> None:

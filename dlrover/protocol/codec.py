@@ -48,16 +48,18 @@ class Unreadable(msgspec.Struct, frozen=True):
 class Codec(Generic[T]):
     """One message type, or one tagged union, to MessagePack and back."""
 
-    def __init__(self, kind: object, *, name: str) -> None:
+    def __init__(self, kind: object, *, name: str, max_bytes: int | None = MAX_MESSAGE_BYTES) -> None:
+        """`max_bytes` None: it comes over no wire."""
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
         self._name = name
+        self._max_bytes = max_bytes
 
     def encode(self, message: T) -> bytes:
         return _ENCODER.encode(message)
 
     def decode(self, data: bytes) -> T:
-        if len(data) > MAX_MESSAGE_BYTES:
-            raise Rejected(f"{self._name} of {len(data)} bytes: the limit is {MAX_MESSAGE_BYTES}", code="too-large")
+        if self._max_bytes is not None and len(data) > self._max_bytes:
+            raise Rejected(f"{self._name} of {len(data)} bytes: the limit is {self._max_bytes}", code="too-large")
         try:
             return self._decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:

@@ -7,7 +7,8 @@ caller's deadline; but a command whose connection broke before its answer came i
 been applied.
 
 A signal handler runs in the middle of whatever its thread does, which may be a request: it must not wait for a lock or an
-answer that only the code below it on the stack can give, so its own request goes over a connection of its own.
+answer that only the code below it on the stack can give, so its own request goes over a connection of its own. It may also
+raise (Ctrl-C, an alarm): what it leaves half sent or half read goes with the connection.
 """
 
 from __future__ import annotations
@@ -128,6 +129,9 @@ class AgentLink:
         finally:
             with self._news:
                 connection.pending.pop(number, None)
+                if connection.reader == threading.get_ident():  # interrupted, perhaps with others' answers in hand
+                    connection.reader = 0
+                    self._drop(connection)
         if isinstance(answer, MasterAnswer):
             return answer.reply
         if answer.code == "unavailable":
@@ -138,30 +142,32 @@ class AgentLink:
         try:
             with connection.sending:
                 connection.socket.sendall(frame)
-        except OSError as error:
+        except BaseException as error:
             with self._news:
                 self._drop(connection)
+            if not isinstance(error, OSError):
+                raise
             # The agent cannot use a part of a frame.
             raise _LostError(str(error), may_have_arrived=False) from error
 
     def _await(self, connection: _Connection, number: int, end_at: float) -> AgentMessage:
-        with self._news:
-            while (answer := connection.pending[number]) is None:
+        while True:
+            with self._news:
+                if (answer := connection.pending[number]) is not None:
+                    return answer
                 if connection.is_lost:
                     raise _LostError("the agent hung up", may_have_arrived=True)
                 left = end_at - time.monotonic()
                 if left <= 0:
                     raise Unavailable("The agent did not answer in time.")
-                if connection.is_being_read:
+                if connection.reader:
                     self._news.wait(left)
-                else:
-                    self._read(connection, left)
-            return answer
+                    continue
+                connection.reader = threading.get_ident()
+            self._read(connection, left)
 
     def _read(self, connection: _Connection, timeout: float) -> None:
-        """Wait for bytes in the name of all threads. Called with the lock, which is free meanwhile."""
-        connection.is_being_read = True
-        self._news.release()
+        """Wait for bytes in the name of all threads."""
         answers: Iterable[AgentMessage] = ()
         is_lost = False
         try:
@@ -169,15 +175,15 @@ class AgentLink:
         except (OSError, msgspec.DecodeError, Rejected):
             is_lost = True
         finally:
-            self._news.acquire()
-            connection.is_being_read = False
-            for answer in answers:
-                if answer.id in connection.pending:  # else its caller has left
-                    connection.pending[answer.id] = answer
-            if is_lost:
-                self._drop(connection)
-            if len(connection.pending) > 1:
-                self._news.notify_all()
+            with self._news:
+                for answer in answers:
+                    if answer.id in connection.pending:  # else its caller has left
+                        connection.pending[answer.id] = answer
+                connection.reader = 0
+                if is_lost:
+                    self._drop(connection)
+                if len(connection.pending) > 1:
+                    self._news.notify_all()
 
     def _drop(self, connection: _Connection | None) -> None:
         if connection is None:
@@ -185,7 +191,7 @@ class AgentLink:
         connection.is_lost = True
         with contextlib.suppress(OSError):
             connection.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads from it
-        if not connection.is_being_read:
+        if not connection.reader:
             connection.socket.close()
         if self._connection is connection:
             self._connection = None
@@ -203,7 +209,8 @@ class _Connection:
         """Raises _LostError when nobody listens."""
         self.pending: dict[int, AgentMessage | None] = {}
         """Requests under way, and the answers of those that have one."""
-        self.is_being_read = False
+        self.reader = 0
+        """The thread that waits for bytes in the name of all."""
         self.is_lost = False
         self.sending = threading.Lock()
         """Frames of two threads must not be mixed; apart from the other lock, because it is held while the agent reads."""

@@ -343,7 +343,11 @@ def write_error_file(error: Exception) -> None:
         return
     import traceback
 
-    said, stack = str(error), "".join(traceback.format_exception(error))
+    try:
+        said = str(error)
+    except Exception:  # the user's own
+        said = "<exception str() failed>"  # Python's words for it
+    stack = "".join(traceback.format_exception(error))
     if len(said) > 2 * _KEPT_CHARACTERS:
         short = f"{said[:_KEPT_CHARACTERS]} … {said[-_KEPT_CHARACTERS:]}"
         said, stack = short, stack.replace(said, short)

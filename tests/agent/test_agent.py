@@ -15,7 +15,9 @@ import pytest
 
 from dlrover.agent.agent import EXIT_BY_SIGNAL, EXIT_FAILED
 from dlrover.agent.worker_group import PortOffer
+from dlrover.protocol.codec import check_size
 from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.frames import Request
 from dlrover.protocol.messages import (
     End,
     ExitReason,
@@ -119,6 +121,20 @@ async def test_the_end_names_a_culprit_that_came_to_light_while_its_victim_was_t
     result = await life.result()
     assert (result.first_failed_rank, result.worker_exit_code) == (1, 3)
     assert len(stage.master.heard_of(ReportFailure)) == 2
+
+
+async def test_failures_of_very_many_workers_are_told_in_one_message(stage):
+    """Refused for its size, the report would never come, and nobody learned why they failed."""
+    life = stage.begin(restarts=RestartPolicy(max_restarts=0))
+    group = await life.workers.running(1)
+    texts = {"traceback": "t" * 2**15, "log_tail": "l" * 3 * 2**13}
+    group.fail(*(a_failure(global_rank=rank, exited_at=rank, message=f"boom {rank}", **texts) for rank in range(400)))
+    assert (await life.result()).first_failed_rank == 0
+    [report] = stage.master.heard_of(ReportFailure)
+    check_size(Request(id=1, body=report))
+    assert [failure.message for failure in report.failures] == [f"boom {rank}" for rank in range(400)]
+    assert (report.failures[0].traceback, report.failures[0].log_tail) == tuple(texts.values())
+    assert set(report.failures[-1].traceback) == {"t"}
 
 
 async def test_heartbeats_tell_the_step(stage):

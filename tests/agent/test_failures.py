@@ -137,7 +137,9 @@ def test_torchs_error_file_is_preferred_to_the_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "null", '{"message": 3}', '{"other": 1}', "\x00\xff", '{"message": {}}']
+    "content",
+    ["", "{", "[]", "null", '{"message": 3}', '{"other": 1}', "\x00\xff", '{"message": {}}', "[" * 100_000],
+    ids=lambda content: content[:20],
 )
 def test_a_corrupt_error_file_is_a_failure_without_details(tmp_path: Path, content: str) -> None:
     path = tmp_path / "error.json"

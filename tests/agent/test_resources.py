@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import sys
 import textwrap
 from pathlib import Path
@@ -243,3 +244,21 @@ def test_a_log_that_names_a_broken_node_says_so(tmp_path: Path) -> None:
     tail = textwrap.dedent("Traceback (most recent call last):\nValueError: GPU is lost\n")
     built_in = Evidence(global_rank=0, local_rank=0, exit=ended, exited_at=Micros(1), log_tail=tail)
     assert describe_failure(built_in).node_error == "ValueError: GPU is lost"
+
+
+async def test_a_shortage_of_descriptors_is_told_and_passes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Else nobody would ever hear of this node's memory again."""
+    clocks = Clocks()
+    watching = monitor(tmp_path, clocks, [])
+    assert await watching.sample() is None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        found = [await watching.sample() for _ in range(2)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found == [None, None]
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "the resources of this node cannot be read now"
+    ]
+    assert await watching.sample() is not None

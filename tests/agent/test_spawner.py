@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -93,6 +94,21 @@ async def test_a_dead_zygote_harms_no_worker_and_is_replaced(
     assert not staying.done()
     await asyncio.to_thread(gate.write_text, "still here")
     assert (await staying).stdout == "still here\n"
+
+
+async def test_workers_of_another_zygote_keep_the_users_limit_of_open_files(
+    spawner: Spawner, tree: ProcessTree, tmp_path: Path
+) -> None:
+    """The agent has raised its own meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    script = write(tmp_path / "limit.py", "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))  # to be told apart where ours cannot grow
+    try:
+        os.kill(spawner.zygote_pids[0], signal.SIGKILL)
+        ended = await run_worker(spawner, tree, script, scratch=tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert ended.stdout == f"{(soft, hard)}\n"
 
 
 async def test_a_request_that_the_dead_zygote_had_not_answered_is_repeated_once(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,16 +22,21 @@ from dlrover.agent.native_stacks import NativeStacks, main_frames
 from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.seats import Seat, parse_stacks
 from dlrover.agent.spawner import Spawner
-from dlrover.agent.watch import Watch
+from dlrover.agent.watch import Watch, fit_into_look
 from dlrover.core.phases import Patience, PhaseBook
 from dlrover.host.processes import descendants
+from dlrover.protocol.codec import check_size
+from dlrover.protocol.frames import Observed
 from dlrover.protocol.messages import Incarnation, Micros, NodeId, Round
 from dlrover.protocol.watch_messages import (
+    MAX_FRAMES,
+    MAX_THREADS,
     LookTaken,
     NodeEvent,
     Phase,
     ProgressReport,
     TakeLook,
+    ThreadStack,
     WatchObservation,
     WatchOrder,
     WorkerDump,
@@ -347,3 +353,38 @@ def test_stacks_are_read_as_python_writes_them() -> None:
 
 def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def test_what_very_many_workers_do_fits_into_one_message() -> None:
+    """Else it would end the stream, and nobody would learn where they stand still."""
+    frames = tuple(
+        f"/usr/lib/python3/site-packages/a/module/{number}.py:{number} function" for number in range(MAX_FRAMES)
+    )
+    main = ThreadStack(name="main", frames=frames, is_main=True)
+    others = tuple(ThreadStack(name=f"thread {number}", frames=frames) for number in range(MAX_THREADS - 1))
+
+    def dumps(num_workers: int) -> tuple[WorkerDump, ...]:
+        return tuple(
+            WorkerDump(local_rank=rank, global_rank=rank, pid=rank, state="S", threads=(main, *others))
+            for rank in range(num_workers)
+        )
+
+    assert fit_into_look(dumps(8)) == dumps(8)
+    many = fit_into_look(dumps(300))
+    check_size(Observed(LookTaken(node=NodeId(1), incarnation=Incarnation(1), look=1, number=0, workers=many)))
+    assert [dump.threads for dump in many] == [(main,)] * 300
+
+
+async def test_a_shortage_of_descriptors_does_not_end_the_watch(lab: Lab) -> None:
+    """The agent would end with it, and the workers with the agent."""
+    await lab.start("line")
+    await lab.observes(ProgressReport, lambda report: report.workers[0].is_stalled)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        lab.observed.clear()
+        lab.poke(0)
+        await lab.observes(ProgressReport, lambda report: not report.workers[0].is_stalled)
+        await lab.observes(ProgressReport, lambda report: report.workers[0].is_stalled)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -10,7 +11,7 @@ import time
 
 import pytest
 
-from tests.cli.conftest import StandinJob, is_alive
+from tests.cli.conftest import DEADLINE, StandinJob, is_alive
 
 
 def test_a_job_that_ends_well_gives_zero_and_leaves_nothing(job: StandinJob) -> None:
@@ -196,6 +197,25 @@ def test_a_signal_stops_the_agent_in_good_order(job: StandinJob, number: int, ex
     assert job.files_left() == []
 
 
+def test_an_agent_that_does_not_know_the_signal_yet_gets_one_that_it_knows(job: StandinJob) -> None:
+    """What was asked for with --signals-to-handle may end it without a word, stop it, or go unnoticed."""
+    process = job.start("--signals-to-handle=SIGTERM,SIGUSR1", behaviour="wait")
+    job.event("waiting")
+    process.send_signal(signal.SIGUSR1)
+    job.event("stopped")
+    assert job.finish()[0] == 128 + signal.SIGUSR1
+    assert job.files_left() == []
+
+
+def test_an_interrupt_in_the_first_moments_ends_the_job_without_a_traceback(job: StandinJob) -> None:
+    """The agent still imports, and Python has a handler of its own for Ctrl-C."""
+    process = job.start(behaviour="newborn")
+    job.event("waiting")
+    process.send_signal(signal.SIGINT)
+    assert job.finish() == (130, "")
+    assert job.files_left() == []
+
+
 def test_a_second_interrupt_kills_an_agent_that_does_not_listen(job: StandinJob) -> None:
     process = job.start(behaviour="stubborn")
     agent, *_ = job.event("agent")
@@ -330,6 +350,26 @@ def test_closed_standard_descriptors_are_replaced_for_us_and_our_children(job: S
     job.start(behaviour="descriptors", shell="exec <&- >&- 2>&-")
     assert job.event("descriptors") == ["/dev/null"] * 3
     assert job.finish()[0] == 0
+
+
+def test_agent_and_master_are_started_again_and_signals_heard_while_nobody_reads_the_console(job: StandinJob) -> None:
+    process = job.start(behaviour="wait")
+    agent, *_ = job.event("agent")
+    job.event("waiting")
+    master, *_ = job.event("master")
+    console = os.open(f"/proc/{process.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(console, b"." * 4096)
+    os.close(console)
+    os.kill(int(master), signal.SIGKILL)
+    job.event("master")
+    os.kill(int(agent), signal.SIGKILL)
+    job.event("waiting")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(DEADLINE) == 143
+    assert set(job.finish()[1]) == {"."}
+    assert job.files_left() == []
 
 
 def test_what_is_said_to_a_closed_terminal_changes_nothing(job: StandinJob) -> None:

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -94,3 +95,23 @@ def test_a_text_longer_than_all_that_is_held_is_written(full: tuple[int, int]) -
     handler = ConsoleHandler(full[1], held_bytes=10, patience=30.0)
     log_to(handler).warning(LINE)
     assert read_rest(*full, handler) == [LINE]
+
+
+def test_where_no_thread_can_be_started_the_lines_are_written_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without processes is what there may be to tell of."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    reader, writer = os.pipe()
+    handler = ConsoleHandler(writer, patience=30.0)
+    log = log_to(handler)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        log.warning("one")
+        log.warning("two")
+        handler.flush()
+    assert os.read(reader, 100) == b"one\ntwo\n"
+    log.warning("by a thread again")
+    assert read_rest(reader, writer, handler) == ["by a thread again"]
+    os.close(reader)

@@ -31,6 +31,7 @@ from dlrover.protocol.fleet_messages import (
 from dlrover.protocol.frames import Push, Request
 from dlrover.protocol.goodput_messages import AskGoodput
 from dlrover.protocol.messages import (
+    MAX_MESSAGE_BYTES,
     Attach,
     Command,
     DeadlinePassed,
@@ -410,6 +411,28 @@ async def test_what_the_next_master_could_not_read_is_not_written(start_master: 
     await master.stop()
     again = await start_master()
     assert (await again.status()).job_name == "job"
+
+
+async def test_what_a_platform_shows_may_be_longer_than_a_message(start_master: StartMaster) -> None:
+    """It comes over no wire, and thousands of nodes that wait, each with the reason, are more than one message holds."""
+    master = await start_master()
+    nodes = tuple(
+        PlatformNode(
+            id=PlatformId(number),
+            node_type=NodeType.WORKER,
+            rank=number,
+            phase=NodePhase.PENDING,
+            message="no machine has room " * 100,
+        )
+        for number in range(MAX_MESSAGE_BYTES // 2000 + 1)
+    )
+    await master.desk.tell(DefineFleet(spec=FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=len(nodes))})))
+    await master.desk.tell(NodesListed(nodes=nodes))
+    await master.stop()
+    again = await start_master()
+    fleet = again.desk.job.state.fleet
+    assert fleet is not None
+    assert len(fleet.nodes) == len(nodes)
 
 
 class TalkativeJob(Job):

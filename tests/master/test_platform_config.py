@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 
 from dlrover.master.clock import MasterClock
-from dlrover.master.config import EXIT_USAGE, MasterConfig
+from dlrover.master.config import EXIT_STOPPED, EXIT_USAGE, MasterConfig
 from dlrover.master.desk import Desk
 from dlrover.master.fleet_keeper import FleetKeeper
 from dlrover.master.keeper import Keeper
@@ -45,6 +46,38 @@ def test_a_wrong_platform_ends_the_master_before_anything_is_touched(tmp_path: P
     assert done.returncode == EXIT_USAGE
     assert what in done.stderr
     assert not (tmp_path / "journal").exists()
+
+
+class Clinging(FakePlatform):
+    """Somebody's platform that cannot let go."""
+
+    async def close(self) -> None:
+        raise ConnectionError("reset by peer")
+
+
+def test_a_platform_that_breaks_when_it_is_closed_does_not_change_how_the_master_ends(tmp_path: Path):
+    reader, writer = os.pipe()
+    config = MasterConfig(
+        job_name="job",
+        journal=str(tmp_path / "journal"),
+        platform=f"{__name__}::Clinging",
+        fleet=FLEET,
+        ready_fd=writer,
+    )
+    path = tmp_path / "master.json"
+    path.write_bytes(msgspec.json.encode(config))
+    command = [sys.executable, "-m", "dlrover.master", "--config", path]
+    checkout = Path(__file__).parents[2]
+    with (
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, pass_fds=(writer,), cwd=checkout) as master,
+        os.fdopen(reader, "rb") as pipe,
+    ):
+        os.close(writer)
+        assert pipe.readline(), "it never served"
+        master.terminate()
+        said = master.communicate(timeout=30)[1]
+    assert master.returncode == EXIT_STOPPED, said
+    assert "the platform could not be closed" in said
 
 
 async def test_what_the_job_wants_is_launched_and_what_is_lost_is_replaced(tmp_path: Path):

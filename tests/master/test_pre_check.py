@@ -202,11 +202,20 @@ class Strange(PreCheckOperator):
 WRONG: Any = "wrong"
 
 
+class Mute:
+    def __str__(self) -> str:
+        raise LookupError("no words")
+
+
+MUTE: Any = Mute()
+
+
 @pytest.mark.parametrize(
     ("operator", "says"),
     [
         (Strange(RuntimeError("caf\udce9")), "caf?"),
         (Strange(None), "NoneType"),
+        (Strange(PreCheckResult(result=1, result_msg=MUTE)), "LookupError: no words"),
         (Strange(PreCheckResult(result=1), NodeAction(node_id=WRONG)), "ValueError"),
         (Strange(PreCheckResult(result=1), NodeAction(timestamp=WRONG)), "TypeError"),
     ],

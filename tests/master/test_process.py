@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
+import resource
 import select
 import shutil
 import signal
@@ -305,6 +306,34 @@ def test_it_works_and_ends_while_nobody_reads_its_console(tmp_path: Path) -> Non
         assert master.wait(timeout=20) == EXIT_STOPPED
     finally:
         os.close(console_read)
+        master.kill()
+        master.wait()
+
+
+def test_it_may_have_as_many_nodes_as_the_administrator_allows(tmp_path: Path) -> None:
+    """Each has a descriptor, and most systems give a thousand to whoever does not ask for more."""
+    ready_read, ready_write = os.pipe()
+    config = MasterConfig(job_name="job", journal=str(tmp_path / "journal.sqlite"), ready_fd=ready_write)
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    command = [
+        "sh",
+        "-c",
+        'ulimit -Sn 100 && exec "$@"',
+        "sh",
+        sys.executable,
+        "-m",
+        "dlrover.master",
+        "--config",
+        "config.json",
+    ]
+    master = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, pass_fds=(ready_write,))
+    os.close(ready_write)
+    try:
+        with os.fdopen(ready_read, "rb") as pipe:
+            assert pipe.readline()
+        soft, hard = resource.prlimit(master.pid, resource.RLIMIT_NOFILE)
+        assert soft == min(hard, 1 << 20)
+    finally:
         master.kill()
         master.wait()
 

@@ -6,8 +6,10 @@ Each test of the first part runs on torch's HashStore and TCPStore as well, so t
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -527,6 +529,89 @@ class TestWithAMaster:
         assert link.ask(KvAdd(key="signals/n", amount=0), timeout=20).number == num_handled + 10
         """
         assert _start(lab.where, script).wait(60) == 0
+
+    def test_a_signal_handler_may_raise_wherever_its_thread_is(self, lab: StoreLab) -> None:
+        """As Ctrl-C does. What comes after it is asked and answered as before, by other threads, too."""
+        script = """
+        import sys
+
+        class Interrupted(Exception):
+            pass
+
+        def handle(number, frame):
+            raise Interrupted
+
+        tried = set()
+
+        def trace(frame, event, arg):
+            global is_armed
+            if frame.f_code.co_filename != agent_link.__file__:
+                return None
+            place = (frame.f_code.co_name, frame.f_lineno)
+            if event == "line" and is_armed and place not in tried:
+                tried.add(place)
+                is_armed = False
+                signal.raise_signal(signal.SIGALRM)
+            return trace
+
+        signal.signal(signal.SIGALRM, handle)
+        is_armed = False
+        while not is_armed:
+            is_armed = True
+            sys.settrace(trace)
+            try:
+                link.ask(KvAdd(key="raising", amount=1), timeout=20)
+                assert is_armed, "nothing was raised"
+            except Interrupted:
+                pass
+            sys.settrace(None)
+            other = threading.Thread(target=lambda: link.ask(KvSet(items={str(len(tried)): b""}), timeout=5))
+            other.start()
+            other.join()
+            link.ask(KvGet(keys=(str(len(tried)),)), timeout=5)
+        assert len(tried) > 40, tried
+        """
+        assert _start(lab.where, script).wait(120) == 0
+
+    def test_what_a_signal_handler_cut_off_is_not_continued(self) -> None:
+        path = tempfile.mkdtemp(prefix="dlr-") + "/s"  # short, as it must be
+        script = """
+        import socket
+        import msgspec
+        from dlrover.protocol.kv_messages import KvNumber
+        from dlrover.protocol.local import pack, receive_frame
+        from dlrover.protocol.messages import AskMaster, MasterAnswer
+
+        server = socket.create_server(link._where.agent_socket, family=socket.AF_UNIX)
+
+        def serve():
+            kept = server.accept()  # and not read
+            connection, _ = server.accept()
+            receive_frame(connection)
+            asked = msgspec.msgpack.decode(receive_frame(connection)[0], type=AskMaster)
+            connection.sendall(pack(msgspec.msgpack.encode(MasterAnswer(id=asked.id, reply=KvNumber(7)))))
+
+        class Interrupted(Exception):
+            pass
+
+        def handle(number, frame):
+            raise Interrupted
+
+        threading.Thread(target=serve, daemon=True).start()
+        signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            link.ask(KvSet(items={"k": bytes(1 << 20)}), timeout=20)
+        except Interrupted:
+            assert link.ask(KvAdd(key="k", amount=1), timeout=10) == KvNumber(7)
+        else:
+            raise AssertionError("nobody has taken that much")
+        """
+        where = WorkerEnvironment(agent_socket=path, round=Round(1), local_rank=0)
+        try:
+            assert _start(where, script).wait(60) == 0
+        finally:
+            shutil.rmtree(Path(path).parent)
 
     def test_many_threads_have_requests_under_way_on_one_connection(self, lab: StoreLab) -> None:
         store = MasterKVStore("threads", LONG, link=lab.link())

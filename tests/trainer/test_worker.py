@@ -224,6 +224,19 @@ async def test_a_long_message_leaves_room_for_the_frames_in_the_error_file(
     assert stack.endswith("badbad end\n")
 
 
+async def test_an_exception_that_cannot_say_what_it_is_is_shown_as_python_shows_it(
+    spawner: Spawner, tree: ProcessTree, tmp_path: Path
+) -> None:
+    source = "class Shy(Exception):\n    def __str__(self):\n        return self.args[1]\n\nraise Shy('no second one')"
+    script = write(tmp_path / "fail.py", source)
+    error_file = tmp_path / "error.json"
+    environ = environment(TORCHELASTIC_ERROR_FILE=str(error_file))
+    ended = await run_worker(spawner, tree, script, scratch=tmp_path, environ=environ)
+    assert ended.stderr.endswith("Shy: <exception str() failed>\n")
+    assert "dlrover" not in ended.stderr
+    assert json.loads(error_file.read_text())["message"]["message"] == "Shy: <exception str() failed>"
+
+
 async def test_the_scripts_own_record_is_left_alone(spawner: Spawner, tree: ProcessTree, tmp_path: Path) -> None:
     script = write(
         tmp_path / "recorded.py",

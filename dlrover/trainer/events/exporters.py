@@ -3,6 +3,8 @@ Where events go: a file per process, the console, or OpenTelemetry; at once, or 
 
 The file of a process is `events_<rank>_<pid>.log`; `events_<rank>.log` is a link to that of the newest process of the rank, which is what followers
 look for. A process that was forked begins a file of its own with its first event.
+
+A signal handler may tell an event in the middle of another one of its thread: it finds no lock that only the code below it could give back.
 """
 
 from __future__ import annotations
@@ -35,9 +37,12 @@ class TextFileExporter:
     def __init__(self, settings: EventSettings, form: Callable[[Event], str]) -> None:
         self._settings = settings
         self._form = form
-        self._lock = threading.Lock()  # guards the file, which all threads of the process write to
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # guards the file, which all threads of the process write to
         self._file: IO[bytes] | None = None
-        self._pid = 0
         self._size = 0
 
     @property
@@ -46,8 +51,10 @@ class TextFileExporter:
 
     def export(self, event: Event) -> None:
         data = self._form(event).encode(errors="backslashreplace") + b"\n"
+        if self._pid != os.getpid():
+            self._begin()  # a thread that had the lock did not survive the fork
         with self._lock:
-            if self._file is None or self._pid != os.getpid():
+            if self._file is None:
                 self._open()
             assert self._file is not None
             if self._size and self._size + len(data) > self._settings.max_file_bytes:
@@ -56,8 +63,10 @@ class TextFileExporter:
             self._size += len(data)
 
     def close(self) -> None:
+        if self._pid != os.getpid():
+            return  # nothing of ours was written
         with self._lock:
-            if self._file is not None and self._pid == os.getpid():
+            if self._file is not None:
                 self._file.close()
             self._file = None
 
@@ -65,7 +74,6 @@ class TextFileExporter:
         os.makedirs(self._settings.file_dir, exist_ok=True)
         path = self.path
         self._file = _appending(path)
-        self._pid = os.getpid()
         self._size = os.fstat(self._file.fileno()).st_size
         link = os.path.join(self._settings.file_dir, f"events_{self._settings.rank}.log")
         fresh = f"{link}.{self._pid}"
@@ -112,16 +120,16 @@ class AsyncExporter:
 
     def _start(self) -> None:
         self._pid = os.getpid()
-        self._queue: queue.Queue[Event | None] = queue.Queue(self._size)
+        self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # the other kind has a lock
         self._thread = threading.Thread(target=self._work, name="dlrover-events", daemon=True)
         self._thread.start()
 
     def export(self, event: Event) -> None:
         if self._pid != os.getpid():
             self._start()  # threads do not survive a fork
-        try:
-            self._queue.put_nowait(event)
-        except queue.Full:
+        if self._queue.qsize() < self._size:
+            self._queue.put(event)
+        else:
             self.num_dropped += 1
             if time.monotonic() - self._told_at >= TELL_DROPS_EVERY:
                 self._told_at = time.monotonic()
@@ -138,11 +146,8 @@ class AsyncExporter:
 
     def close(self) -> None:
         if self._pid == os.getpid():
-            try:
-                self._queue.put(None, timeout=CLOSE_TIMEOUT)
-                self._thread.join(CLOSE_TIMEOUT)
-            except queue.Full:
-                pass
+            self._queue.put(None)
+            self._thread.join(CLOSE_TIMEOUT)
             lost = self._queue.qsize() if self._thread.is_alive() else 0
             if lost or self.num_dropped or self.num_errors:
                 own_log().warning("at the end: %d lost, %s", lost, self.metrics)

@@ -64,7 +64,7 @@ class Outlet:
     """The exporter of this process, made with the first event."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the making of the exporter
+        self._lock = threading.RLock()  # guards the making of the exporter
         self._exporter: Exporter | None = None
         self._settings: EventSettings | None = None
         self._is_closed = False
@@ -95,11 +95,11 @@ class Outlet:
                             own_log().warning("%s", trouble)
                         self._exporter = build_exporter(settings)
                         atexit.register(self.close)
-                        if settings.hook_error:
-                            from dlrover.trainer.events.error_hook import hook_errors
-
-                            hook_errors(Process("ErrorReporter", self))
                     self._settings = settings
+                    if settings.enable and settings.hook_error:
+                        from dlrover.trainer.events.error_hook import hook_errors
+
+                        hook_errors(Process("ErrorReporter", self))
         return self._settings
 
 

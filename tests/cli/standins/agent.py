@@ -53,7 +53,7 @@ def on_term(number: int, frame: object) -> None:
 if behaviour == "stubborn":
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-else:
+elif behaviour != "newborn":
     for number in SIGNALS:
         signal.signal(number, on_term)
 
@@ -81,7 +81,7 @@ try:
         case "orphan":
             tell(f"orphan {leave_orphan()}")
             finish(0)
-        case "wait" | "stubborn":
+        case "wait" | "stubborn" | "newborn":
             tell(f"waiting {config['master_addr']}")
             with open(os.environ["STANDIN_GATE"], encoding="utf-8") as gate:
                 gate.read()

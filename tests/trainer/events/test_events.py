@@ -224,6 +224,79 @@ def test_last_words_of_a_process_that_is_killed_or_fails(tmp_path: Path) -> None
         assert (b"last words" in done.stderr) == (how == "raise"), "the former hook is still called"
 
 
+HANDLER = """
+import queue, signal, sys
+from dlrover.trainer.events import Process, exporters
+
+process = Process("t")
+process.instant("#first")
+num_handled = 0
+
+def handle(number, frame):
+    global num_handled
+    num_handled += 1
+    process.instant("#handled")
+
+seen = set()
+
+def trace(frame, event, arg):
+    if frame.f_code.co_filename not in (exporters.__file__, queue.__file__):
+        return None
+    place = (frame.f_code.co_filename, frame.f_lineno)
+    if event == "line" and place not in seen:
+        seen.add(place)
+        signal.raise_signal(signal.SIGALRM)  # handled here and now, and not traced
+    return trace
+
+signal.signal(signal.SIGALRM, handle)
+sys.settrace(trace)
+for _ in range(20):
+    process.instant("#n")
+sys.settrace(None)
+assert num_handled >= 3, num_handled
+"""
+
+
+@pytest.mark.parametrize("is_async", ["0", "1"], ids=["at once", "by a thread"])
+def test_a_signal_handler_may_tell_an_event_wherever_its_thread_is(tmp_path: Path, is_async: str) -> None:
+    """Also in the middle of another one."""
+    environment = {
+        **os.environ,
+        "DLROVER_EVENT_FILE_DIR": str(tmp_path),
+        "DLROVER_EVENT_ASYNC_EXPORTER": is_async,
+        "DLROVER_EVENT_MAX_FILE_BYTES": "2000",
+    }
+    subprocess.run([sys.executable, "-c", HANDLER], env=environment, check=True, timeout=30)
+
+
+FORK = """
+import os, threading
+from dlrover.trainer.events import Process
+from dlrover.trainer.events.process import OUTLET
+
+process = Process("t")
+process.instant("#first")
+with OUTLET._exporter._lock:  # as another thread would have it
+    child = os.fork()
+    if not child:
+        process.instant("#child")
+        OUTLET.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def test_a_fork_tells_events_whoever_was_telling_one_at_that_moment(tmp_path: Path) -> None:
+    environment = {**os.environ, "DLROVER_EVENT_FILE_DIR": str(tmp_path), "RANK": "3"}
+    with subprocess.Popen([sys.executable, "-c", FORK], env=environment, start_new_session=True) as parent:
+        try:
+            assert parent.wait(30) == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(parent.pid, signal.SIGKILL)
+    assert [line[4] for line in lines(tmp_path)] == ["#child"]
+
+
 def test_importing_opens_nothing_and_needs_little(tmp_path: Path) -> None:
     script = (
         "import sys; before = set(sys.modules); import dlrover.trainer.events\n"
