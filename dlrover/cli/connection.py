@@ -66,6 +66,8 @@ class Connection:
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
+    may_be_journal: bool = False
+    """In place of a job's name the file of a journal may be given."""
 
     @functools.cached_property
     def reached(self) -> Reached:
@@ -78,7 +80,7 @@ class Connection:
         has_tls = self.tls_ca or self.tls_cert or self.tls_key
         tls = TlsConfig(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key) if has_tls else None
         if not address:
-            found = find_local_job(self.job)
+            found = self._find_local_job()
             address, tls = found.address, tls or found.tls
             token = token or read_token_file(found.token_file)
         return Reached(address, token, tls)
@@ -87,8 +89,12 @@ class Connection:
     def _given_address(self) -> str:
         """By option or environment; empty: the job is to be found on this host."""
         from dlrover.cli.environment import read_environment
+        from dlrover.protocol.addresses import parse_address
 
-        return self.addr or ("" if self.job else read_environment(os.environ).master_addr)
+        if self.addr:
+            return str(parse_address(self.addr, shown=f"--addr {self.addr}"))
+        given = "" if self.job else read_environment(os.environ).master_addr
+        return str(parse_address(given, shown=f"DLROVER_MASTER_ADDR={given}")) if given else ""
 
     def send(self, question: Question) -> Reply:
         import asyncio
@@ -115,8 +121,11 @@ class Connection:
 
         journal = self.journal
         if journal is None and not self._given_address:
-            journal = _journal_of(find_local_job(self.job))
+            journal = _journal_of(self._find_local_job())
         return read_history(journal) if journal is not None else ask_history(self.send)
+
+    def _find_local_job(self) -> LocalJob:
+        return find_local_job(self.job, otherwise=", nor is there such a file" if self.may_be_journal else "")
 
 
 def takes_connection(command: Callable[..., None], job: object = Job) -> Callable[..., None]:
@@ -133,7 +142,8 @@ def takes_connection(command: Callable[..., None], job: object = Job) -> Callabl
 
     @functools.wraps(command)
     def as_typed(**given: object) -> None:
-        connection = Connection(**{name: str(given.pop(name)) for name in kinds})
+        options = {name: str(given.pop(name)) for name in kinds}
+        connection = Connection(**options, may_be_journal=job is JobOrJournal)
         command(connection=connection, **given)
 
     as_typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -150,7 +160,8 @@ class LocalJob(NamedTuple):
     directory: str
 
 
-def find_local_job(job: str) -> LocalJob:
+def find_local_job(job: str, *, otherwise: str = "") -> LocalJob:
+    """Raises `ConfigError`; `otherwise`: what else the name could have been, and is not."""
     from dlrover.cli.environment import read_environment
     from dlrover.cli.runtime_dir import TOKEN_FILE, list_nodes, user_root
 
@@ -162,7 +173,7 @@ def find_local_job(job: str) -> LocalJob:
     }
     if (job and job not in jobs) or (not job and len(jobs) != 1):
         names = ", ".join(sorted(jobs)) or "none"
-        what = f"No job {job} of yours runs on this host" if job else "Name a job, or give --addr HOST:PORT"
+        what = f"No job {job} of yours runs on this host{otherwise}" if job else "Name a job, or give --addr HOST:PORT"
         raise ConfigError(f"{what}. Running here: {names}.")
     return jobs[job] if job else next(iter(jobs.values()))
 

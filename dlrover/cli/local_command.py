@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from dlrover.agent.process_tree import kill_descendants
 from dlrover.cli import processes
-from dlrover.cli.command_line import parse
+from dlrover.cli.command_line import OPTION_NAMES, nearest, parse
 from dlrover.cli.console import say_block
 from dlrover.cli.discovery import Seat, new_launch
 from dlrover.cli.environment import read_environment
@@ -574,8 +574,19 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
         elif word in ("-h", "--help") or word.partition("=")[0] in takes_value:
             position += 1
         else:
+            _check_option(word)
             break
     return argv[:position], argv[position:]
+
+
+def _check_option(word: str) -> None:
+    """Raises `ConfigError` for an option that is nobody's; the nodes' launcher would know only half of what it could be."""
+    name = word.partition("=")[0]
+    ours = [option for action in _parser()._actions for option in action.option_strings]
+    if name.startswith("--") and name not in OPTION_NAMES:
+        raise ConfigError(
+            f"{name} is no option of dlrover local, nor of the nodes' dlrover-run.{nearest(name, (*ours, *OPTION_NAMES))}"
+        )
 
 
 if __name__ == "__main__":

@@ -46,7 +46,12 @@ def test_version(short_dir: Path) -> None:
         (["master", "--job_name", "j", "--dynamic_failover_extension", "a::B"], "Give the option to dlrover-run"),
         (["master"], "--job-name"),
         (["master", "--job-name", "j", "--port", "99999"], "99999"),
+        (["master", "--job-name", "j", "--port", "first"], "first is no port"),
         (["master", "--job-name", "j", "--node_num", "0"], "0"),
+        (["master", "--job-name", "j", "--node_num", "many"], "many must be a number of at least 1"),
+        (["status", "--addr", "host"], "--addr host: it names no port"),
+        (["events", "nowhere.sqlite"], "nor is there such a file"),
+        (["report", "nowhere.sqlite"], "nor is there such a file"),
     ],
 )
 def test_bad_input_is_a_clear_error_with_exit_code_2(args: list[str], expected: str, short_dir: Path) -> None:

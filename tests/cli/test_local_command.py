@@ -59,6 +59,8 @@ def test_the_dashes_between_may_be_left_out(script):
         (["--", "--node-rank=0", "train.py"], "--node-rank after"),
         (["--", "--standalone", "train.py"], "--standalone after"),
         (["--", "--nproc-per-nod=2", "train.py"], "--nproc-per-nod"),
+        (["--node", "2", "--", "train.py"], "--node is no option of dlrover local, nor .* Did you mean --nodes"),
+        (["--standy=1", "train.py"], "Did you mean --standby"),
     ],
 )
 def test_bad_input_gets_a_clear_error(argv, what):

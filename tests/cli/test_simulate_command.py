@@ -30,6 +30,17 @@ def test_it_prints_a_forecast_a_timeline_and_a_comparison(tmp_path: Path) -> Non
     assert len(root.findall(".//{*}rect")) == 1 + len(choices(Question(nodes=4, min_nodes=4)))
 
 
+def test_each_moment_of_the_timeline_is_shown_once() -> None:
+    done = RUNNER.invoke(app, ["simulate", "--nodes", "2", "--hours", "1", "--node-mtbf", "0", "--no-compare"])
+    assert done.output.count("100.0%") == 1
+
+
+def test_a_picture_that_cannot_be_written_is_told_before_the_long_part() -> None:
+    done = RUNNER.invoke(app, ["simulate", "--hours", "1", "--no-compare", "--plot", "/nowhere/at/all.svg"])
+    assert isinstance(done.exception, ConfigError)
+    assert "done in" not in done.output
+
+
 def test_the_same_seed_says_the_same() -> None:
     arguments = ["simulate", "--nodes", "4", "--hours", "3", "--node-mtbf", "5", "--seeds", "2", "--no-compare"]
     first, second = (RUNNER.invoke(app, arguments).output for _ in range(2))
@@ -70,11 +81,13 @@ def test_the_best_choice_completes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--nodes", "4", "--min-nodes", "5"], "5:4"),
+        (["--nodes", "4", "--min-nodes", "5"], "--min-nodes 5"),
         (["--nodes", "4", "--node-unit", "3"], "must divide"),
         (["--node-mtbf", "0.01"], "--node-mtbf 0.01"),
         (["--replacement", "-1"], "--replacement -1"),
         (["--hours", "0"], "above 0"),
+        (["--hours", "nan"], "above 0"),
+        (["--step-time", "inf"], "above 0"),
         (["--spares", "-2"], "--spares -2"),
         (["--hours", "1", "--no-compare", "--plot", "/nowhere/at/all.svg"], "--plot /nowhere/at/all.svg"),
     ],
