@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 
@@ -113,7 +114,10 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
             hint = "" if token else f", token in {token_file}"
             if config.dashboard_port >= 0:
                 say_block(f"dlrover master: `dlrover dashboard {options.job_name}` prints a link to the dashboard")
-            say_block(f"dlrover master: job {options.job_name} at {address}{hint}; set DLROVER_MASTER_ADDR={address}")
+            reached_at = Address(socket.gethostname(), seat.port) if options.host in ("0.0.0.0", "::") else address
+            say_block(
+                f"dlrover master: job {options.job_name} at {address}{hint}; set DLROVER_MASTER_ADDR={reached_at}"
+            )
             return _wait(pid, inbox)
     finally:
         seat.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,21 @@ def test_a_master_by_hand_answers_and_ends_with_ctrl_c(short_dir: Path, tmp_path
     assert journal.exists()
     replayed = run("replay", str(journal), runtime=short_dir)
     assert replayed.returncode == 0, replayed.stderr
+
+
+def test_a_master_that_listens_everywhere_names_an_address_that_others_reach(short_dir: Path) -> None:
+    master = subprocess.Popen(
+        [*DLROVER, "master", "--job-name", "wide", "--host", "0.0.0.0"],
+        env={**os.environ, "TMPDIR": str(short_dir)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert master.stderr is not None
+    try:
+        assert f"set DLROVER_MASTER_ADDR={socket.gethostname()}:" in master.stderr.readline()
+    finally:
+        master.send_signal(signal.SIGINT)
+        master.communicate(timeout=DEADLINE)
 
 
 def test_a_job_is_found_by_its_name(short_dir: Path) -> None:
