@@ -53,6 +53,7 @@ def test_version(short_dir: Path) -> None:
         (["status", "--addr", "host"], "--addr host: it names no port"),
         (["events", "nowhere.sqlite"], "nor is there such a file"),
         (["report", "nowhere.sqlite"], "nor is there such a file"),
+        (["events", "--limit", "0"], "--limit"),
     ],
 )
 def test_bad_input_is_a_clear_error_with_exit_code_2(args: list[str], expected: str, short_dir: Path) -> None:

@@ -74,6 +74,7 @@ def test_without_any_trace_the_report_says_how_to_get_one() -> None:
 
 def test_a_node_that_never_heard_of_the_end_still_reports() -> None:
     text = failure_report("j", AgentResult(exit_code=23, message="The master is gone."))
+    assert "Job j failed on this node" in text, "what became of the job on others is not known here"
     assert "The master is gone." in text
 
 
