@@ -135,8 +135,17 @@ def _show(console: Console, chosen: Forecast) -> None:
     console.print(f"  repeated     {max(life.lost_hours for life in lives):.1f} h of training at most", highlight=False)
     for life in lives:
         if not life.is_completed:
-            console.print(f"  one ended after {life.hours:.1f} h: {life.reason}", highlight=False)
+            console.print(f"  one ended after {life.hours:.1f} h: {_reason(chosen, life)}", highlight=False)
     _tell(console, chosen.median_life)
+
+
+def _reason(chosen: Forecast, life: Life) -> str:
+    from dlrover.protocol.messages import ExitReason
+
+    if life.reason != ExitReason.RENDEZVOUS_TIMEOUT.value:
+        return life.reason
+    question = chosen.question
+    return f"fewer than {question.min_nodes} nodes for longer than --join-timeout {question.join_timeout:g}"
 
 
 def _tell(console: Console, life: Life) -> None:

@@ -119,7 +119,8 @@ class Forecast(Struct, frozen=True):
 
     @property
     def worst_hours(self) -> float:
-        return max((life.hours for life in self.lives if life.is_completed), default=math.inf)
+        """Infinite if any did not complete."""
+        return max(life.hours if life.is_completed else math.inf for life in self.lives)
 
     @property
     def goodput(self) -> float:

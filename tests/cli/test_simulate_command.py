@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -76,6 +77,18 @@ def test_the_best_choice_completes() -> None:
     assert not forecasts[0].num_completed, "each loss keeps it below the minimum for longer than it waits"
     for chosen in best(forecasts):
         assert chosen.num_completed == 2
+
+
+def test_a_choice_that_does_not_always_complete_is_at_worst_never_done() -> None:
+    fragile = forecast(replace(FLAWLESS, hours=20.0, node_mtbf=60.0, replacement=700.0), num_seeds=4)
+    assert 0 < fragile.num_completed < 4
+    assert fragile.worst_hours == math.inf
+
+
+def test_a_job_that_gives_up_is_told_with_the_option_that_would_let_it_wait() -> None:
+    arguments = ["--nodes", "4", "--hours", "20", "--node-mtbf", "20", "--replacement", "1200", "--no-compare"]
+    done = RUNNER.invoke(app, ["simulate", *arguments])
+    assert "fewer than 4 nodes for longer than --join-timeout 600" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(
