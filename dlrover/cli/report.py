@@ -99,7 +99,7 @@ def _cause(first: FirstFailure) -> str:
     else:
         status = "no exit status"
     kind = "" if failure.kind in (FailureKind.EXIT_CODE, FailureKind.SIGNAL) else f", {_KINDS[failure.kind]}"
-    return f"{status}{kind}" + (f": {failure.message}" if failure.message else "")
+    return f"{status}{kind}" + (f": {failure.message}" if failure.message not in ("", status) else "")
 
 
 def _is_kept(path: str) -> bool:
