@@ -17,6 +17,9 @@ from dlrover.protocol.messages import JobStatus, NodeStatus
 from dlrover.protocol.precheck_messages import PreCheckStage, PreCheckStatus
 from dlrover.protocol.watch_messages import PastVerdict
 
+_NOT_THERE = ("gone", "left")
+"""Of a node that is one of these the last wish is history."""
+
 
 def show(status: JobStatus, console: Console) -> None:
     def say(text: str) -> None:
@@ -146,7 +149,8 @@ def _agents(nodes: tuple[NodeStatus, ...]) -> Table:
     table = _table(*columns, *(["check", "elapsed"] if is_checked else []))
     for node in nodes:
         step = "" if node.step is None else node.step
-        cells = (node.node_rank, node.node, node.incarnation, node.host, node.status, node.wish, step)
+        wish = "" if node.status in _NOT_THERE else node.wish
+        cells = (node.node_rank, node.node, node.incarnation, node.host, node.status, wish, step)
         _add(table, *cells, *(_check_cells(node.check) if is_checked else ()))
     return table
 

@@ -73,6 +73,22 @@ def test_a_job_by_hand_shows_no_platform() -> None:
     assert "platform" not in text
 
 
+def test_nothing_is_wished_of_a_node_that_is_gone() -> None:
+    nodes = tuple(
+        NodeStatus(
+            node=NodeId(number),
+            node_rank=NodeRank(number),
+            incarnation=Incarnation(1),
+            host="h",
+            status=word,
+            wish="run",
+        )
+        for number, word in enumerate(("alive", "gone", "left"))
+    )
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown(nodes=nodes).splitlines()]
+    assert [row[4:6] for row in rows if row] == [["alive", "run"], ["gone", ""], ["left", ""]]
+
+
 def test_the_nodes_of_the_platform_are_shown_with_what_became_of_them() -> None:
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown(fleet=FLEET).splitlines()]
     assert ["4", "ps", "1", "Failed, let go", "2 of 3, 5 free", "OOMKilled", "cloud", "took [64] MB"] in rows
