@@ -445,9 +445,10 @@ class LocalJob:
         how = processes.describe_status(status)
         has_served = os.path.exists(self._path("master.ready"))
         self._num_quick_deaths = 0 if has_served else self._num_quick_deaths + 1
-        if self._num_quick_deaths > NUM_QUICK_DEATHS or (not has_served and _code(status) == EXIT_USAGE):
+        is_refused = not has_served and _code(status) == EXIT_USAGE
+        if self._num_quick_deaths > NUM_QUICK_DEATHS or is_refused:
             self._display.say(f"the master could not start ({how}). Its log ends with:\n{self._master_tail()}")
-            self._conclude(EXIT_MASTER_LOST)
+            self._conclude(EXIT_USAGE if is_refused else EXIT_MASTER_LOST)
             return
         pause = min(MAX_MASTER_PAUSE, 0.1 * 2**self._num_quick_deaths) if self._num_quick_deaths else 0.0
         self._display.say(f"the master ended ({how}); starting it again, workers train on")
