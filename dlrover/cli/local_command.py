@@ -74,7 +74,11 @@ _NUM_PORT_CHOICES = 5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 # What nodes are told by their host, not by the user. Variables of the surroundings would contradict it.
-_OURS = ("nnodes", "node_rank", "standalone", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "local_addr")
+_OURS = (
+    "nnodes", "standby", "node_rank", "standalone", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "local_addr",
+    "job_token_file",
+)  # fmt: skip
+_INSTEAD = {"nnodes": "Give --nodes in front of `--`.", "standby": "Give it in front of `--`."}
 _NOT_PASSED_ON = (
     "DLROVER_JOB_TOKEN", "DLROVER_NODE_ID", "DLROVER_AGENT_SOCKET", "NODE_RANK", "WORKER_RANK", "NODE_NUM", "POD_IP", "HOST_PORTS",
 )  # fmt: skip
@@ -135,7 +139,8 @@ def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
     for dest in _OURS:
         if parse(command, {}).is_given(dest):
             option = f"--{dest.replace('_', '-')}"
-            raise ConfigError(f"{option} after `dlrover local`: each node is told that by the job. Leave it out.")
+            advice = _INSTEAD.get(dest, "Leave it out.")
+            raise ConfigError(f"{option} after `dlrover local`: each node is told that by the job. {advice}")
     node_argv = (f"--nnodes={min_nodes}:{max_nodes}", f"--standby={options.standby}", *command)
     _, settings = read_settings(node_argv, surroundings)
     if is_piped(settings.entry):
