@@ -166,16 +166,23 @@ def find_local_job(job: str, *, otherwise: str = "") -> LocalJob:
     from dlrover.cli.runtime_dir import TOKEN_FILE, list_nodes, user_root
 
     living, _ = list_nodes(user_root(read_environment(os.environ)))
-    jobs = {
-        owner.job_name: LocalJob(owner.master_addr, os.path.join(path, TOKEN_FILE), owner.tls, path)
-        for path, owner in living
-        if owner.master_addr
-    }
+    jobs: dict[str, dict[str, LocalJob]] = {}
+    for path, owner in living:
+        if owner.master_addr:
+            # By the port: nodes of one job may call the host of its master by several names.
+            port = owner.master_addr.rpartition(":")[2]
+            known = jobs.setdefault(owner.job_name, {})
+            known[port] = LocalJob(owner.master_addr, os.path.join(path, TOKEN_FILE), owner.tls, path)
     if (job and job not in jobs) or (not job and len(jobs) != 1):
         names = ", ".join(sorted(jobs)) or "none"
         what = f"No job {job} of yours runs on this host{otherwise}" if job else "Name a job, or give --addr HOST:PORT"
         raise ConfigError(f"{what}. Running here: {names}.")
-    return jobs[job] if job else next(iter(jobs.values()))
+    name = job or next(iter(jobs))
+    found = list(jobs[name].values())
+    if len(found) > 1:
+        choices = " or ".join(f"--addr {each.address} --token-file {each.token_file}" for each in found)
+        raise ConfigError(f"{len(found)} jobs of yours on this host are called {name}. Give {choices}.")
+    return found[0]
 
 
 def _journal_of(local: LocalJob) -> Path | None:

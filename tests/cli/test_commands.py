@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.cli import check_env
+from dlrover.cli.environment import Environment
 from dlrover.cli.runtime_dir import NodeDirectory, user_root
 from tests.cli.conftest import DEADLINE
 
@@ -127,8 +128,6 @@ def test_a_master_that_listens_everywhere_names_an_address_that_others_reach(sho
 
 
 def test_a_job_is_found_by_its_name(short_dir: Path) -> None:
-    from dlrover.cli.environment import Environment
-
     directory = NodeDirectory(user_root(Environment(temp_dir=str(short_dir))), "here", "a")
     directory.record("127.0.0.1:9")
     directory.write("token", b"secret")
@@ -136,6 +135,23 @@ def test_a_job_is_found_by_its_name(short_dir: Path) -> None:
     assert done.returncode == 1
     assert "127.0.0.1:9" in done.stderr
     directory.remove()
+
+
+def test_of_two_jobs_with_one_name_none_is_taken_by_chance(short_dir: Path) -> None:
+    root = user_root(Environment(temp_dir=str(short_dir)))
+    nodes = [NodeDirectory(root, "twin", launch) for launch in "abc"]
+    for node, address in zip(nodes, ("127.0.0.1:9", "localhost:9", "127.0.0.1:10"), strict=True):
+        node.record(address)
+        node.write("token", b"secret")
+    for args in (["stop", "twin"], ["stop"]):
+        done = run(*args, runtime=short_dir)
+        assert done.returncode == 2
+        assert "2 jobs of yours on this host are called twin" in done.stderr
+        assert f"--addr 127.0.0.1:10 --token-file {nodes[2].path}/token" in done.stderr
+    nodes[2].remove()
+    assert run("stop", "twin", runtime=short_dir).returncode == 1, "two nodes of one job, whatever they call its master"
+    for node in nodes[:2]:
+        node.remove()
 
 
 def test_check_env_says_what_psutil_is_for() -> None:
