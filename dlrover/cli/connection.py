@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from dlrover.protocol.messages import Reply
 
 ASK_TIMEOUT = 10.0
+MASTER_FILE = "master.json"
+"""In the directory of a launcher that hosts the master; it says where the journal is."""
 
 Job = Annotated[str, typer.Argument(help="Name of a job on this host; not needed if only one runs.")]
 JobOrJournal = Annotated[
@@ -172,6 +174,8 @@ def find_local_job(job: str, *, otherwise: str = "") -> LocalJob:
             # By the port: nodes of one job may call the host of its master by several names.
             port = owner.master_addr.rpartition(":")[2]
             known = jobs.setdefault(owner.job_name, {})
+            if port in known and os.path.exists(os.path.join(known[port].directory, MASTER_FILE)):
+                continue  # a node with the journal is the better one to ask
             known[port] = LocalJob(owner.master_addr, os.path.join(path, TOKEN_FILE), owner.tls, path)
     if (job and job not in jobs) or (not job and len(jobs) != 1):
         names = ", ".join(sorted(jobs)) or "none"
@@ -192,7 +196,7 @@ def _journal_of(local: LocalJob) -> Path | None:
     from dlrover.master.config import MasterConfig
 
     try:
-        config = msgspec.json.decode(Path(local.directory, "master.json").read_bytes(), type=MasterConfig)
+        config = msgspec.json.decode(Path(local.directory, MASTER_FILE).read_bytes(), type=MasterConfig)
     except (OSError, msgspec.MsgspecError):
         return None
     return Path(config.journal) if os.path.isfile(config.journal) else None

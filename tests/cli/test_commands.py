@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.cli import check_env
+from dlrover.cli.connection import MASTER_FILE, find_local_job
 from dlrover.cli.environment import Environment
 from dlrover.cli.runtime_dir import NodeDirectory, user_root
 from tests.cli.conftest import DEADLINE
@@ -135,6 +136,21 @@ def test_a_job_is_found_by_its_name(short_dir: Path) -> None:
     assert done.returncode == 1
     assert "127.0.0.1:9" in done.stderr
     directory.remove()
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_of_the_nodes_of_a_job_the_one_with_the_journal_is_asked(
+    short_dir: Path, host: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(short_dir))
+    root = user_root(Environment(temp_dir=str(short_dir)))
+    nodes = [NodeDirectory(root, "here", launch) for launch in "ab"]
+    for node in nodes:
+        node.record("127.0.0.1:9")
+    nodes[host].write(MASTER_FILE, b"{}")
+    assert find_local_job("here").directory == nodes[host].path
+    for node in nodes:
+        node.remove()
 
 
 def test_of_two_jobs_with_one_name_none_is_taken_by_chance(short_dir: Path) -> None:
