@@ -267,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
         "--pending-fail-strategy",
         type=int,
         metavar="-1|0|1|2",
-        help="whose wait ends the job: nobody, the necessary, all",
+        help="whose wait ends the job: nobody (-1, 0), the necessary (1), all (2)",
     )
     add("--topology-querier", default="", metavar="MODULE::CLASS", help="plug-in that knows the switches above a host")
     add("--topology-sorter", default="", metavar="MODULE::CLASS", help="plug-in that orders the nodes of a world")
