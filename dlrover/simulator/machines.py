@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dlrover.protocol.messages import FailureKind, WorldSpec
-from dlrover.simulator.events import span
+from dlrover.simulator.events import SECOND, span
 from dlrover.simulator.invariants import Violation
 
 if TYPE_CHECKING:
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 PEER_LOST_ODDS = 0.3
 """How often a worker notices the end of a peer before its agent stops it."""
+OVERLAP = 60 * SECOND
+"""After so long a node that the master can reach has stopped the workers of a world that was replaced."""
 
 
 def cut_off(sim: Simulation, node: VirtualNode, *, up: bool, down: bool, duration: int, is_deep: bool) -> None:
@@ -102,13 +104,21 @@ def check_overlap(sim: Simulation, coordinator: str) -> None:
     newest = None if sim.master is None else sim.master.job.state.rendezvous.world
     if newest is not None and newest.coordinator == coordinator:
         return
-    round_ = sim.training.worlds[coordinator].round
+    world, worlds = sim.training.worlds[coordinator], sim.training.worlds
+    if newest is not None and (newest.coordinator not in worlds or worlds[newest.coordinator].began_at is None):
+        return  # nobody trains beside it yet
+    assert world.began_at is not None, "it trains"
+    later = [each.began_at for each in worlds.values() if each.began_at is not None and each.began_at > world.began_at]
+    if sim.events.now - min(later, default=world.began_at) < OVERLAP:
+        return  # it was replaced only just now; when its successor began, another look was planned
     members = [node.agent for node in sim.nodes if node.agent is not None and node.agent.runs(coordinator)]
     heard = [agent for agent in members if agent.is_attached and _answers_now(sim, agent)]
     forgotten = [agent for agent in members if agent.is_overdue()]
     if heard or forgotten:
         labels = ", ".join(agent.node.label for agent in [*heard, *forgotten])
-        raise Violation("I1", f"two worlds train at the same time, and {labels} could know: round {round_} is over")
+        raise Violation(
+            "I1", f"two worlds train at the same time, and {labels} could know: round {world.round} is over"
+        )
 
 
 def _answers_now(sim: Simulation, agent: VirtualAgent) -> bool:

@@ -47,8 +47,6 @@ STIRRED = 0.006
 NUM_KEPT_CONNECTIONS = 4
 STEADY = 120 * SECOND
 """A node and a master that nothing has troubled for so long have found each other."""
-OVERLAP = 60 * SECOND
-"""After so long a node that the master can reach has stopped the workers of a world that was replaced."""
 START = 1_700_000_000 * SECOND
 """What the wall clock shows when a simulation begins."""
 
@@ -520,8 +518,8 @@ class Simulation:
             self.data.world_began(coordinator)
         others = [each for each in self.training.worlds if each != coordinator and self.training.is_training(each)]
         for world in [*others, coordinator] if others else []:  # who wakes up late may be the older one
-            self.events.after(OVERLAP, machines.check_overlap, self, world)
-            self.events.after(MASTER_GRACE + OVERLAP, machines.check_overlap, self, world)
+            self.events.after(machines.OVERLAP, machines.check_overlap, self, world)
+            self.events.after(MASTER_GRACE + machines.OVERLAP, machines.check_overlap, self, world)
 
     def is_port_taken(self) -> bool:
         if not self.num_ports_taken:
