@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import select
+import signal
 import sys
 from collections import deque
+from collections.abc import Iterator
 
 PREFIX = "dlrover-run: "
 PATIENCE = 1.0
 """Seconds for a console that takes no bytes (a paused pager, a frozen terminal): there may be a master to start again meanwhile."""
+SIGNAL_PERIOD = 0.1
+"""Seconds between two looks for a signal while the last lines wait to be taken."""
 MAX_HELD = 100
 
 _held: deque[str] = deque(maxlen=MAX_HELD)
@@ -23,10 +28,44 @@ def say(text: str) -> None:
 
 
 def say_block(text: str) -> None:
-    """Several lines in one write, so that workers' output does not fall between them. For the end: it waits until they are taken."""
-    while _held:
-        _write(_held.popleft())
-    _write(text if text.endswith("\n") else text + "\n")
+    """
+    Several lines in one write, so that workers' output does not fall between them.
+
+    For the end: it waits until they are taken, or until somebody wants the process to end.
+    """
+    texts = [*_held, text if text.endswith("\n") else text + "\n"]
+    _held.clear()
+    try:
+        descriptor = sys.stderr.fileno()
+    except (OSError, ValueError, AttributeError):
+        for each in texts:  # it is closed, or no file at all
+            _write(each)
+        return
+    from dlrover.host.console import ConsoleWriter  # late: threads and logging, the usual job needs neither
+
+    writer = ConsoleWriter()
+    with _noted_signals() as noted:
+        for each in texts:
+            writer.write(descriptor, each.encode(sys.stderr.encoding or "utf-8", "backslashreplace"))
+        while writer.held_bytes and not noted:
+            writer.flush(SIGNAL_PERIOD)
+
+
+@contextlib.contextmanager
+def _noted_signals() -> Iterator[list[int]]:
+    """Those that would not end the process by themselves, because they have a handler that takes its time."""
+    noted: list[int] = []
+    formers = {}
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        former = signal.getsignal(number)
+        if callable(former):
+            with contextlib.suppress(ValueError):  # not the main thread: its signals are not ours
+                formers[number] = signal.signal(number, lambda number, _frame: noted.append(number))
+    try:
+        yield noted
+    finally:
+        for number, former in formers.items():
+            signal.signal(number, former)
 
 
 @atexit.register

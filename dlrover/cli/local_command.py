@@ -50,6 +50,7 @@ from dlrover.cli.runtime_dir import (
     user_root,
 )
 from dlrover.cli.settings import Settings, parse_nnodes, probe_directory, read_settings
+from dlrover.host.console import PATIENCE
 from dlrover.host.neighbours import Neighbours
 from dlrover.master.config import MasterConfig
 from dlrover.platforms import namespaces
@@ -64,6 +65,8 @@ from dlrover.protocol.messages import JobEnd
 
 NODE_FAREWELL = 5.0
 """Seconds that nodes have for leaving by themselves when the master has said that the job is over."""
+CONSOLE_FAREWELL = 60.0
+"""Seconds without any progress that the console has for the last lines; somebody may read them in a pager."""
 STOP_MARGIN = 10.0
 """Seconds beyond the workers' grace that the job has for ending after a signal."""
 MASTER_TIMEOUT = 2.0
@@ -281,40 +284,51 @@ class LocalJob:
         self._stopped_by: int | None = None
         self._end: JobEnd | None = None
         self._is_over = asyncio.Event()
+        self._farewell: asyncio.Task[None] | None = None
+        """Only the console is left to wait for."""
         self._exit_code = EXIT_FAILED
 
     async def run(self) -> int:
         is_terminal = sys.stderr.isatty() and sys.stdout.isatty()
-        tls = self._plan.settings.tls
-        with Display(str(self._address), self._token, tls=tls, is_terminal=is_terminal) as display:
-            self._display = display
-            self._host = NodeHost(
-                self._host_config,
-                networks=self._networks,
-                memory=self._memory,
-                on_line=display.line,
-                on_change=display.change,
-                saving_until=self._saving_until,
-                on_gone=self._tidy_up,
-            )
-            await self._host.start()
-            self._listen_to_signals()
-            self._introduce()
-            try:
-                self._start_master()
-            except JobError as error:
-                display.say(str(error))
-                self._conclude(EXIT_MASTER_LOST)
-            showing = asyncio.ensure_future(display.run())
-            try:
-                await self._is_over.wait()
-                await self._finish()
-            finally:
-                showing.cancel()
-                await asyncio.gather(showing, return_exceptions=True)
-                await self._host.close()
-        self._report()
+        self._display = Display(str(self._address), self._token, tls=self._plan.settings.tls, is_terminal=is_terminal)
+        try:
+            with self._display:
+                await self._run()
+            self._report()
+        finally:
+            patience = CONSOLE_FAREWELL if self._stopped_by is None else PATIENCE
+            self._farewell = asyncio.ensure_future(self._display.drain(patience))
+            await asyncio.wait([self._farewell])
         return self._exit_code
+
+    async def _run(self) -> None:
+        display = self._display
+        self._host = NodeHost(
+            self._host_config,
+            networks=self._networks,
+            memory=self._memory,
+            on_line=display.line,
+            on_change=display.change,
+            saving_until=self._saving_until,
+            on_gone=self._tidy_up,
+        )
+        display.hold, display.release = self._host.hold_output, self._host.release_output
+        await self._host.start()
+        self._listen_to_signals()
+        self._introduce()
+        try:
+            self._start_master()
+        except JobError as error:
+            display.say(str(error))
+            self._conclude(EXIT_MASTER_LOST)
+        showing = asyncio.ensure_future(display.run())
+        try:
+            await self._is_over.wait()
+            await self._finish()
+        finally:
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
+            await self._host.close()
 
     def _introduce(self) -> None:
         plan = self._plan
@@ -494,6 +508,9 @@ class LocalJob:
             loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: int) -> None:
+        if self._farewell is not None:
+            self._farewell.cancel()
+            return
         if self._stopped_by is not None:
             if number == signal.SIGINT:
                 self._display.say("interrupted again: killing everything at once")
@@ -532,7 +549,7 @@ class LocalJob:
     def _report(self) -> None:
         if self._end is None or self._exit_code == 0:
             return
-        say_block(failure_report(self._plan.job_name, result_of(self._end)))
+        self._display.say_block(failure_report(self._plan.job_name, result_of(self._end)))
 
 
 def _code(status: int) -> int | None:

@@ -2,15 +2,23 @@
 What `dlrover local` shows: the nodes' output, each line with its node's name, and the state of the job.
 
 On a terminal the state stands below the output and changes in place; elsewhere a line is written whenever it changes.
+
+Nothing here waits for the console, because nodes and master have to be replaced meanwhile. As long as it takes no bytes the
+nodes' output is left with them, the state is not drawn, and of our own lines the newest are kept.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import sys
+from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from dlrover.cli.console import MAX_HELD
+from dlrover.host.console import HELD_BYTES, ConsoleWriter
 from dlrover.platforms.node_host import short_name
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import DLRoverError
@@ -26,17 +34,39 @@ PREFIX = "dlrover local: "
 PERIOD = 1.0
 """Seconds between two questions to the master. A poll: it has no stream of states for people."""
 ASK_TIMEOUT = 5.0
+REFRESH_BYTES = 16 * 1024
+"""The state is not drawn while the console has so much to take."""
 
 
 class Display:
-    def __init__(self, address: str, token: str, *, tls: TlsConfig | None, is_terminal: bool) -> None:
+    """`hold` and `release` of whoever brings the nodes' output are set when there is somebody."""
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        *,
+        tls: TlsConfig | None,
+        is_terminal: bool,
+        stdout: int = 1,
+        stderr: int = 2,
+    ) -> None:
         self._address = address
         self._token = token
         self._tls = tls
         self._nodes: dict[PlatformId, PlatformNode] = {}
         self._status: JobStatus | None = None
         self._said: tuple[object, ...] = ()
-        self._live = _live() if is_terminal else None
+        self._loop = asyncio.get_running_loop()
+        self._stdout, self._stderr = stdout, stderr
+        self._console = ConsoleWriter()
+        self._encoding = sys.stderr.encoding
+        self._is_full = False
+        self._unsaid: deque[str] = deque(maxlen=MAX_HELD)
+        """Own lines of the time in which the console was full."""
+        self._live = _live(self.say_block) if is_terminal else None
+        self.hold: Callable[[], None] = _nothing
+        self.release: Callable[[], None] = _nothing
 
     def __enter__(self) -> Display:
         if self._live is not None:
@@ -44,17 +74,34 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._say_rest()
         if self._live is not None:
-            with contextlib.suppress(OSError, ValueError):  # the terminal is gone: how the job ended counts
-                self._live.update("", refresh=True)
-            with contextlib.suppress(OSError, ValueError):
-                self._live.stop()
+            self._live.update("", refresh=True)
+            self._live.stop()
 
     def say(self, text: str) -> None:
-        self._write(f"{PREFIX}{text}\n", is_error=True)
+        if self._is_full:
+            self._unsaid.append(text)
+        else:
+            self._write(f"{PREFIX}{text}\n", is_error=True)
+
+    def say_block(self, text: str) -> None:
+        """As it is, below everything else."""
+        self._console.write(self._stderr, self._encode(text))
 
     def line(self, name: str, line: bytes, is_error: bool) -> None:
         self._write(f"[{name}] {line.decode(errors='replace')}", is_error=is_error)
+
+    async def drain(self, patience: float) -> None:
+        """Until the console has taken everything, or has taken nothing for a while."""
+        is_done = asyncio.Event()
+        self._console.when_held(0, self._soon(is_done.set))
+        num_written = -1
+        while not is_done.is_set() and self._console.num_written > num_written:
+            num_written = self._console.num_written
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await is_done.wait()
 
     def change(self, change: NodeChanged) -> None:
         node = change.node
@@ -91,8 +138,8 @@ class Display:
 
     def _refresh(self) -> None:
         if self._live is not None:
-            with contextlib.suppress(OSError, ValueError):  # as in `_write`
-                self._live.update(self._table(), refresh=True)
+            # Else later: the state is asked for again soon.
+            self._live.update(self._table(), refresh=self._console.held_bytes < REFRESH_BYTES)
 
     def _table(self) -> RenderableType:
         from rich.console import Group
@@ -112,15 +159,39 @@ class Display:
         return Group(Text(head, style="bold"), Text(state.verdict), table)
 
     def _write(self, text: str, *, is_error: bool) -> None:
-        try:
-            if self._live is not None:
-                self._live.console.print(text.rstrip("\n"), markup=False, highlight=False, soft_wrap=True)
-                return
-            stream = sys.stderr if is_error else sys.stdout
-            stream.write(text)
-            stream.flush()
-        except (OSError, ValueError):
-            return  # the terminal is gone; the log files have it
+        if self._live is not None:
+            self._live.console.print(text.rstrip("\n"), markup=False, highlight=False, soft_wrap=True)
+        else:
+            self._console.write(self._stderr if is_error else self._stdout, self._encode(text))
+        if not self._is_full and self._console.held_bytes > HELD_BYTES:
+            self._is_full = True
+            self.hold()
+            self._console.when_held(HELD_BYTES // 2, self._soon(self._on_room))
+
+    def _encode(self, text: str) -> bytes:
+        return text.encode(self._encoding, "backslashreplace")
+
+    def _on_room(self) -> None:
+        self._is_full = False
+        self.release()
+        self._say_rest()
+
+    def _say_rest(self) -> None:
+        while self._unsaid:
+            self._write(f"{PREFIX}{self._unsaid.popleft()}\n", is_error=True)
+
+    def _soon(self, function: Callable[[], None]) -> Callable[[], None]:
+        """The same for another thread."""
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is over
+                self._loop.call_soon_threadsafe(function)
+
+        return tell
+
+
+def _nothing() -> None:
+    """Nobody prints anything yet."""
 
 
 def _describe(node: PlatformNode) -> str:
@@ -133,9 +204,22 @@ def _describe(node: PlatformNode) -> str:
             return f"{node.phase.value.lower()}: {node.exit_reason.value}, {node.message}"
 
 
-def _live() -> Live:
+def _live(write: Callable[[str], None]) -> Live:
     from rich.console import Console
     from rich.live import Live
 
     # Without its own refreshing thread: everything here is done by one task.
-    return Live("", console=Console(stderr=True), auto_refresh=False, transient=True)
+    shown = Console(file=_Stream(write), force_terminal=True)
+    return Live("", console=shown, auto_refresh=False, transient=True)
+
+
+class _Stream(io.StringIO):
+    """A file for a library that writes to one."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        super().__init__()
+        self._write = write
+
+    def write(self, text: str) -> int:
+        self._write(text)
+        return len(text)

@@ -176,6 +176,7 @@ class NodeHost:
         self._children: dict[int, Callable[[int], None]] = {}
         self._neighbours = Neighbours()
         self._is_ending = False
+        self._holds_output = False
         self._server: asyncio.Server | None = None
         self._talks: set[asyncio.Task[None]] = set()
 
@@ -200,6 +201,17 @@ class NodeHost:
         if pid in self._children:
             send(pid, signal.SIGKILL)
             await wait_gone([pid], SWEEP_TIMEOUT)
+
+    def hold_output(self) -> None:
+        """Take no more of what nodes print: whoever shows it cannot keep up. They wait when their pipes are full."""
+        self._holds_output = True
+        for node in self._nodes():
+            node.process.hold_output()
+
+    def release_output(self) -> None:
+        self._holds_output = False
+        for node in self._nodes():
+            node.process.release_output()
 
     @property
     def num_saving(self) -> int:
@@ -332,6 +344,8 @@ class NodeHost:
             self._release(intent.id, key)
             raise
         self._children[process.pid] = process.ended
+        if self._holds_output:
+            process.hold_output()
         return process, place
 
     def _environ(self, intent: LaunchNode, place: Place | None) -> dict[str, str]:

@@ -70,6 +70,13 @@ class NodeProcess:
         if not self.exit_code.done():
             self.exit_code.set_result(code)
 
+    def hold_output(self) -> None:
+        """Read no more of it. When its pipes are full the node waits."""
+        self._output.hold()
+
+    def release_output(self) -> None:
+        self._output.release()
+
     def signal(self, number: int) -> None:
         if not self.exit_code.done():  # else the pid may be anybody's
             with contextlib.suppress(ProcessLookupError):
@@ -198,13 +205,21 @@ class _Output:
             reader, writer = os.pipe2(os.O_CLOEXEC)
             fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_NONBLOCK)
             self._readers[is_error] = reader
-            self._loop.add_reader(reader, self._read, is_error)
             writers.append(writer)
         self.write_ends = (writers[0], writers[1])
+        self.release()
 
     def close_write_ends(self) -> None:
         for descriptor in self.write_ends:
             os.close(descriptor)
+
+    def hold(self) -> None:
+        for reader in self._readers.values():
+            self._loop.remove_reader(reader)
+
+    def release(self) -> None:
+        for is_error, reader in self._readers.items():
+            self._loop.add_reader(reader, self._read, is_error)
 
     def close(self) -> None:
         """What is in the pipes is taken along; somebody who holds them open from elsewhere is not waited for."""

@@ -357,11 +357,7 @@ def test_agent_and_master_are_started_again_and_signals_heard_while_nobody_reads
     agent, *_ = job.event("agent")
     job.event("waiting")
     master, *_ = job.event("master")
-    console = os.open(f"/proc/{process.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(console, b"." * 4096)
-    os.close(console)
+    fill_console(process.pid)
     os.kill(int(master), signal.SIGKILL)
     job.event("master")
     os.kill(int(agent), signal.SIGKILL)
@@ -370,6 +366,44 @@ def test_agent_and_master_are_started_again_and_signals_heard_while_nobody_reads
     assert process.wait(DEADLINE) == 143
     assert set(job.finish()[1]) == {"."}
     assert job.files_left() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_launcher_whose_report_nobody_reads(job: StandinJob, number: int) -> None:
+    process = job.start(behaviour="wait-and-fail")
+    agent, *_ = job.event("agent")
+    job.event("waiting")
+    fill_console(process.pid)
+    job.open_gate()
+    wait_for_end(int(agent))
+    until = time.monotonic() + 20
+    while process.poll() is None:  # again and again: the agent is gone before the report begins
+        assert time.monotonic() < until, "the signal went unheard"
+        process.send_signal(number)
+        select.select([], [], [], 0.1)
+    assert job.finish()[0] == 7
+    assert job.files_left() == []
+
+
+def test_a_report_waits_for_a_console_that_is_read_late(job: StandinJob) -> None:
+    process = job.start(behaviour="wait-and-fail")
+    agent, *_ = job.event("agent")
+    job.event("waiting")
+    fill_console(process.pid)
+    job.open_gate()
+    wait_for_end(int(agent))
+    exit_code, said = job.finish()
+    assert exit_code == 7
+    assert "worker 3 had enough" in said
+
+
+def fill_console(pid: int) -> None:
+    """Until it takes nothing more, and nobody reads it."""
+    console = os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(console, b"." * 4096)
+    os.close(console)
 
 
 def test_what_is_said_to_a_closed_terminal_changes_nothing(job: StandinJob) -> None:

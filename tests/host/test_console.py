@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dlrover.host.console import ConsoleHandler
+from dlrover.host.console import ConsoleHandler, ConsoleWriter
 
 LINE = "x" * 99
 
@@ -69,7 +70,7 @@ def test_the_end_of_a_process_does_not_wait_for_a_console_that_takes_nothing(ful
 def test_nothing_is_lost_at_the_end_of_a_process() -> None:
     code = """
 import logging, os
-from dlrover.host.console import ConsoleHandler
+from dlrover.host.console import ConsoleHandler, ConsoleWriter
 logging.basicConfig(handlers=[ConsoleHandler()], format="said: %(message)s")
 for number in range(5000):
     logging.warning("%d caf\\udce9", number)
@@ -115,3 +116,22 @@ def test_where_no_thread_can_be_started_the_lines_are_written_all_the_same(monke
     log.warning("by a thread again")
     assert read_rest(reader, writer, handler) == ["by a thread again"]
     os.close(reader)
+
+
+def test_whoever_waits_for_room_is_told_once_and_at_once_where_there_is_room(full: tuple[int, int]) -> None:
+    writer = ConsoleWriter()
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    writer.when_held(0, lambda: told.put("empty"))
+    assert told.get_nowait() == "empty"
+    for _ in range(10):
+        writer.write(full[1], LINE.encode())
+    writer.when_held(500, lambda: told.put("half"))
+    writer.when_held(0, lambda: told.put("all"))
+    assert told.empty()
+    with ThreadPoolExecutor() as pool, os.fdopen(os.dup(full[0])) as file:
+        text = pool.submit(file.read)
+        writer.flush(30.0)
+        os.close(full[1])
+        assert text.result().lstrip(".") == LINE * 10
+    assert (told.get(timeout=30), told.get(timeout=30)) == ("half", "all")
+    assert told.empty()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
+import termios
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +23,7 @@ from tests.integration.jobs import DEADLINE, SCRIPTS, JobFactory, Launched, kill
 
 SCRIPT = SCRIPTS / "plain_steps.py"
 JOB = "local-test"
+NUM_LINES = 50_000
 
 
 class Line(NamedTuple):
@@ -39,6 +45,7 @@ class LocalJob:
         folder: Path,
         *options: str,
         node_options: tuple[str, ...] = (),
+        script: Path = SCRIPT,
         shell: str = "",
         **environ: str,
     ) -> None:
@@ -46,7 +53,7 @@ class LocalJob:
         self.jobs = jobs
         self.folder = folder
         argv = [sys.executable, "-m", "dlrover.cli.main", "local", f"--job-name={JOB}", *options]
-        argv += ["--", "--no-warm", "--shutdown-timeout=5", *node_options, str(SCRIPT), str(folder)]
+        argv += ["--", "--no-warm", "--shutdown-timeout=5", *node_options, str(script), str(folder)]
         if shell:
             argv = ["/bin/sh", "-c", f'{shell}; exec "$@"', "sh", *argv]
         self.host = Launched(argv, jobs.env(**environ), folder, f"local-{len(jobs.launched)}")
@@ -290,6 +297,93 @@ def test_a_terminal_that_hangs_up_ends_the_job_with_the_exit_code_of_its_signal(
         host.wait()
 
 
+class UnreadConsole(NamedTuple):
+    """What it shows is read by nobody, unless the test does."""
+
+    path: str
+    reader: int
+
+    @property
+    def shell(self) -> str:
+        return f"exec >{self.path} 2>&1"
+
+    def fill(self) -> None:
+        writer = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        while select.select([], [writer], [], 0.2)[1]:  # a terminal has room again when it has moved its first bytes on
+            with contextlib.suppress(BlockingIOError):
+                os.write(writer, b"." * 4096)
+        os.close(writer)
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[UnreadConsole]:
+    path = tmp_path / "console"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    yield UnreadConsole(str(path), reader)
+    os.close(reader)
+
+
+@pytest.fixture
+def terminal() -> Iterator[UnreadConsole]:
+    ours, theirs = pty.openpty()
+    yield UnreadConsole(os.ttyname(theirs), ours)
+    os.close(theirs)
+    os.close(ours)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_master_and_nodes_are_replaced_and_signals_heard_while_nobody_reads_the_console(jobs, tmp_path, request, kind):
+    console: UnreadConsole = request.getfixturevalue(kind)
+    job = LocalJob(jobs, tmp_path, "--nodes=1", "--netns=off", shell=console.shell, TERM="xterm")
+    job.trains(0, size=1)
+    console.fill()
+    [master] = jobs.pids("dlrover.master")
+    kill(master)
+    wait_until(lambda: [pid for pid in jobs.pids("dlrover.master") if pid != master], 20)
+    wait_until(lambda: "master epoch 2" in job.command("status", JOB))
+    life = job.last(0).life
+    for pid in job.node(0):
+        kill(pid)
+    job.trains(0, size=1, after=life)
+    job.host.signal(signal.SIGTERM)
+    assert job.host.wait(30) == 143
+    assert job.directories() == []
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_a_signal_ends_the_wait_for_a_console_that_takes_no_last_lines(jobs, tmp_path, request, kind):
+    console: UnreadConsole = request.getfixturevalue(kind)
+    job = LocalJob(jobs, tmp_path, "--nodes=1", "--netns=off", shell=console.shell, TERM="xterm")
+    job.trains(0, size=1)
+    console.fill()
+    (tmp_path / "stop").touch()
+    wait_until(lambda: list(jobs.processes()) == [job.host.pid], 20, lambda: f"{jobs.processes()}")
+    job.host.signal(signal.SIGTERM)
+    assert job.host.wait(20) == 0
+    assert job.directories() == []
+
+
+def test_nothing_that_nodes_print_is_lost_when_the_console_is_read_late(jobs, tmp_path, pipe):
+    """Far more than is held: the one who prints waits until somebody reads."""
+    script = tmp_path / "talk.py"
+    script.write_text(f"for number in range({NUM_LINES}): print('line', number, '{'x' * 50}')\n")
+    job = LocalJob(jobs, tmp_path, "--nodes=1", "--netns=off", script=script, shell=pipe.shell)
+
+    def is_held() -> bool:
+        return any(_num_unread_bytes(pid) > 60_000 for pid in jobs.pids("dlrover.cli.run"))
+
+    wait_until(is_held, 30)
+    kill(*jobs.pids("dlrover.master"))
+    wait_until(lambda: "master epoch 2" in job.command("status", JOB))
+    assert is_held()
+    os.set_blocking(pipe.reader, True)
+    with os.fdopen(os.dup(pipe.reader), encoding="utf-8") as file:
+        lines = [line.split()[2] for line in file if line.startswith("[worker-0] line ")]
+    assert lines == [str(number) for number in range(NUM_LINES)]
+    assert job.host.wait() == 0
+
+
 def test_nodes_follow_a_host_that_is_killed_and_clean_removes_the_rest(jobs, tmp_path):
     job = LocalJob(jobs, tmp_path, "--nodes=2")
     job.trains(0, 1, size=2)
@@ -313,6 +407,18 @@ def test_a_failure_is_reported_once_and_gives_the_exit_code(jobs, tmp_path):
     jobs.launched.append(host)
     assert host.wait() == 7, host.err
     assert host.err.count("first failure ") == 1, host.err
+
+
+def _num_unread_bytes(pid: int) -> int:
+    """In the pipe that a process has as its standard output."""
+    try:
+        end = os.open(f"/proc/{pid}/fd/1", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return 0  # it has just ended
+    found = array.array("i", [0])
+    fcntl.ioctl(end, termios.FIONREAD, found)
+    os.close(end)
+    return found[0]
 
 
 def _parent(pid: int) -> int:

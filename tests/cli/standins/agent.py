@@ -81,11 +81,11 @@ try:
         case "orphan":
             tell(f"orphan {leave_orphan()}")
             finish(0)
-        case "wait" | "stubborn" | "newborn":
+        case "wait" | "stubborn" | "newborn" | "wait-and-fail":
             tell(f"waiting {config['master_addr']}")
             with open(os.environ["STANDIN_GATE"], encoding="utf-8") as gate:
                 gate.read()
-            finish(0)
+            finish(7 if behaviour == "wait-and-fail" else 0, message="worker 3 had enough")
 except StopError:
     tell("stopped")
     finish(143)
