@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from dlrover.protocol.check_messages import ExitClass
-from dlrover.protocol.messages import FailureKind, LeaveReason, StopCause
+from dlrover.protocol.messages import FailureKind
 from dlrover.simulator import machines
 from dlrover.simulator.cloud import VirtualCloud
 from dlrover.simulator.events import micros
@@ -130,7 +130,7 @@ def _node(sim: Simulation, fault: Fault) -> VirtualNode | None:
 
 def _fail(sim: Simulation, fault: Fault, kind: FailureKind, traceback: str = "") -> bool:
     agent = _agent(sim, fault)
-    if agent is None or agent.frozen_since is not None or not agent.fail_workers(kind, traceback):
+    if agent is None or agent.sleep.since is not None or not agent.workers.fail(kind, traceback):
         return False
     sim.ledger.charge(agent)
     return True
@@ -183,18 +183,18 @@ def _power_loss(sim: Simulation, fault: Fault) -> bool:
 
 def _preemption(sim: Simulation, fault: Fault) -> bool:
     agent = _agent(sim, fault)
-    if agent is None or agent.is_leaving or agent.frozen_since is not None:
+    if agent is None or agent.departure.has_begun or agent.sleep.since is not None:
         return False
-    agent.part(LeaveReason.PREEMPTED, StopCause.PREEMPTION)
+    agent.departure.preempt()
     return True
 
 
 def _stand_still(sim: Simulation, fault: Fault, duration: int) -> bool:
     agent = _agent(sim, fault)
-    if agent is None or not agent.freeze():
+    if agent is None or not agent.sleep.begin():
         return False
     sim.ledger.fail_node(agent.node.fleet_rank)
-    sim.pass_by(duration, agent.thaw)
+    sim.pass_by(duration, agent.sleep.end)
     return True
 
 
@@ -209,9 +209,9 @@ def _freeze(sim: Simulation, fault: Fault) -> bool:
 
 def _connection_break(sim: Simulation, fault: Fault) -> bool:
     agent = _agent(sim, fault)
-    if agent is None or agent.connection is None or agent.frozen_since is not None:
+    if agent is None or agent.channel.connection is None or agent.sleep.since is not None:
         return False
-    agent.drop_connection(is_lossy=fault.amount < 0.5)
+    agent.channel.drop(is_lossy=fault.amount < 0.5)
     return True
 
 

@@ -332,12 +332,17 @@ def _agents_obey(sim: Simulation, job: Job) -> str | None:
         return None
     for node in job.state.nodes.live.values():
         agent = sim.agent_of(node.id)
-        if agent is None or agent.incarnation != node.incarnation or not agent.is_attached or agent.is_leaving:
+        if (
+            agent is None
+            or agent.incarnation != node.incarnation
+            or not agent.channel.is_attached
+            or agent.departure.has_begun
+        ):
             continue
         wish = node.desired.wish
-        running = 0 if agent.group is None else agent.group.world.round
+        running = 0 if agent.workers.group is None else agent.workers.group.world.round
         wanted = wish.world.round if isinstance(wish, Run) else 0
-        if running != wanted and not agent.finished_round:
+        if running != wanted and not agent.workers.finished_round:
             return f"{agent.node.label} runs round {running} and shall run round {wanted}"
     return None
 

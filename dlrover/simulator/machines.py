@@ -11,8 +11,9 @@ from dlrover.simulator.events import span
 from dlrover.simulator.invariants import Violation
 
 if TYPE_CHECKING:
-    from dlrover.simulator.agents import Group, VirtualAgent, VirtualNode
+    from dlrover.simulator.agents import VirtualAgent, VirtualNode
     from dlrover.simulator.simulation import Simulation
+    from dlrover.simulator.workers import Group
 
 PEER_LOST_ODDS = 0.3
 """How often a worker notices the end of a peer before its agent stops it."""
@@ -26,11 +27,12 @@ def cut_off(sim: Simulation, node: VirtualNode, *, up: bool, down: bool, duratio
     link.num_cuts_down += down
     coordinator = None
     if agent is not None:
-        if up and agent.connection is not None and agent.frozen_since is None:
-            sim.muted(agent.connection)
-        agent.keepalive_soon()
-        if is_deep and agent.group is not None and agent.group.is_up and not agent.group.is_stopping:
-            coordinator = agent.group.world.coordinator
+        if up and agent.channel.connection is not None and agent.sleep.since is None:
+            sim.muted(agent.channel.connection)
+        agent.channel.keepalive_soon()
+        group = agent.workers.group
+        if is_deep and group is not None and group.is_up and not group.is_stopping:
+            coordinator = group.world.coordinator
             sim.training.froze(coordinator)
             sim.events.after(span(sim.chance.nodes, 10.0, 120.0), _time_out, sim, node, coordinator)
 
@@ -45,11 +47,11 @@ def cut_off(sim: Simulation, node: VirtualNode, *, up: bool, down: bool, duratio
         for connection in link.connections:
             sim.network.healed(connection)
         agent = node.agent
-        if agent is not None and agent.connection is not None and agent.frozen_since is None:
-            agent.pulse()
+        if agent is not None and agent.channel.connection is not None and agent.sleep.since is None:
+            agent.channel.pulse()
         if agent is not None and agent in sim.seekers:
             del sim.seekers[agent]
-            sim.events.after(span(sim.chance.network, 0.0, 5.0), agent.attempt)
+            sim.events.after(span(sim.chance.network, 0.0, 5.0), agent.channel.attempt)
 
     sim.pass_by(duration, heal)
 
@@ -60,9 +62,9 @@ def _time_out(sim: Simulation, node: VirtualNode, coordinator: str) -> None:
     if world is not None and not world.is_over and node.link.is_cut:
         for peer in sim.nodes:
             agent = peer.agent
-            if agent is not None and agent.runs(coordinator):
+            if agent is not None and agent.workers.runs(coordinator):
                 sim.ledger.charge(agent)
-                sim.events.after(span(sim.chance.nodes, 0.0, 2.0), agent.lose_peer, coordinator)
+                sim.events.after(span(sim.chance.nodes, 0.0, 2.0), agent.workers.lose_peer, coordinator)
 
 
 def workers_starting(sim: Simulation, agent: VirtualAgent, world: WorldSpec) -> None:
@@ -81,19 +83,19 @@ def workers_ended(sim: Simulation, agent: VirtualAgent, group: Group, kind: Fail
         return
     for node in sim.nodes:
         peer = node.agent
-        if peer is None or peer is agent or not peer.runs(coordinator):
+        if peer is None or peer is agent or not peer.workers.runs(coordinator):
             continue
         if sim.chance.nodes.random() < PEER_LOST_ODDS:
             if kind is FailureKind.STOPPED_BY_US:
                 sim.ledger.charge(peer)
-            sim.events.after(span(sim.chance.nodes, 0.02, 2.0), peer.lose_peer, coordinator)
+            sim.events.after(span(sim.chance.nodes, 0.02, 2.0), peer.workers.lose_peer, coordinator)
 
 
 def finish_world(sim: Simulation, coordinator: str) -> None:
     sim.note("the work is done")
     for node in sim.nodes:
-        if node.agent is not None and node.agent.runs(coordinator):
-            sim.events.after(span(sim.chance.nodes, 0.0, 0.3), node.agent.finish_workers, coordinator)
+        if node.agent is not None and node.agent.workers.runs(coordinator):
+            sim.events.after(span(sim.chance.nodes, 0.0, 0.3), node.agent.workers.finish, coordinator)
 
 
 def check_overlap(sim: Simulation, coordinator: str) -> None:
@@ -103,19 +105,19 @@ def check_overlap(sim: Simulation, coordinator: str) -> None:
     if newest is not None and newest.coordinator == coordinator:
         return
     round_ = sim.training.worlds[coordinator].round
-    members = [node.agent for node in sim.nodes if node.agent is not None and node.agent.runs(coordinator)]
-    heard = [agent for agent in members if agent.is_attached and _answers_now(sim, agent)]
-    forgotten = [agent for agent in members if agent.is_overdue()]
+    members = [node.agent for node in sim.nodes if node.agent is not None and node.agent.workers.runs(coordinator)]
+    heard = [agent for agent in members if agent.channel.is_attached and _answers_now(sim, agent)]
+    forgotten = [agent for agent in members if agent.departure.is_overdue()]
     if heard or forgotten:
         labels = ", ".join(agent.node.label for agent in [*heard, *forgotten])
         raise Violation("I1", f"two worlds train at the same time, and {labels} could know: round {round_} is over")
 
 
 def _answers_now(sim: Simulation, agent: VirtualAgent) -> bool:
-    connection = agent.connection
+    connection = agent.channel.connection
     return (
         connection is not None
-        and agent.frozen_since is None
+        and agent.sleep.since is None
         and not connection.link.is_cut
         and connection.master is sim.master
         and sim.answers(connection)
@@ -130,7 +132,7 @@ def lose_machine(sim: Simulation, node: VirtualNode, *, is_seen: bool) -> None:
 
 def exited(sim: Simulation, agent: VirtualAgent) -> None:
     sim.note(f"{agent.node.label} leaves")
-    agent.node.exit_code = agent.exit_code
+    agent.node.exit_code = agent.departure.exit_code
     _remove(sim, agent.node)
 
 

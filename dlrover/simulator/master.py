@@ -197,7 +197,7 @@ class VirtualMaster:
     def _heard(self, line: Line) -> None:
         """Heartbeats come again, or came once and stopped again."""
         assert line.node is not None, "only attached nodes beat"
-        if line.connection.agent.is_beating(line.connection):
+        if line.connection.agent.channel.is_beating(line.connection):
             self.observations.forget(line.node)
         else:
             self.watch(line.connection, 0)
@@ -210,7 +210,7 @@ class VirtualMaster:
         assert line.incarnation is not None, "attached without an incarnation"
         seen_at = Micros(max(line.attached_at, self.now() - silent_for))
         self.observations.attached(line.node, line.incarnation, seen_at)
-        step = connection.agent.told_step()
+        step = connection.agent.workers.told_step()
         self.observations.heard(Heartbeat(node=line.node, incarnation=line.incarnation, step=step), seen_at)
         self._plan_wake()
 
@@ -222,7 +222,7 @@ class VirtualMaster:
         del self._current[node]
         assert line.incarnation is not None, "attached without an incarnation"
         step = self.observations.step(node)
-        step = line.connection.agent.told_step() if step is None else step
+        step = line.connection.agent.workers.told_step() if step is None else step
         self._findings[node] = NodeDisconnected(
             node=node,
             incarnation=line.incarnation,
@@ -604,6 +604,6 @@ class VirtualMaster:
             if is_seen:
                 self.sim.network.send_down(connection, (CLOSE,))
             else:
-                connection.agent.keepalive_soon()
+                connection.agent.channel.keepalive_soon()
         self._lines.clear()
         self._current.clear()

@@ -138,4 +138,4 @@ class Network:
 
     def _arrive_down(self, connection: Connection, parcels: tuple[Downward, ...]) -> None:
         if connection.is_open_below:
-            connection.agent.receive(connection, parcels)
+            connection.agent.channel.receive(connection, parcels)

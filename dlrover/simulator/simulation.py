@@ -17,11 +17,12 @@ from dlrover.core.sequence import CoreFault, JournalCorrupt
 from dlrover.protocol.fleet_messages import MigrateNode, NodeType, Resource, ScaleJob, ScaleReplicas
 from dlrover.protocol.messages import NodeId
 from dlrover.simulator import machines
-from dlrover.simulator.agents import MASTER_GRACE, VirtualAgent, VirtualNode
+from dlrover.simulator.agents import VirtualAgent, VirtualNode
 from dlrover.simulator.beside import Beside
 from dlrover.simulator.checks import CheckRuns
 from dlrover.simulator.cloud import VirtualCloud
 from dlrover.simulator.data import DataTraffic
+from dlrover.simulator.departure import MASTER_GRACE
 from dlrover.simulator.events import SECOND, Chance, Events, span
 from dlrover.simulator.faults import FAULTS, Fault
 from dlrover.simulator.invariants import Violation, bound_of, check_in_full
@@ -280,7 +281,7 @@ class Simulation:
         return self.training.progress() - self._progress_then
 
     def has_enough_nodes(self) -> bool:
-        num_there = sum(1 for node in self.nodes if node.agent is not None and not node.agent.is_leaving)
+        num_there = sum(1 for node in self.nodes if node.agent is not None and not node.agent.departure.has_begun)
         return num_there - num_there % self.limits.node_unit >= self.limits.min_nodes
 
     def has_bad_nodes(self) -> bool:
@@ -295,8 +296,8 @@ class Simulation:
             1
             for node in self.nodes
             if node.agent is not None
-            and node.agent.frozen_since is None
-            and not node.agent.is_leaving
+            and node.agent.sleep.since is None
+            and not node.agent.departure.has_begun
             and not node.link.is_cut
             and not node.link.is_slow
             and node.disturbed_at < since
@@ -348,7 +349,7 @@ class Simulation:
                 raise Violation("I5", f"command {answered} of node {node} was answered, and {sender.highest} is known")
 
     def heard_answer(self, agent: VirtualAgent, sequence: int) -> None:
-        if agent.connection is None or agent.connection.master.journal is not self.journal:
+        if agent.channel.connection is None or agent.channel.connection.master.journal is not self.journal:
             return  # it was on its way when the journal was lost, and nobody knows of it any more
         life = (agent.id, agent.incarnation)
         self.ledger.answered[life] = max(sequence, self.ledger.answered.get(life, 0))
@@ -413,7 +414,7 @@ class Simulation:
     def _answer_nobody(self) -> None:
         for node in self.nodes:
             if node.agent is not None:
-                node.agent.keepalive_soon()
+                node.agent.channel.keepalive_soon()
 
     def scale(self, min_nodes: int, max_nodes: int) -> bool:
         master = self.listening_master()
@@ -489,7 +490,7 @@ class Simulation:
     def call_seekers(self) -> None:
         seekers, self.seekers = self.seekers, {}
         for agent in seekers:
-            self.events.after(span(self.chance.network, 0.0, LONGEST_PAUSE), agent.attempt)
+            self.events.after(span(self.chance.network, 0.0, LONGEST_PAUSE), agent.channel.attempt)
 
     # What masters do.
 
