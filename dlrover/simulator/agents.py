@@ -103,6 +103,11 @@ class VirtualAgent:
 
     # Who it is.
 
+    @property
+    def can_speak(self) -> bool:
+        """Whether it is attached in a life that the master knows, and stays."""
+        return self.channel.is_attached and not self.departure.has_begun and self.incarnation > 0
+
     def presentation(self) -> Request:
         attach = Attach(
             launch=f"launch-{self.node.number}",

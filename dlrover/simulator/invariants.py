@@ -332,12 +332,7 @@ def _agents_obey(sim: Simulation, job: Job) -> str | None:
         return None
     for node in job.state.nodes.live.values():
         agent = sim.agent_of(node.id)
-        if (
-            agent is None
-            or agent.incarnation != node.incarnation
-            or not agent.channel.is_attached
-            or agent.departure.has_begun
-        ):
+        if agent is None or agent.incarnation != node.incarnation or not agent.can_speak:
             continue
         wish = node.desired.wish
         running = 0 if agent.workers.group is None else agent.workers.group.world.round

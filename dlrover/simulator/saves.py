@@ -71,11 +71,7 @@ class SaveTraffic:
             and group.is_up
             and (not round_ or group.world.round == round_)
         ]
-        writers = [
-            agent
-            for agent in running
-            if agent.channel.is_attached and not agent.departure.has_begun and agent.incarnation
-        ]
+        writers = [agent for agent in running if agent.can_speak]
         if not writers:
             return ""
         self._num_attempts += 1

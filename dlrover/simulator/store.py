@@ -46,11 +46,7 @@ class StoreTraffic:
     def stir(self) -> None:
         """Something is about to go wrong: be in the middle of something."""
         agents = [node.agent for node in self._sim.nodes if node.agent is not None]
-        speakers = [
-            agent
-            for agent in agents
-            if agent.channel.is_attached and not agent.departure.has_begun and agent.incarnation
-        ]
+        speakers = [agent for agent in agents if agent.can_speak]
         for _ in range(min(NUM_SPEAKERS, len(speakers))):
             agent = self._chance.choice(speakers)
             if agent.sleep.since is None:
