@@ -112,7 +112,7 @@ class Beside:
         sim, cloud = self._sim, self._cloud
         removed = {} if cloud is None else cloud.asked_to_remove
         for node in () if sim.num_journals_lost else self._at_work():
-            if node.launch.node_type not in sim.scaled_types and node.launch.id not in removed:
+            if node.launch.node_type not in sim.people.scaled_types and node.launch.id not in removed:
                 return f"the job completed while {node.launch.name} works"
         return None
 

@@ -329,11 +329,11 @@ def _scaling(sim: Simulation, fault: Fault) -> bool:
     """Somebody wants more nodes, or fewer."""
     kinds = sim.shape.kinds_to_scale
     if kinds and (not sim.shape.is_one_world or fault.amount < 0.5):
-        return sim.scale_replicas(kinds[fault.pick % len(kinds)], fault.pick // len(kinds))
+        return sim.people.scale_replicas(kinds[fault.pick % len(kinds)], fault.pick // len(kinds))
     unit = sim.shape.node_unit
     most = 1 + fault.pick % (sim.shape.max_nodes // unit)
     least = 1 + int(fault.amount * most)
-    return sim.scale(min(least, most) * unit, most * unit)
+    return sim.people.scale(min(least, most) * unit, most * unit)
 
 
 def _journal_lost(sim: Simulation, fault: Fault) -> bool:
@@ -364,7 +364,7 @@ def _node_fails(sim: Simulation, fault: Fault) -> bool:
 
 def _exchange(sim: Simulation, fault: Fault) -> bool:
     """Somebody wants another machine for a node."""
-    return sim.exchange(fault.pick)
+    return sim.people.exchange(fault.pick)
 
 
 def _suspension(sim: Simulation, fault: Fault) -> bool:

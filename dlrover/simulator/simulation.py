@@ -14,7 +14,6 @@ from typing import Any
 
 from dlrover.core.job import Job
 from dlrover.core.sequence import CoreFault, JournalCorrupt
-from dlrover.protocol.fleet_messages import MigrateNode, NodeType, Resource, ScaleJob, ScaleReplicas
 from dlrover.protocol.messages import NodeId
 from dlrover.simulator import machines
 from dlrover.simulator.agents import VirtualAgent, VirtualNode
@@ -76,8 +75,6 @@ class Simulation:
         self.platform: Platform = VirtualPlatform(self) if fleet is None else VirtualCloud(self, fleet)
         self.people = People(self)
         self.beside = Beside(self)
-        self.scaled_types: dict[NodeType, None] = {}
-        """Of which somebody wanted another number."""
         self.checks = CheckRuns(self)
         self.store = StoreTraffic(self)
         self.saves = SaveTraffic(self)
@@ -415,37 +412,6 @@ class Simulation:
         for node in self.nodes:
             if node.agent is not None:
                 node.agent.channel.keepalive_soon()
-
-    def scale(self, min_nodes: int, max_nodes: int) -> bool:
-        master = self.listening_master()
-        if master is None or master.job.end is not None:
-            return False
-        self.note(f"somebody asks for {min_nodes} to {max_nodes} nodes")
-        master.hear(ScaleJob(min_nodes=min_nodes, max_nodes=max_nodes))
-        return True
-
-    def scale_replicas(self, node_type: NodeType, pick: int) -> bool:
-        """Somebody wants another number of the nodes of some type."""
-        master, fleet = self.listening_master(), self.shape.fleet
-        if master is None or master.job.end is not None or fleet is None:
-            return False
-        least = {NodeType.WORKER: self.shape.min_nodes, NodeType.PS: 1}.get(node_type, 0)
-        count = least + pick % (fleet.replicas[node_type].count - least + 2)
-        self.note(f"somebody asks for {count} nodes of type {node_type}")
-        self.scaled_types[node_type] = None
-        master.hear(ScaleReplicas(node_type=node_type, count=count))
-        return True
-
-    def exchange(self, pick: int) -> bool:
-        """Somebody wants another machine in place of one that runs."""
-        master, cloud = self.listening_master(), self.platform
-        if master is None or master.job.end is not None or not isinstance(cloud, VirtualCloud):
-            return False
-        running = cloud.running_ids()
-        if not running:
-            return False
-        master.hear(MigrateNode(node=running[pick % len(running)], resource=Resource(cpu=2.0)))
-        return True
 
     def lose_journal(self, *, downtime: int) -> bool:
         """
