@@ -57,7 +57,7 @@ class Channel:
             return
         self._is_seeking = False
         self.connection = Connection(agent, agent.node.link, master, sim.events.now)
-        sim.opened(self.connection)
+        agent.node.link.keep(self.connection)
         sim.network.send_up(self.connection, agent.presentation())
         sim.events.after(ATTACH_TIMEOUT, self._check_attached, self.connection)
 
@@ -86,7 +86,7 @@ class Channel:
             if is_seen:
                 self._sim.network.send_up(connection, CLOSE)
             else:
-                self._sim.muted(connection)
+                self._sim.network.mute(connection)
 
     def _detach(self) -> None:
         agent = self._agent
@@ -104,7 +104,7 @@ class Channel:
 
     def _check_keepalive(self, connection: Connection) -> None:
         """Nothing answers on this stream any more: end it. A sleeping agent looks when it wakes up."""
-        if self._is_awake_on(connection) and (connection.link.is_cut or not self._sim.answers(connection)):
+        if self._is_awake_on(connection) and (connection.link.is_cut or not connection.master.is_awake):
             self.drop()
 
     def keepalive_soon(self) -> None:

@@ -28,7 +28,7 @@ def cut_off(sim: Simulation, node: VirtualNode, *, up: bool, down: bool, duratio
     coordinator = None
     if agent is not None:
         if up and agent.channel.connection is not None and agent.sleep.since is None:
-            sim.muted(agent.channel.connection)
+            sim.network.mute(agent.channel.connection)
         agent.channel.keepalive_soon()
         group = agent.workers.group
         if is_deep and group is not None and group.is_up and not group.is_stopping:
@@ -120,7 +120,7 @@ def _answers_now(sim: Simulation, agent: VirtualAgent) -> bool:
         and agent.sleep.since is None
         and not connection.link.is_cut
         and connection.master is sim.master
-        and sim.answers(connection)
+        and connection.master.is_awake
     )
 
 

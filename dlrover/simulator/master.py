@@ -48,8 +48,8 @@ from dlrover.simulator.network import CLOSE, PULSE, Connection, Downward, Upward
 if TYPE_CHECKING:
     from dlrover.simulator.simulation import Simulation
 
-HEARTBEAT = (0.0, 6.0)
-"""Seconds that the newest heartbeat is old when they stop coming."""
+START = 1_700_000_000 * SECOND
+"""What the wall clock shows when a simulation begins."""
 LONGEST_GRACE = 40 * SECOND
 COMING_BACK = 5 * SECOND
 LONG_STALL = 5 * SECOND
@@ -119,7 +119,7 @@ class VirtualMaster:
         self._blamed_until = 0
         self._backlog: list[tuple[Connection, Upward]] = []
         """What the kernel keeps while the process stands still."""
-        self._offset = max(job.now, simulation.wall()) - self.events.now
+        self._offset = max(job.now, START + self.events.now) - self.events.now
         """From virtual time to the job's time."""
         self._stood_still = 0
         self._stopped_at: int | None = None
@@ -157,6 +157,11 @@ class VirtualMaster:
     @property
     def job(self) -> Job:
         return self._job
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether it is there and answers."""
+        return self.is_alive and not self.is_stalled
 
     def now(self) -> Micros:
         at = self.events.now if self._stopped_at is None else self._stopped_at

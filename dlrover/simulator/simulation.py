@@ -27,8 +27,8 @@ from dlrover.simulator.faults import FAULTS, Fault
 from dlrover.simulator.invariants import Violation, bound_of, check_in_full
 from dlrover.simulator.journal import VirtualJournal
 from dlrover.simulator.ledger import Ledger
-from dlrover.simulator.master import FENCE_PERIOD, HEARTBEAT, CrashPoint, VirtualMaster
-from dlrover.simulator.network import Connection, Network
+from dlrover.simulator.master import FENCE_PERIOD, CrashPoint, VirtualMaster
+from dlrover.simulator.network import Network
 from dlrover.simulator.people import People
 from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.platform import Platform, VirtualPlatform
@@ -44,13 +44,10 @@ REPLAY_EVERY = 10
 LONGEST_PAUSE = 2.0
 STIRRED = 0.006
 """Seconds within which a fault follows the traffic that it shall meet."""
-NUM_KEPT_CONNECTIONS = 4
 STEADY = 120 * SECOND
 """A node and a master that nothing has troubled for so long have found each other."""
 OVERLAP = 60 * SECOND
 """After so long a node that the master can reach has stopped the workers of a world that was replaced."""
-START = 1_700_000_000 * SECOND
-"""What the wall clock shows when a simulation begins."""
 
 
 class Simulation:
@@ -315,9 +312,6 @@ class Simulation:
 
     # Masters.
 
-    def wall(self) -> int:
-        return START + self.events.now
-
     def _start_master(self) -> None:
         if self.is_over or (self.master is not None and self.master.is_alive):
             return
@@ -444,11 +438,7 @@ class Simulation:
 
     def listening_master(self) -> VirtualMaster | None:
         master = self.master
-        return master if master is not None and master.is_alive and self.is_serving and not master.is_stalled else None
-
-    def answers(self, connection: Connection) -> bool:
-        """Whether the master at the other end is there and awake."""
-        return connection.master.is_alive and not connection.master.is_stalled
+        return master if master is not None and self.is_serving and master.is_awake else None
 
     def wait_for_master(self, agent: VirtualAgent) -> None:
         self.seekers[agent] = None
@@ -467,16 +457,6 @@ class Simulation:
         self.is_over = True
 
     # What agents do.
-
-    def opened(self, connection: Connection) -> None:
-        kept = connection.link.connections
-        kept.append(connection)
-        if len(kept) > NUM_KEPT_CONNECTIONS:
-            del kept[0]
-
-    def muted(self, connection: Connection) -> None:
-        """Heartbeats stop coming through."""
-        connection.master.watch(connection, span(self.chance.network, *HEARTBEAT))
 
     def _world_began(self, coordinator: str) -> None:
         """An older world that still trains does so unheard, and not for ever."""

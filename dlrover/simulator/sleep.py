@@ -42,7 +42,7 @@ class Sleep:
             return False
         self.since = sim.events.now
         if agent.channel.connection is not None:
-            sim.muted(agent.channel.connection)
+            sim.network.mute(agent.channel.connection)
         group = agent.workers.group
         if group is not None and group.is_up and not group.is_stopping:
             sim.training.froze(group.world.coordinator)
