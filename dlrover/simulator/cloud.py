@@ -302,7 +302,7 @@ class VirtualCloud(Platform):
         cloud_node.phase = NodePhase.RUNNING
         self.started[launch.id] = None
         if launch.node_type is not NodeType.WORKER:
-            self.sim.trouble()
+            self.sim.troubles.add()
             self.sim.note(f"{launch.name} runs, rank {launch.rank}")
             self._changed(cloud_node, NodeEventKind.MODIFIED)
             return
@@ -312,7 +312,7 @@ class VirtualCloud(Platform):
         draw_health(self.sim, node)
         self.sim.num_launches += 1
         self.sim.nodes.append(node)
-        self.sim.trouble()
+        self.sim.troubles.add()
         self.sim.note(f"{node.label} is launched as {launch.name}, rank {launch.rank}")
         self._changed(cloud_node, NodeEventKind.MODIFIED)
         VirtualAgent(self.sim, node)
@@ -338,7 +338,7 @@ class VirtualCloud(Platform):
     def succeed(self, node: CloudNode) -> None:
         """A program without an agent has done its work."""
         node.has_ended = True
-        self.sim.trouble()
+        self.sim.troubles.add()
         self.sim.events.after(span(self.sim.chance.platform, *NOTICED), self._end, node, NodeExit.SUCCEEDED, 0)
 
     def _end(self, node: CloudNode, reason: NodeExit, exit_code: int | None) -> None:
@@ -356,7 +356,7 @@ class VirtualCloud(Platform):
         node = self.nodes.pop(id_, None)
         if node is None:
             return
-        self.sim.trouble()
+        self.sim.troubles.add()
         if node.node is not None and node.node.is_powered:
             machines.lose_machine(self.sim, node.node, is_seen=True)
         node.phase = NodePhase.DELETED

@@ -149,7 +149,7 @@ def _worker_bug(sim: Simulation, fault: Fault) -> bool:
 
 
 def _port_taken(sim: Simulation, fault: Fault) -> bool:
-    sim.num_ports_taken += 1
+    sim.troubles.num_ports_taken += 1
     return True
 
 
@@ -194,7 +194,7 @@ def _stand_still(sim: Simulation, fault: Fault, duration: int) -> bool:
     if agent is None or not agent.sleep.begin():
         return False
     sim.ledger.fail_node(agent.node.fleet_rank)
-    sim.pass_by(duration, agent.sleep.end)
+    sim.troubles.pass_by(duration, agent.sleep.end)
     return True
 
 
@@ -220,7 +220,7 @@ def _slow_link(sim: Simulation, fault: Fault) -> bool:
     if node is None or node.link.is_slow:
         return False
     node.link.is_slow = True
-    sim.pass_by(fault.between(5.0, 600.0), lambda: setattr(node.link, "is_slow", False))
+    sim.troubles.pass_by(fault.between(5.0, 600.0), lambda: setattr(node.link, "is_slow", False))
     return True
 
 
@@ -261,7 +261,7 @@ def _slow_node(sim: Simulation, fault: Fault) -> bool:
     if node is None or node.is_slow:
         return False
     node.is_slow = True
-    sim.pass_by(fault.between(10.0, 600.0), lambda: setattr(node, "is_slow", False))
+    sim.troubles.pass_by(fault.between(10.0, 600.0), lambda: setattr(node, "is_slow", False))
     return True
 
 
@@ -305,7 +305,7 @@ def _disk_full(sim: Simulation, fault: Fault) -> bool:
     if sim.journal.is_full:
         return False
     sim.journal.is_full = True
-    sim.pass_by(fault.between(1.0, 120.0), sim.free_disk)
+    sim.troubles.pass_by(fault.between(1.0, 120.0), sim.free_disk)
     return True
 
 
@@ -313,7 +313,7 @@ def _disk_slow(sim: Simulation, fault: Fault) -> bool:
     if sim.is_disk_slow:
         return False
     sim.is_disk_slow = True
-    sim.pass_by(fault.between(1.0, 120.0), lambda: setattr(sim, "is_disk_slow", False))
+    sim.troubles.pass_by(fault.between(1.0, 120.0), lambda: setattr(sim, "is_disk_slow", False))
     return True
 
 
@@ -321,7 +321,7 @@ def _platform_refuses(sim: Simulation, fault: Fault) -> bool:
     if sim.platform.is_refusing:
         return False
     sim.platform.is_refusing = True
-    sim.pass_by(fault.between(10.0, 900.0), lambda: setattr(sim.platform, "is_refusing", False))
+    sim.troubles.pass_by(fault.between(10.0, 900.0), lambda: setattr(sim.platform, "is_refusing", False))
     return True
 
 
@@ -383,7 +383,7 @@ def _cloud_away(sim: Simulation, fault: Fault) -> bool:
         return False
     cloud.is_away = True
     cloud.break_watch()
-    sim.pass_by(fault.between(5.0, 200.0), lambda: setattr(cloud, "is_away", False))
+    sim.troubles.pass_by(fault.between(5.0, 200.0), lambda: setattr(cloud, "is_away", False))
     return True
 
 
@@ -393,7 +393,7 @@ def _node_breaks(sim: Simulation, fault: Fault) -> bool:
     if node is None or node.breakage is not None or sim.shape.check is None:
         return False
     node.breakage = ExitClass.COMPUTE if fault.amount < 0.5 else ExitClass.COMMUNICATION
-    sim.pass_by(fault.between(60.0, 1200.0), lambda: setattr(node, "breakage", None))
+    sim.troubles.pass_by(fault.between(60.0, 1200.0), lambda: setattr(node, "breakage", None))
     return True
 
 

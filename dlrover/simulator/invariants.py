@@ -203,7 +203,7 @@ def _ranks_have_one_node(sim: Simulation, job: Job, touched: Touched) -> str | N
 def _blame_is_just(sim: Simulation, job: Job, touched: Touched) -> str | None:
     """Of a check during which nothing happened to anybody."""
     check = job.state.check
-    if check.num_checks == touched.num_checks or not sim.was_calm_since(sim.check_began_at):
+    if check.num_checks == touched.num_checks or not sim.troubles.was_calm_since(sim.check_began_at):
         return None
     for rank, node in check.members.items():
         agent, result = sim.agent_of(node), check.results.get(rank)
@@ -226,7 +226,7 @@ def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
     """Nothing if what the simulation knows explains why the job ended so."""
     terms = job.state.terms or sim.terms  # the job itself knows none before its first node has come
     policy, charged = terms.restarts, sim.ledger.chargeable
-    calm = sim.calm_for()
+    calm = sim.troubles.calm_for()
     is_impatient = end.reason in (ExitReason.PENDING_TIMEOUT, ExitReason.NOT_ENOUGH_NODES)
     if is_impatient and not job.state.rendezvous.finished and (sim.people.is_paused or sim.people.has_just_resumed()):
         return f"the time in which the job was suspended counts: {end.message}"
@@ -328,7 +328,7 @@ def _nobody_waits_for_the_dead(sim: Simulation, job: Job, touched: Touched) -> s
 
 def _agents_obey(sim: Simulation, job: Job) -> str | None:
     """Who is attached and undisturbed runs what the master wants, not something older."""
-    if sim.calm_for() < sim.bound or job.end is not None:
+    if sim.troubles.calm_for() < sim.bound or job.end is not None:
         return None
     for node in job.state.nodes.live.values():
         agent = sim.agent_of(node.id)
@@ -345,7 +345,7 @@ def _agents_obey(sim: Simulation, job: Job) -> str | None:
 def _intents_are_done(sim: Simulation, job: Job) -> str | None:
     """What the job wants of its platform is asked for until it is so, whatever became of the master who decided it."""
     fleet = job.state.fleet
-    if fleet is None or job.end is not None or sim.calm_for() <= sim.bound:
+    if fleet is None or job.end is not None or sim.troubles.calm_for() <= sim.bound:
         return None
     for node in fleet.nodes.values():
         if node.is_live and node.phase is NodePhase.INITIAL and not sim.people.want_pause:
@@ -356,15 +356,15 @@ def _intents_are_done(sim: Simulation, job: Job) -> str | None:
 
 
 def _servers_are_settled(sim: Simulation, job: Job) -> str | None:
-    is_settled = job.end is None and sim.calm_for() > sim.bound and not sim.people.want_pause
+    is_settled = job.end is None and sim.troubles.calm_for() > sim.bound and not sim.people.want_pause
     return sim.beside.check_calm(job) if is_settled else None
 
 
 def _calm_brings_progress(sim: Simulation, job: Job) -> str | None:
-    calm = sim.calm_for()
+    calm = sim.troubles.calm_for()
     if calm <= sim.bound or job.end is not None or not sim.has_enough_nodes():
         return None
-    if sim.progress_since_trouble() <= 0:
+    if sim.troubles.progress_since() <= 0:
         return (
             f"no progress beyond step {sim.training.progress()} for {calm / SECOND:.0f} s without trouble; "
             f"{job.state.verdict}"

@@ -53,7 +53,7 @@ def cut_off(sim: Simulation, node: VirtualNode, *, up: bool, down: bool, duratio
             del sim.seekers[agent]
             sim.events.after(span(sim.chance.network, 0.0, 5.0), agent.channel.attempt)
 
-    sim.pass_by(duration, heal)
+    sim.troubles.pass_by(duration, heal)
 
 
 def _time_out(sim: Simulation, node: VirtualNode, coordinator: str) -> None:
@@ -143,5 +143,5 @@ def _remove(sim: Simulation, node: VirtualNode) -> None:
     node.is_powered = False
     sim.nodes.remove(node)
     if sim.ended_at is None or sim.shape.fleet is not None:
-        sim.trouble()
+        sim.troubles.add()
         sim.platform.replace(node)

@@ -137,7 +137,7 @@ def _follow_limits(sim: Simulation, job: Job) -> None:
     """The platform gives what the job shall have."""
     if job.state.terms is not None and job.state.terms.limits != sim.limits:
         sim.limits = job.state.terms.limits
-        sim.trouble()
+        sim.troubles.add()
         sim.platform.scale(sim.limits.max_nodes + sim.shape.spares)
 
 

@@ -90,7 +90,7 @@ class People:
         self.want_pause = True
         self._ask(SuspendJob(reason="somebody needs the machines"))
         # What runs, runs on: so a suspension alone does not excuse a job that stands still.
-        sim.pass_by(duration, self._let_go_on, is_trouble=False)
+        sim.troubles.pass_by(duration, self._let_go_on, is_trouble=False)
         return True
 
     def _let_go_on(self) -> None:
@@ -119,7 +119,7 @@ class People:
             self.is_paused = True
             return
         self._resumed_at = self._sim.events.now
-        self._sim.trouble()
+        self._sim.troubles.add()
 
     def journal_lost(self) -> None:
         """They see that the job goes on, and ask once more."""

@@ -106,7 +106,7 @@ class VirtualPlatform(Platform):
         draw_health(self.sim, node)
         self.sim.num_launches += 1
         self.sim.nodes.append(node)
-        self.sim.trouble()
+        self.sim.troubles.add()
         self.sim.note(f"{node.label} is launched")
         VirtualAgent(self.sim, node)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 from dlrover.core.job import Job
 from dlrover.core.sequence import CoreFault, JournalCorrupt
@@ -23,7 +22,6 @@ from dlrover.simulator.cloud import VirtualCloud
 from dlrover.simulator.data import DataTraffic
 from dlrover.simulator.departure import MASTER_GRACE
 from dlrover.simulator.events import SECOND, Chance, Events, span
-from dlrover.simulator.faults import FAULTS, Fault
 from dlrover.simulator.invariants import Violation, bound_of, check_in_full
 from dlrover.simulator.journal import VirtualJournal
 from dlrover.simulator.ledger import Ledger
@@ -36,14 +34,13 @@ from dlrover.simulator.saves import SaveTraffic
 from dlrover.simulator.store import StoreTraffic
 from dlrover.simulator.syncs import SyncTraffic
 from dlrover.simulator.training import Training
+from dlrover.simulator.troubles import Troubles
 
 FULL_CHECK_EVERY = 1000
 """Events between two checks of everything."""
 REPLAY_EVERY = 10
 """Seeds: of one in so many the whole journal is replayed at the end. What a new master replays is compared always."""
 LONGEST_PAUSE = 2.0
-STIRRED = 0.006
-"""Seconds within which a fault follows the traffic that it shall meet."""
 STEADY = 120 * SECOND
 """A node and a master that nothing has troubled for so long have found each other."""
 OVERLAP = 60 * SECOND
@@ -70,6 +67,7 @@ class Simulation:
         self.journal = VirtualJournal()
         fleet = plan.shape.fleet
         self.platform: Platform = VirtualPlatform(self) if fleet is None else VirtualCloud(self, fleet)
+        self.troubles = Troubles(self)
         self.people = People(self)
         self.beside = Beside(self)
         self.checks = CheckRuns(self)
@@ -84,7 +82,6 @@ class Simulation:
         """I8: virtual time from the end of the last trouble to new progress."""
         self.nodes: list[VirtualNode] = []
         self.num_launches = 0
-        self.num_ports_taken = 0
         self.is_disk_slow = False
         self.is_over = False
         self.master: VirtualMaster | None = None
@@ -92,17 +89,7 @@ class Simulation:
         self._num_masters = 0
         self.seekers: dict[VirtualAgent, None] = {}
         self._agents: dict[NodeId, VirtualAgent] = {}
-        self._num_ongoing = 0
-        self._trouble_at = 0
-        self._progress_then = 0
-        self._by_kind: dict[str, int] = {}
-        self._ongoing: dict[Callable[[], None], None] = {}
-        """How to end the troubles that last."""
-        self._has_quiet = False
         self.ended_at: int | None = None
-        self._quiet_at: int | None = None
-        """When faults stopped and nobody trained; None: that is not so, or over."""
-        self._recovery = 0
         self._master_disturbed_at = 0
         self.limits = self.terms.limits
         self._durable: bytes | None = None
@@ -123,11 +110,11 @@ class Simulation:
 
     def _run(self) -> Result:
         for fault in self.plan.faults:
-            self.events.at(fault.at, self._inject, fault)
+            self.events.at(fault.at, self.troubles.inject, fault)
         self._start_master()
         self.platform.begin()
         faults_end_at = round(self.plan.hours * 3600 * SECOND)
-        self.events.at(faults_end_at, self._calm_down)
+        self.events.at(faults_end_at, self.troubles.stop)
         next_check = FULL_CHECK_EVERY
         while not self.is_over and self.events.happen():
             if self.events.num_past >= next_check:
@@ -145,7 +132,7 @@ class Simulation:
 
     def _check_bounds(self, faults_end_at: int) -> None:
         now = self.events.now
-        if self.ended_at is not None and self.calm_for() > self.bound and now - self.ended_at > self.bound:
+        if self.ended_at is not None and self.troubles.calm_for() > self.bound and now - self.ended_at > self.bound:
             raise Violation("I8", f"the job ended {(now - self.ended_at) / SECOND:.0f} s ago and is not over")
         slowest = self.shape.costs.step * self.shape.max_nodes / self.shape.node_unit
         limit = faults_end_at + 2 * self.bound + round(self.shape.num_steps * slowest * SECOND)
@@ -154,8 +141,10 @@ class Simulation:
 
     def _conclude(self) -> Result:
         self._check()
-        if self._recovery > self.bound:
-            raise Violation("I8", f"the first step came {self._recovery / SECOND:.0f} s after the faults had stopped")
+        if self.troubles.recovery > self.bound:
+            raise Violation(
+                "I8", f"the first step came {self.troubles.recovery / SECOND:.0f} s after the faults had stopped"
+            )
         assert self.master is not None, "a job is over under a master"
         job = self.master.job
         self.store.check(job)
@@ -169,8 +158,8 @@ class Simulation:
             data.check_end(job, is_audited=is_replayed)
         return Result(
             seed=self.plan.seed,
-            num_faults=sum(self._by_kind.values()),
-            by_kind=dict(sorted(self._by_kind.items())),
+            num_faults=sum(self.troubles.by_kind.values()),
+            by_kind=dict(sorted(self.troubles.by_kind.items())),
             node_hours=self._node_micros / 3600 / SECOND,
             virtual_hours=self.events.now / 3600 / SECOND,
             num_events=self.events.num_past,
@@ -178,7 +167,7 @@ class Simulation:
             num_rounds=job.state.rendezvous.round,
             num_masters=self._num_masters,
             num_alarms=self.ledger.num_alarms,
-            recovery=self._recovery / SECOND,
+            recovery=self.troubles.recovery / SECOND,
             num_records=0 if data is None else data.num_records,
             is_read_out=data is not None and data.is_read_out(job),
             reason="" if job.end is None else job.end.reason.value,
@@ -202,77 +191,7 @@ class Simulation:
         if self._on_note is not None:
             self._on_note(self.events.now, text)
 
-    # Trouble and calm.
-
-    def _inject(self, fault: Fault) -> None:
-        if self._has_quiet or self.is_over:
-            return
-        # It shall hit while commands are under way, or while they are written.
-        if self.data is not None:
-            self.data.stir()
-        elif self.shape.has_store_traffic:
-            self.saves.stir()
-        if self.shape.has_store_traffic:
-            self.store.stir()
-        if self.shape.has_sync_traffic:
-            self.syncs.stir()
-        if self.shape.has_store_traffic or self.shape.has_sync_traffic or self.data is not None:
-            self.events.after(span(self.chance.disk, 0.0, STIRRED), self._hit, fault)
-        else:
-            self._hit(fault)
-
-    def _hit(self, fault: Fault) -> None:
-        if self._has_quiet or self.is_over or not FAULTS[fault.kind](self, fault):
-            return
-        self._by_kind[fault.kind] = self._by_kind.get(fault.kind, 0) + 1
-        self.note(f"FAULT {fault.kind}")
-        self.trouble()
-
-    def trouble(self) -> None:
-        """Something happened that the job has to recover from."""
-        self.count_nodes()
-        self._trouble_at = self.events.now
-        self._progress_then = self.training.progress()
-
-    def pass_by(self, duration: int, heal: Callable[[], Any], *, is_trouble: bool = True) -> None:
-        """A trouble that ends by itself, or with all others when faults stop. Or no trouble, though it ends like one."""
-        self._num_ongoing += is_trouble
-        is_healed = False
-
-        def end() -> None:
-            nonlocal is_healed
-            if not is_healed:
-                is_healed = True
-                self._num_ongoing -= is_trouble
-                self._ongoing.pop(end, None)
-                heal()
-                self.trouble()
-
-        self._ongoing[end] = None
-        self.events.after(duration, end)
-
-    def _calm_down(self) -> None:
-        """Faults stop."""
-        self._has_quiet = True
-        self.is_over |= self.plan.is_cut_off
-        self.num_ports_taken = 0
-        for end in list(self._ongoing):
-            end()
-        self.note("faults stop")
-        self.trouble()
-        if self.ended_at is None and not any(self.training.is_training(world) for world in self.training.worlds):
-            self._quiet_at = self.events.now
-
-    def was_calm_since(self, when: int) -> bool:
-        """Whether nothing at all went wrong since then."""
-        return not self._num_ongoing and self._trouble_at < when
-
-    def calm_for(self) -> int:
-        """Since when nothing troubles the job."""
-        return 0 if self._num_ongoing or self.platform.num_pending else self.events.now - self._trouble_at
-
-    def progress_since_trouble(self) -> int:
-        return self.training.progress() - self._progress_then
+    # Nodes.
 
     def has_enough_nodes(self) -> bool:
         num_there = sum(1 for node in self.nodes if node.agent is not None and not node.agent.departure.has_begun)
@@ -327,7 +246,7 @@ class Simulation:
         self._num_masters += 1
         self.is_serving = False
         self.note(f"master epoch {epoch} starts")
-        self.trouble()
+        self.troubles.add()
         self.disturb_master()
         self.master = VirtualMaster(self, job, epoch)
         self.master.begin()
@@ -368,15 +287,15 @@ class Simulation:
         if self.master is master:
             self._durable = durable
             self.is_serving = False
-            self.trouble()
-            self.pass_by(master.downtime, self._start_master)
+            self.troubles.add()
+            self.troubles.pass_by(master.downtime, self._start_master)
 
     def stall_master(self, duration: int) -> bool:
         master = self.master
         if master is None or not master.stall():
             return False
         self._answer_nobody()
-        self.pass_by(duration, lambda: self._resume(master))
+        self.troubles.pass_by(duration, lambda: self._resume(master))
         return True
 
     def _resume(self, master: VirtualMaster) -> None:
@@ -395,7 +314,7 @@ class Simulation:
         self._durable = None
         self.master = None
         self._start_master()
-        self.pass_by(sleep, lambda: self._wake_replaced(old))
+        self.troubles.pass_by(sleep, lambda: self._wake_replaced(old))
         return True
 
     def _wake_replaced(self, old: VirtualMaster) -> None:
@@ -460,22 +379,13 @@ class Simulation:
 
     def _world_began(self, coordinator: str) -> None:
         """An older world that still trains does so unheard, and not for ever."""
-        if self._quiet_at is not None:
-            self._recovery = self.events.now - self._quiet_at
-            self._quiet_at = None
+        self.troubles.world_began()
         if self.data is not None:
             self.data.world_began(coordinator)
         others = [each for each in self.training.worlds if each != coordinator and self.training.is_training(each)]
         for world in [*others, coordinator] if others else []:  # who wakes up late may be the older one
             self.events.after(OVERLAP, machines.check_overlap, self, world)
             self.events.after(MASTER_GRACE + OVERLAP, machines.check_overlap, self, world)
-
-    def is_port_taken(self) -> bool:
-        if not self.num_ports_taken:
-            return False
-        self.num_ports_taken -= 1
-        self.ledger.num_ports_taken += 1
-        return True
 
     def attached(self, agent: VirtualAgent) -> None:
         self._agents[agent.id] = agent
@@ -495,5 +405,5 @@ class Simulation:
 
     def _restart_agent(self, node: VirtualNode) -> None:
         if node.is_powered and node.agent is None and not self.is_over:
-            self.trouble()
+            self.troubles.add()
             VirtualAgent(self, node)

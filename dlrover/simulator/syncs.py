@@ -120,7 +120,7 @@ class SyncTraffic:
         sim = self._sim
         if wait.is_reached or not self._is_there(agent, wait):
             return
-        if sim.ended_at is None and sim.calm_for() > sim.bound and sim.events.now - wait.since > sim.bound:
+        if sim.ended_at is None and sim.troubles.calm_for() > sim.bound and sim.events.now - wait.since > sim.bound:
             raise Violation("sync", f"{agent.node.label} waits for {(sim.events.now - wait.since) / SECOND:.0f} s")
         agent.outbox.ask(SyncFinished(name=self._name(), round=wait.round, generation=wait.generation))
         for node in sim.nodes:

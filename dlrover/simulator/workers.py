@@ -98,7 +98,7 @@ class Workers:
         if self.group is not group or group.is_stopping or self._agent.sleep.puts_off(self._end_start, group):
             return
         group.is_up = True
-        if group.world.first_global_rank == 0 and self._sim.is_port_taken():
+        if group.world.first_global_rank == 0 and self._sim.troubles.is_port_taken():
             self.fail(FailureKind.PORT_TAKEN)
             return
         self._sim.training.started(group.world, self._agent.node.number)
