@@ -28,7 +28,6 @@ from dlrover.protocol.messages import (
     ReportFinished,
     StopCause,
 )
-from dlrover.simulator import machines
 from dlrover.simulator.channel import Channel
 from dlrover.simulator.departure import EXIT_FAILED, Departure
 from dlrover.simulator.network import Link
@@ -134,7 +133,7 @@ class VirtualAgent:
         if is_renamed:
             self.sim.ledger.rename(self)
         self.clock_offset = attached.now - self.sim.events.now
-        self.sim.attached(self)
+        self.sim.machines.attached(self)
         self.departure.attached()
 
     def refused(self, code: str) -> None:
@@ -179,7 +178,7 @@ class VirtualAgent:
         """The agent process ends by itself, and its launcher with it."""
         self._vanish()
         self.channel.drop()
-        machines.exited(self.sim, self)
+        self.sim.machines.exited(self)
 
     def die(self, *, is_seen: bool) -> None:
         """Killed, with its workers. `is_seen`: a kernel is left to close the stream."""

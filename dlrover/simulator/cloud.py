@@ -27,7 +27,6 @@ from dlrover.protocol.fleet_messages import (
     exit_reason_of,
 )
 from dlrover.protocol.messages import Command, PlatformId, Query
-from dlrover.simulator import machines
 from dlrover.simulator.agents import VirtualAgent, VirtualNode
 from dlrover.simulator.events import SECOND, micros, span
 from dlrover.simulator.invariants import Violation
@@ -306,13 +305,11 @@ class VirtualCloud(Platform):
             self.sim.note(f"{launch.name} runs, rank {launch.rank}")
             self._changed(cloud_node, NodeEventKind.MODIFIED)
             return
-        node = VirtualNode(self.sim.num_launches, launch.rank if self.sim.shape.has_fixed_ranks else None)
+        node = VirtualNode(self.sim.machines.num_launches, launch.rank if self.sim.shape.has_fixed_ranks else None)
         node.platform_id, node.fleet_rank = launch.id, launch.rank
         cloud_node.node = node
         draw_health(self.sim, node)
-        self.sim.num_launches += 1
-        self.sim.nodes.append(node)
-        self.sim.troubles.add()
+        self.sim.machines.add(node)
         self.sim.note(f"{node.label} is launched as {launch.name}, rank {launch.rank}")
         self._changed(cloud_node, NodeEventKind.MODIFIED)
         VirtualAgent(self.sim, node)
@@ -358,7 +355,7 @@ class VirtualCloud(Platform):
             return
         self.sim.troubles.add()
         if node.node is not None and node.node.is_powered:
-            machines.lose_machine(self.sim, node.node, is_seen=True)
+            self.sim.machines.lose(node.node, is_seen=True)
         node.phase = NodePhase.DELETED
         node.exit_reason = node.exit_reason or (NodeExit.NONE if is_ours else NodeExit.KILLED)
         if is_seen:
@@ -388,7 +385,7 @@ class VirtualCloud(Platform):
             self._fail_alone(picked, exit_code)
             return True
         node.exit_code = exit_code
-        machines.lose_machine(self.sim, node, is_seen=True)
+        self.sim.machines.lose(node, is_seen=True)
         return True
 
     def _fail_alone(self, node: CloudNode, exit_code: int) -> None:

@@ -202,7 +202,7 @@ class DataTraffic:
 
     def world_began(self, coordinator: str) -> None:
         """All its workers run and have found a model."""
-        agents = [node.agent for node in self._sim.nodes if node.agent is not None]
+        agents = [node.agent for node in self._sim.machines.nodes if node.agent is not None]
         spoken_for = [agent for agent in agents if agent.workers.runs(coordinator)]
         first = next((agent for agent in spoken_for if _is_first(agent)), None)
         if first is None or first.workers.group is None:

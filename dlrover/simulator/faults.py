@@ -19,7 +19,6 @@ from msgspec import Struct
 
 from dlrover.protocol.check_messages import ExitClass
 from dlrover.protocol.messages import FailureKind
-from dlrover.simulator import machines
 from dlrover.simulator.cloud import VirtualCloud
 from dlrover.simulator.events import micros
 from dlrover.simulator.master import CrashPoint
@@ -119,12 +118,12 @@ def draw_faults(
 
 
 def _agent(sim: Simulation, fault: Fault) -> VirtualAgent | None:
-    agents = [node.agent for node in sim.nodes if node.agent is not None]
+    agents = [node.agent for node in sim.machines.nodes if node.agent is not None]
     return agents[fault.pick % len(agents)] if agents else None
 
 
 def _node(sim: Simulation, fault: Fault) -> VirtualNode | None:
-    nodes = [node for node in sim.nodes if node.is_powered]
+    nodes = [node for node in sim.machines.nodes if node.is_powered]
     return nodes[fault.pick % len(nodes)] if nodes else None
 
 
@@ -158,7 +157,7 @@ def _agent_killed(sim: Simulation, fault: Fault) -> bool:
     if agent is None:
         return False
     sim.ledger.charge(agent)
-    sim.kill_agent(agent)
+    sim.machines.kill_agent(agent)
     return True
 
 
@@ -167,7 +166,7 @@ def _machine_gone(sim: Simulation, fault: Fault) -> bool:
     if node is None:
         return False
     sim.ledger.num_lost_nodes += 1
-    machines.lose_machine(sim, node, is_seen=True)
+    sim.machines.lose(node, is_seen=True)
     return True
 
 
@@ -177,7 +176,7 @@ def _power_loss(sim: Simulation, fault: Fault) -> bool:
         return False
     sim.ledger.fail_node(node.fleet_rank)
     node.is_power_lost = True
-    machines.lose_machine(sim, node, is_seen=False)
+    sim.machines.lose(node, is_seen=False)
     return True
 
 
@@ -228,7 +227,7 @@ def _cut(sim: Simulation, fault: Fault, *, up: bool, down: bool) -> bool:
     node = _node(sim, fault)
     if node is None:
         return False
-    machines.cut_off(sim, node, up=up, down=down, duration=fault.between(1.0, 400.0), is_deep=fault.pick % 2 == 0)
+    sim.machines.cut_off(node, up=up, down=down, duration=fault.between(1.0, 400.0), is_deep=fault.pick % 2 == 0)
     return True
 
 
@@ -292,8 +291,8 @@ def _master_pause(sim: Simulation, fault: Fault) -> bool:
 
 def _master_partition(sim: Simulation, fault: Fault) -> bool:
     duration = fault.between(1.0, 400.0)
-    for node in [node for node in sim.nodes if node.is_powered]:
-        machines.cut_off(sim, node, up=True, down=True, duration=duration, is_deep=False)
+    for node in [node for node in sim.machines.nodes if node.is_powered]:
+        sim.machines.cut_off(node, up=True, down=True, duration=duration, is_deep=False)
     return True
 
 

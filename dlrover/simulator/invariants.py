@@ -206,7 +206,7 @@ def _blame_is_just(sim: Simulation, job: Job, touched: Touched) -> str | None:
     if check.num_checks == touched.num_checks or not sim.troubles.was_calm_since(sim.check_began_at):
         return None
     for rank, node in check.members.items():
-        agent, result = sim.agent_of(node), check.results.get(rank)
+        agent, result = sim.machines.agent_of(node), check.results.get(rank)
         if agent is None or result is None or (result.node, result.incarnation) != (node, agent.incarnation):
             continue
         if result.status == "faulty" and agent.node.breakage is None:
@@ -236,13 +236,13 @@ def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
                 return f"the job completed at step {sim.training.best_step} of {sim.shape.num_steps}"
             return sim.beside.explain_completion()
         case ExitReason.RENDEZVOUS_TIMEOUT | ExitReason.NOT_ENOUGH_NODES:
-            if calm > sim.bound and (sim.shape.is_one_world or sim.has_enough_nodes()):
+            if calm > sim.bound and (sim.shape.is_one_world or sim.machines.has_enough()):
                 return f"the job gave up, although all was well for {calm / SECOND:.0f} s: {end.message}"
-            limits, num_steady = terms.limits, sim.num_steady()
+            limits, num_steady = terms.limits, sim.machines.num_steady()
             if num_steady - num_steady % limits.node_unit >= limits.min_nodes and not job.state.rendezvous.finished:
                 return f"the job gave up, although {num_steady} nodes were there and well: {end.message}"
         case ExitReason.NODE_CHECK_FAILED:
-            if not sim.has_bad_nodes() and calm > sim.bound:
+            if not sim.machines.has_bad() and calm > sim.bound:
                 return f"no node is bad, and nothing has happened for {calm / SECOND:.0f} s: {end.message}"
         case ExitReason.PENDING_TIMEOUT:
             if calm > sim.bound:
@@ -331,7 +331,7 @@ def _agents_obey(sim: Simulation, job: Job) -> str | None:
     if sim.troubles.calm_for() < sim.bound or job.end is not None:
         return None
     for node in job.state.nodes.live.values():
-        agent = sim.agent_of(node.id)
+        agent = sim.machines.agent_of(node.id)
         if agent is None or agent.incarnation != node.incarnation or not agent.can_speak:
             continue
         wish = node.desired.wish
@@ -362,7 +362,7 @@ def _servers_are_settled(sim: Simulation, job: Job) -> str | None:
 
 def _calm_brings_progress(sim: Simulation, job: Job) -> str | None:
     calm = sim.troubles.calm_for()
-    if calm <= sim.bound or job.end is not None or not sim.has_enough_nodes():
+    if calm <= sim.bound or job.end is not None or not sim.machines.has_enough():
         return None
     if sim.troubles.progress_since() <= 0:
         return (

@@ -63,7 +63,7 @@ class SaveTraffic:
 
     def begin(self, *, step: int, round_: Round) -> str:
         """The name of the attempt; empty: there is nobody who could write. `round_`: of the world; 0: of any."""
-        agents = [node.agent for node in self._sim.nodes if node.agent is not None]
+        agents = [node.agent for node in self._sim.machines.nodes if node.agent is not None]
         running = [
             agent
             for agent in agents

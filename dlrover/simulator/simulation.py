@@ -13,18 +13,17 @@ from collections.abc import Callable
 
 from dlrover.core.job import Job
 from dlrover.core.sequence import CoreFault, JournalCorrupt
-from dlrover.protocol.messages import NodeId
-from dlrover.simulator import machines
-from dlrover.simulator.agents import VirtualAgent, VirtualNode
+from dlrover.simulator import worlds
+from dlrover.simulator.agents import VirtualAgent
 from dlrover.simulator.beside import Beside
 from dlrover.simulator.checks import CheckRuns
 from dlrover.simulator.cloud import VirtualCloud
 from dlrover.simulator.data import DataTraffic
-from dlrover.simulator.departure import MASTER_GRACE
 from dlrover.simulator.events import SECOND, Chance, Events, span
 from dlrover.simulator.invariants import Violation, bound_of, check_in_full
 from dlrover.simulator.journal import VirtualJournal
 from dlrover.simulator.ledger import Ledger
+from dlrover.simulator.machines import Machines
 from dlrover.simulator.master import FENCE_PERIOD, CrashPoint, VirtualMaster
 from dlrover.simulator.network import Network
 from dlrover.simulator.people import People
@@ -41,10 +40,6 @@ FULL_CHECK_EVERY = 1000
 REPLAY_EVERY = 10
 """Seeds: of one in so many the whole journal is replayed at the end. What a new master replays is compared always."""
 LONGEST_PAUSE = 2.0
-STEADY = 120 * SECOND
-"""A node and a master that nothing has troubled for so long have found each other."""
-OVERLAP = 60 * SECOND
-"""After so long a node that the master can reach has stopped the workers of a world that was replaced."""
 
 
 class Simulation:
@@ -61,13 +56,14 @@ class Simulation:
         self._on_note = on_note
         self.ledger = Ledger()
         self.training = Training(
-            self.shape, self.events, lambda world: machines.finish_world(self, world), self._world_began
+            self.shape, self.events, lambda world: worlds.finish(self, world), lambda world: worlds.began(self, world)
         )
         self.network = Network(self.events, self.chance.network, self.shape.costs)
         self.journal = VirtualJournal()
         fleet = plan.shape.fleet
         self.platform: Platform = VirtualPlatform(self) if fleet is None else VirtualCloud(self, fleet)
         self.troubles = Troubles(self)
+        self.machines = Machines(self)
         self.people = People(self)
         self.beside = Beside(self)
         self.checks = CheckRuns(self)
@@ -80,22 +76,17 @@ class Simulation:
         self.num_journals_lost = 0
         self.bound = bound_of(plan.shape)
         """I8: virtual time from the end of the last trouble to new progress."""
-        self.nodes: list[VirtualNode] = []
-        self.num_launches = 0
         self.is_disk_slow = False
         self.is_over = False
         self.master: VirtualMaster | None = None
         self.is_serving = False
         self._num_masters = 0
         self.seekers: dict[VirtualAgent, None] = {}
-        self._agents: dict[NodeId, VirtualAgent] = {}
         self.ended_at: int | None = None
         self._master_disturbed_at = 0
         self.limits = self.terms.limits
         self._durable: bytes | None = None
         """The state that the next master has to find; None: not known for certain."""
-        self._node_micros = 0
-        self._counted_at = 0
 
     # The whole.
 
@@ -126,7 +117,7 @@ class Simulation:
         return self._conclude()
 
     def _check(self) -> None:
-        self.count_nodes()
+        self.machines.count()
         if self.master is not None and self.is_serving:
             check_in_full(self, self.master.job)
 
@@ -160,7 +151,7 @@ class Simulation:
             seed=self.plan.seed,
             num_faults=sum(self.troubles.by_kind.values()),
             by_kind=dict(sorted(self.troubles.by_kind.items())),
-            node_hours=self._node_micros / 3600 / SECOND,
+            node_hours=self.machines.node_micros / 3600 / SECOND,
             virtual_hours=self.events.now / 3600 / SECOND,
             num_events=self.events.num_past,
             num_commands=self.ledger.num_commands,
@@ -191,30 +182,7 @@ class Simulation:
         if self._on_note is not None:
             self._on_note(self.events.now, text)
 
-    # Nodes.
-
-    def has_enough_nodes(self) -> bool:
-        num_there = sum(1 for node in self.nodes if node.agent is not None and not node.agent.departure.has_begun)
-        return num_there - num_there % self.limits.node_unit >= self.limits.min_nodes
-
-    def has_bad_nodes(self) -> bool:
-        return any(node.breakage is not None for node in self.nodes)
-
-    def num_steady(self) -> int:
-        """Nodes that nothing has kept from joining for a while. None while the master itself is in trouble."""
-        since = self.events.now - STEADY
-        if self.journal.is_full or self.is_disk_slow or self._master_disturbed_at > since:
-            return 0
-        return sum(
-            1
-            for node in self.nodes
-            if node.agent is not None
-            and node.agent.sleep.since is None
-            and not node.agent.departure.has_begun
-            and not node.link.is_cut
-            and not node.link.is_slow
-            and node.disturbed_at < since
-        )
+    # Masters.
 
     def free_disk(self) -> None:
         self.journal.is_full = False
@@ -223,13 +191,8 @@ class Simulation:
     def disturb_master(self) -> None:
         self._master_disturbed_at = self.events.now
 
-    def count_nodes(self) -> None:
-        now = self.events.now
-        if now > self._counted_at:
-            self._node_micros += (now - self._counted_at) * len(self.nodes)
-            self._counted_at = now
-
-    # Masters.
+    def was_master_disturbed_since(self, when: int) -> bool:
+        return self.journal.is_full or self.is_disk_slow or self._master_disturbed_at > when
 
     def _start_master(self) -> None:
         if self.is_over or (self.master is not None and self.master.is_alive):
@@ -322,7 +285,7 @@ class Simulation:
         self.events.after(FENCE_PERIOD, old.look_at_the_fence)
 
     def _answer_nobody(self) -> None:
-        for node in self.nodes:
+        for node in self.machines.nodes:
             if node.agent is not None:
                 node.agent.channel.keepalive_soon()
 
@@ -346,7 +309,7 @@ class Simulation:
         self.ledger.lives.clear()
         self.ledger.applied.clear()
         self.ledger.answered.clear()
-        self._agents.clear()
+        self.machines.journal_lost()
         return True
 
     def fenced(self, master: VirtualMaster) -> None:
@@ -374,36 +337,3 @@ class Simulation:
         if isinstance(self.platform, VirtualCloud):
             self.platform.check_removed()
         self.is_over = True
-
-    # What agents do.
-
-    def _world_began(self, coordinator: str) -> None:
-        """An older world that still trains does so unheard, and not for ever."""
-        self.troubles.world_began()
-        if self.data is not None:
-            self.data.world_began(coordinator)
-        others = [each for each in self.training.worlds if each != coordinator and self.training.is_training(each)]
-        for world in [*others, coordinator] if others else []:  # who wakes up late may be the older one
-            self.events.after(OVERLAP, machines.check_overlap, self, world)
-            self.events.after(MASTER_GRACE + OVERLAP, machines.check_overlap, self, world)
-
-    def attached(self, agent: VirtualAgent) -> None:
-        self._agents[agent.id] = agent
-        life = self.ledger.lives.setdefault((agent.rank, agent.incarnation), agent.life)
-        if life != agent.life:
-            raise Violation("I6", f"incarnation {agent.incarnation} of rank {agent.rank} is given to two processes")
-
-    def agent_of(self, node: NodeId) -> VirtualAgent | None:
-        agent = self._agents.get(node)
-        return agent if agent is not None and agent.is_alive else None
-
-    def kill_agent(self, agent: VirtualAgent) -> None:
-        """Its launcher starts another one."""
-        node = agent.node
-        agent.die(is_seen=True)
-        self.events.after(span(self.chance.nodes, *self.shape.costs.agent_restart), self._restart_agent, node)
-
-    def _restart_agent(self, node: VirtualNode) -> None:
-        if node.is_powered and node.agent is None and not self.is_over:
-            self.troubles.add()
-            VirtualAgent(self, node)

@@ -45,7 +45,7 @@ class StoreTraffic:
 
     def stir(self) -> None:
         """Something is about to go wrong: be in the middle of something."""
-        agents = [node.agent for node in self._sim.nodes if node.agent is not None]
+        agents = [node.agent for node in self._sim.machines.nodes if node.agent is not None]
         speakers = [agent for agent in agents if agent.can_speak]
         for _ in range(min(NUM_SPEAKERS, len(speakers))):
             agent = self._chance.choice(speakers)

@@ -69,7 +69,7 @@ class SyncTraffic:
 
     def stir(self) -> None:
         """Something is about to go wrong: be on the way to each other."""
-        agents = [node.agent for node in self._sim.nodes if node.agent is not None]
+        agents = [node.agent for node in self._sim.machines.nodes if node.agent is not None]
         speakers = [
             agent
             for agent in agents
@@ -123,7 +123,7 @@ class SyncTraffic:
         if sim.ended_at is None and sim.troubles.calm_for() > sim.bound and sim.events.now - wait.since > sim.bound:
             raise Violation("sync", f"{agent.node.label} waits for {(sim.events.now - wait.since) / SECOND:.0f} s")
         agent.outbox.ask(SyncFinished(name=self._name(), round=wait.round, generation=wait.generation))
-        for node in sim.nodes:
+        for node in sim.machines.nodes:
             peer = node.agent
             if peer is not None and peer.workers.runs(wait.coordinator) and not self._has_come(peer, wait):
                 sim.events.after(span(self._chance, *FOLLOW), self._come_after, peer, wait)
@@ -143,7 +143,7 @@ class SyncTraffic:
         job = None if sim.master is None else sim.master.job
         if job is None or not job.state.rendezvous.is_active or job.state.rendezvous.round != wait.round:
             return  # somebody was given up, and the others are let through
-        for node in sim.nodes:
+        for node in sim.machines.nodes:
             peer = node.agent
             if peer is None or not peer.workers.runs(wait.coordinator) or sim.events.now - wait.since > LONGEST_WAIT:
                 continue

@@ -1,5 +1,5 @@
 """
-What troubles a job, and how long it has had calm: faults as they hit, troubles that last, and the moment when all of it stops.
+What troubles a job, and how long it has had calm: faults that hit, troubles that last, and the moment when all stops.
 
 Nobody can hold a job to progress while something goes wrong. So whoever does something that it has to recover from says
 so here, and the checks ask here what they may expect.
@@ -68,7 +68,7 @@ class Troubles:
 
     def add(self) -> None:
         """Something happened that the job has to recover from."""
-        self._sim.count_nodes()
+        self._sim.machines.count()
         self._newest_at = self._sim.events.now
         self._progress_then = self._sim.training.progress()
 

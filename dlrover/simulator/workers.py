@@ -20,7 +20,7 @@ from dlrover.protocol.messages import (
     WorkerFailure,
     WorldSpec,
 )
-from dlrover.simulator import machines
+from dlrover.simulator import worlds
 from dlrover.simulator.events import SECOND, span
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Workers:
         costs, chance = self._sim.shape.costs, self._sim.chance.nodes
         self._world = world
         group = self.group = Group(world, self._sim.events.now)
-        machines.workers_starting(self._sim, self._agent, world)
+        worlds.workers_starting(self._sim, self._agent, world)
         low, high = costs.worker_start if self._num_groups else costs.first_start
         self._num_groups += 1
         duration = span(chance, low, high)
@@ -107,7 +107,7 @@ class Workers:
         costs, chance = self._sim.shape.costs, self._sim.chance.nodes
         group.is_stopping = True
         if group.is_up:
-            machines.workers_ended(self._sim, self._agent, group, kind)
+            worlds.workers_ended(self._sim, self._agent, group, kind)
         is_stubborn = chance.random() < 0.05
         duration = span(chance, *(costs.stubborn_stop if is_stubborn else costs.stop)) if group.is_up else 1000
         self._sim.events.after(duration, self._end_stop, group)
@@ -163,7 +163,7 @@ class Workers:
         """With their agent."""
         group, self.group = self.group, None
         if group is not None and group.is_up:
-            machines.workers_ended(self._sim, self._agent, group, None)
+            worlds.workers_ended(self._sim, self._agent, group, None)
 
     def _report(self, group: Group, kind: FailureKind, traceback: str) -> None:
         agent, now = self._agent, self._sim.events.now
