@@ -51,9 +51,9 @@ class Channel:
         agent, sim = self._agent, self._sim
         if not agent.is_alive or not self._is_seeking or agent.sleep.puts_off(self.attempt, None):
             return
-        master = sim.listening_master()
+        master = sim.masters.listening()
         if master is None or agent.node.link.is_cut:
-            sim.wait_for_master(agent)
+            sim.masters.wait_for_one(agent)
             return
         self._is_seeking = False
         self.connection = Connection(agent, agent.node.link, master, sim.events.now)

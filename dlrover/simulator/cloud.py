@@ -407,9 +407,9 @@ class VirtualCloud(Platform):
 
     def _check_single(self, launch: LaunchNode) -> None:
         """A second node of a rank is brought only while one is exchanged for it, or when the first was given up."""
-        master = self.sim.master
+        master = self.sim.masters.newest
         fleet = None if master is None else master.job.state.fleet
-        if fleet is None or self.sim.num_journals_lost or launch.id in self.asked_to_remove:
+        if fleet is None or self.sim.masters.num_journals_lost or launch.id in self.asked_to_remove:
             return
         for id_, node in self.nodes.items():
             is_there = node.phase in (NodePhase.PENDING, NodePhase.RUNNING) and not node.is_going

@@ -489,7 +489,7 @@ class DataTraffic:
         """What `dlrover data audit` says of the journal."""
         job = Job()
         audit = Audit({})
-        for step in walk(job, self._sim.journal.archive):
+        for step in walk(job, self._sim.masters.journal.archive):
             audit.follow(step.record.command, step.outcome.reply, job.state.data.datasets)
         for finding in audit.findings(job.state.data.datasets):
             if not finding.is_clean:

@@ -274,19 +274,19 @@ def _new_node(sim: Simulation, fault: Fault) -> bool:
 def _master_crash(sim: Simulation, fault: Fault) -> bool:
     """At once, or between two lines of the next turn."""
     points = [None, *CrashPoint]
-    return sim.crash_master(points[fault.pick % len(points)], downtime=fault.between(0.1, 60.0))
+    return sim.masters.crash(points[fault.pick % len(points)], downtime=fault.between(0.1, 60.0))
 
 
 def _master_power_loss(sim: Simulation, fault: Fault) -> bool:
-    return sim.crash_master(None, downtime=fault.between(1.0, 300.0), is_seen=False)
+    return sim.masters.crash(None, downtime=fault.between(1.0, 300.0), is_seen=False)
 
 
 def _master_stall(sim: Simulation, fault: Fault) -> bool:
-    return sim.stall_master(fault.between(0.5, 60.0))
+    return sim.masters.stall(fault.between(0.5, 60.0))
 
 
 def _master_pause(sim: Simulation, fault: Fault) -> bool:
-    return sim.stall_master(fault.between(0.5, 30.0))
+    return sim.masters.stall(fault.between(0.5, 30.0))
 
 
 def _master_partition(sim: Simulation, fault: Fault) -> bool:
@@ -297,22 +297,22 @@ def _master_partition(sim: Simulation, fault: Fault) -> bool:
 
 
 def _two_masters(sim: Simulation, fault: Fault) -> bool:
-    return sim.replace_master(sleep=fault.between(5.0, 200.0))
+    return sim.masters.replace(sleep=fault.between(5.0, 200.0))
 
 
 def _disk_full(sim: Simulation, fault: Fault) -> bool:
-    if sim.journal.is_full:
+    if sim.masters.journal.is_full:
         return False
-    sim.journal.is_full = True
-    sim.troubles.pass_by(fault.between(1.0, 120.0), sim.free_disk)
+    sim.masters.journal.is_full = True
+    sim.troubles.pass_by(fault.between(1.0, 120.0), sim.masters.free_disk)
     return True
 
 
 def _disk_slow(sim: Simulation, fault: Fault) -> bool:
-    if sim.is_disk_slow:
+    if sim.masters.is_disk_slow:
         return False
-    sim.is_disk_slow = True
-    sim.troubles.pass_by(fault.between(1.0, 120.0), lambda: setattr(sim, "is_disk_slow", False))
+    sim.masters.is_disk_slow = True
+    sim.troubles.pass_by(fault.between(1.0, 120.0), lambda: setattr(sim.masters, "is_disk_slow", False))
     return True
 
 
@@ -337,7 +337,7 @@ def _scaling(sim: Simulation, fault: Fault) -> bool:
 
 def _journal_lost(sim: Simulation, fault: Fault) -> bool:
     """The disk of the master is gone with it; the next one knows nothing but what the agents tell."""
-    return sim.lose_journal(downtime=fault.between(0.5, 30.0))
+    return sim.masters.lose_journal(downtime=fault.between(0.5, 30.0))
 
 
 def _cloud(sim: Simulation) -> VirtualCloud | None:

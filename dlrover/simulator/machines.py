@@ -55,7 +55,7 @@ class Machines:
     def num_steady(self) -> int:
         """Nodes that nothing has kept from joining for a while. None while the master itself is in trouble."""
         since = self._sim.events.now - STEADY
-        if self._sim.was_master_disturbed_since(since):
+        if self._sim.masters.were_disturbed_since(since):
             return 0
         return sum(
             1
@@ -131,8 +131,8 @@ class Machines:
             sim.network.healed(connection)
         if agent is not None and agent.channel.connection is not None and agent.sleep.since is None:
             agent.channel.pulse()
-        if agent is not None and agent in sim.seekers:
-            del sim.seekers[agent]
+        if agent is not None and agent in sim.masters.seekers:
+            del sim.masters.seekers[agent]
             sim.events.after(span(sim.chance.network, 0.0, 5.0), agent.channel.attempt)
 
     def _time_out(self, node: VirtualNode, coordinator: str) -> None:

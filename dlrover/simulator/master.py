@@ -111,7 +111,7 @@ class VirtualMaster:
     def __init__(self, simulation: Simulation, job: Job, master_epoch: int) -> None:
         self.sim = simulation
         self.events = simulation.events
-        self.journal = simulation.journal
+        self.journal = simulation.masters.journal
         self.master_epoch = master_epoch
         self.is_alive = True
         self.is_stalled = False
@@ -317,7 +317,7 @@ class VirtualMaster:
                 self._refuse_for_now(work, 1.0)
             return
         self.applied = {}
-        before = self._job.encode() if self.crash_point is not None or self.sim.journal.is_full else b""
+        before = self._job.encode() if self.crash_point is not None or self.sim.masters.journal.is_full else b""
         staged: dict[int, Work] = {}
         rejected: list[tuple[Work, Rejected]] = []
         now = self.now()
@@ -344,7 +344,7 @@ class VirtualMaster:
         self._is_writing = True
         self._pending = batch
         low, high = self.sim.shape.costs.commit
-        duration = span(self.sim.chance.disk, low, high) * (SLOW_DISK if self.sim.is_disk_slow else 1)
+        duration = span(self.sim.chance.disk, low, high) * (SLOW_DISK if self.sim.masters.is_disk_slow else 1)
         self.events.after(duration, self._write, batch, staged, rejected, before)
 
     def _in_order(self, works: list[Work], now: Micros) -> Iterator[Work]:
@@ -371,7 +371,7 @@ class VirtualMaster:
         """`before`: the state of which nothing was taken back when we die here."""
         if self.crash_point is not point or not before:
             return False
-        self.sim.master_died(self, durable=before, why=point.value)
+        self.sim.masters.died(self, durable=before, why=point.value)
         return True
 
     def _write(
@@ -390,7 +390,7 @@ class VirtualMaster:
         self._pending = None
         journal = self.journal
         try:
-            if journal is not self.sim.journal:
+            if journal is not self.sim.masters.journal:
                 raise Fenced("The disk of this master is gone.")
             if batch is not None and batch.records:
                 journal.append(batch, self.master_epoch)
@@ -398,7 +398,7 @@ class VirtualMaster:
             else:
                 journal.check_fence(self.master_epoch)
         except Fenced:
-            self.sim.fenced(self)
+            self.sim.masters.fenced(self)
             return
         except Unavailable:
             self._fall_back(before, [*staged.values(), *(work for work, _ in rejected)])
@@ -429,7 +429,7 @@ class VirtualMaster:
         for number, one in enumerate(released):
             if number == half:
                 self._flush(frames)
-                self.sim.master_died(self, durable=self._job.encode(), why=CrashPoint.HALF_RELEASED.value)
+                self.sim.masters.died(self, durable=self._job.encode(), why=CrashPoint.HALF_RELEASED.value)
                 return
             is_over |= self._release_one(one, staged[one.ticket], frames, told)
         for node in told:
@@ -529,7 +529,7 @@ class VirtualMaster:
         """Not durable, so it never happened: forget the state that saw it. A master that cannot even begin ends."""
         if not self._has_begun:
             self.downtime = span(self.sim.chance.disk, *self.sim.shape.costs.master_restart)
-            self.sim.master_died(self, durable=before or None, why="because it cannot write")
+            self.sim.masters.died(self, durable=before or None, why="because it cannot write")
             return
         if not self._is_failing:
             self._is_failing = True
@@ -537,7 +537,7 @@ class VirtualMaster:
             self.events.after(RETRY_PERIOD, self._try_again)
         job = self.journal.restore()
         if before:  # else the disk filled up only after this turn had begun
-            self.sim.compare_restored(job, before)
+            oversight.compare_restored(job, before)
         self._adopt(job)
         late, self._queue = self._queue, []
         for work in [*works, *late]:
@@ -547,7 +547,7 @@ class VirtualMaster:
     def _try_again(self) -> None:
         if not self.is_alive:
             return
-        if self.sim.journal.is_full or self.is_stalled:
+        if self.sim.masters.journal.is_full or self.is_stalled:
             self.events.after(RETRY_PERIOD, self._try_again)
             return
         self._is_failing = False
@@ -595,8 +595,8 @@ class VirtualMaster:
 
     def look_at_the_fence(self) -> None:
         """What an idle master does now and then: without it, one that was replaced would keep its agents for ever."""
-        if self.is_alive and not self.is_stalled and self.sim.master is not self:
-            self.sim.fenced(self)
+        if self.is_alive and not self.is_stalled and self.sim.masters.newest is not self:
+            self.sim.masters.fenced(self)
 
     def die(self, *, is_seen: bool) -> None:
         """The process is gone; `is_seen`: a kernel is left to close its streams."""

@@ -81,14 +81,15 @@ class Outbox:
                 sim.syncs.read(agent, query, body)
             return
         command = self._waiting.get(number)
-        is_known = connection.master.journal is sim.journal  # else it was lost meanwhile, and this with it
+        is_known = connection.master.journal is sim.masters.journal  # else it was lost meanwhile, and this with it
         if command is not None and is_known:
             sim.store.answered(command, body)
             sim.saves.answered(command, body)
             sim.syncs.answered(agent, command, body)
             if sim.data is not None:
                 sim.data.answered(agent, number, command, body)
-        sim.heard_answer(agent, number)
+        if is_known:
+            sim.ledger.heard_answer(agent, number)
         self._waiting.pop(number, None)
         agent.departure.heard(number)
 

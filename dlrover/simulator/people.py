@@ -50,7 +50,7 @@ class People:
     # What they ask for once.
 
     def scale(self, min_nodes: int, max_nodes: int) -> bool:
-        master = self._sim.listening_master()
+        master = self._sim.masters.listening()
         if master is None or master.job.end is not None:
             return False
         self._sim.note(f"somebody asks for {min_nodes} to {max_nodes} nodes")
@@ -60,7 +60,7 @@ class People:
     def scale_replicas(self, node_type: NodeType, pick: int) -> bool:
         """Somebody wants another number of the nodes of some type."""
         sim = self._sim
-        master, fleet = sim.listening_master(), sim.shape.fleet
+        master, fleet = sim.masters.listening(), sim.shape.fleet
         if master is None or master.job.end is not None or fleet is None:
             return False
         least = {NodeType.WORKER: sim.shape.min_nodes, NodeType.PS: 1}.get(node_type, 0)
@@ -72,7 +72,7 @@ class People:
 
     def exchange(self, pick: int) -> bool:
         """Somebody wants another machine in place of one that runs."""
-        master, cloud = self._sim.listening_master(), self._sim.platform
+        master, cloud = self._sim.masters.listening(), self._sim.platform
         if master is None or master.job.end is not None or not isinstance(cloud, VirtualCloud):
             return False
         running = cloud.running_ids()
@@ -85,7 +85,7 @@ class People:
 
     def suspend(self, duration: int) -> bool:
         sim = self._sim
-        if self.want_pause or sim.ended_at is not None or sim.listening_master() is None:
+        if self.want_pause or sim.ended_at is not None or sim.masters.listening() is None:
             return False
         self.want_pause = True
         self._ask(SuspendJob(reason="somebody needs the machines"))
@@ -105,7 +105,7 @@ class People:
         sim = self._sim
         if self._question is not question or sim.is_over or sim.ended_at is not None:
             return
-        master = sim.listening_master()
+        master = sim.masters.listening()
         if master is not None:
             master.hear(question)
         sim.events.after(ASK_AGAIN, self._try, question)

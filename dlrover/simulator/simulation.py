@@ -11,20 +11,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from dlrover.core.job import Job
 from dlrover.core.sequence import CoreFault, JournalCorrupt
 from dlrover.simulator import worlds
-from dlrover.simulator.agents import VirtualAgent
 from dlrover.simulator.beside import Beside
 from dlrover.simulator.checks import CheckRuns
 from dlrover.simulator.cloud import VirtualCloud
 from dlrover.simulator.data import DataTraffic
-from dlrover.simulator.events import SECOND, Chance, Events, span
+from dlrover.simulator.events import SECOND, Chance, Events
 from dlrover.simulator.invariants import Violation, bound_of, check_in_full
-from dlrover.simulator.journal import VirtualJournal
 from dlrover.simulator.ledger import Ledger
 from dlrover.simulator.machines import Machines
-from dlrover.simulator.master import FENCE_PERIOD, CrashPoint, VirtualMaster
+from dlrover.simulator.master import VirtualMaster
+from dlrover.simulator.masters import Masters
 from dlrover.simulator.network import Network
 from dlrover.simulator.people import People
 from dlrover.simulator.plan import Plan, Result
@@ -39,7 +37,6 @@ FULL_CHECK_EVERY = 1000
 """Events between two checks of everything."""
 REPLAY_EVERY = 10
 """Seeds: of one in so many the whole journal is replayed at the end. What a new master replays is compared always."""
-LONGEST_PAUSE = 2.0
 
 
 class Simulation:
@@ -59,11 +56,11 @@ class Simulation:
             self.shape, self.events, lambda world: worlds.finish(self, world), lambda world: worlds.began(self, world)
         )
         self.network = Network(self.events, self.chance.network, self.shape.costs)
-        self.journal = VirtualJournal()
         fleet = plan.shape.fleet
         self.platform: Platform = VirtualPlatform(self) if fleet is None else VirtualCloud(self, fleet)
         self.troubles = Troubles(self)
         self.machines = Machines(self)
+        self.masters = Masters(self)
         self.people = People(self)
         self.beside = Beside(self)
         self.checks = CheckRuns(self)
@@ -73,22 +70,11 @@ class Simulation:
         dataset = plan.shape.dataset
         self.data = None if dataset is None else DataTraffic(self, dataset)
         self.check_began_at = 0
-        self.num_journals_lost = 0
         self.bound = bound_of(plan.shape)
         """I8: virtual time from the end of the last trouble to new progress."""
-        self.is_disk_slow = False
         self.is_over = False
-        self.master: VirtualMaster | None = None
-        self.is_serving = False
-        self._num_masters = 0
-        self.seekers: dict[VirtualAgent, None] = {}
         self.ended_at: int | None = None
-        self._master_disturbed_at = 0
         self.limits = self.terms.limits
-        self._durable: bytes | None = None
-        """The state that the next master has to find; None: not known for certain."""
-
-    # The whole.
 
     def run(self) -> Result:
         """Raises `Violation`."""
@@ -102,7 +88,7 @@ class Simulation:
     def _run(self) -> Result:
         for fault in self.plan.faults:
             self.events.at(fault.at, self.troubles.inject, fault)
-        self._start_master()
+        self.masters.start()
         self.platform.begin()
         faults_end_at = round(self.plan.hours * 3600 * SECOND)
         self.events.at(faults_end_at, self.troubles.stop)
@@ -118,8 +104,8 @@ class Simulation:
 
     def _check(self) -> None:
         self.machines.count()
-        if self.master is not None and self.is_serving:
-            check_in_full(self, self.master.job)
+        if self.masters.newest is not None and self.masters.is_serving:
+            check_in_full(self, self.masters.newest.job)
 
     def _check_bounds(self, faults_end_at: int) -> None:
         now = self.events.now
@@ -136,14 +122,14 @@ class Simulation:
             raise Violation(
                 "I8", f"the first step came {self.troubles.recovery / SECOND:.0f} s after the faults had stopped"
             )
-        assert self.master is not None, "a job is over under a master"
-        job = self.master.job
+        assert self.masters.newest is not None, "a job is over under a master"
+        job = self.masters.newest.job
         self.store.check(job)
         self.saves.check(job)
         # A simulation that was cut off may have ended in the middle of a turn.
         data = self.data
         is_replayed = (self.plan.is_thorough or self.plan.seed % REPLAY_EVERY == 0) and not self.plan.is_cut_off
-        if is_replayed and self.journal.restore_from_the_beginning().encode() != job.encode():
+        if is_replayed and self.masters.journal.restore_from_the_beginning().encode() != job.encode():
             raise Violation("I5", "a replay of the whole journal leads to another state")
         if data is not None:
             data.check_end(job, is_audited=is_replayed)
@@ -156,19 +142,19 @@ class Simulation:
             num_events=self.events.num_past,
             num_commands=self.ledger.num_commands,
             num_rounds=job.state.rendezvous.round,
-            num_masters=self._num_masters,
+            num_masters=self.masters.num_started,
             num_alarms=self.ledger.num_alarms,
             recovery=self.troubles.recovery / SECOND,
             num_records=0 if data is None else data.num_records,
             is_read_out=data is not None and data.is_read_out(job),
             reason="" if job.end is None else job.end.reason.value,
-            trace=f"{self.journal.trace}-{self.events.num_past:x}-{self.events.now:x}",
+            trace=f"{self.masters.journal.trace}-{self.events.num_past:x}-{self.events.now:x}",
         )
 
     def _describe(self) -> str:
-        if self.master is None:
+        if self.masters.newest is None:
             return "there is no master"
-        status = self.master.job.status()
+        status = self.masters.newest.job.status()
         nodes = ", ".join(f"{node.node_rank}:{node.status}/{node.wish}" for node in status.nodes)
         return f"stage {status.stage}, round {status.round}: {status.verdict} [{nodes}]"
 
@@ -181,156 +167,6 @@ class Simulation:
         """For the timeline."""
         if self._on_note is not None:
             self._on_note(self.events.now, text)
-
-    # Masters.
-
-    def free_disk(self) -> None:
-        self.journal.is_full = False
-        self.disturb_master()
-
-    def disturb_master(self) -> None:
-        self._master_disturbed_at = self.events.now
-
-    def was_master_disturbed_since(self, when: int) -> bool:
-        return self.journal.is_full or self.is_disk_slow or self._master_disturbed_at > when
-
-    def _start_master(self) -> None:
-        if self.is_over or (self.master is not None and self.master.is_alive):
-            return
-        epoch = self.journal.take_over()
-        job = self.journal.restore()
-        if self._durable is not None:
-            self.compare_restored(job, self._durable)
-        elif job.number != self.journal.last_number:
-            raise Violation("I5", f"the journal has {self.journal.last_number} records, the replay gave {job.number}")
-        self._check_answered(job)
-        self.store.check(job)
-        self.saves.check(job)
-        self._num_masters += 1
-        self.is_serving = False
-        self.note(f"master epoch {epoch} starts")
-        self.troubles.add()
-        self.disturb_master()
-        self.master = VirtualMaster(self, job, epoch)
-        self.master.begin()
-
-    def _check_answered(self, job: Job) -> None:
-        """What was answered is durable, whenever the master died."""
-        for node, sender in job.state.senders.by_node.items():
-            answered = self.ledger.answered.get((node, sender.incarnation), 0)
-            if answered > sender.highest:
-                raise Violation("I5", f"command {answered} of node {node} was answered, and {sender.highest} is known")
-
-    def heard_answer(self, agent: VirtualAgent, sequence: int) -> None:
-        if agent.channel.connection is None or agent.channel.connection.master.journal is not self.journal:
-            return  # it was on its way when the journal was lost, and nobody knows of it any more
-        life = (agent.id, agent.incarnation)
-        self.ledger.answered[life] = max(sequence, self.ledger.answered.get(life, 0))
-
-    def compare_restored(self, job: Job, durable: bytes) -> None:
-        if job.encode() != durable:
-            raise Violation("I5", f"after the replay of {job.number} commands the state is not what it was")
-
-    def crash_master(self, point: CrashPoint | None, *, downtime: int, is_seen: bool = True) -> bool:
-        """Now, or at that point of the next turn; the next master comes after a while."""
-        master = self.master
-        if master is None or not master.is_alive or master.crash_point is not None:
-            return False
-        master.downtime = downtime
-        if point is None:
-            self.master_died(master, durable=None, why="at rest", is_seen=is_seen)
-        else:
-            master.crash_point = point
-        return True
-
-    def master_died(self, master: VirtualMaster, *, durable: bytes | None, why: str, is_seen: bool = True) -> None:
-        """`durable`: the state that the next one has to find, if that is known for certain."""
-        self.note(f"master epoch {master.master_epoch} dies {why}")
-        master.die(is_seen=is_seen)
-        if self.master is master:
-            self._durable = durable
-            self.is_serving = False
-            self.troubles.add()
-            self.troubles.pass_by(master.downtime, self._start_master)
-
-    def stall_master(self, duration: int) -> bool:
-        master = self.master
-        if master is None or not master.stall():
-            return False
-        self._answer_nobody()
-        self.troubles.pass_by(duration, lambda: self._resume(master))
-        return True
-
-    def _resume(self, master: VirtualMaster) -> None:
-        self.disturb_master()
-        master.resume()
-        if master is self.master:
-            self.call_seekers()
-
-    def replace_master(self, *, sleep: int) -> bool:
-        """The master sleeps, another takes over, and then the first one wakes up and goes on where it was."""
-        old = self.master
-        if old is None or not self.is_serving or not old.stall():
-            return False
-        self.note(f"master epoch {old.master_epoch} sleeps and is replaced")
-        self._answer_nobody()
-        self._durable = None
-        self.master = None
-        self._start_master()
-        self.troubles.pass_by(sleep, lambda: self._wake_replaced(old))
-        return True
-
-    def _wake_replaced(self, old: VirtualMaster) -> None:
-        old.resume()
-        self.events.after(FENCE_PERIOD, old.look_at_the_fence)
-
-    def _answer_nobody(self) -> None:
-        for node in self.machines.nodes:
-            if node.agent is not None:
-                node.agent.channel.keepalive_soon()
-
-    def lose_journal(self, *, downtime: int) -> bool:
-        """
-        What was known only to the journal is known to nobody now. That a job had ended cannot be told again, though, nor
-        what was read of its data.
-        """
-        master = self.master
-        is_late = self.ended_at is not None or self.training.best_step >= self.shape.num_steps
-        if master is None or not master.is_alive or not self.is_serving or is_late or self.data is not None:
-            return False
-        master.downtime = downtime
-        self.master_died(master, durable=None, why="and its journal is lost")
-        self.journal = VirtualJournal()
-        self.num_journals_lost += 1
-        self.store.journal_lost()
-        self.saves.journal_lost()
-        self.syncs.journal_lost()
-        self.people.journal_lost()
-        self.ledger.lives.clear()
-        self.ledger.applied.clear()
-        self.ledger.answered.clear()
-        self.machines.journal_lost()
-        return True
-
-    def fenced(self, master: VirtualMaster) -> None:
-        self.note(f"master epoch {master.master_epoch} is fenced")
-        if master is self.master:
-            raise Violation("I6", "the newest master was fenced")
-        master.die(is_seen=True)
-
-    def listening_master(self) -> VirtualMaster | None:
-        master = self.master
-        return master if master is not None and self.is_serving and master.is_awake else None
-
-    def wait_for_master(self, agent: VirtualAgent) -> None:
-        self.seekers[agent] = None
-
-    def call_seekers(self) -> None:
-        seekers, self.seekers = self.seekers, {}
-        for agent in seekers:
-            self.events.after(span(self.chance.network, 0.0, LONGEST_PAUSE), agent.channel.attempt)
-
-    # What masters do.
 
     def job_over(self, master: VirtualMaster) -> None:
         self.note("the job is over")

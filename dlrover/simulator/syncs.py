@@ -140,7 +140,7 @@ class SyncTraffic:
     def _check_reached(self, agent: VirtualAgent, wait: Wait) -> None:
         """All of its world have come, who are still part of it."""
         sim = self._sim
-        job = None if sim.master is None else sim.master.job
+        job = None if sim.masters.newest is None else sim.masters.newest.job
         if job is None or not job.state.rendezvous.is_active or job.state.rendezvous.round != wait.round:
             return  # somebody was given up, and the others are let through
         for node in sim.machines.nodes:
@@ -224,13 +224,13 @@ class SyncTraffic:
         opened = self._opened.get(round_, 0)
         if is_open and generation > opened:
             raise Violation("sync", f"the barrier of round {round_} is open for the {generation}th time, of {opened}")
-        master = self._sim.master
+        master = self._sim.masters.newest
         is_newest = master is not None and master.job.state.rendezvous.round == round_
         if is_promised and not is_open and is_newest:
             raise Violation("sync", f"the barrier of round {round_} was opened {generation} times and is not open")
 
     def _name(self) -> str:
-        return f"{self._sim.num_journals_lost}/step"
+        return f"{self._sim.masters.num_journals_lost}/step"
 
     def journal_lost(self) -> None:
         self._waits.clear()

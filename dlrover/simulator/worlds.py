@@ -67,7 +67,7 @@ def finish(sim: Simulation, coordinator: str) -> None:
 def _check_overlap(sim: Simulation, coordinator: str) -> None:
     if sim.is_over or not sim.training.is_training(coordinator):
         return
-    newest = None if sim.master is None else sim.master.job.state.rendezvous.world
+    newest = None if sim.masters.newest is None else sim.masters.newest.job.state.rendezvous.world
     if newest is not None and newest.coordinator == coordinator:
         return
     round_ = sim.training.worlds[coordinator].round
@@ -87,6 +87,6 @@ def _answers_now(sim: Simulation, agent: VirtualAgent) -> bool:
         connection is not None
         and agent.sleep.since is None
         and not connection.link.is_cut
-        and connection.master is sim.master
+        and connection.master is sim.masters.newest
         and connection.master.is_awake
     )
