@@ -131,7 +131,7 @@ class Network:
 
     def mute(self, connection: Connection) -> None:
         """Heartbeats stop coming through."""
-        connection.master.watch(connection, span(self._chance, *HEARTBEAT))
+        connection.master.lines.watch(connection, span(self._chance, *HEARTBEAT))
 
     def healed(self, connection: Connection) -> None:
         """What was held goes on its way, in order."""
