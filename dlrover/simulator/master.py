@@ -115,7 +115,6 @@ class VirtualMaster:
         """On its way to the disk."""
         self._backlogged_write: tuple[Batch | None, dict[int, Work], list[tuple[Work, Rejected]], bytes] | None = None
         self._snapshot_every = simulation.snapshot_every
-        self._num_batches = 0
         self.crash_point: CrashPoint | None = None
         """Dies there in the next turn that gets so far."""
         self.downtime = 0
@@ -369,7 +368,7 @@ class VirtualMaster:
                 frames.setdefault(line.connection, []).append(Push(desired))
         self._flush(frames)
         if is_over:
-            self.sim.job_over(self)
+            self.sim.job_over()
 
     def _release_one(
         self, one: Released, work: Work, frames: dict[Connection, list[Downward]], told: dict[NodeId, None]

@@ -21,7 +21,6 @@ from dlrover.simulator.events import SECOND, Chance, Events
 from dlrover.simulator.invariants import Violation, bound_of, check_in_full
 from dlrover.simulator.ledger import Ledger
 from dlrover.simulator.machines import Machines
-from dlrover.simulator.master import VirtualMaster
 from dlrover.simulator.masters import Masters
 from dlrover.simulator.network import Network
 from dlrover.simulator.people import People
@@ -168,7 +167,7 @@ class Simulation:
         if self._on_note is not None:
             self._on_note(self.events.now, text)
 
-    def job_over(self, master: VirtualMaster) -> None:
+    def job_over(self) -> None:
         self.note("the job is over")
         if isinstance(self.platform, VirtualCloud):
             self.platform.check_removed()
