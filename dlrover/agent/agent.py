@@ -99,6 +99,8 @@ class Patience(NamedTuple):
     """A finished training is a success even if the master is gone for good: wait so long for it, then leave with 0."""
     first_connection: float = 120.0
     """For the master to appear at all, however short its later absences may be."""
+    wait_told: float = 20.0
+    """A node that waits for its first world for so long says so: in silence it would be taken for one that hangs."""
 
 
 class BuildGroup(Protocol):
@@ -263,6 +265,8 @@ class Agent:
         """Newest round of the node check whose task we started. Each is run once, as with workers."""
         self._offer: PortOffer | None = None
         """The port we offered for `_joined`, held until what meets there starts."""
+        self._is_wait_timed = False
+        """Whether somebody looks after a while if this node still waits for its first world."""
         self._started_round = Round(0)
         """Newest round whose workers we started. Each is started once: a repeated wish for it means nothing."""
         self._world: WorldSpec | None = None
@@ -343,6 +347,7 @@ class Agent:
                 log.info("waiting: %s", wish.reason)
                 if self._driver.is_wanted:
                     self._driver.want_none(StopCause.MEMBERSHIP)
+                self._tell_if_it_takes_long()
             case End():
                 return await self._end(wish)
             case Leave():
@@ -350,6 +355,18 @@ class Agent:
             case _:
                 assert_never(wish)
         return None
+
+    def _tell_if_it_takes_long(self) -> None:
+        if not self._started_round and not self._is_wait_timed:
+            self._is_wait_timed = True
+            asyncio.get_running_loop().call_later(self._patience.wait_told, self._tell_of_waiting)
+
+    def _tell_of_waiting(self) -> None:
+        if not self._started_round and self._desired is not None and isinstance(self._desired.wish, Wait):
+            log.warning(
+                "this node has joined and waits for a place in a world; `dlrover status` on the master's host says what the job "
+                "waits for"
+            )
 
     def _enter_round(self, join: Join | JoinCheck) -> None:
         name = NODE_CHECK_RENDEZVOUS if isinstance(join, JoinCheck) else TRAINING_RENDEZVOUS

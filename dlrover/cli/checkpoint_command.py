@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from dlrover.cli.tables import table_console
 from dlrover.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def ls(path: Location, is_json: Json = False) -> None:
     if is_json:
         _print_json(listing)
         return
-    console = _console()
+    console = table_console()
     console.print(_table(listing, time.time()))
     for name in listing.dangling:
         console.print(
@@ -84,7 +85,7 @@ def verify(
     if is_json:
         _print_json({"verdicts": verdicts, "trackers": damage})
     else:
-        _show_verdicts(_console(), verdicts, damage, is_quick=quick)
+        _show_verdicts(table_console(), verdicts, damage, is_quick=quick)
     if damage or not all(verdict.is_good for verdict in verdicts):
         raise typer.Exit(EXIT_DIFFERENT)
 
@@ -113,7 +114,7 @@ def diff(
     if is_json:
         _print_json(found)
     else:
-        _show_differences(_console(), found, limit)
+        _show_differences(table_console(), found, limit)
     if found.differences:
         raise typer.Exit(EXIT_DIFFERENT)
 
@@ -177,7 +178,7 @@ def gc(
     if is_json:
         _print_json(choices)
     else:
-        _console().print(_choices_table(choices))
+        table_console().print(_choices_table(choices))
     going = [choice for choice in choices if choice.is_going]
     total = sum(choice.found.size_bytes for choice in going)
     if not yes:
@@ -292,14 +293,6 @@ def _readable(work: Callable[[], Result]) -> Result:
         return work()
     except OSError as error:
         raise ConfigError(f"{error.filename or 'The checkpoint'} cannot be read: {error.strerror or error}.") from error
-
-
-def _console() -> Console:
-    """Wide enough for names also where the output is no terminal."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
 
 
 def _print_json(value: object) -> None:

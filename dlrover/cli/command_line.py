@@ -20,6 +20,8 @@ PROGRAM = "dlrover-run"
 
 _BY_NAME = {name: option for option in OPTIONS for name in (*option.names, option.short) if name}
 _IMMEDIATE = ("-h", "--help", "--check-env", "--check_env")
+OPTION_NAMES = (*_BY_NAME, *_IMMEDIATE)
+"""Each spelling of each option."""
 
 
 class Origin(enum.StrEnum):
@@ -225,7 +227,7 @@ def _split(token: str) -> tuple[str, str | None]:
 def _find(name: str) -> Option:
     option = _BY_NAME.get(name)
     if option is None:
-        hint = nearest(name, (*_BY_NAME, *_IMMEDIATE))
+        hint = nearest(name, OPTION_NAMES)
         raise ConfigError(
             f"{name} is no option of {PROGRAM}.{hint} Options of the training script go behind the script; {PROGRAM} "
             "--help lists ours."

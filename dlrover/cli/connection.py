@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from dlrover.protocol.messages import Reply
 
 ASK_TIMEOUT = 10.0
+MASTER_FILE = "master.json"
+"""In the directory of a launcher that hosts the master; it says where the journal is."""
 
 Job = Annotated[str, typer.Argument(help="Name of a job on this host; not needed if only one runs.")]
 JobOrJournal = Annotated[
@@ -66,6 +68,8 @@ class Connection:
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
+    may_be_journal: bool = False
+    """In place of a job's name the file of a journal may be given."""
 
     @functools.cached_property
     def reached(self) -> Reached:
@@ -78,7 +82,7 @@ class Connection:
         has_tls = self.tls_ca or self.tls_cert or self.tls_key
         tls = TlsConfig(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key) if has_tls else None
         if not address:
-            found = find_local_job(self.job)
+            found = self._find_local_job()
             address, tls = found.address, tls or found.tls
             token = token or read_token_file(found.token_file)
         return Reached(address, token, tls)
@@ -87,8 +91,12 @@ class Connection:
     def _given_address(self) -> str:
         """By option or environment; empty: the job is to be found on this host."""
         from dlrover.cli.environment import read_environment
+        from dlrover.protocol.addresses import parse_address
 
-        return self.addr or ("" if self.job else read_environment(os.environ).master_addr)
+        if self.addr:
+            return str(parse_address(self.addr, shown=f"--addr {self.addr}"))
+        given = "" if self.job else read_environment(os.environ).master_addr
+        return str(parse_address(given, shown=f"DLROVER_MASTER_ADDR={given}")) if given else ""
 
     def send(self, question: Question) -> Reply:
         import asyncio
@@ -115,8 +123,11 @@ class Connection:
 
         journal = self.journal
         if journal is None and not self._given_address:
-            journal = _journal_of(find_local_job(self.job))
+            journal = _journal_of(self._find_local_job())
         return read_history(journal) if journal is not None else ask_history(self.send)
+
+    def _find_local_job(self) -> LocalJob:
+        return find_local_job(self.job, otherwise=", nor is there such a file" if self.may_be_journal else "")
 
 
 def takes_connection(command: Callable[..., None], job: object = Job) -> Callable[..., None]:
@@ -133,7 +144,8 @@ def takes_connection(command: Callable[..., None], job: object = Job) -> Callabl
 
     @functools.wraps(command)
     def as_typed(**given: object) -> None:
-        connection = Connection(**{name: str(given.pop(name)) for name in kinds})
+        options = {name: str(given.pop(name)) for name in kinds}
+        connection = Connection(**options, may_be_journal=job is JobOrJournal)
         command(connection=connection, **given)
 
     as_typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -150,21 +162,31 @@ class LocalJob(NamedTuple):
     directory: str
 
 
-def find_local_job(job: str) -> LocalJob:
+def find_local_job(job: str, *, otherwise: str = "") -> LocalJob:
+    """Raises `ConfigError`; `otherwise`: what else the name could have been, and is not."""
     from dlrover.cli.environment import read_environment
     from dlrover.cli.runtime_dir import TOKEN_FILE, list_nodes, user_root
 
     living, _ = list_nodes(user_root(read_environment(os.environ)))
-    jobs = {
-        owner.job_name: LocalJob(owner.master_addr, os.path.join(path, TOKEN_FILE), owner.tls, path)
-        for path, owner in living
-        if owner.master_addr
-    }
+    jobs: dict[str, dict[str, LocalJob]] = {}
+    for path, owner in living:
+        if owner.master_addr:
+            # By the port: nodes of one job may call the host of its master by several names.
+            port = owner.master_addr.rpartition(":")[2]
+            known = jobs.setdefault(owner.job_name, {})
+            if port in known and os.path.exists(os.path.join(known[port].directory, MASTER_FILE)):
+                continue  # a node with the journal is the better one to ask
+            known[port] = LocalJob(owner.master_addr, os.path.join(path, TOKEN_FILE), owner.tls, path)
     if (job and job not in jobs) or (not job and len(jobs) != 1):
         names = ", ".join(sorted(jobs)) or "none"
-        what = f"No job {job} of yours runs on this host" if job else "Name a job, or give --addr HOST:PORT"
+        what = f"No job {job} of yours runs on this host{otherwise}" if job else "Name a job, or give --addr HOST:PORT"
         raise ConfigError(f"{what}. Running here: {names}.")
-    return jobs[job] if job else next(iter(jobs.values()))
+    name = job or next(iter(jobs))
+    found = list(jobs[name].values())
+    if len(found) > 1:
+        choices = " or ".join(f"--addr {each.address} --token-file {each.token_file}" for each in found)
+        raise ConfigError(f"{len(found)} jobs of yours on this host are called {name}. Give {choices}.")
+    return found[0]
 
 
 def _journal_of(local: LocalJob) -> Path | None:
@@ -174,7 +196,7 @@ def _journal_of(local: LocalJob) -> Path | None:
     from dlrover.master.config import MasterConfig
 
     try:
-        config = msgspec.json.decode(Path(local.directory, "master.json").read_bytes(), type=MasterConfig)
+        config = msgspec.json.decode(Path(local.directory, MASTER_FILE).read_bytes(), type=MasterConfig)
     except (OSError, msgspec.MsgspecError):
         return None
     return Path(config.journal) if os.path.isfile(config.journal) else None

@@ -179,13 +179,12 @@ def derive_token(rdzv_id: str) -> str:
 def own_host(settings: Settings, place: MasterPlace) -> str:
     """This node's address for the others: what becomes MASTER_ADDR if it hosts global rank 0."""
     if settings.local_addr:
-        return _bare_host(settings.local_addr)
+        return _bare_host(settings.local_addr, f"--local-addr {settings.local_addr}")
     if settings.terms.limits.max_nodes == 1:
-        return (
-            _bare_host(settings.master_addr) if settings.master_addr else "localhost"
-        )  # as torchrun tells its workers
+        named = settings.master_addr  # as torchrun tells its workers
+        return _bare_host(named, f"--master-addr {named}") if named else "localhost"
     if settings.environment.pod_ip:
-        return _bare_host(settings.environment.pod_ip)
+        return _bare_host(settings.environment.pod_ip, f"POD_IP={settings.environment.pod_ip}")
     if is_loopback(place.address.host) and _is_loopback_name(place.address.host):
         return LOOPBACK
     if place.is_ours and not is_loopback(place.address.host):
@@ -223,15 +222,18 @@ def speaks_http2(address: Address, *, timeout: float = PROBE_TIMEOUT) -> bool:
 def _address(settings: Settings) -> tuple[Address | None, str]:
     """The address that was asked for, None for a job on its own, and the option or variable that said so."""
     if settings.environment.master_addr:
-        return parse_address(settings.environment.master_addr), "DLROVER_MASTER_ADDR"
+        given = settings.environment.master_addr
+        return parse_address(given, shown=f"DLROVER_MASTER_ADDR={given}"), "DLROVER_MASTER_ADDR"
     if settings.is_standalone:
         return None, ""
     if settings.rdzv_endpoint:
-        return parse_address(settings.rdzv_endpoint, default_port=ENDPOINT_PORT), "--rdzv-endpoint"
+        given = settings.rdzv_endpoint
+        return parse_address(given, default_port=ENDPOINT_PORT, shown=f"--rdzv-endpoint {given}"), "--rdzv-endpoint"
     if settings.master_port is None and settings.terms.limits.max_nodes == 1:
         # Alone, and no port that anybody could wait at: torchrun chooses a free one here, too.
         return None, ""
-    host = parse_address(settings.master_addr or LOOPBACK, default_port=0).host
+    given = settings.master_addr or LOOPBACK
+    host = parse_address(given, default_port=0, shown=f"--master-addr {given}").host
     return Address(host, MASTER_PORT if settings.master_port is None else settings.master_port), "--master-port"
 
 
@@ -246,9 +248,9 @@ def _check_who_listens(settings: Settings, address: Address, source: str, error:
     ) from error
 
 
-def _bare_host(text: str) -> str:
+def _bare_host(text: str, shown: str) -> str:
     """Workers hand it to the resolver, which knows no brackets around an IPv6 address."""
-    return parse_address(text, default_port=0).host
+    return parse_address(text, default_port=0, shown=shown).host
 
 
 def _bind_host(host: str, *, is_wide: bool) -> str:

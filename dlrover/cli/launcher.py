@@ -474,7 +474,8 @@ class Launcher:
         is_first_start = code is not None and not self._has_master_served
         if is_first_start and (code == EXIT_USAGE or self._num_quick_master_deaths > NUM_QUICK_DEATHS):
             self._fail(
-                EXIT_MASTER_LOST, f"The master could not start ({how}). Its log ends with:\n{self._master_tail()}"
+                EXIT_USAGE if code == EXIT_USAGE else EXIT_MASTER_LOST,
+                f"The master could not start ({how}). Its log ends with:\n{self._master_tail()}",
             )
             return
         excess = self._num_quick_master_deaths - NUM_QUICK_DEATHS

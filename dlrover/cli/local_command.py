@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from dlrover.agent.process_tree import kill_descendants
 from dlrover.cli import processes
-from dlrover.cli.command_line import parse
+from dlrover.cli.command_line import OPTION_NAMES, nearest, parse
 from dlrover.cli.console import say_block
 from dlrover.cli.discovery import Seat, new_launch
 from dlrover.cli.environment import read_environment
@@ -74,7 +74,11 @@ _NUM_PORT_CHOICES = 5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 # What nodes are told by their host, not by the user. Variables of the surroundings would contradict it.
-_OURS = ("nnodes", "node_rank", "standalone", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "local_addr")
+_OURS = (
+    "nnodes", "standby", "node_rank", "standalone", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "local_addr",
+    "job_token_file",
+)  # fmt: skip
+_INSTEAD = {"nnodes": "Give --nodes in front of `--`.", "standby": "Give it in front of `--`."}
 _NOT_PASSED_ON = (
     "DLROVER_JOB_TOKEN", "DLROVER_NODE_ID", "DLROVER_AGENT_SOCKET", "NODE_RANK", "WORKER_RANK", "NODE_NUM", "POD_IP", "HOST_PORTS",
 )  # fmt: skip
@@ -135,7 +139,8 @@ def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
     for dest in _OURS:
         if parse(command, {}).is_given(dest):
             option = f"--{dest.replace('_', '-')}"
-            raise ConfigError(f"{option} after `dlrover local`: each node is told that by the job. Leave it out.")
+            advice = _INSTEAD.get(dest, "Leave it out.")
+            raise ConfigError(f"{option} after `dlrover local`: each node is told that by the job. {advice}")
     node_argv = (f"--nnodes={min_nodes}:{max_nodes}", f"--standby={options.standby}", *command)
     _, settings = read_settings(node_argv, surroundings)
     if is_piped(settings.entry):
@@ -445,9 +450,10 @@ class LocalJob:
         how = processes.describe_status(status)
         has_served = os.path.exists(self._path("master.ready"))
         self._num_quick_deaths = 0 if has_served else self._num_quick_deaths + 1
-        if self._num_quick_deaths > NUM_QUICK_DEATHS or (not has_served and _code(status) == EXIT_USAGE):
+        is_refused = not has_served and _code(status) == EXIT_USAGE
+        if self._num_quick_deaths > NUM_QUICK_DEATHS or is_refused:
             self._display.say(f"the master could not start ({how}). Its log ends with:\n{self._master_tail()}")
-            self._conclude(EXIT_MASTER_LOST)
+            self._conclude(EXIT_USAGE if is_refused else EXIT_MASTER_LOST)
             return
         pause = min(MAX_MASTER_PAUSE, 0.1 * 2**self._num_quick_deaths) if self._num_quick_deaths else 0.0
         self._display.say(f"the master ended ({how}); starting it again, workers train on")
@@ -574,8 +580,19 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
         elif word in ("-h", "--help") or word.partition("=")[0] in takes_value:
             position += 1
         else:
+            _check_option(word)
             break
     return argv[:position], argv[position:]
+
+
+def _check_option(word: str) -> None:
+    """Raises `ConfigError` for an option that is nobody's; the nodes' launcher would know only half of what it could be."""
+    name = word.partition("=")[0]
+    ours = [option for action in _parser()._actions for option in action.option_strings]
+    if name.startswith("--") and name not in OPTION_NAMES:
+        raise ConfigError(
+            f"{name} is no option of dlrover local, nor of the nodes' dlrover-run.{nearest(name, (*ours, *OPTION_NAMES))}"
+        )
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from dlrover.cli.checkpoint_command import app as checkpoint
 from dlrover.cli.connection import Connection, Job, JobOrJournal, takes_connection
 from dlrover.cli.data_command import app as data
 from dlrover.cli.simulate_command import simulate
+from dlrover.cli.tables import table_console
 from dlrover.protocol.descriptors import open_standard_descriptors
 from dlrover.protocol.errors import ConfigError, DLRoverError
 
@@ -103,7 +104,7 @@ def events(
     connection: Connection,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
     is_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
-    limit: Annotated[int, typer.Option("--limit", help="So many, the newest.")] = 200,
+    limit: Annotated[int, typer.Option("--limit", help="So many, the newest.", min=1)] = 200,
     trace: Annotated[str, typer.Option("--trace", help="Write the whole job there as a trace for Perfetto.")] = "",
     training_events: Annotated[
         str, typer.Option("--training-events", help="Directory with events of training processes, for --trace.")
@@ -134,11 +135,9 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print it once, as where there is no terminal.")] = False,
 ) -> None:
     """Watch a running job: goodput, what each node does, its newest events. Ctrl-C ends it."""
-    from rich.console import Console
-
     from dlrover.cli.top import show
 
-    show(connection.send, Console(), once=once)
+    show(connection.send, table_console(), once=once)
 
 
 @_command(job=JobOrJournal)
@@ -385,11 +384,9 @@ def _show(status: JobStatus, *, is_json: bool) -> None:
     if is_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
         return
-    from rich.console import Console
-
     from dlrover.cli.status_display import show
 
-    show(status, Console())
+    show(status, table_console())
 
 
 if __name__ == "__main__":

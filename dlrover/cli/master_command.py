@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 
@@ -113,7 +114,10 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
             hint = "" if token else f", token in {token_file}"
             if config.dashboard_port >= 0:
                 say_block(f"dlrover master: `dlrover dashboard {options.job_name}` prints a link to the dashboard")
-            say_block(f"dlrover master: job {options.job_name} at {address}{hint}; set DLROVER_MASTER_ADDR={address}")
+            reached_at = Address(socket.gethostname(), seat.port) if options.host in ("0.0.0.0", "::") else address
+            say_block(
+                f"dlrover master: job {options.job_name} at {address}{hint}; set DLROVER_MASTER_ADDR={reached_at}"
+            )
             return _wait(pid, inbox)
     finally:
         seat.close()
@@ -263,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
         "--pending-fail-strategy",
         type=int,
         metavar="-1|0|1|2",
-        help="whose wait ends the job: nobody, the necessary, all",
+        help="whose wait ends the job: nobody (-1, 0), the necessary (1), all (2)",
     )
     add("--topology-querier", default="", metavar="MODULE::CLASS", help="plug-in that knows the switches above a host")
     add("--topology-sorter", default="", metavar="MODULE::CLASS", help="plug-in that orders the nodes of a world")
@@ -292,17 +296,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is no port")
-    return port
+    if not (text.isascii() and text.isdigit() and int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text} is no port; give a number from 0 to 65535")
+    return int(text)
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return number
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text} must be a number of at least 1")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -326,7 +326,14 @@ OUR_OPTIONS: tuple[Option, ...] = (
         group=OURS,
         metavar="FILE",
     ),
-    _option("--tls-ca", Kind.TEXT, "", "Certificates (PEM) that the peer's certificate must come from.", group=OURS),
+    _option(
+        "--tls-ca",
+        Kind.TEXT,
+        "",
+        "Certificates (PEM) that the peer's certificate must come from.",
+        group=OURS,
+        metavar="FILE",
+    ),
     _option("--tls-cert", Kind.TEXT, "", "Our certificate (PEM).", group=OURS, metavar="FILE"),
     _option("--tls-key", Kind.TEXT, "", "The key of our certificate (PEM).", group=OURS, metavar="FILE"),
     _option(

@@ -36,7 +36,8 @@ def failure_report(job_name: str, result: AgentResult) -> str:
     end: JobEnd | None = result.end
     is_stopped = end is not None and end.reason is ExitReason.STOPPED_BY_USER
     title = f"Job {job_name} {'was stopped' if is_stopped else 'failed'}"
-    lines = ["=" * WIDTH, f"{title}: {end.reason}" if end else title]
+    # Without the master's word only this node's part is known: it was refused, or lost the master.
+    lines = ["=" * WIDTH, f"{title}: {end.reason}" if end else f"{title} on this node"]
     message = (end.message if end else "") or result.message
     if message:
         lines += textwrap.wrap(message, WIDTH)
@@ -98,7 +99,7 @@ def _cause(first: FirstFailure) -> str:
     else:
         status = "no exit status"
     kind = "" if failure.kind in (FailureKind.EXIT_CODE, FailureKind.SIGNAL) else f", {_KINDS[failure.kind]}"
-    return f"{status}{kind}" + (f": {failure.message}" if failure.message else "")
+    return f"{status}{kind}" + (f": {failure.message}" if failure.message not in ("", status) else "")
 
 
 def _is_kept(path: str) -> bool:

@@ -6,7 +6,9 @@ The same simulation that tests the control plane lives through the job several t
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,7 +56,6 @@ def simulate(
     """Forecast a job: time to finish, goodput, and the best choice of spares and minimum."""
     from rich.console import Console
 
-    from dlrover.protocol.errors import ConfigError
     from dlrover.simulator.forecast import Question, best, choices, forecast
     from dlrover.simulator.plot import draw
 
@@ -74,6 +75,8 @@ def simulate(
         replacement=replacement,
         join_timeout=join_timeout,
     )
+    if plot is not None:
+        _probe(plot)
     console = Console()
     with console.status(f"living through {hours:g} h with {nodes} nodes, {seeds} times"):
         chosen = forecast(question, num_seeds=seeds, seed=seed)
@@ -87,11 +90,28 @@ def simulate(
             ]
         _compare(console, others, *best(others))
     if plot is not None:
-        try:
+        with _writing(plot):
             plot.write_text(draw(chosen, others), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--plot {plot}: {error.strerror}. Name a file in a directory that exists.") from error
         console.print(f"picture: {plot}", markup=False, highlight=False)
+
+
+@contextlib.contextmanager
+def _writing(plot: Path) -> Iterator[None]:
+    from dlrover.protocol.errors import ConfigError
+
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--plot {plot}: {error.strerror}. Name a file in a directory that exists.") from error
+
+
+def _probe(plot: Path) -> None:
+    """Before the long part, so that nobody waits for a picture that has no place. Leaves nothing."""
+    is_new = not plot.exists()
+    with _writing(plot):
+        plot.open("a").close()
+        if is_new:
+            plot.unlink()
 
 
 def _show(console: Console, chosen: Forecast) -> None:
@@ -115,8 +135,17 @@ def _show(console: Console, chosen: Forecast) -> None:
     console.print(f"  repeated     {max(life.lost_hours for life in lives):.1f} h of training at most", highlight=False)
     for life in lives:
         if not life.is_completed:
-            console.print(f"  one ended after {life.hours:.1f} h: {life.reason}", highlight=False)
+            console.print(f"  one ended after {life.hours:.1f} h: {_reason(chosen, life)}", highlight=False)
     _tell(console, chosen.median_life)
+
+
+def _reason(chosen: Forecast, life: Life) -> str:
+    from dlrover.protocol.messages import ExitReason
+
+    if life.reason != ExitReason.RENDEZVOUS_TIMEOUT.value:
+        return life.reason
+    question = chosen.question
+    return f"fewer than {question.min_nodes} nodes for longer than --join-timeout {question.join_timeout:g}"
 
 
 def _tell(console: Console, life: Life) -> None:
@@ -125,7 +154,7 @@ def _tell(console: Console, life: Life) -> None:
     table = Table("hours", "done", "nodes", title="the median life", title_justify="left")
     turns = list(life.curve)
     step = max(1, math.ceil(len(turns) / MAX_TURNS))
-    for hours, part, nodes in [*turns[::step], *turns[-1:]]:
+    for hours, part, nodes in [*turns[:-1:step], *turns[-1:]]:
         table.add_row(f"{hours:.2f}", f"{part:.1%}", str(nodes))
     console.print(table)
 

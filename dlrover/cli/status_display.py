@@ -7,7 +7,7 @@ Free text (verdicts, messages of a platform) is printed as it is: brackets in it
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from dlrover.protocol.check_messages import CheckResult
@@ -17,16 +17,20 @@ from dlrover.protocol.messages import JobStatus, NodeStatus
 from dlrover.protocol.precheck_messages import PreCheckStage, PreCheckStatus
 from dlrover.protocol.watch_messages import PastVerdict
 
+_NOT_THERE = ("gone", "left")
+"""Of a node that is one of these the last wish is history."""
+
 
 def show(status: JobStatus, console: Console) -> None:
     def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     say(
         f"job {status.job_name}: {status.stage}, round {status.round}, {status.world_size} workers, "
         f"{status.num_restarts} restarts, master epoch {status.master_epoch}"
     )
-    scaled = f" (scaled {status.limits_version} times)" if status.limits_version else ""
+    often = "once" if status.limits_version == 1 else f"{status.limits_version} times"
+    scaled = f" (scaled {often})" if status.limits_version else ""
     has_others = status.num_standby or status.num_pending
     beside = f", {status.num_standby} standby, {status.num_pending} pending" if has_others else ""
     say(f"nodes {status.min_nodes}:{status.max_nodes}{scaled}{beside}")
@@ -142,16 +146,17 @@ def _span(seconds: float) -> str:
 def _agents(nodes: tuple[NodeStatus, ...]) -> Table:
     is_checked = any(node.check is not None for node in nodes)
     columns = ["node rank", "node", "incarnation", "host", "status", "wish", "step"]
-    table = Table(*columns, *(["check", "elapsed"] if is_checked else []))
+    table = _table(*columns, *(["check", "elapsed"] if is_checked else []))
     for node in nodes:
         step = "" if node.step is None else node.step
-        cells = (node.node_rank, node.node, node.incarnation, node.host, node.status, node.wish, step)
+        wish = "" if node.status in _NOT_THERE else node.wish
+        cells = (node.node_rank, node.node, node.incarnation, node.host, node.status, wish, step)
         _add(table, *cells, *(_check_cells(node.check) if is_checked else ()))
     return table
 
 
 def _platform_nodes(nodes: tuple[FleetNodeStatus, ...]) -> Table:
-    table = Table("platform node", "type", "rank", "phase", "relaunches", "exit reason", "host", "message")
+    table = _table("platform node", "type", "rank", "phase", "relaunches", "exit reason", "host", "message")
     for node in nodes:
         phase = f"{node.phase.value}, let go" if node.is_released else node.phase.value
         relaunches = f"{node.num_relaunches} of {node.max_relaunches}"
@@ -160,6 +165,11 @@ def _platform_nodes(nodes: tuple[FleetNodeStatus, ...]) -> Table:
         reason = "" if node.exit_reason is NodeExit.NONE else node.exit_reason.value
         _add(table, node.id, node.node_type.value, node.rank, phase, relaunches, reason, node.host, node.message)
     return table
+
+
+def _table(*columns: str) -> Table:
+    """Cells that are too wide are folded: half of an address is none."""
+    return Table(*(Column(name, overflow="fold") for name in columns))
 
 
 def _add(table: Table, *cells: object) -> None:

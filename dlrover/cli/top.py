@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from dlrover.cli.report import goodput_line
@@ -85,7 +86,7 @@ def view_of(
     step = "" if goodput.highest_step is None else f", step {goodput.highest_step}"
     head = Text(
         f"job {status.job_name}: {status.stage}, round {status.round}, {status.world_size} workers, {status.num_restarts} "
-        f"restarts, {goodput.num_faults} faults{step}, {goodput.wall:.0f} s",
+        f"restarts, {goodput.num_faults} fault{'' if goodput.num_faults == 1 else 's'}{step}, {goodput.wall:.0f} s",
         style="bold",
     )
     lines = [
@@ -95,9 +96,10 @@ def view_of(
     ]
     doing = {node.node_rank: node.doing for node in goodput.nodes}
     told = {node.node: node for node in activity.nodes}
-    table = Table(
-        "node rank", "host", "status", "does", "phase", "step", "s/step", "steps/s", "CPU", "memory", expand=True
-    )
+    # So that a terminal of 80 columns has room for the words: no lines between, and what is too wide is folded.
+    names = ("node rank", "host", "status", "does", "phase", "step", "s/step", "steps/s", "CPU", "memory")
+    columns = (Column(name, overflow="fold") for name in names)
+    table = Table(*columns, expand=True, box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for node in status.nodes[:most_nodes]:
         does = doing.get(node.node_rank)
         table.add_row(*(Text(cell) for cell in _cells(node, "" if does is None else does.value, told.get(node.node))))
@@ -123,7 +125,9 @@ def _cells(node: NodeStatus, does: str, told: NodeActivity | None) -> tuple[str,
 
 
 def _events(events: Sequence[JobEvent]) -> Table:
-    table = Table("time", "event", "what", expand=True)
+    table = Table(
+        "time", Column("event", overflow="fold"), "what", expand=True, box=SIMPLE_HEAD, padding=0, pad_edge=False
+    )
     for event in events:
         at = datetime.fromtimestamp(event.at / 1e6).strftime("%H:%M:%S")
         text = event.text.split("\n", 1)[0][:300]

@@ -36,8 +36,9 @@ def meet(course: Course, terms: JobTerms) -> None:
         course.advance()
         return
     rdzv.note_shortage(limits, course.now)
-    if state.check.is_under_way:
-        rdzv.below_min_since = None  # it has deadlines of its own
+    is_suspended = state.fleet is not None and state.fleet.is_suspended
+    if state.check.is_under_way or is_suspended:
+        rdzv.below_min_since = None  # a check has deadlines of its own, and who suspends a job does not hurry it
     gives_up_at = rdzv.gives_up_at(limits)
     if gives_up_at is not None and gives_up_at <= course.now:
         is_anybody_there = bool(state.nodes.live)

@@ -33,7 +33,13 @@ class PlatformClass(Protocol):
 
 def build_platform(name: str, *, job_uid: str, options: Mapping[str, object]) -> Platform:
     """Raises `ConfigError` for a name that nobody knows and for options that the platform does not."""
-    return find_platform(name).from_options(job_uid, options)
+    found = find_platform(name)
+    try:
+        return found.from_options(job_uid, options)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # it may be the user's, and raise anything
+        raise ConfigError(f"The platform {name} cannot be built: {type(error).__name__}: {error}.") from error
 
 
 def find_platform(name: str) -> type[PlatformClass]:
@@ -51,11 +57,14 @@ def find_platform(name: str) -> type[PlatformClass]:
 def _load(name: str, target: str) -> type[PlatformClass]:
     module_name, _, class_name = target.partition("::")
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
+        module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"The platform {name} cannot be loaded: {error}. Is its package installed?") from error
-    except AttributeError as error:
-        raise ConfigError(f"The platform {name}: the module {module_name} has no class {class_name!r}.") from error
+    except (Exception, SystemExit) as error:  # it may be the user's, and raise anything
+        raise ConfigError(f"The platform {name} cannot be loaded: {type(error).__name__}: {error}.") from error
+    found = getattr(module, class_name, None)
+    if found is None:
+        raise ConfigError(f"The platform {name}: the module {module_name} has no class {class_name!r}.")
     if not callable(getattr(found, "from_options", None)):
         raise ConfigError(f"The platform {name}: {class_name} has no `from_options`, so it cannot be built by name.")
     return found  # type: ignore[no-any-return]

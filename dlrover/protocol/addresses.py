@@ -37,17 +37,22 @@ class TlsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     key: str = ""
 
 
-def parse_address(text: str, *, default_port: int | None = None) -> Address:
-    """Accepts `host:port`, `[v6]:port`, and without a port (`host`, `[v6]`, `v6`) if a default is given."""
+def parse_address(text: str, *, default_port: int | None = None, shown: str = "") -> Address:
+    """
+    Accepts `host:port`, `[v6]:port`, and without a port (`host`, `[v6]`, `v6`) if a default is given.
+
+    `shown` is how the message of a `ConfigError` names it: with the option or variable that it came from.
+    """
+    shown = shown or f"address {text!r}"
     host, port_text = _split(text.strip())
     if not host or any(character in host for character in " \t\n/,@[]"):
-        raise ConfigError(f"address {text!r}: give HOST:PORT, with an IPv6 host in brackets like [::1]:29500")
+        raise ConfigError(f"{shown}: give HOST:PORT, with an IPv6 host in brackets like [::1]:29500.")
     if not port_text:
         if default_port is None:
-            raise ConfigError(f"address {text!r} names no port: give HOST:PORT, for example {Address(host, 29500)}")
+            raise ConfigError(f"{shown}: it names no port. Give HOST:PORT, for example {Address(host, 29500)}.")
         return Address(host, default_port)
     if not (port_text.isascii() and port_text.isdigit() and int(port_text) <= 65535):
-        raise ConfigError(f"address {text!r}: {port_text!r} is not a port; give a number from 0 to 65535")
+        raise ConfigError(f"{shown}: {port_text!r} is no port. Give a number from 0 to 65535.")
     return Address(host, int(port_text))
 
 

@@ -190,7 +190,8 @@ class MasterServer:
                 log.warning("strangers refused num=%d newest=%s reason=token", self._num_strangers, call.peer())
             await call.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
-                "the job token is missing or wrong. Give the job's token with DLROVER_JOB_TOKEN or its token file",
+                "the job token is missing or wrong. Give the job's token with DLROVER_JOB_TOKEN or its token file; if this is "
+                "the master of another job, choose another port",
             )
         protocol = str(said.get(PROTOCOL_KEY, ""))
         if protocol != str(PROTOCOL_VERSION):

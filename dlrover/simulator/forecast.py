@@ -119,7 +119,8 @@ class Forecast(Struct, frozen=True):
 
     @property
     def worst_hours(self) -> float:
-        return max((life.hours for life in self.lives if life.is_completed), default=math.inf)
+        """Infinite if any did not complete."""
+        return max(life.hours if life.is_completed else math.inf for life in self.lives)
 
     @property
     def goodput(self) -> float:
@@ -207,8 +208,10 @@ def _rate(mtbf: float) -> float:
 
 
 def _check(question: Question) -> None:
-    if question.step <= 0 or question.hours <= 0:
-        raise ConfigError("A job needs hours of training and seconds per step, both above 0.")
+    if not all(0 < value < math.inf for value in (question.step, question.hours)):
+        raise ConfigError("A job needs hours of training and seconds per step, both above 0 and finite.")
+    if not 0 < question.min_nodes <= question.nodes:
+        raise ConfigError(f"--min-nodes {question.min_nodes}: give 1 to {question.nodes} nodes, or 0 for all of them.")
     if question.spares < 0:
         raise ConfigError(f"--spares {question.spares}: give 0 or more nodes.")
     for name in (

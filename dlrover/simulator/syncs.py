@@ -140,9 +140,9 @@ class SyncTraffic:
     def _check_reached(self, agent: VirtualAgent, wait: Wait) -> None:
         """All of its world have come, who are still part of it."""
         sim = self._sim
-        job = None if sim.masters.newest is None else sim.masters.newest.job
-        if job is None or not job.state.rendezvous.is_active or job.state.rendezvous.round != wait.round:
+        if sim.masters.newest is None or not self._is_active(wait.round):
             return  # somebody was given up, and the others are let through
+        job = sim.masters.newest.job
         for node in sim.machines.nodes:
             peer = node.agent
             if peer is None or not peer.workers.runs(wait.coordinator) or sim.events.now - wait.since > LONGEST_WAIT:
@@ -156,6 +156,12 @@ class SyncTraffic:
             )
             if is_member and not has_come:
                 raise Violation("sync", f"{agent.node.label} goes on before {node.label} has come")
+
+    def _is_active(self, round_: Round) -> bool:
+        """Whether the job still counts on all members of that world."""
+        master = self._sim.masters.newest
+        rdzv = None if master is None else master.job.state.rendezvous
+        return rdzv is not None and rdzv.is_active and rdzv.round == round_
 
     # Barriers.
 
@@ -192,8 +198,9 @@ class SyncTraffic:
                     return  # it has finished meanwhile, or was stopped
                 if self._sim.events.now - wait.since > LONGEST_WAIT:
                     return
-                if generation != wait.generation or is_late:
-                    late = ", too late" if is_late else ""
+                is_too_late = is_late and self._is_active(round_)
+                if generation != wait.generation or is_too_late:
+                    late = ", too late" if is_too_late else ""
                     raise Violation(
                         "sync", f"join {wait.generation} of {agent.node.label} counts as {generation}{late}"
                     )

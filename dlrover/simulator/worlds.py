@@ -70,7 +70,13 @@ def _check_overlap(sim: Simulation, coordinator: str) -> None:
     newest = None if sim.masters.newest is None else sim.masters.newest.job.state.rendezvous.world
     if newest is not None and newest.coordinator == coordinator:
         return
-    round_ = sim.training.worlds[coordinator].round
+    world, worlds = sim.training.worlds[coordinator], sim.training.worlds
+    if newest is not None and (newest.coordinator not in worlds or worlds[newest.coordinator].began_at is None):
+        return  # nobody trains beside it yet
+    assert world.began_at is not None, "it trains"
+    later = [each.began_at for each in worlds.values() if each.began_at is not None and each.began_at > world.began_at]
+    if sim.events.now - min(later, default=world.began_at) < OVERLAP:
+        return  # it was replaced only just now; when its successor began, another look was planned
     members = [
         node.agent for node in sim.machines.nodes if node.agent is not None and node.agent.workers.runs(coordinator)
     ]
@@ -78,7 +84,9 @@ def _check_overlap(sim: Simulation, coordinator: str) -> None:
     forgotten = [agent for agent in members if agent.departure.is_overdue()]
     if heard or forgotten:
         labels = ", ".join(agent.node.label for agent in [*heard, *forgotten])
-        raise Violation("I1", f"two worlds train at the same time, and {labels} could know: round {round_} is over")
+        raise Violation(
+            "I1", f"two worlds train at the same time, and {labels} could know: round {world.round} is over"
+        )
 
 
 def _answers_now(sim: Simulation, agent: VirtualAgent) -> bool:

@@ -205,6 +205,18 @@ async def test_an_older_wish_never_overrides_a_newer_one(stage):
     assert len(stage.offers()) == 1
 
 
+async def test_a_node_that_waits_long_for_its_first_world_says_so_once(stage, caplog):
+    alone = stage.begin("a", nodes=2, patience=PATIENCE._replace(wait_told=0.0))
+    said = "waits for a place in a world"
+    await stage.until(lambda: said in caplog.text)
+    second = stage.begin("b", nodes=2)
+    await alone.workers.running(1)
+    await second.workers.running(1)
+    alone.channel.wish(Wait("you are a spare now"))
+    await alone.looks()
+    assert caplog.text.count(said) == 1
+
+
 async def test_wait_stops_workers(stage):
     life = stage.begin()
     group = await life.workers.running(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from dlrover.cli import check_env
+from dlrover.cli.connection import MASTER_FILE, find_local_job
+from dlrover.cli.environment import Environment
 from dlrover.cli.runtime_dir import NodeDirectory, user_root
 from tests.cli.conftest import DEADLINE
 
@@ -46,7 +49,13 @@ def test_version(short_dir: Path) -> None:
         (["master", "--job_name", "j", "--dynamic_failover_extension", "a::B"], "Give the option to dlrover-run"),
         (["master"], "--job-name"),
         (["master", "--job-name", "j", "--port", "99999"], "99999"),
+        (["master", "--job-name", "j", "--port", "first"], "first is no port"),
         (["master", "--job-name", "j", "--node_num", "0"], "0"),
+        (["master", "--job-name", "j", "--node_num", "many"], "many must be a number of at least 1"),
+        (["status", "--addr", "host"], "--addr host: it names no port"),
+        (["events", "nowhere.sqlite"], "nor is there such a file"),
+        (["report", "nowhere.sqlite"], "nor is there such a file"),
+        (["events", "--limit", "0"], "--limit"),
     ],
 )
 def test_bad_input_is_a_clear_error_with_exit_code_2(args: list[str], expected: str, short_dir: Path) -> None:
@@ -104,9 +113,22 @@ def test_a_master_by_hand_answers_and_ends_with_ctrl_c(short_dir: Path, tmp_path
     assert replayed.returncode == 0, replayed.stderr
 
 
-def test_a_job_is_found_by_its_name(short_dir: Path) -> None:
-    from dlrover.cli.environment import Environment
+def test_a_master_that_listens_everywhere_names_an_address_that_others_reach(short_dir: Path) -> None:
+    master = subprocess.Popen(
+        [*DLROVER, "master", "--job-name", "wide", "--host", "0.0.0.0"],
+        env={**os.environ, "TMPDIR": str(short_dir)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert master.stderr is not None
+    try:
+        assert f"set DLROVER_MASTER_ADDR={socket.gethostname()}:" in master.stderr.readline()
+    finally:
+        master.send_signal(signal.SIGINT)
+        master.communicate(timeout=DEADLINE)
 
+
+def test_a_job_is_found_by_its_name(short_dir: Path) -> None:
     directory = NodeDirectory(user_root(Environment(temp_dir=str(short_dir))), "here", "a")
     directory.record("127.0.0.1:9")
     directory.write("token", b"secret")
@@ -114,6 +136,38 @@ def test_a_job_is_found_by_its_name(short_dir: Path) -> None:
     assert done.returncode == 1
     assert "127.0.0.1:9" in done.stderr
     directory.remove()
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_of_the_nodes_of_a_job_the_one_with_the_journal_is_asked(
+    short_dir: Path, host: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(short_dir))
+    root = user_root(Environment(temp_dir=str(short_dir)))
+    nodes = [NodeDirectory(root, "here", launch) for launch in "ab"]
+    for node in nodes:
+        node.record("127.0.0.1:9")
+    nodes[host].write(MASTER_FILE, b"{}")
+    assert find_local_job("here").directory == nodes[host].path
+    for node in nodes:
+        node.remove()
+
+
+def test_of_two_jobs_with_one_name_none_is_taken_by_chance(short_dir: Path) -> None:
+    root = user_root(Environment(temp_dir=str(short_dir)))
+    nodes = [NodeDirectory(root, "twin", launch) for launch in "abc"]
+    for node, address in zip(nodes, ("127.0.0.1:9", "localhost:9", "127.0.0.1:10"), strict=True):
+        node.record(address)
+        node.write("token", b"secret")
+    for args in (["stop", "twin"], ["stop"]):
+        done = run(*args, runtime=short_dir)
+        assert done.returncode == 2
+        assert "2 jobs of yours on this host are called twin" in done.stderr
+        assert f"--addr 127.0.0.1:10 --token-file {nodes[2].path}/token" in done.stderr
+    nodes[2].remove()
+    assert run("stop", "twin", runtime=short_dir).returncode == 1, "two nodes of one job, whatever they call its master"
+    for node in nodes[:2]:
+        node.remove()
 
 
 def test_check_env_says_what_psutil_is_for() -> None:

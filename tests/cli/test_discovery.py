@@ -131,6 +131,21 @@ def test_a_malformed_address_is_refused(address: str) -> None:
         assert find(settings_of(DLROVER_MASTER_ADDR=address)).is_ours
 
 
+@pytest.mark.parametrize(
+    ("argv", "environ", "source"),
+    [
+        (["--rdzv-endpoint", "host:port"], {}, "--rdzv-endpoint host:port: 'port' is no port"),
+        (["--rdzv-endpoint", ":29400"], {}, "--rdzv-endpoint :29400: "),
+        (["--master-addr", "a b", "--nnodes", "2"], {}, "--master-addr a b: "),
+        ([], {"DLROVER_MASTER_ADDR": "host"}, "DLROVER_MASTER_ADDR=host: it names no port"),
+    ],
+)
+def test_a_malformed_address_is_told_with_who_gave_it(argv: list[str], environ: dict[str, str], source: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find(settings_of(*argv, **environ))
+    assert str(caught.value).startswith(source)
+
+
 def test_job_names() -> None:
     shared = MasterPlace(address=Address("127.0.0.1", 29500), is_ours=True, is_shared=True)
     alone = MasterPlace(address=Address("127.0.0.1", 4711), is_ours=True)

@@ -53,6 +53,7 @@ def succeeds(runtime: Path, *args: str) -> str:
 
 def test_a_platform_by_hand_can_be_steered(short_dir: Path, fleet_file: str) -> None:
     with master(short_dir, "--platform", "fake", "--fleet", fleet_file):
+        assert "…" not in succeeds(short_dir, "status"), "who reads it through a pipe gets all of it"
         status = json.loads(succeeds(short_dir, "status", "--json"))
         assert [(node["id"], node["node_type"], node["rank"]) for node in status["fleet"]] == [
             (1, "chief", 0),

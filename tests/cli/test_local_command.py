@@ -55,10 +55,14 @@ def test_the_dashes_between_may_be_left_out(script):
         (["--memory=-5", "train.py"], "--memory -5"),
         (["--nodes", "2", "--", "/no/such/train.py"], "/no/such/train.py does not exist"),
         (["--nodes", "2", "--", "/dev/stdin"], "/dev/stdin can be read only once"),
-        (["--", "--nnodes=3", "train.py"], "--nnodes after `dlrover local`"),
+        (["--", "--nnodes=3", "train.py"], "--nnodes after `dlrover local`.* Give --nodes in front of `--`"),
         (["--", "--node-rank=0", "train.py"], "--node-rank after"),
         (["--", "--standalone", "train.py"], "--standalone after"),
+        (["--", "--job-token-file=x", "train.py"], "--job-token-file after"),
+        (["--", "--standby=1", "train.py"], "--standby after .* Give it in front of `--`"),
         (["--", "--nproc-per-nod=2", "train.py"], "--nproc-per-nod"),
+        (["--node", "2", "--", "train.py"], "--node is no option of dlrover local, nor .* Did you mean --nodes"),
+        (["--standy=1", "train.py"], "Did you mean --standby"),
     ],
 )
 def test_bad_input_gets_a_clear_error(argv, what):

@@ -208,6 +208,11 @@ async def test_top_prints_once_without_a_terminal_and_ends_cleanly_on_ctrl_c(sce
     assert "goodput" in text
     assert goodput_line(scene.job.goodput(scene.now)) in text
 
+    narrow = StringIO()
+    top.show(ask, Console(file=narrow, width=80))
+    assert "…" not in narrow.getvalue()
+    assert "backward" in narrow.getvalue()
+
     looks = 0
 
     def interrupted(question: Question) -> Reply:

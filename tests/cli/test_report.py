@@ -58,6 +58,10 @@ def test_a_signal_has_its_name_and_the_log_is_shown_where_there_is_no_traceback(
     assert "70 lines left out" in text
 
 
+def test_an_exit_code_that_is_all_there_is_to_say_is_said_once() -> None:
+    assert "cause         exit code 3\n" in report_of(kind=FailureKind.EXIT_CODE, exit_code=3, message="exit code 3")
+
+
 @pytest.mark.parametrize("kind", FailureKind)
 def test_every_kind_of_failure_has_its_last_words(kind: FailureKind) -> None:
     assert "it was so: and so" in report_of(kind=kind, message="it was so: and so")
@@ -74,6 +78,7 @@ def test_without_any_trace_the_report_says_how_to_get_one() -> None:
 
 def test_a_node_that_never_heard_of_the_end_still_reports() -> None:
     text = failure_report("j", AgentResult(exit_code=23, message="The master is gone."))
+    assert "Job j failed on this node" in text, "what became of the job on others is not known here"
     assert "The master is gone." in text
 
 

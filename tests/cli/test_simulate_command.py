@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -28,6 +29,17 @@ def test_it_prints_a_forecast_a_timeline_and_a_comparison(tmp_path: Path) -> Non
     assert root.tag.endswith("svg")
     assert len(root.findall(".//{*}polyline")) == 2, "a curve for each life"
     assert len(root.findall(".//{*}rect")) == 1 + len(choices(Question(nodes=4, min_nodes=4)))
+
+
+def test_each_moment_of_the_timeline_is_shown_once() -> None:
+    done = RUNNER.invoke(app, ["simulate", "--nodes", "2", "--hours", "1", "--node-mtbf", "0", "--no-compare"])
+    assert done.output.count("100.0%") == 1
+
+
+def test_a_picture_that_cannot_be_written_is_told_before_the_long_part() -> None:
+    done = RUNNER.invoke(app, ["simulate", "--hours", "1", "--no-compare", "--plot", "/nowhere/at/all.svg"])
+    assert isinstance(done.exception, ConfigError)
+    assert "done in" not in done.output
 
 
 def test_the_same_seed_says_the_same() -> None:
@@ -67,14 +79,28 @@ def test_the_best_choice_completes() -> None:
         assert chosen.num_completed == 2
 
 
+def test_a_choice_that_does_not_always_complete_is_at_worst_never_done() -> None:
+    fragile = forecast(replace(FLAWLESS, hours=20.0, node_mtbf=60.0, replacement=700.0), num_seeds=4)
+    assert 0 < fragile.num_completed < 4
+    assert fragile.worst_hours == math.inf
+
+
+def test_a_job_that_gives_up_is_told_with_the_option_that_would_let_it_wait() -> None:
+    arguments = ["--nodes", "4", "--hours", "20", "--node-mtbf", "20", "--replacement", "1200", "--no-compare"]
+    done = RUNNER.invoke(app, ["simulate", *arguments])
+    assert "fewer than 4 nodes for longer than --join-timeout 600" in " ".join(done.output.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--nodes", "4", "--min-nodes", "5"], "5:4"),
+        (["--nodes", "4", "--min-nodes", "5"], "--min-nodes 5"),
         (["--nodes", "4", "--node-unit", "3"], "must divide"),
         (["--node-mtbf", "0.01"], "--node-mtbf 0.01"),
         (["--replacement", "-1"], "--replacement -1"),
         (["--hours", "0"], "above 0"),
+        (["--hours", "nan"], "above 0"),
+        (["--step-time", "inf"], "above 0"),
         (["--spares", "-2"], "--spares -2"),
         (["--hours", "1", "--no-compare", "--plot", "/nowhere/at/all.svg"], "--plot /nowhere/at/all.svg"),
     ],

@@ -41,7 +41,7 @@ FLEET = (
 )
 
 
-def shown(**details: object) -> str:
+def shown(*, width: int = 160, **details: object) -> str:
     fields: dict[str, object] = {
         "job_name": "gpt",
         "stage": Stage.RUNNING,
@@ -62,7 +62,7 @@ def shown(**details: object) -> str:
         ),
     }
     output = io.StringIO()
-    show(JobStatus(**(fields | details)), Console(file=output, width=160))  # type: ignore[arg-type]
+    show(JobStatus(**(fields | details)), Console(file=output, width=width))  # type: ignore[arg-type]
     return output.getvalue()
 
 
@@ -73,10 +73,37 @@ def test_a_job_by_hand_shows_no_platform() -> None:
     assert "platform" not in text
 
 
+def test_nothing_is_wished_of_a_node_that_is_gone() -> None:
+    nodes = tuple(
+        NodeStatus(
+            node=NodeId(number),
+            node_rank=NodeRank(number),
+            incarnation=Incarnation(1),
+            host="h",
+            status=word,
+            wish="run",
+        )
+        for number, word in enumerate(("alive", "gone", "left"))
+    )
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown(nodes=nodes).splitlines()]
+    assert [row[4:6] for row in rows if row] == [["alive", "run"], ["gone", ""], ["left", ""]]
+
+
 def test_the_nodes_of_the_platform_are_shown_with_what_became_of_them() -> None:
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown(fleet=FLEET).splitlines()]
     assert ["4", "ps", "1", "Failed, let go", "2 of 3, 5 free", "OOMKilled", "cloud", "took [64] MB"] in rows
     assert ["7", "worker", "0", "Pending", "0 of 0", "", "", ""] in rows
+
+
+def test_a_narrow_terminal_hides_nothing() -> None:
+    text = shown(width=60, fleet=FLEET, verdict="because of " + "this and " * 20 + "that")
+    assert "…" not in text
+    assert "this and that" in text, "a sentence is left to the terminal to break"
+
+
+def test_how_often_a_job_was_scaled_is_said_in_words() -> None:
+    assert "(scaled once)" in shown(limits_version=1)
+    assert "(scaled 2 times)" in shown(limits_version=2)
 
 
 def test_why_the_job_waits_for_its_platform_is_said() -> None:

@@ -293,6 +293,18 @@ class TestSuspension:
         scene.tick(100_500)
         assert scene.job.end is None
 
+    def test_nor_is_it_for_a_round_whose_nodes_run_and_do_not_join(self) -> None:
+        scene = FleetScene.of(2, limits={"join_timeout": 120.0}).run(0, 1)
+        scene.come(0)
+        scene.at(100).do(SuspendJob())
+        scene.tick(100_000)
+        assert scene.job.end is None
+        scene.do(ResumeJob())
+        scene.tick(100_119)
+        assert scene.job.end is None
+        scene.tick(100_121)
+        assert scene.end.reason is ExitReason.RENDEZVOUS_TIMEOUT
+
     def test_the_wrong_stage_is_refused(self) -> None:
         scene = FleetScene.of(1)
         with pytest.raises(Rejected, match="not suspended"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from dlrover.platforms.fake import FakePlatform
@@ -33,3 +35,19 @@ def test_a_class_of_ones_own_is_found_by_its_module():
 def test_a_platform_that_is_none_gets_a_clear_error(name, what):
     with pytest.raises(ConfigError, match=what):
         find_platform(name)
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("raise SystemExit(3)", "cannot be loaded: SystemExit: 3"),
+        ("none = {}['moon']", "cannot be loaded: KeyError: 'moon'"),
+        ("class Moon:\n    from_options = lambda *_: 1 / 0", "cannot be built: ZeroDivisionError"),
+    ],
+)
+def test_a_platform_of_ones_own_that_breaks_gets_a_clear_error(source, what, tmp_path, monkeypatch):
+    (tmp_path / "broken_platform.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_platform", raising=False)
+    with pytest.raises(ConfigError, match=what):
+        build_platform("broken_platform::Moon", job_uid="job", options={})

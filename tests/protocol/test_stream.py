@@ -265,6 +265,7 @@ async def test_a_wrong_token_ends_the_channel_for_good(serve: Serve, connect: Co
     with pytest.raises(Rejected, match="token is missing or wrong") as caught:
         await agent.attached()
     assert caught.value.code == "bad-token"
+    assert "another port" in str(caught.value), "two jobs at one address are as likely a cause as a forgotten token"
     with pytest.raises(Rejected):
         await waiting
 

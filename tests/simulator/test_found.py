@@ -290,6 +290,25 @@ FOUND = {
         ),
         hours=1.0,
     ),
+    # The replacement lost its power before a disk had room for its attach: by the word of its platform it ran, and the join timeout
+    # ended the job while it was suspended. Seed 12676 of a campaign.
+    "a-suspended-job-gives-up-on-its-round": Plan(
+        seed=101,
+        shape=Shape(
+            min_nodes=1,
+            max_nodes=1,
+            join_timeout=120.0,
+            fleet=FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=1, max_relaunches=5)}),
+            num_steps=2000,
+        ),
+        faults=(
+            Fault(at=300_000_000, kind="node-vanishes", pick=0, amount=0.5),
+            Fault(at=313_000_000, kind="disk-full", pick=0, amount=0.7124433658633121),
+            Fault(at=337_000_000, kind="power-loss", pick=0, amount=0.5),
+            Fault(at=434_000_000, kind="suspension", pick=0, amount=0.9),
+        ),
+        hours=0.5,
+    ),
 }
 
 
