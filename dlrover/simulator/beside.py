@@ -53,7 +53,7 @@ class Beside:
         if self._is_training_done():
             for node in self._at_work():
                 cloud.succeed(node)
-        master = sim.listening_master()
+        master = sim.masters.listening()
         if master is not None and not self._is_switching and sim.ended_at is None and sim.shape.has_servers:
             self._question = AskPsNodes()
             master.hear(self._question)
@@ -75,7 +75,7 @@ class Beside:
         """If nobody hears it, they are asked to switch once more."""
         self._is_switching = False
         self._used, self._version = cluster, version
-        master = self._sim.listening_master()
+        master = self._sim.masters.listening()
         if master is not None and self._sim.ended_at is None:
             master.hear(PsReady(addresses=tuple(node.service_address for node in cluster)))
 
@@ -85,7 +85,7 @@ class Beside:
         if ranks != sorted(dict.fromkeys(ranks)):
             raise Violation("servers", f"the ranks of the next parameter servers are {ranks}")
         known = {node.service_address: node.id for node in self._used}
-        for node in told.nodes if self._used and not self._sim.num_journals_lost else ():
+        for node in told.nodes if self._used and not self._sim.masters.num_journals_lost else ():
             former = known.get(node.service_address)
             if former is None and node.id not in cloud.started:
                 raise Violation("servers", f"the workers shall use parameter server {node.id}, which never ran")
@@ -94,16 +94,16 @@ class Beside:
                 raise Violation("servers", f"nobody tells that the variables of parameter server {former} are lost")
 
     def _version_now(self) -> int:
-        master = self._sim.master
+        master = self._sim.masters.newest
         fleet = None if master is None else master.job.state.fleet
         return 0 if fleet is None else fleet.servers.global_version
 
     def check_removal(self, node: CloudNode | None) -> None:
         """Two phases: who is used stays until the workers have switched."""
         sim = self._sim
-        if node is None or not node.is_alone or sim.num_journals_lost:
+        if node is None or not node.is_alone or sim.masters.num_journals_lost:
             return  # ended, or the next master does not know what it had told
-        is_over = sim.master is None or sim.master.job.end is not None or self._is_training_done()
+        is_over = sim.masters.newest is None or sim.masters.newest.job.end is not None or self._is_training_done()
         if not is_over and any(used.id == node.launch.id for used in self._used):
             raise Violation("servers", f"{node.launch.name} is removed while the workers use it")
 
@@ -111,8 +111,8 @@ class Beside:
         """Chiefs and evaluators work to their own end."""
         sim, cloud = self._sim, self._cloud
         removed = {} if cloud is None else cloud.asked_to_remove
-        for node in () if sim.num_journals_lost else self._at_work():
-            if node.launch.node_type not in sim.scaled_types and node.launch.id not in removed:
+        for node in () if sim.masters.num_journals_lost else self._at_work():
+            if node.launch.node_type not in sim.people.scaled_types and node.launch.id not in removed:
                 return f"the job completed while {node.launch.name} works"
         return None
 
@@ -133,7 +133,7 @@ class Beside:
         if servers.is_changed or servers.dropped:
             return "the workers were never told of the next parameter servers, or not heard when they had switched"
         used = [node.id for node in self._used]
-        if used != servers.current and not self._sim.num_journals_lost:
+        if used != servers.current and not self._sim.masters.num_journals_lost:
             return f"the workers use the parameter servers {used}, and the job says {servers.current}"
         if sorted(servers.current) != sorted(running):
             return f"the parameter servers {running} run, and {servers.current} are used"

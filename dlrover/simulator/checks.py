@@ -76,7 +76,7 @@ class CheckRuns:
         group.is_over = True
         del self._groups[group.world.coordinator]
         is_complete = not group.is_late and all(
-            member.check is group and member.frozen_since is None for member in group.members
+            member.check is group and member.sleep.since is None for member in group.members
         )
         has_partners = len(group.members) > 1
         bad = [member for member in group.members if self._is_failing(member, has_partners=has_partners)]
@@ -99,7 +99,7 @@ class CheckRuns:
             self._sim.ledger.passed[(agent.life, agent.incarnation)] = self._sim.events.now
         if not is_ok or agent.node.is_sluggish:
             self._sim.ledger.fail_node(agent.node.fleet_rank)
-        agent.tell_soon(
+        agent.outbox.tell_soon(
             ReportCheck(
                 node=agent.id,
                 incarnation=agent.incarnation,

@@ -27,7 +27,6 @@ from dlrover.protocol.fleet_messages import (
     exit_reason_of,
 )
 from dlrover.protocol.messages import Command, PlatformId, Query
-from dlrover.simulator import machines
 from dlrover.simulator.agents import VirtualAgent, VirtualNode
 from dlrover.simulator.events import SECOND, micros, span
 from dlrover.simulator.invariants import Violation
@@ -302,17 +301,15 @@ class VirtualCloud(Platform):
         cloud_node.phase = NodePhase.RUNNING
         self.started[launch.id] = None
         if launch.node_type is not NodeType.WORKER:
-            self.sim.trouble()
+            self.sim.troubles.add()
             self.sim.note(f"{launch.name} runs, rank {launch.rank}")
             self._changed(cloud_node, NodeEventKind.MODIFIED)
             return
-        node = VirtualNode(self.sim.num_launches, launch.rank if self.sim.shape.has_fixed_ranks else None)
+        node = VirtualNode(self.sim.machines.num_launches, launch.rank if self.sim.shape.has_fixed_ranks else None)
         node.platform_id, node.fleet_rank = launch.id, launch.rank
         cloud_node.node = node
         draw_health(self.sim, node)
-        self.sim.num_launches += 1
-        self.sim.nodes.append(node)
-        self.sim.trouble()
+        self.sim.machines.add(node)
         self.sim.note(f"{node.label} is launched as {launch.name}, rank {launch.rank}")
         self._changed(cloud_node, NodeEventKind.MODIFIED)
         VirtualAgent(self.sim, node)
@@ -338,7 +335,7 @@ class VirtualCloud(Platform):
     def succeed(self, node: CloudNode) -> None:
         """A program without an agent has done its work."""
         node.has_ended = True
-        self.sim.trouble()
+        self.sim.troubles.add()
         self.sim.events.after(span(self.sim.chance.platform, *NOTICED), self._end, node, NodeExit.SUCCEEDED, 0)
 
     def _end(self, node: CloudNode, reason: NodeExit, exit_code: int | None) -> None:
@@ -356,9 +353,9 @@ class VirtualCloud(Platform):
         node = self.nodes.pop(id_, None)
         if node is None:
             return
-        self.sim.trouble()
+        self.sim.troubles.add()
         if node.node is not None and node.node.is_powered:
-            machines.lose_machine(self.sim, node.node, is_seen=True)
+            self.sim.machines.lose(node.node, is_seen=True)
         node.phase = NodePhase.DELETED
         node.exit_reason = node.exit_reason or (NodeExit.NONE if is_ours else NodeExit.KILLED)
         if is_seen:
@@ -388,7 +385,7 @@ class VirtualCloud(Platform):
             self._fail_alone(picked, exit_code)
             return True
         node.exit_code = exit_code
-        machines.lose_machine(self.sim, node, is_seen=True)
+        self.sim.machines.lose(node, is_seen=True)
         return True
 
     def _fail_alone(self, node: CloudNode, exit_code: int) -> None:
@@ -410,9 +407,9 @@ class VirtualCloud(Platform):
 
     def _check_single(self, launch: LaunchNode) -> None:
         """A second node of a rank is brought only while one is exchanged for it, or when the first was given up."""
-        master = self.sim.master
+        master = self.sim.masters.newest
         fleet = None if master is None else master.job.state.fleet
-        if fleet is None or self.sim.num_journals_lost or launch.id in self.asked_to_remove:
+        if fleet is None or self.sim.masters.num_journals_lost or launch.id in self.asked_to_remove:
             return
         for id_, node in self.nodes.items():
             is_there = node.phase in (NodePhase.PENDING, NodePhase.RUNNING) and not node.is_going

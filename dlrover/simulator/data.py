@@ -131,8 +131,8 @@ class ReadingWorld:
     ) -> None:
         self.first = first
         """On its node is global rank 0, which speaks for all."""
-        assert first.group is not None, "nobody runs"
-        self.round = first.group.world.round
+        assert first.workers.group is not None, "nobody runs"
+        self.round = first.workers.group.world.round
         self.model = model
         self.text = text
         """Of a checkpoint in storage."""
@@ -202,15 +202,15 @@ class DataTraffic:
 
     def world_began(self, coordinator: str) -> None:
         """All its workers run and have found a model."""
-        agents = [node.agent for node in self._sim.nodes if node.agent is not None and node.agent.runs(coordinator)]
-        spoken_for = [agent for agent in agents if agent.group is not None]
+        agents = [node.agent for node in self._sim.machines.nodes if node.agent is not None]
+        spoken_for = [agent for agent in agents if agent.workers.runs(coordinator)]
         first = next((agent for agent in spoken_for if _is_first(agent)), None)
-        if first is None or first.group is None:
+        if first is None or first.workers.group is None:
             return
         num_ranks = min(MOST_LOCAL_RANKS, self._sim.shape.local_world_size)
         readers = [Reader(agent, rank) for agent in spoken_for for rank in range(num_ranks)]
         started = self._sim.training.worlds[coordinator].started
-        model, text = self._choose(started, first.group.world.turns)
+        model, text = self._choose(started, first.workers.group.world.turns)
         world = ReadingWorld(first, model, text, readers, is_explicit=self._goal is not None)
         self._worlds[coordinator] = world
         for old in list(self._worlds)[:-4]:
@@ -286,7 +286,7 @@ class DataTraffic:
         is_impatient = (self._has_confirmed or self._says_loaded) and self._chance.random() < IMPATIENT_ODDS
         readers = world.readers
         for reader in readers if len(readers) <= MOST_READERS else self._chance.sample(readers, MOST_READERS):
-            if reader.agent.frozen_since is not None or reader.agent.incarnation != reader.incarnation:
+            if reader.agent.sleep.since is not None or reader.agent.incarnation != reader.incarnation:
                 continue
             if world.is_restored and reader.shards:
                 self._read(world, reader)
@@ -355,7 +355,7 @@ class DataTraffic:
         return RegisterDataset(dataset=self._spec.name, spec=self._spec, local_rank=local_rank, **_who(agent, world))
 
     def _tell(self, world: ReadingWorld, reader: Reader | None, agent: VirtualAgent, command: AgentCommand) -> None:
-        self._told[agent.life, agent.tell(command)] = (world, reader)
+        self._told[agent.life, agent.outbox.tell(command)] = (world, reader)
 
     def answered(self, agent: VirtualAgent, number: int, command: AgentCommand, reply: Reply) -> None:
         world, reader = self._told.pop((agent.life, number), (None, None))
@@ -397,7 +397,7 @@ class DataTraffic:
 
     def _take_snapshot(self, agent: VirtualAgent, world: ReadingWorld) -> None:
         """Of the whole model. What it has seen and the job may not know, it says itself."""
-        group = agent.group
+        group = agent.workers.group
         is_training = group is not None and self._sim.training.is_training(group.world.coordinator)
         if not is_training or world.is_spoiled or not world.is_restored or not _is_running(agent, world):
             return
@@ -489,7 +489,7 @@ class DataTraffic:
         """What `dlrover data audit` says of the journal."""
         job = Job()
         audit = Audit({})
-        for step in walk(job, self._sim.journal.archive):
+        for step in walk(job, self._sim.masters.journal.archive):
             audit.follow(step.record.command, step.outcome.reply, job.state.data.datasets)
         for finding in audit.findings(job.state.data.datasets):
             if not finding.is_clean:
@@ -506,12 +506,12 @@ def _order(model: Model) -> tuple[int, int]:
 
 
 def _is_first(agent: VirtualAgent) -> bool:
-    return agent.group is not None and agent.group.world.group_rank == 0
+    return agent.workers.group is not None and agent.workers.group.world.group_rank == 0
 
 
 def _is_running(agent: VirtualAgent, world: ReadingWorld) -> bool:
     """Whether its workers of that world are there."""
-    group = agent.group
+    group = agent.workers.group
     return agent.is_alive and group is not None and group.world.round == world.round and not group.is_stopping
 
 

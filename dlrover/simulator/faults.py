@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from dlrover.protocol.check_messages import ExitClass
-from dlrover.protocol.messages import FailureKind, LeaveReason, StopCause
-from dlrover.simulator import machines
+from dlrover.protocol.messages import FailureKind
 from dlrover.simulator.cloud import VirtualCloud
 from dlrover.simulator.events import micros
 from dlrover.simulator.master import CrashPoint
@@ -119,18 +118,18 @@ def draw_faults(
 
 
 def _agent(sim: Simulation, fault: Fault) -> VirtualAgent | None:
-    agents = [node.agent for node in sim.nodes if node.agent is not None]
+    agents = [node.agent for node in sim.machines.nodes if node.agent is not None]
     return agents[fault.pick % len(agents)] if agents else None
 
 
 def _node(sim: Simulation, fault: Fault) -> VirtualNode | None:
-    nodes = [node for node in sim.nodes if node.is_powered]
+    nodes = [node for node in sim.machines.nodes if node.is_powered]
     return nodes[fault.pick % len(nodes)] if nodes else None
 
 
 def _fail(sim: Simulation, fault: Fault, kind: FailureKind, traceback: str = "") -> bool:
     agent = _agent(sim, fault)
-    if agent is None or agent.frozen_since is not None or not agent.fail_workers(kind, traceback):
+    if agent is None or agent.sleep.since is not None or not agent.workers.fail(kind, traceback):
         return False
     sim.ledger.charge(agent)
     return True
@@ -149,7 +148,7 @@ def _worker_bug(sim: Simulation, fault: Fault) -> bool:
 
 
 def _port_taken(sim: Simulation, fault: Fault) -> bool:
-    sim.num_ports_taken += 1
+    sim.troubles.num_ports_taken += 1
     return True
 
 
@@ -158,7 +157,7 @@ def _agent_killed(sim: Simulation, fault: Fault) -> bool:
     if agent is None:
         return False
     sim.ledger.charge(agent)
-    sim.kill_agent(agent)
+    sim.machines.kill_agent(agent)
     return True
 
 
@@ -167,7 +166,7 @@ def _machine_gone(sim: Simulation, fault: Fault) -> bool:
     if node is None:
         return False
     sim.ledger.num_lost_nodes += 1
-    machines.lose_machine(sim, node, is_seen=True)
+    sim.machines.lose(node, is_seen=True)
     return True
 
 
@@ -177,24 +176,24 @@ def _power_loss(sim: Simulation, fault: Fault) -> bool:
         return False
     sim.ledger.fail_node(node.fleet_rank)
     node.is_power_lost = True
-    machines.lose_machine(sim, node, is_seen=False)
+    sim.machines.lose(node, is_seen=False)
     return True
 
 
 def _preemption(sim: Simulation, fault: Fault) -> bool:
     agent = _agent(sim, fault)
-    if agent is None or agent.is_leaving or agent.frozen_since is not None:
+    if agent is None or agent.departure.has_begun or agent.sleep.since is not None:
         return False
-    agent.part(LeaveReason.PREEMPTED, StopCause.PREEMPTION)
+    agent.departure.preempt()
     return True
 
 
 def _stand_still(sim: Simulation, fault: Fault, duration: int) -> bool:
     agent = _agent(sim, fault)
-    if agent is None or not agent.freeze():
+    if agent is None or not agent.sleep.begin():
         return False
     sim.ledger.fail_node(agent.node.fleet_rank)
-    sim.pass_by(duration, agent.thaw)
+    sim.troubles.pass_by(duration, agent.sleep.end)
     return True
 
 
@@ -209,9 +208,9 @@ def _freeze(sim: Simulation, fault: Fault) -> bool:
 
 def _connection_break(sim: Simulation, fault: Fault) -> bool:
     agent = _agent(sim, fault)
-    if agent is None or agent.connection is None or agent.frozen_since is not None:
+    if agent is None or agent.channel.connection is None or agent.sleep.since is not None:
         return False
-    agent.drop_connection(is_lossy=fault.amount < 0.5)
+    agent.channel.drop(is_lossy=fault.amount < 0.5)
     return True
 
 
@@ -220,7 +219,7 @@ def _slow_link(sim: Simulation, fault: Fault) -> bool:
     if node is None or node.link.is_slow:
         return False
     node.link.is_slow = True
-    sim.pass_by(fault.between(5.0, 600.0), lambda: setattr(node.link, "is_slow", False))
+    sim.troubles.pass_by(fault.between(5.0, 600.0), lambda: setattr(node.link, "is_slow", False))
     return True
 
 
@@ -228,7 +227,7 @@ def _cut(sim: Simulation, fault: Fault, *, up: bool, down: bool) -> bool:
     node = _node(sim, fault)
     if node is None:
         return False
-    machines.cut_off(sim, node, up=up, down=down, duration=fault.between(1.0, 400.0), is_deep=fault.pick % 2 == 0)
+    sim.machines.cut_off(node, up=up, down=down, duration=fault.between(1.0, 400.0), is_deep=fault.pick % 2 == 0)
     return True
 
 
@@ -261,7 +260,7 @@ def _slow_node(sim: Simulation, fault: Fault) -> bool:
     if node is None or node.is_slow:
         return False
     node.is_slow = True
-    sim.pass_by(fault.between(10.0, 600.0), lambda: setattr(node, "is_slow", False))
+    sim.troubles.pass_by(fault.between(10.0, 600.0), lambda: setattr(node, "is_slow", False))
     return True
 
 
@@ -275,45 +274,45 @@ def _new_node(sim: Simulation, fault: Fault) -> bool:
 def _master_crash(sim: Simulation, fault: Fault) -> bool:
     """At once, or between two lines of the next turn."""
     points = [None, *CrashPoint]
-    return sim.crash_master(points[fault.pick % len(points)], downtime=fault.between(0.1, 60.0))
+    return sim.masters.crash(points[fault.pick % len(points)], downtime=fault.between(0.1, 60.0))
 
 
 def _master_power_loss(sim: Simulation, fault: Fault) -> bool:
-    return sim.crash_master(None, downtime=fault.between(1.0, 300.0), is_seen=False)
+    return sim.masters.crash(None, downtime=fault.between(1.0, 300.0), is_seen=False)
 
 
 def _master_stall(sim: Simulation, fault: Fault) -> bool:
-    return sim.stall_master(fault.between(0.5, 60.0))
+    return sim.masters.stall(fault.between(0.5, 60.0))
 
 
 def _master_pause(sim: Simulation, fault: Fault) -> bool:
-    return sim.stall_master(fault.between(0.5, 30.0))
+    return sim.masters.stall(fault.between(0.5, 30.0))
 
 
 def _master_partition(sim: Simulation, fault: Fault) -> bool:
     duration = fault.between(1.0, 400.0)
-    for node in [node for node in sim.nodes if node.is_powered]:
-        machines.cut_off(sim, node, up=True, down=True, duration=duration, is_deep=False)
+    for node in [node for node in sim.machines.nodes if node.is_powered]:
+        sim.machines.cut_off(node, up=True, down=True, duration=duration, is_deep=False)
     return True
 
 
 def _two_masters(sim: Simulation, fault: Fault) -> bool:
-    return sim.replace_master(sleep=fault.between(5.0, 200.0))
+    return sim.masters.replace(sleep=fault.between(5.0, 200.0))
 
 
 def _disk_full(sim: Simulation, fault: Fault) -> bool:
-    if sim.journal.is_full:
+    if sim.masters.journal.is_full:
         return False
-    sim.journal.is_full = True
-    sim.pass_by(fault.between(1.0, 120.0), sim.free_disk)
+    sim.masters.journal.is_full = True
+    sim.troubles.pass_by(fault.between(1.0, 120.0), sim.masters.free_disk)
     return True
 
 
 def _disk_slow(sim: Simulation, fault: Fault) -> bool:
-    if sim.is_disk_slow:
+    if sim.masters.is_disk_slow:
         return False
-    sim.is_disk_slow = True
-    sim.pass_by(fault.between(1.0, 120.0), lambda: setattr(sim, "is_disk_slow", False))
+    sim.masters.is_disk_slow = True
+    sim.troubles.pass_by(fault.between(1.0, 120.0), lambda: setattr(sim.masters, "is_disk_slow", False))
     return True
 
 
@@ -321,7 +320,7 @@ def _platform_refuses(sim: Simulation, fault: Fault) -> bool:
     if sim.platform.is_refusing:
         return False
     sim.platform.is_refusing = True
-    sim.pass_by(fault.between(10.0, 900.0), lambda: setattr(sim.platform, "is_refusing", False))
+    sim.troubles.pass_by(fault.between(10.0, 900.0), lambda: setattr(sim.platform, "is_refusing", False))
     return True
 
 
@@ -329,16 +328,16 @@ def _scaling(sim: Simulation, fault: Fault) -> bool:
     """Somebody wants more nodes, or fewer."""
     kinds = sim.shape.kinds_to_scale
     if kinds and (not sim.shape.is_one_world or fault.amount < 0.5):
-        return sim.scale_replicas(kinds[fault.pick % len(kinds)], fault.pick // len(kinds))
+        return sim.people.scale_replicas(kinds[fault.pick % len(kinds)], fault.pick // len(kinds))
     unit = sim.shape.node_unit
     most = 1 + fault.pick % (sim.shape.max_nodes // unit)
     least = 1 + int(fault.amount * most)
-    return sim.scale(min(least, most) * unit, most * unit)
+    return sim.people.scale(min(least, most) * unit, most * unit)
 
 
 def _journal_lost(sim: Simulation, fault: Fault) -> bool:
     """The disk of the master is gone with it; the next one knows nothing but what the agents tell."""
-    return sim.lose_journal(downtime=fault.between(0.5, 30.0))
+    return sim.masters.lose_journal(downtime=fault.between(0.5, 30.0))
 
 
 def _cloud(sim: Simulation) -> VirtualCloud | None:
@@ -364,7 +363,7 @@ def _node_fails(sim: Simulation, fault: Fault) -> bool:
 
 def _exchange(sim: Simulation, fault: Fault) -> bool:
     """Somebody wants another machine for a node."""
-    return sim.exchange(fault.pick)
+    return sim.people.exchange(fault.pick)
 
 
 def _suspension(sim: Simulation, fault: Fault) -> bool:
@@ -383,7 +382,7 @@ def _cloud_away(sim: Simulation, fault: Fault) -> bool:
         return False
     cloud.is_away = True
     cloud.break_watch()
-    sim.pass_by(fault.between(5.0, 200.0), lambda: setattr(cloud, "is_away", False))
+    sim.troubles.pass_by(fault.between(5.0, 200.0), lambda: setattr(cloud, "is_away", False))
     return True
 
 
@@ -393,7 +392,7 @@ def _node_breaks(sim: Simulation, fault: Fault) -> bool:
     if node is None or node.breakage is not None or sim.shape.check is None:
         return False
     node.breakage = ExitClass.COMPUTE if fault.amount < 0.5 else ExitClass.COMMUNICATION
-    sim.pass_by(fault.between(60.0, 1200.0), lambda: setattr(node, "breakage", None))
+    sim.troubles.pass_by(fault.between(60.0, 1200.0), lambda: setattr(node, "breakage", None))
     return True
 
 

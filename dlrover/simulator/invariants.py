@@ -203,10 +203,10 @@ def _ranks_have_one_node(sim: Simulation, job: Job, touched: Touched) -> str | N
 def _blame_is_just(sim: Simulation, job: Job, touched: Touched) -> str | None:
     """Of a check during which nothing happened to anybody."""
     check = job.state.check
-    if check.num_checks == touched.num_checks or not sim.was_calm_since(sim.check_began_at):
+    if check.num_checks == touched.num_checks or not sim.troubles.was_calm_since(sim.check_began_at):
         return None
     for rank, node in check.members.items():
-        agent, result = sim.agent_of(node), check.results.get(rank)
+        agent, result = sim.machines.agent_of(node), check.results.get(rank)
         if agent is None or result is None or (result.node, result.incarnation) != (node, agent.incarnation):
             continue
         if result.status == "faulty" and agent.node.breakage is None:
@@ -226,7 +226,7 @@ def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
     """Nothing if what the simulation knows explains why the job ended so."""
     terms = job.state.terms or sim.terms  # the job itself knows none before its first node has come
     policy, charged = terms.restarts, sim.ledger.chargeable
-    calm = sim.calm_for()
+    calm = sim.troubles.calm_for()
     is_impatient = end.reason in (ExitReason.PENDING_TIMEOUT, ExitReason.NOT_ENOUGH_NODES)
     if is_impatient and not job.state.rendezvous.finished and (sim.people.is_paused or sim.people.has_just_resumed()):
         return f"the time in which the job was suspended counts: {end.message}"
@@ -236,13 +236,13 @@ def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
                 return f"the job completed at step {sim.training.best_step} of {sim.shape.num_steps}"
             return sim.beside.explain_completion()
         case ExitReason.RENDEZVOUS_TIMEOUT | ExitReason.NOT_ENOUGH_NODES:
-            if calm > sim.bound and (sim.shape.is_one_world or sim.has_enough_nodes()):
+            if calm > sim.bound and (sim.shape.is_one_world or sim.machines.has_enough()):
                 return f"the job gave up, although all was well for {calm / SECOND:.0f} s: {end.message}"
-            limits, num_steady = terms.limits, sim.num_steady()
+            limits, num_steady = terms.limits, sim.machines.num_steady()
             if num_steady - num_steady % limits.node_unit >= limits.min_nodes and not job.state.rendezvous.finished:
                 return f"the job gave up, although {num_steady} nodes were there and well: {end.message}"
         case ExitReason.NODE_CHECK_FAILED:
-            if not sim.has_bad_nodes() and calm > sim.bound:
+            if not sim.machines.has_bad() and calm > sim.bound:
                 return f"no node is bad, and nothing has happened for {calm / SECOND:.0f} s: {end.message}"
         case ExitReason.PENDING_TIMEOUT:
             if calm > sim.bound:
@@ -328,16 +328,16 @@ def _nobody_waits_for_the_dead(sim: Simulation, job: Job, touched: Touched) -> s
 
 def _agents_obey(sim: Simulation, job: Job) -> str | None:
     """Who is attached and undisturbed runs what the master wants, not something older."""
-    if sim.calm_for() < sim.bound or job.end is not None:
+    if sim.troubles.calm_for() < sim.bound or job.end is not None:
         return None
     for node in job.state.nodes.live.values():
-        agent = sim.agent_of(node.id)
-        if agent is None or agent.incarnation != node.incarnation or not agent.is_attached or agent.is_leaving:
+        agent = sim.machines.agent_of(node.id)
+        if agent is None or agent.incarnation != node.incarnation or not agent.can_speak:
             continue
         wish = node.desired.wish
-        running = 0 if agent.group is None else agent.group.world.round
+        running = 0 if agent.workers.group is None else agent.workers.group.world.round
         wanted = wish.world.round if isinstance(wish, Run) else 0
-        if running != wanted and not agent.finished_round:
+        if running != wanted and not agent.workers.finished_round:
             return f"{agent.node.label} runs round {running} and shall run round {wanted}"
     return None
 
@@ -345,7 +345,7 @@ def _agents_obey(sim: Simulation, job: Job) -> str | None:
 def _intents_are_done(sim: Simulation, job: Job) -> str | None:
     """What the job wants of its platform is asked for until it is so, whatever became of the master who decided it."""
     fleet = job.state.fleet
-    if fleet is None or job.end is not None or sim.calm_for() <= sim.bound:
+    if fleet is None or job.end is not None or sim.troubles.calm_for() <= sim.bound:
         return None
     for node in fleet.nodes.values():
         if node.is_live and node.phase is NodePhase.INITIAL and not sim.people.want_pause:
@@ -356,15 +356,15 @@ def _intents_are_done(sim: Simulation, job: Job) -> str | None:
 
 
 def _servers_are_settled(sim: Simulation, job: Job) -> str | None:
-    is_settled = job.end is None and sim.calm_for() > sim.bound and not sim.people.want_pause
+    is_settled = job.end is None and sim.troubles.calm_for() > sim.bound and not sim.people.want_pause
     return sim.beside.check_calm(job) if is_settled else None
 
 
 def _calm_brings_progress(sim: Simulation, job: Job) -> str | None:
-    calm = sim.calm_for()
-    if calm <= sim.bound or job.end is not None or not sim.has_enough_nodes():
+    calm = sim.troubles.calm_for()
+    if calm <= sim.bound or job.end is not None or not sim.machines.has_enough():
         return None
-    if sim.progress_since_trouble() <= 0:
+    if sim.troubles.progress_since() <= 0:
         return (
             f"no progress beyond step {sim.training.progress()} for {calm / SECOND:.0f} s without trouble; "
             f"{job.state.verdict}"

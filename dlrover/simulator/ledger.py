@@ -42,6 +42,16 @@ class Ledger:
         self.num_alarms = 0
         """Nodes that were given up, and workers that were killed for having slept too long."""
 
+    def heard_answer(self, agent: VirtualAgent, sequence: int) -> None:
+        life = (agent.id, agent.incarnation)
+        self.answered[life] = max(sequence, self.answered.get(life, 0))
+
+    def journal_lost(self) -> None:
+        """What only the journal could know is held against nobody."""
+        self.lives.clear()
+        self.applied.clear()
+        self.answered.clear()
+
     def charge(self, agent: VirtualAgent) -> None:
         self.chargeable[agent.rank] = self.chargeable.get(agent.rank, 0) + 1
         self._of_processes[agent.life] = self._of_processes.get(agent.life, 0) + 1

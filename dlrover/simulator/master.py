@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dlrover.core.job import Job
-from dlrover.core.observations import Observations
 from dlrover.core.sequence import Batch, CommitSequence, Released
 from dlrover.core.turn import Origin
 from dlrover.protocol.checkpoint_messages import AwaitSaveDuties
@@ -29,7 +28,6 @@ from dlrover.protocol.messages import (
     Command,
     DeadlinePassed,
     FinishJob,
-    Heartbeat,
     Incarnation,
     MasterStarted,
     Micros,
@@ -43,14 +41,13 @@ from dlrover.protocol.sync_messages import SyncQuery
 from dlrover.simulator import oversight
 from dlrover.simulator.events import SECOND, span
 from dlrover.simulator.journal import Fenced
+from dlrover.simulator.lines import Line, Lines
+from dlrover.simulator.master_time import MasterTime
 from dlrover.simulator.network import CLOSE, PULSE, Connection, Downward, Upward
 
 if TYPE_CHECKING:
     from dlrover.simulator.simulation import Simulation
 
-HEARTBEAT = (0.0, 6.0)
-"""Seconds that the newest heartbeat is old when they stop coming."""
-LONGEST_GRACE = 40 * SECOND
 COMING_BACK = 5 * SECOND
 LONG_STALL = 5 * SECOND
 AFTERMATH = 10 * SECOND
@@ -75,22 +72,6 @@ class CrashPoint(enum.Enum):
     HALF_RELEASED = "when half of it is released"
 
 
-class Line:
-    """The master's end of one stream."""
-
-    __slots__ = ("attached_at", "connection", "has_presented", "held", "incarnation", "node", "told")
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.has_presented = False
-        self.node: NodeId | None = None
-        self.incarnation: Incarnation | None = None
-        self.attached_at = 0
-        self.told = -1
-        self.held: dict[int, None] = {}
-        """Refused for now: no greater number may pass before these."""
-
-
 class Work:
     """One command on its way through a turn."""
 
@@ -111,7 +92,7 @@ class VirtualMaster:
     def __init__(self, simulation: Simulation, job: Job, master_epoch: int) -> None:
         self.sim = simulation
         self.events = simulation.events
-        self.journal = simulation.journal
+        self.journal = simulation.masters.journal
         self.master_epoch = master_epoch
         self.is_alive = True
         self.is_stalled = False
@@ -119,14 +100,9 @@ class VirtualMaster:
         self._blamed_until = 0
         self._backlog: list[tuple[Connection, Upward]] = []
         """What the kernel keeps while the process stands still."""
-        self._offset = max(job.now, simulation.wall()) - self.events.now
-        """From virtual time to the job's time."""
-        self._stood_still = 0
-        self._stopped_at: int | None = None
-        self._lines: dict[Connection, Line] = {}
-        self._current: dict[NodeId, Line] = {}
+        self.time = MasterTime(self.events, job.now)
+        self.lines = Lines(self)
         self._queue: list[Work] = []
-        self._findings: dict[NodeId, NodeDisconnected | NodeSilent] = {}
         self._num_in_work = 0
         self._num_refused = 0
         self._is_turn_planned = False
@@ -135,16 +111,10 @@ class VirtualMaster:
         self._has_begun = False
         self._is_failing = False
         """The journal cannot be written."""
-        self._grace_until = 0
-        self._granted = 0
-        self._stalled = 0
-        """What the observations have not been told of."""
-        self._new_stall = 0
         self._pending: Batch | None = None
         """On its way to the disk."""
         self._backlogged_write: tuple[Batch | None, dict[int, Work], list[tuple[Work, Rejected]], bytes] | None = None
         self._snapshot_every = simulation.snapshot_every
-        self._num_batches = 0
         self.crash_point: CrashPoint | None = None
         """Dies there in the next turn that gets so far."""
         self.downtime = 0
@@ -152,15 +122,15 @@ class VirtualMaster:
         self.applied: dict[tuple[NodeId, Incarnation], int] = {}
         """Numbers of the commands that were applied and are not durable yet."""
         self._adopt(job)
-        self.observations = Observations(self.now())
 
     @property
     def job(self) -> Job:
         return self._job
 
-    def now(self) -> Micros:
-        at = self.events.now if self._stopped_at is None else self._stopped_at
-        return Micros(at + self._offset - self._stood_still)
+    @property
+    def is_awake(self) -> bool:
+        """Whether it is there and answers."""
+        return self.is_alive and not self.is_stalled
 
     def begin(self) -> None:
         """The first command of this life."""
@@ -175,62 +145,24 @@ class VirtualMaster:
         if self.is_stalled:
             self._backlog.append((connection, parcel))
             return
-        line = self._lines.get(connection)
+        line = self.lines.get(connection)
         if line is None:
             if isinstance(parcel, Request) and isinstance(parcel.body, Attach) and connection.is_open_below:
-                line = self._lines[connection] = Line(connection)
+                line = self.lines.open(connection)
             else:
                 return  # of a stream that was ended here
         if isinstance(parcel, Request):
             self._accept(line, parcel)
         elif parcel is CLOSE:
-            self._closed(line)
-        elif parcel is PULSE and line.node is not None and self._current.get(line.node) is line:
-            self._heard(line)
+            self.lines.closed(line, is_our_fault=self.events.now < self._blamed_until)
+        elif parcel is PULSE and self.lines.is_current(line):
+            self.lines.heard(line)
 
     def hear(self, word: Command | Query) -> None:
         """Of somebody who asks once and does not wait."""
         if self.is_alive:
             self._queue.append(Work(word))
-            self._plan_turn()
-
-    def _heard(self, line: Line) -> None:
-        """Heartbeats come again, or came once and stopped again."""
-        assert line.node is not None, "only attached nodes beat"
-        if line.connection.agent.is_beating(line.connection):
-            self.observations.forget(line.node)
-        else:
-            self.watch(line.connection, 0)
-
-    def watch(self, connection: Connection, silent_for: int) -> None:
-        """No heartbeat comes from there any more: from now on silence is measured."""
-        line = self._lines.get(connection)
-        if not self.is_alive or line is None or line.node is None or self._current.get(line.node) is not line:
-            return
-        assert line.incarnation is not None, "attached without an incarnation"
-        seen_at = Micros(max(line.attached_at, self.now() - silent_for))
-        self.observations.attached(line.node, line.incarnation, seen_at)
-        step = connection.agent.told_step()
-        self.observations.heard(Heartbeat(node=line.node, incarnation=line.incarnation, step=step), seen_at)
-        self._plan_wake()
-
-    def _closed(self, line: Line) -> None:
-        del self._lines[line.connection]
-        node = line.node
-        if node is None or self._current.get(node) is not line:
-            return
-        del self._current[node]
-        assert line.incarnation is not None, "attached without an incarnation"
-        step = self.observations.step(node)
-        step = line.connection.agent.told_step() if step is None else step
-        self._findings[node] = NodeDisconnected(
-            node=node,
-            incarnation=line.incarnation,
-            step=step,
-            is_our_fault=self.events.now < self._blamed_until,
-        )
-        self.observations.forget(node)
-        self._plan_turn()
+            self.plan_turn()
 
     def _accept(self, line: Line, request: Request) -> None:
         body = request.body
@@ -261,7 +193,7 @@ class VirtualMaster:
             return
         self._num_in_work += 1
         self._queue.append(work)
-        self._plan_turn()
+        self.plan_turn()
 
     def _retry_after(self) -> float:
         return max(0.05, self._num_refused * SERVICE_TIME)
@@ -279,18 +211,20 @@ class VirtualMaster:
 
     # Turns.
 
-    def _plan_turn(self) -> None:
+    def plan_turn(self) -> None:
         if not self._is_turn_planned and not self._is_writing and not self.is_stalled:
             self._is_turn_planned = True
             self.events.after(TURN, self._turn)
 
-    def _plan_wake(self) -> None:
+    def plan_wake(self) -> None:
         """Be awake at the next deadline. An earlier wake that turns out to be needless plans the next one."""
         self._follow_job()
-        deadlines = [at for at in (self._job.next_deadline(), self.observations.next_deadline()) if at is not None]
+        deadlines = [
+            at for at in (self._job.next_deadline(), self.lines.observations.next_deadline()) if at is not None
+        ]
         if not deadlines or self._is_failing or self.is_stalled:
             return
-        wake_at = max(min(deadlines), self._grace_until) - self._offset + self._stood_still
+        wake_at = self.time.event_at(min(deadlines))
         if self._wake_at is None or wake_at < self._wake_at or self._wake_at < self.events.now:
             self._wake_at = wake_at
             self.events.at(wake_at, self._wake, wake_at)
@@ -299,7 +233,7 @@ class VirtualMaster:
         if self.is_alive and self._wake_at == planned_for:
             self._wake_at = None
             if not self.is_stalled:
-                self._plan_turn()
+                self.plan_turn()
 
     def _turn(self) -> None:
         self._is_turn_planned = False
@@ -312,14 +246,11 @@ class VirtualMaster:
                 self._refuse_for_now(work, 1.0)
             return
         self.applied = {}
-        before = self._job.encode() if self.crash_point is not None or self.sim.journal.is_full else b""
+        before = self._job.encode() if self.crash_point is not None or self.sim.masters.journal.is_full else b""
         staged: dict[int, Work] = {}
         rejected: list[tuple[Work, Rejected]] = []
-        now = self.now()
-        if self._new_stall:
-            self._extend_grace(now, self._new_stall)
-            self._stalled += self._new_stall
-            self._new_stall = 0
+        now = self.time.now()
+        self.time.notice_stall()
         for work in self._in_order(works, now):
             try:
                 if isinstance(work.body, KvQuery | SyncQuery | AwaitSaveDuties | AskPsNodes):
@@ -332,26 +263,23 @@ class VirtualMaster:
             return
         batch = self.sequence.take()
         if batch is None and not rejected:
-            self._plan_wake()
+            self.plan_wake()
             return
         if self._dies_at(CrashPoint.TAKEN, before) or self._dies_at(CrashPoint.TORN, before):
             return
         self._is_writing = True
         self._pending = batch
         low, high = self.sim.shape.costs.commit
-        duration = span(self.sim.chance.disk, low, high) * (SLOW_DISK if self.sim.is_disk_slow else 1)
+        duration = span(self.sim.chance.disk, low, high) * (SLOW_DISK if self.sim.masters.is_disk_slow else 1)
         self.events.after(duration, self._write, batch, staged, rejected, before)
 
     def _in_order(self, works: list[Work], now: Micros) -> Iterator[Work]:
         """What silence says, what was sent, and last what time says, as the desk does."""
-        is_time_trusted = now >= self._grace_until
+        is_time_trusted = self.time.is_trusted()
         self._follow_job()
         if is_time_trusted:
-            self._granted = 0
-            stalled, self._stalled = self._stalled, 0
-            for finding in self.observations.tick(now, Micros(now - stalled)):
-                self._findings[finding.node] = finding
-        yield from [Work(finding) for finding in self._findings.values()]
+            self.lines.look(now, self.time.end_grace())
+        yield from [Work(finding) for finding in self.lines.findings.values()]
         yield from works
         if is_time_trusted:
             next_deadline = self._job.next_deadline()
@@ -360,13 +288,13 @@ class VirtualMaster:
 
     def _follow_job(self) -> None:
         """The job must not look at the observations; so they are told what it knows."""
-        self.observations.follow(self._job.detection, self._job.suspects())
+        self.lines.observations.follow(self._job.detection, self._job.suspects())
 
     def _dies_at(self, point: CrashPoint, before: bytes) -> bool:
         """`before`: the state of which nothing was taken back when we die here."""
         if self.crash_point is not point or not before:
             return False
-        self.sim.master_died(self, durable=before, why=point.value)
+        self.sim.masters.died(self, durable=before, why=point.value)
         return True
 
     def _write(
@@ -385,7 +313,7 @@ class VirtualMaster:
         self._pending = None
         journal = self.journal
         try:
-            if journal is not self.sim.journal:
+            if journal is not self.sim.masters.journal:
                 raise Fenced("The disk of this master is gone.")
             if batch is not None and batch.records:
                 journal.append(batch, self.master_epoch)
@@ -393,7 +321,7 @@ class VirtualMaster:
             else:
                 journal.check_fence(self.master_epoch)
         except Fenced:
-            self.sim.fenced(self)
+            self.sim.masters.fenced(self)
             return
         except Unavailable:
             self._fall_back(before, [*staged.values(), *(work for work, _ in rejected)])
@@ -409,9 +337,9 @@ class VirtualMaster:
             self._num_refused = 0
         if journal.num_since_snapshot >= self._snapshot_every and self.sequence.is_settled:
             journal.save_snapshot(self._job, self.master_epoch)
-        self._plan_wake()
-        if self._queue or self._findings:
-            self._plan_turn()
+        self.plan_wake()
+        if self._queue or self.lines.findings:
+            self.plan_turn()
 
     def _release(self, batch: Batch | None, staged: dict[int, Work]) -> None:
         self._has_begun = True
@@ -424,11 +352,11 @@ class VirtualMaster:
         for number, one in enumerate(released):
             if number == half:
                 self._flush(frames)
-                self.sim.master_died(self, durable=self._job.encode(), why=CrashPoint.HALF_RELEASED.value)
+                self.sim.masters.died(self, durable=self._job.encode(), why=CrashPoint.HALF_RELEASED.value)
                 return
             is_over |= self._release_one(one, staged[one.ticket], frames, told)
         for node in told:
-            line = self._current.get(node)
+            line = self.lines.current.get(node)
             if line is None:
                 continue
             try:
@@ -440,7 +368,7 @@ class VirtualMaster:
                 frames.setdefault(line.connection, []).append(Push(desired))
         self._flush(frames)
         if is_over:
-            self.sim.job_over(self)
+            self.sim.job_over()
 
     def _release_one(
         self, one: Released, work: Work, frames: dict[Connection, list[Downward]], told: dict[NodeId, None]
@@ -449,7 +377,7 @@ class VirtualMaster:
         self._settle(work)
         reply, line = one.outcome.reply, work.line
         if isinstance(reply, Attached) and line is not None:
-            self._attach(line, reply)
+            self.lines.attach(line, reply)
         if line is not None:
             frames.setdefault(line.connection, []).append(Answer(id=work.id, body=reply))
         is_over = False
@@ -465,42 +393,11 @@ class VirtualMaster:
             self.sim.beside.answered(work.body, reply)
         return is_over
 
-    def _attach(self, line: Line, attached: Attached) -> None:
-        self._findings.pop(attached.node, None)
-        if line.connection not in self._lines:
-            self._findings[attached.node] = NodeDisconnected(node=attached.node, incarnation=attached.incarnation)
-            return
-        older = self._current.get(attached.node)
-        line.node, line.incarnation = attached.node, attached.incarnation
-        line.told = attached.desired.number
-        line.attached_at = self.now()
-        self._current[attached.node] = line
-        if older is not None:
-            self._end(older)
-        self._heard(line)
-
     def _settle(self, work: Work) -> None:
         if work.line is not None:
             self._num_in_work -= 1
         elif isinstance(work.body, NodeDisconnected | NodeSilent):
-            if self._findings.get(work.body.node) == work.body:
-                del self._findings[work.body.node]
-            if isinstance(work.body, NodeSilent):
-                line = self._current.get(work.body.node)
-                if line is not None and line.incarnation == work.body.incarnation:
-                    self._end(line)
-
-    def _end(self, line: Line) -> None:
-        """Close our end of the stream; the agent may come back on another one."""
-        if self._lines.pop(line.connection, None) is None:
-            return
-        self._send(line, CLOSE)
-        if line.node is not None and self._current.get(line.node) is line:
-            del self._current[line.node]
-            assert line.incarnation is not None, "attached without an incarnation"
-            self._findings[line.node] = NodeDisconnected(node=line.node, incarnation=line.incarnation)
-            self.observations.forget(line.node)
-            self._plan_turn()
+            self.lines.settle(work.body)
 
     def _reject(self, work: Work, error: Rejected) -> None:
         self._settle(work)
@@ -509,7 +406,7 @@ class VirtualMaster:
             return
         self.sim.people.answered(work.body, error.code)
         if isinstance(work.body, DeadlinePassed):
-            self._extend_grace(self.now(), NO_SPIN)
+            self.time.extend_grace(NO_SPIN)
 
     def _send(self, line: Line, parcel: Downward) -> None:
         self.sim.network.send_down(line.connection, (parcel,))
@@ -524,15 +421,15 @@ class VirtualMaster:
         """Not durable, so it never happened: forget the state that saw it. A master that cannot even begin ends."""
         if not self._has_begun:
             self.downtime = span(self.sim.chance.disk, *self.sim.shape.costs.master_restart)
-            self.sim.master_died(self, durable=before or None, why="because it cannot write")
+            self.sim.masters.died(self, durable=before or None, why="because it cannot write")
             return
         if not self._is_failing:
             self._is_failing = True
-            self._stopped_at = self.events.now
+            self.time.stop()
             self.events.after(RETRY_PERIOD, self._try_again)
         job = self.journal.restore()
         if before:  # else the disk filled up only after this turn had begun
-            self.sim.compare_restored(job, before)
+            oversight.compare_restored(job, before)
         self._adopt(job)
         late, self._queue = self._queue, []
         for work in [*works, *late]:
@@ -542,26 +439,19 @@ class VirtualMaster:
     def _try_again(self) -> None:
         if not self.is_alive:
             return
-        if self.sim.journal.is_full or self.is_stalled:
+        if self.sim.masters.journal.is_full or self.is_stalled:
             self.events.after(RETRY_PERIOD, self._try_again)
             return
         self._is_failing = False
-        assert self._stopped_at is not None, "the clock never stopped"
-        self._stood_still += self.events.now - self._stopped_at
-        self._stopped_at = None
-        self._extend_grace(self.now(), COMING_BACK)
-        self._plan_turn()
+        self.time.go_on()
+        self.time.extend_grace(COMING_BACK)
+        self.plan_turn()
 
     def _adopt(self, job: Job) -> None:
         self._job = job
         self.sequence = CommitSequence(
             job, master_epoch=self.master_epoch, next_number=job.number + 1, digest_every=self.sim.digest_every
         )
-
-    def _extend_grace(self, now: Micros, duration: int) -> None:
-        given = min(duration, LONGEST_GRACE - self._granted)
-        self._granted += given
-        self._grace_until = max(self._grace_until, now + given)
 
     def stall(self) -> bool:
         if not self.is_alive or self.is_stalled:
@@ -576,7 +466,7 @@ class VirtualMaster:
             return
         self.is_stalled = False
         stalled = self.events.now - self._stalled_since
-        self._new_stall += stalled
+        self.time.add_stall(stalled)
         if stalled >= LONG_STALL:
             self._blamed_until = self.events.now + AFTERMATH
         write, self._backlogged_write = self._backlogged_write, None
@@ -586,12 +476,12 @@ class VirtualMaster:
         for connection, parcel in backlog:
             self.receive(connection, parcel)
         if self.is_alive:
-            self._plan_turn()
+            self.plan_turn()
 
     def look_at_the_fence(self) -> None:
         """What an idle master does now and then: without it, one that was replaced would keep its agents for ever."""
-        if self.is_alive and not self.is_stalled and self.sim.master is not self:
-            self.sim.fenced(self)
+        if self.is_alive and not self.is_stalled and self.sim.masters.newest is not self:
+            self.sim.masters.fenced(self)
 
     def die(self, *, is_seen: bool) -> None:
         """The process is gone; `is_seen`: a kernel is left to close its streams."""
@@ -600,10 +490,4 @@ class VirtualMaster:
             # Killed while it wrote: whether the transaction reached the disk before, nobody can say.
             with contextlib.suppress(Fenced, Unavailable):
                 self.journal.append(self._pending, self.master_epoch)
-        for connection in list(self._lines):
-            if is_seen:
-                self.sim.network.send_down(connection, (CLOSE,))
-            else:
-                connection.agent.keepalive_soon()
-        self._lines.clear()
-        self._current.clear()
+        self.lines.die(is_seen=is_seen)

@@ -3,7 +3,7 @@ The network between agents and masters: ordered streams that can be slow, cut, o
 
 A stream keeps order, as TCP does; what reorders messages is that a broken stream may still deliver while its successor
 is already open. A cut in one direction holds what is sent until it heals. A break loses what is under way, or delivers it
-late, and each end learns of it in its own time. Healthy heartbeats are no events: a stream is `muted` from the instant
+late, and each end learns of it in its own time. Healthy heartbeats are no events: a stream is muted from the instant
 at which they stop coming through, and the one that comes first afterwards is sent as a `Beat` of its own.
 """
 
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 KEEPALIVE = (10.0, 20.0)
 """Seconds after which an agent notices that nothing answers any more."""
+HEARTBEAT = (0.0, 6.0)
+"""Seconds that the newest heartbeat is old when they stop coming."""
 SLOW = 200
 """Times slower, on a slow link."""
+NUM_KEPT_CONNECTIONS = 4
 
 
 class Close:
@@ -59,6 +62,11 @@ class Link:
     @property
     def is_cut(self) -> bool:
         return self.num_cuts_up > 0 or self.num_cuts_down > 0
+
+    def keep(self, connection: Connection) -> None:
+        self.connections.append(connection)
+        if len(self.connections) > NUM_KEPT_CONNECTIONS:
+            del self.connections[0]
 
 
 class Connection:
@@ -121,6 +129,10 @@ class Network:
         connection.down_at = at = max(connection.down_at, self._events.now + self.delay(connection.link))
         self._events.at(at, self._arrive_down, connection, parcels)
 
+    def mute(self, connection: Connection) -> None:
+        """Heartbeats stop coming through."""
+        connection.master.lines.watch(connection, span(self._chance, *HEARTBEAT))
+
     def healed(self, connection: Connection) -> None:
         """What was held goes on its way, in order."""
         if not connection.link.num_cuts_up:
@@ -138,4 +150,4 @@ class Network:
 
     def _arrive_down(self, connection: Connection, parcels: tuple[Downward, ...]) -> None:
         if connection.is_open_below:
-            connection.agent.receive(connection, parcels)
+            connection.agent.channel.receive(connection, parcels)

@@ -54,7 +54,7 @@ def stage(sim: Simulation, master: VirtualMaster, work: Work, now: Micros) -> in
     try:
         ticket = master.sequence.stage(command, now, origin)
     except Rejected as error:
-        if sim.data is not None and master is sim.master:
+        if sim.data is not None and master is sim.masters.newest:
             sim.data.was_refused(job, command, error.code)
         if job.number != number or (before and job.encode() != before):
             raise Violation("I6", f"{type(command).__name__} was refused ({error.code}) and changed the job") from error
@@ -68,7 +68,7 @@ def stage(sim: Simulation, master: VirtualMaster, work: Work, now: Micros) -> in
         sim.ledger.num_alarms += is_sleeper or is_gone or isinstance(command, NodeSilent)
         if origin is not None:
             master.applied[life] = origin.sequence
-        if master is not sim.master:
+        if master is not sim.masters.newest:
             return ticket  # it was replaced while it slept: whatever it decides will not be durable
         if not had_check and state.check.cycle is not None:
             sim.check_began_at = sim.events.now
@@ -103,15 +103,14 @@ def _note_command(sim: Simulation, command: Command, verdict: str) -> None:
 def release(sim: Simulation, master: VirtualMaster, batch: Batch | None) -> None:
     """What is released now is seen by everybody: it must be durable, and of the newest master."""
     job = master.job
-    if master.master_epoch != sim.journal.master_epoch:
+    if master.master_epoch != sim.masters.journal.master_epoch:
         raise Violation("I6", f"the master of epoch {master.master_epoch} speaks after it was replaced")
-    if job.number != sim.journal.last_number:
-        raise Violation("I5", f"command {job.number} is told and {sim.journal.last_number} is durable")
-    if master is not sim.master:
+    if job.number != sim.masters.journal.last_number:
+        raise Violation("I5", f"command {job.number} is told and {sim.masters.journal.last_number} is durable")
+    if master is not sim.masters.newest:
         raise Violation("I6", "two masters write")
-    if not sim.is_serving:
-        sim.is_serving = True
-        sim.call_seekers()
+    if not sim.masters.is_serving:
+        sim.masters.serve()
         sim.platform.serve(master)
     sim.ledger.applied.update(master.applied)
     master.applied = {}
@@ -133,11 +132,32 @@ def release(sim: Simulation, master: VirtualMaster, batch: Batch | None) -> None
         sim.ended_at = sim.events.now
 
 
+def check_restored(sim: Simulation, job: Job, durable: bytes | None) -> None:
+    """What a new master replayed. `durable`: what it has to be, if that is known for certain."""
+    if durable is not None:
+        compare_restored(job, durable)
+    elif job.number != sim.masters.journal.last_number:
+        raise Violation(
+            "I5", f"the journal has {sim.masters.journal.last_number} records, the replay gave {job.number}"
+        )
+    for node, sender in job.state.senders.by_node.items():  # what was answered is durable, whenever the master died
+        answered = sim.ledger.answered.get((node, sender.incarnation), 0)
+        if answered > sender.highest:
+            raise Violation("I5", f"command {answered} of node {node} was answered, and {sender.highest} is known")
+    sim.store.check(job)
+    sim.saves.check(job)
+
+
+def compare_restored(job: Job, durable: bytes) -> None:
+    if job.encode() != durable:
+        raise Violation("I5", f"after the replay of {job.number} commands the state is not what it was")
+
+
 def _follow_limits(sim: Simulation, job: Job) -> None:
     """The platform gives what the job shall have."""
     if job.state.terms is not None and job.state.terms.limits != sim.limits:
         sim.limits = job.state.terms.limits
-        sim.trouble()
+        sim.troubles.add()
         sim.platform.scale(sim.limits.max_nodes + sim.shape.spares)
 
 

@@ -80,7 +80,7 @@ class VirtualPlatform(Platform):
     def scale(self, target: int) -> None:
         """The job wants so many nodes now; whoever is too many leaves by itself."""
         self.target = target
-        for _ in range(target - len(self.sim.nodes) - self._num_pending):
+        for _ in range(target - len(self.sim.machines.nodes) - self._num_pending):
             self._num_pending += 1
             delay = span(self.sim.chance.platform, *self.sim.shape.costs.replacement)
             self.sim.events.after(delay, self._launch_pending, None)
@@ -98,15 +98,13 @@ class VirtualPlatform(Platform):
             self.sim.events.after(span(self.sim.chance.platform, *REFUSAL_PAUSE), self._launch_pending, rank)
             return
         self._num_pending -= 1
-        if len(self.sim.nodes) < self.target:
+        if len(self.sim.machines.nodes) < self.target:
             self.launch(rank)
 
     def launch(self, rank: int | None) -> None:
-        node = VirtualNode(self.sim.num_launches, rank)
+        node = VirtualNode(self.sim.machines.num_launches, rank)
         draw_health(self.sim, node)
-        self.sim.num_launches += 1
-        self.sim.nodes.append(node)
-        self.sim.trouble()
+        self.sim.machines.add(node)
         self.sim.note(f"{node.label} is launched")
         VirtualAgent(self.sim, node)
 

@@ -63,13 +63,15 @@ class SaveTraffic:
 
     def begin(self, *, step: int, round_: Round) -> str:
         """The name of the attempt; empty: there is nobody who could write. `round_`: of the world; 0: of any."""
+        agents = [node.agent for node in self._sim.machines.nodes if node.agent is not None]
         running = [
-            node.agent
-            for node in self._sim.nodes
-            if node.agent is not None and node.agent.group is not None and node.agent.group.is_up
-            if not round_ or node.agent.group.world.round == round_
+            agent
+            for agent in agents
+            if (group := agent.workers.group) is not None
+            and group.is_up
+            and (not round_ or group.world.round == round_)
         ]
-        writers = [agent for agent in running if agent.is_attached and not agent.is_leaving and agent.incarnation]
+        writers = [agent for agent in running if agent.can_speak]
         if not writers:
             return ""
         self._num_attempts += 1
@@ -83,11 +85,11 @@ class SaveTraffic:
         return attempt
 
     def _write(self, agent: VirtualAgent, attempt: str, shard: int) -> None:
-        if not agent.is_alive or agent.group is None:
+        if not agent.is_alive or agent.workers.group is None:
             return
         self._written[attempt][shard] = None
         step, round_ = self._steps[attempt]
-        agent.tell_soon(
+        agent.outbox.tell_soon(
             ShardWritten(
                 node=agent.id,
                 incarnation=agent.incarnation,
@@ -97,7 +99,7 @@ class SaveTraffic:
                 attempt=attempt,
                 shard=shard,
                 num_shards=self._shards[attempt],
-                round=round_ or agent.group.world.round,
+                round=round_ or agent.workers.group.world.round,
                 digest="d",
             )
         )
@@ -106,7 +108,7 @@ class SaveTraffic:
 
     def _look(self, agent: VirtualAgent) -> None:
         if agent.is_alive and agent.incarnation:
-            agent.ask(AwaitSaveDuties(node=agent.id, incarnation=agent.incarnation))
+            agent.outbox.ask(AwaitSaveDuties(node=agent.id, incarnation=agent.incarnation))
 
     def read(self, agent: VirtualAgent, query: Query, reply: Reply) -> None:
         match query, reply:
@@ -115,13 +117,13 @@ class SaveTraffic:
                     self._sim.events.after(span(self._chance, *COMMITTING), self._commit, agent, duty)
 
     def _commit(self, agent: VirtualAgent, duty: CommitCheckpoint) -> None:
-        if not agent.is_alive or agent.frozen_since is not None:
+        if not agent.is_alive or agent.sleep.since is not None:
             return
         if len(self._written[duty.attempt]) != self._shards[duty.attempt]:
             raise Violation("I4", f"{agent.node.label} was told to commit {duty.attempt} with a shard missing")
         node, incarnation = agent.id, agent.incarnation
         if self._chance.random() < FAILURE_ODDS:
-            agent.tell(
+            agent.outbox.tell(
                 CheckpointFailed(
                     node=node,
                     incarnation=incarnation,
@@ -135,7 +137,7 @@ class SaveTraffic:
         self._committed[duty.attempt] = None
         if self._sim.data is not None:
             self._sim.data.persisted(duty.attempt, duty.data_state)
-        agent.tell(
+        agent.outbox.tell(
             CheckpointCommitted(
                 node=node, incarnation=incarnation, directory=DIRECTORY, attempt=duty.attempt, step=duty.step
             )

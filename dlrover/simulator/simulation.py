@@ -10,25 +10,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
-from dlrover.core.job import Job
 from dlrover.core.sequence import CoreFault, JournalCorrupt
-from dlrover.protocol.fleet_messages import MigrateNode, NodeType, Resource, ScaleJob, ScaleReplicas
-from dlrover.protocol.messages import NodeId
-from dlrover.simulator import machines
-from dlrover.simulator.agents import MASTER_GRACE, VirtualAgent, VirtualNode
+from dlrover.simulator import worlds
 from dlrover.simulator.beside import Beside
 from dlrover.simulator.checks import CheckRuns
 from dlrover.simulator.cloud import VirtualCloud
 from dlrover.simulator.data import DataTraffic
-from dlrover.simulator.events import SECOND, Chance, Events, span
-from dlrover.simulator.faults import FAULTS, Fault
+from dlrover.simulator.events import SECOND, Chance, Events
 from dlrover.simulator.invariants import Violation, bound_of, check_in_full
-from dlrover.simulator.journal import VirtualJournal
 from dlrover.simulator.ledger import Ledger
-from dlrover.simulator.master import FENCE_PERIOD, HEARTBEAT, CrashPoint, VirtualMaster
-from dlrover.simulator.network import Connection, Network
+from dlrover.simulator.machines import Machines
+from dlrover.simulator.masters import Masters
+from dlrover.simulator.network import Network
 from dlrover.simulator.people import People
 from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.platform import Platform, VirtualPlatform
@@ -36,19 +30,12 @@ from dlrover.simulator.saves import SaveTraffic
 from dlrover.simulator.store import StoreTraffic
 from dlrover.simulator.syncs import SyncTraffic
 from dlrover.simulator.training import Training
+from dlrover.simulator.troubles import Troubles
 
 FULL_CHECK_EVERY = 1000
 """Events between two checks of everything."""
 REPLAY_EVERY = 10
 """Seeds: of one in so many the whole journal is replayed at the end. What a new master replays is compared always."""
-LONGEST_PAUSE = 2.0
-STIRRED = 0.006
-"""Seconds within which a fault follows the traffic that it shall meet."""
-NUM_KEPT_CONNECTIONS = 4
-STEADY = 120 * SECOND
-"""A node and a master that nothing has troubled for so long have found each other."""
-START = 1_700_000_000 * SECOND
-"""What the wall clock shows when a simulation begins."""
 
 
 class Simulation:
@@ -65,16 +52,16 @@ class Simulation:
         self._on_note = on_note
         self.ledger = Ledger()
         self.training = Training(
-            self.shape, self.events, lambda world: machines.finish_world(self, world), self._world_began
+            self.shape, self.events, lambda world: worlds.finish(self, world), lambda world: worlds.began(self, world)
         )
         self.network = Network(self.events, self.chance.network, self.shape.costs)
-        self.journal = VirtualJournal()
         fleet = plan.shape.fleet
         self.platform: Platform = VirtualPlatform(self) if fleet is None else VirtualCloud(self, fleet)
+        self.troubles = Troubles(self)
+        self.machines = Machines(self)
+        self.masters = Masters(self)
         self.people = People(self)
         self.beside = Beside(self)
-        self.scaled_types: dict[NodeType, None] = {}
-        """Of which somebody wanted another number."""
         self.checks = CheckRuns(self)
         self.store = StoreTraffic(self)
         self.saves = SaveTraffic(self)
@@ -82,38 +69,11 @@ class Simulation:
         dataset = plan.shape.dataset
         self.data = None if dataset is None else DataTraffic(self, dataset)
         self.check_began_at = 0
-        self.num_journals_lost = 0
         self.bound = bound_of(plan.shape)
         """I8: virtual time from the end of the last trouble to new progress."""
-        self.nodes: list[VirtualNode] = []
-        self.num_launches = 0
-        self.num_ports_taken = 0
-        self.is_disk_slow = False
         self.is_over = False
-        self.master: VirtualMaster | None = None
-        self.is_serving = False
-        self._num_masters = 0
-        self.seekers: dict[VirtualAgent, None] = {}
-        self._agents: dict[NodeId, VirtualAgent] = {}
-        self._num_ongoing = 0
-        self._trouble_at = 0
-        self._progress_then = 0
-        self._by_kind: dict[str, int] = {}
-        self._ongoing: dict[Callable[[], None], None] = {}
-        """How to end the troubles that last."""
-        self._has_quiet = False
         self.ended_at: int | None = None
-        self._quiet_at: int | None = None
-        """When faults stopped and nobody trained; None: that is not so, or over."""
-        self._recovery = 0
-        self._master_disturbed_at = 0
         self.limits = self.terms.limits
-        self._durable: bytes | None = None
-        """The state that the next master has to find; None: not known for certain."""
-        self._node_micros = 0
-        self._counted_at = 0
-
-    # The whole.
 
     def run(self) -> Result:
         """Raises `Violation`."""
@@ -126,11 +86,11 @@ class Simulation:
 
     def _run(self) -> Result:
         for fault in self.plan.faults:
-            self.events.at(fault.at, self._inject, fault)
-        self._start_master()
+            self.events.at(fault.at, self.troubles.inject, fault)
+        self.masters.start()
         self.platform.begin()
         faults_end_at = round(self.plan.hours * 3600 * SECOND)
-        self.events.at(faults_end_at, self._calm_down)
+        self.events.at(faults_end_at, self.troubles.stop)
         next_check = FULL_CHECK_EVERY
         while not self.is_over and self.events.happen():
             if self.events.num_past >= next_check:
@@ -142,13 +102,13 @@ class Simulation:
         return self._conclude()
 
     def _check(self) -> None:
-        self.count_nodes()
-        if self.master is not None and self.is_serving:
-            check_in_full(self, self.master.job)
+        self.machines.count()
+        if self.masters.newest is not None and self.masters.is_serving:
+            check_in_full(self, self.masters.newest.job)
 
     def _check_bounds(self, faults_end_at: int) -> None:
         now = self.events.now
-        if self.ended_at is not None and self.calm_for() > self.bound and now - self.ended_at > self.bound:
+        if self.ended_at is not None and self.troubles.calm_for() > self.bound and now - self.ended_at > self.bound:
             raise Violation("I8", f"the job ended {(now - self.ended_at) / SECOND:.0f} s ago and is not over")
         slowest = self.shape.costs.step * self.shape.max_nodes / self.shape.node_unit
         limit = faults_end_at + 2 * self.bound + round(self.shape.num_steps * slowest * SECOND)
@@ -157,41 +117,43 @@ class Simulation:
 
     def _conclude(self) -> Result:
         self._check()
-        if self._recovery > self.bound:
-            raise Violation("I8", f"the first step came {self._recovery / SECOND:.0f} s after the faults had stopped")
-        assert self.master is not None, "a job is over under a master"
-        job = self.master.job
+        if self.troubles.recovery > self.bound:
+            raise Violation(
+                "I8", f"the first step came {self.troubles.recovery / SECOND:.0f} s after the faults had stopped"
+            )
+        assert self.masters.newest is not None, "a job is over under a master"
+        job = self.masters.newest.job
         self.store.check(job)
         self.saves.check(job)
         # A simulation that was cut off may have ended in the middle of a turn.
         data = self.data
         is_replayed = (self.plan.is_thorough or self.plan.seed % REPLAY_EVERY == 0) and not self.plan.is_cut_off
-        if is_replayed and self.journal.restore_from_the_beginning().encode() != job.encode():
+        if is_replayed and self.masters.journal.restore_from_the_beginning().encode() != job.encode():
             raise Violation("I5", "a replay of the whole journal leads to another state")
         if data is not None:
             data.check_end(job, is_audited=is_replayed)
         return Result(
             seed=self.plan.seed,
-            num_faults=sum(self._by_kind.values()),
-            by_kind=dict(sorted(self._by_kind.items())),
-            node_hours=self._node_micros / 3600 / SECOND,
+            num_faults=sum(self.troubles.by_kind.values()),
+            by_kind=dict(sorted(self.troubles.by_kind.items())),
+            node_hours=self.machines.node_micros / 3600 / SECOND,
             virtual_hours=self.events.now / 3600 / SECOND,
             num_events=self.events.num_past,
             num_commands=self.ledger.num_commands,
             num_rounds=job.state.rendezvous.round,
-            num_masters=self._num_masters,
+            num_masters=self.masters.num_started,
             num_alarms=self.ledger.num_alarms,
-            recovery=self._recovery / SECOND,
+            recovery=self.troubles.recovery / SECOND,
             num_records=0 if data is None else data.num_records,
             is_read_out=data is not None and data.is_read_out(job),
             reason="" if job.end is None else job.end.reason.value,
-            trace=f"{self.journal.trace}-{self.events.num_past:x}-{self.events.now:x}",
+            trace=f"{self.masters.journal.trace}-{self.events.num_past:x}-{self.events.now:x}",
         )
 
     def _describe(self) -> str:
-        if self.master is None:
+        if self.masters.newest is None:
             return "there is no master"
-        status = self.master.job.status()
+        status = self.masters.newest.job.status()
         nodes = ", ".join(f"{node.node_rank}:{node.status}/{node.wish}" for node in status.nodes)
         return f"stage {status.stage}, round {status.round}: {status.verdict} [{nodes}]"
 
@@ -205,346 +167,8 @@ class Simulation:
         if self._on_note is not None:
             self._on_note(self.events.now, text)
 
-    # Trouble and calm.
-
-    def _inject(self, fault: Fault) -> None:
-        if self._has_quiet or self.is_over:
-            return
-        # It shall hit while commands are under way, or while they are written.
-        if self.data is not None:
-            self.data.stir()
-        elif self.shape.has_store_traffic:
-            self.saves.stir()
-        if self.shape.has_store_traffic:
-            self.store.stir()
-        if self.shape.has_sync_traffic:
-            self.syncs.stir()
-        if self.shape.has_store_traffic or self.shape.has_sync_traffic or self.data is not None:
-            self.events.after(span(self.chance.disk, 0.0, STIRRED), self._hit, fault)
-        else:
-            self._hit(fault)
-
-    def _hit(self, fault: Fault) -> None:
-        if self._has_quiet or self.is_over or not FAULTS[fault.kind](self, fault):
-            return
-        self._by_kind[fault.kind] = self._by_kind.get(fault.kind, 0) + 1
-        self.note(f"FAULT {fault.kind}")
-        self.trouble()
-
-    def trouble(self) -> None:
-        """Something happened that the job has to recover from."""
-        self.count_nodes()
-        self._trouble_at = self.events.now
-        self._progress_then = self.training.progress()
-
-    def pass_by(self, duration: int, heal: Callable[[], Any], *, is_trouble: bool = True) -> None:
-        """A trouble that ends by itself, or with all others when faults stop. Or no trouble, though it ends like one."""
-        self._num_ongoing += is_trouble
-        is_healed = False
-
-        def end() -> None:
-            nonlocal is_healed
-            if not is_healed:
-                is_healed = True
-                self._num_ongoing -= is_trouble
-                self._ongoing.pop(end, None)
-                heal()
-                self.trouble()
-
-        self._ongoing[end] = None
-        self.events.after(duration, end)
-
-    def _calm_down(self) -> None:
-        """Faults stop."""
-        self._has_quiet = True
-        self.is_over |= self.plan.is_cut_off
-        self.num_ports_taken = 0
-        for end in list(self._ongoing):
-            end()
-        self.note("faults stop")
-        self.trouble()
-        if self.ended_at is None and not any(self.training.is_training(world) for world in self.training.worlds):
-            self._quiet_at = self.events.now
-
-    def was_calm_since(self, when: int) -> bool:
-        """Whether nothing at all went wrong since then."""
-        return not self._num_ongoing and self._trouble_at < when
-
-    def calm_for(self) -> int:
-        """Since when nothing troubles the job."""
-        return 0 if self._num_ongoing or self.platform.num_pending else self.events.now - self._trouble_at
-
-    def progress_since_trouble(self) -> int:
-        return self.training.progress() - self._progress_then
-
-    def has_enough_nodes(self) -> bool:
-        num_there = sum(1 for node in self.nodes if node.agent is not None and not node.agent.is_leaving)
-        return num_there - num_there % self.limits.node_unit >= self.limits.min_nodes
-
-    def has_bad_nodes(self) -> bool:
-        return any(node.breakage is not None for node in self.nodes)
-
-    def num_steady(self) -> int:
-        """Nodes that nothing has kept from joining for a while. None while the master itself is in trouble."""
-        since = self.events.now - STEADY
-        if self.journal.is_full or self.is_disk_slow or self._master_disturbed_at > since:
-            return 0
-        return sum(
-            1
-            for node in self.nodes
-            if node.agent is not None
-            and node.agent.frozen_since is None
-            and not node.agent.is_leaving
-            and not node.link.is_cut
-            and not node.link.is_slow
-            and node.disturbed_at < since
-        )
-
-    def free_disk(self) -> None:
-        self.journal.is_full = False
-        self.disturb_master()
-
-    def disturb_master(self) -> None:
-        self._master_disturbed_at = self.events.now
-
-    def count_nodes(self) -> None:
-        now = self.events.now
-        if now > self._counted_at:
-            self._node_micros += (now - self._counted_at) * len(self.nodes)
-            self._counted_at = now
-
-    # Masters.
-
-    def wall(self) -> int:
-        return START + self.events.now
-
-    def _start_master(self) -> None:
-        if self.is_over or (self.master is not None and self.master.is_alive):
-            return
-        epoch = self.journal.take_over()
-        job = self.journal.restore()
-        if self._durable is not None:
-            self.compare_restored(job, self._durable)
-        elif job.number != self.journal.last_number:
-            raise Violation("I5", f"the journal has {self.journal.last_number} records, the replay gave {job.number}")
-        self._check_answered(job)
-        self.store.check(job)
-        self.saves.check(job)
-        self._num_masters += 1
-        self.is_serving = False
-        self.note(f"master epoch {epoch} starts")
-        self.trouble()
-        self.disturb_master()
-        self.master = VirtualMaster(self, job, epoch)
-        self.master.begin()
-
-    def _check_answered(self, job: Job) -> None:
-        """What was answered is durable, whenever the master died."""
-        for node, sender in job.state.senders.by_node.items():
-            answered = self.ledger.answered.get((node, sender.incarnation), 0)
-            if answered > sender.highest:
-                raise Violation("I5", f"command {answered} of node {node} was answered, and {sender.highest} is known")
-
-    def heard_answer(self, agent: VirtualAgent, sequence: int) -> None:
-        if agent.connection is None or agent.connection.master.journal is not self.journal:
-            return  # it was on its way when the journal was lost, and nobody knows of it any more
-        life = (agent.id, agent.incarnation)
-        self.ledger.answered[life] = max(sequence, self.ledger.answered.get(life, 0))
-
-    def compare_restored(self, job: Job, durable: bytes) -> None:
-        if job.encode() != durable:
-            raise Violation("I5", f"after the replay of {job.number} commands the state is not what it was")
-
-    def crash_master(self, point: CrashPoint | None, *, downtime: int, is_seen: bool = True) -> bool:
-        """Now, or at that point of the next turn; the next master comes after a while."""
-        master = self.master
-        if master is None or not master.is_alive or master.crash_point is not None:
-            return False
-        master.downtime = downtime
-        if point is None:
-            self.master_died(master, durable=None, why="at rest", is_seen=is_seen)
-        else:
-            master.crash_point = point
-        return True
-
-    def master_died(self, master: VirtualMaster, *, durable: bytes | None, why: str, is_seen: bool = True) -> None:
-        """`durable`: the state that the next one has to find, if that is known for certain."""
-        self.note(f"master epoch {master.master_epoch} dies {why}")
-        master.die(is_seen=is_seen)
-        if self.master is master:
-            self._durable = durable
-            self.is_serving = False
-            self.trouble()
-            self.pass_by(master.downtime, self._start_master)
-
-    def stall_master(self, duration: int) -> bool:
-        master = self.master
-        if master is None or not master.stall():
-            return False
-        self._answer_nobody()
-        self.pass_by(duration, lambda: self._resume(master))
-        return True
-
-    def _resume(self, master: VirtualMaster) -> None:
-        self.disturb_master()
-        master.resume()
-        if master is self.master:
-            self.call_seekers()
-
-    def replace_master(self, *, sleep: int) -> bool:
-        """The master sleeps, another takes over, and then the first one wakes up and goes on where it was."""
-        old = self.master
-        if old is None or not self.is_serving or not old.stall():
-            return False
-        self.note(f"master epoch {old.master_epoch} sleeps and is replaced")
-        self._answer_nobody()
-        self._durable = None
-        self.master = None
-        self._start_master()
-        self.pass_by(sleep, lambda: self._wake_replaced(old))
-        return True
-
-    def _wake_replaced(self, old: VirtualMaster) -> None:
-        old.resume()
-        self.events.after(FENCE_PERIOD, old.look_at_the_fence)
-
-    def _answer_nobody(self) -> None:
-        for node in self.nodes:
-            if node.agent is not None:
-                node.agent.keepalive_soon()
-
-    def scale(self, min_nodes: int, max_nodes: int) -> bool:
-        master = self.listening_master()
-        if master is None or master.job.end is not None:
-            return False
-        self.note(f"somebody asks for {min_nodes} to {max_nodes} nodes")
-        master.hear(ScaleJob(min_nodes=min_nodes, max_nodes=max_nodes))
-        return True
-
-    def scale_replicas(self, node_type: NodeType, pick: int) -> bool:
-        """Somebody wants another number of the nodes of some type."""
-        master, fleet = self.listening_master(), self.shape.fleet
-        if master is None or master.job.end is not None or fleet is None:
-            return False
-        least = {NodeType.WORKER: self.shape.min_nodes, NodeType.PS: 1}.get(node_type, 0)
-        count = least + pick % (fleet.replicas[node_type].count - least + 2)
-        self.note(f"somebody asks for {count} nodes of type {node_type}")
-        self.scaled_types[node_type] = None
-        master.hear(ScaleReplicas(node_type=node_type, count=count))
-        return True
-
-    def exchange(self, pick: int) -> bool:
-        """Somebody wants another machine in place of one that runs."""
-        master, cloud = self.listening_master(), self.platform
-        if master is None or master.job.end is not None or not isinstance(cloud, VirtualCloud):
-            return False
-        running = cloud.running_ids()
-        if not running:
-            return False
-        master.hear(MigrateNode(node=running[pick % len(running)], resource=Resource(cpu=2.0)))
-        return True
-
-    def lose_journal(self, *, downtime: int) -> bool:
-        """
-        What was known only to the journal is known to nobody now. That a job had ended cannot be told again, though, nor
-        what was read of its data.
-        """
-        master = self.master
-        is_late = self.ended_at is not None or self.training.best_step >= self.shape.num_steps
-        if master is None or not master.is_alive or not self.is_serving or is_late or self.data is not None:
-            return False
-        master.downtime = downtime
-        self.master_died(master, durable=None, why="and its journal is lost")
-        self.journal = VirtualJournal()
-        self.num_journals_lost += 1
-        self.store.journal_lost()
-        self.saves.journal_lost()
-        self.syncs.journal_lost()
-        self.people.journal_lost()
-        self.ledger.lives.clear()
-        self.ledger.applied.clear()
-        self.ledger.answered.clear()
-        self._agents.clear()
-        return True
-
-    def fenced(self, master: VirtualMaster) -> None:
-        self.note(f"master epoch {master.master_epoch} is fenced")
-        if master is self.master:
-            raise Violation("I6", "the newest master was fenced")
-        master.die(is_seen=True)
-
-    def listening_master(self) -> VirtualMaster | None:
-        master = self.master
-        return master if master is not None and master.is_alive and self.is_serving and not master.is_stalled else None
-
-    def answers(self, connection: Connection) -> bool:
-        """Whether the master at the other end is there and awake."""
-        return connection.master.is_alive and not connection.master.is_stalled
-
-    def wait_for_master(self, agent: VirtualAgent) -> None:
-        self.seekers[agent] = None
-
-    def call_seekers(self) -> None:
-        seekers, self.seekers = self.seekers, {}
-        for agent in seekers:
-            self.events.after(span(self.chance.network, 0.0, LONGEST_PAUSE), agent.attempt)
-
-    # What masters do.
-
-    def job_over(self, master: VirtualMaster) -> None:
+    def job_over(self) -> None:
         self.note("the job is over")
         if isinstance(self.platform, VirtualCloud):
             self.platform.check_removed()
         self.is_over = True
-
-    # What agents do.
-
-    def opened(self, connection: Connection) -> None:
-        kept = connection.link.connections
-        kept.append(connection)
-        if len(kept) > NUM_KEPT_CONNECTIONS:
-            del kept[0]
-
-    def muted(self, connection: Connection) -> None:
-        """Heartbeats stop coming through."""
-        connection.master.watch(connection, span(self.chance.network, *HEARTBEAT))
-
-    def _world_began(self, coordinator: str) -> None:
-        """An older world that still trains does so unheard, and not for ever."""
-        if self._quiet_at is not None:
-            self._recovery = self.events.now - self._quiet_at
-            self._quiet_at = None
-        if self.data is not None:
-            self.data.world_began(coordinator)
-        others = [each for each in self.training.worlds if each != coordinator and self.training.is_training(each)]
-        for world in [*others, coordinator] if others else []:  # who wakes up late may be the older one
-            self.events.after(machines.OVERLAP, machines.check_overlap, self, world)
-            self.events.after(MASTER_GRACE + machines.OVERLAP, machines.check_overlap, self, world)
-
-    def is_port_taken(self) -> bool:
-        if not self.num_ports_taken:
-            return False
-        self.num_ports_taken -= 1
-        self.ledger.num_ports_taken += 1
-        return True
-
-    def attached(self, agent: VirtualAgent) -> None:
-        self._agents[agent.id] = agent
-        life = self.ledger.lives.setdefault((agent.rank, agent.incarnation), agent.life)
-        if life != agent.life:
-            raise Violation("I6", f"incarnation {agent.incarnation} of rank {agent.rank} is given to two processes")
-
-    def agent_of(self, node: NodeId) -> VirtualAgent | None:
-        agent = self._agents.get(node)
-        return agent if agent is not None and agent.is_alive else None
-
-    def kill_agent(self, agent: VirtualAgent) -> None:
-        """Its launcher starts another one."""
-        node = agent.node
-        agent.die(is_seen=True)
-        self.events.after(span(self.chance.nodes, *self.shape.costs.agent_restart), self._restart_agent, node)
-
-    def _restart_agent(self, node: VirtualNode) -> None:
-        if node.is_powered and node.agent is None and not self.is_over:
-            self.trouble()
-            VirtualAgent(self, node)

@@ -45,33 +45,33 @@ class StoreTraffic:
 
     def stir(self) -> None:
         """Something is about to go wrong: be in the middle of something."""
-        agents = [node.agent for node in self._sim.nodes if node.agent is not None]
-        speakers = [agent for agent in agents if agent.is_attached and not agent.is_leaving and agent.incarnation]
+        agents = [node.agent for node in self._sim.machines.nodes if node.agent is not None]
+        speakers = [agent for agent in agents if agent.can_speak]
         for _ in range(min(NUM_SPEAKERS, len(speakers))):
             agent = self._chance.choice(speakers)
-            if agent.frozen_since is None:
+            if agent.sleep.since is None:
                 self._speak(agent)
 
     def _speak(self, agent: VirtualAgent) -> None:
         shared, own = self._key("all"), self._key(agent.life)
         for key in (shared, own):
             self._count(key)
-            agent.tell(KvAdd(node=agent.id, incarnation=agent.incarnation, key=key, amount=1))
-        self._sim.events.after(span(self._chance, 0.0, 0.006), agent.ask, KvGet(keys=(shared,)))
+            agent.outbox.tell(KvAdd(node=agent.id, incarnation=agent.incarnation, key=key, amount=1))
+        self._sim.events.after(span(self._chance, 0.0, 0.006), agent.outbox.ask, KvGet(keys=(shared,)))
         match self._chance.randrange(2):
             case 0:
                 key = self._key("lock")
                 self._count(key)
                 number = int(self._lock.partition(b":")[0] or 0) + 1
                 mine = f"{number}:{agent.life}:{self._issued[key]}".encode()
-                agent.tell(
+                agent.outbox.tell(
                     KvCompareSet(
                         node=agent.id, incarnation=agent.incarnation, key=key, expected=self._lock, desired=mine
                     )
                 )
             case _:
                 items = {f"{own}/name": agent.life.encode()}
-                agent.tell(KvSet(node=agent.id, incarnation=agent.incarnation, items=items))
+                agent.outbox.tell(KvSet(node=agent.id, incarnation=agent.incarnation, items=items))
 
     def _key(self, name: str) -> str:
         return f"{self._num_journals}/{name}"

@@ -69,39 +69,43 @@ class SyncTraffic:
 
     def stir(self) -> None:
         """Something is about to go wrong: be on the way to each other."""
-        agents = [node.agent for node in self._sim.nodes if node.agent is not None]
-        speakers = [agent for agent in agents if agent.is_attached and agent.frozen_since is None and agent.is_training]
+        agents = [node.agent for node in self._sim.machines.nodes if node.agent is not None]
+        speakers = [
+            agent
+            for agent in agents
+            if agent.channel.is_attached and agent.sleep.since is None and agent.workers.is_training
+        ]
         if not speakers:
             return
         agent = self._chance.choice(speakers)
-        assert agent.group is not None, "it trains"
-        self._come(agent, agent.group.world.coordinator)
+        assert agent.workers.group is not None, "it trains"
+        self._come(agent, agent.workers.group.world.coordinator)
         self._use_barrier(agent, self._chance.choice(speakers))
 
     # Sync points.
 
     def _come(self, agent: VirtualAgent, coordinator: str) -> None:
-        if not agent.runs(coordinator):
+        if not agent.workers.runs(coordinator):
             return
         former = self._waits.get(agent.life)
         is_same = former is not None and former.coordinator == coordinator
         if former is not None and is_same and not former.is_reached:
             return
-        assert agent.group is not None, "its workers run"
+        assert agent.workers.group is not None, "its workers run"
         generation = former.generation + 1 if former is not None and is_same else 1
-        wait = Wait(coordinator, agent.group.world.round, generation, self._sim.events.now)
+        wait = Wait(coordinator, agent.workers.group.world.round, generation, self._sim.events.now)
         self._waits[agent.life] = wait
         for local_rank in range(self._sim.shape.local_world_size):
             self._sim.events.after(span(self._chance, *APART), self._join, agent, wait, local_rank)
         self._sim.events.after(span(self._chance, *ASK), self._ask, agent, wait)
 
     def _is_there(self, agent: VirtualAgent, wait: Wait) -> bool:
-        return agent.is_alive and self._waits.get(agent.life) is wait and agent.runs(wait.coordinator)
+        return agent.is_alive and self._waits.get(agent.life) is wait and agent.workers.runs(wait.coordinator)
 
     def _join(self, agent: VirtualAgent, wait: Wait, local_rank: int) -> None:
         if self._is_there(agent, wait) and local_rank not in wait.joined:
             wait.joined[local_rank] = None
-            agent.tell_soon(
+            agent.outbox.tell_soon(
                 JoinSync(
                     name=self._name(),
                     round=wait.round,
@@ -116,12 +120,13 @@ class SyncTraffic:
         sim = self._sim
         if wait.is_reached or not self._is_there(agent, wait):
             return
-        if sim.ended_at is None and sim.calm_for() > sim.bound and sim.events.now - wait.since > sim.bound:
+        if sim.ended_at is None and sim.troubles.calm_for() > sim.bound and sim.events.now - wait.since > sim.bound:
             raise Violation("sync", f"{agent.node.label} waits for {(sim.events.now - wait.since) / SECOND:.0f} s")
-        agent.ask(SyncFinished(name=self._name(), round=wait.round, generation=wait.generation))
-        for node in sim.nodes:
-            if node.agent is not None and node.agent.runs(wait.coordinator) and not self._has_come(node.agent, wait):
-                sim.events.after(span(self._chance, *FOLLOW), self._come_after, node.agent, wait)
+        agent.outbox.ask(SyncFinished(name=self._name(), round=wait.round, generation=wait.generation))
+        for node in sim.machines.nodes:
+            peer = node.agent
+            if peer is not None and peer.workers.runs(wait.coordinator) and not self._has_come(peer, wait):
+                sim.events.after(span(self._chance, *FOLLOW), self._come_after, peer, wait)
         sim.events.after(span(self._chance, *ASK), self._ask, agent, wait)
 
     def _come_after(self, agent: VirtualAgent, first: Wait) -> None:
@@ -135,12 +140,12 @@ class SyncTraffic:
     def _check_reached(self, agent: VirtualAgent, wait: Wait) -> None:
         """All of its world have come, who are still part of it."""
         sim = self._sim
-        if sim.master is None or not self._is_active(wait.round):
+        if sim.masters.newest is None or not self._is_active(wait.round):
             return  # somebody was given up, and the others are let through
-        job = sim.master.job
-        for node in sim.nodes:
+        job = sim.masters.newest.job
+        for node in sim.machines.nodes:
             peer = node.agent
-            if peer is None or not peer.runs(wait.coordinator) or sim.events.now - wait.since > LONGEST_WAIT:
+            if peer is None or not peer.workers.runs(wait.coordinator) or sim.events.now - wait.since > LONGEST_WAIT:
                 continue
             known, other = job.state.nodes.live.get(peer.id), self._waits.get(peer.life)
             is_member = known is not None and known.incarnation == peer.incarnation and not known.finished_round
@@ -154,26 +159,29 @@ class SyncTraffic:
 
     def _is_active(self, round_: Round) -> bool:
         """Whether the job still counts on all members of that world."""
-        rdzv = None if self._sim.master is None else self._sim.master.job.state.rendezvous
+        master = self._sim.masters.newest
+        rdzv = None if master is None else master.job.state.rendezvous
         return rdzv is not None and rdzv.is_active and rdzv.round == round_
 
     # Barriers.
 
     def _use_barrier(self, opener: VirtualAgent, other: VirtualAgent) -> None:
         """Somebody opens it; somebody asks whether it is as open as everybody knows, or already once more."""
-        assert opener.group is not None, "it trains"
-        assert other.group is not None, "it trains"
-        round_ = opener.group.world.round
+        assert opener.workers.group is not None, "it trains"
+        assert other.workers.group is not None, "it trains"
+        round_ = opener.workers.group.world.round
         self._opened[round_] = self._opened.get(round_, 0) + 1
-        opener.tell(NotifyBarrier(name=self._name(), round=round_, node=opener.id, incarnation=opener.incarnation))
-        round_ = other.group.world.round
+        opener.outbox.tell(
+            NotifyBarrier(name=self._name(), round=round_, node=opener.id, incarnation=opener.incarnation)
+        )
+        round_ = other.workers.group.world.round
         promised = self._answered.get(round_, 0)
         is_sure = promised > 0 and self._chance.random() < 0.5
         generation = promised if is_sure else self._opened.get(round_, 0) + 1
         question = BarrierOpen(name=self._name(), round=round_, generation=generation)
         if is_sure:
             self._promised[other.life] = question
-        other.ask(question)
+        other.outbox.ask(question)
 
     # What is answered.
 
@@ -186,7 +194,7 @@ class SyncTraffic:
                 self._answered[round_] = min(self._answered.get(round_, 0) + 1, self._opened[round_])
             case JoinSync(round=round_), SyncJoined(generation=generation, is_late=is_late):
                 wait = self._waits.get(agent.life)
-                if wait is None or wait.round != round_ or not agent.runs(wait.coordinator):
+                if wait is None or wait.round != round_ or not agent.workers.runs(wait.coordinator):
                     return  # it has finished meanwhile, or was stopped
                 if self._sim.events.now - wait.since > LONGEST_WAIT:
                     return
@@ -223,13 +231,13 @@ class SyncTraffic:
         opened = self._opened.get(round_, 0)
         if is_open and generation > opened:
             raise Violation("sync", f"the barrier of round {round_} is open for the {generation}th time, of {opened}")
-        master = self._sim.master
+        master = self._sim.masters.newest
         is_newest = master is not None and master.job.state.rendezvous.round == round_
         if is_promised and not is_open and is_newest:
             raise Violation("sync", f"the barrier of round {round_} was opened {generation} times and is not open")
 
     def _name(self) -> str:
-        return f"{self._sim.num_journals_lost}/step"
+        return f"{self._sim.masters.num_journals_lost}/step"
 
     def journal_lost(self) -> None:
         self._waits.clear()
