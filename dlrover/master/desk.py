@@ -5,8 +5,7 @@ One task does all of it, turn by turn: take what gathered, let the core decide, 
 release replies, pushes and effects. While the disk works, the next turn's requests gather; so load batches itself and
 no lock is needed. Timers are turns too: the task sleeps until the next deadline of the job or of the observations.
 
-When the journal cannot be written, the undurable decisions are thrown away with the state that holds them, the state
-is read again from the journal, and commands are refused for now. Questions and heartbeats go on.
+While the journal cannot be written, commands are refused for now. Questions and heartbeats go on.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from dlrover.core.job import Job
 from dlrover.core.observations import Observations
-from dlrover.core.sequence import Batch, BrokenQuestion, CommitSequence, CoreFault
+from dlrover.core.sequence import Batch, BrokenQuestion, CoreFault
 from dlrover.core.turn import NotYet, Origin, Outcome, micros
 from dlrover.master.bookkeeper import Bookkeeper
 from dlrover.master.clock import MasterClock
+from dlrover.master.durable_job import DurableJob
 from dlrover.master.grace import AFTERMATH, LONG_STALL, Grace, StallWatch
 from dlrover.master.isolation import Isolation
 from dlrover.master.keeper import Keeper
@@ -49,7 +48,6 @@ from dlrover.protocol.messages import (
     AwaitOrder,
     Command,
     DeadlinePassed,
-    Desired,
     Detection,
     FinishJob,
     JobEnd,
@@ -77,8 +75,6 @@ POISONED_NAP = 0.5
 """Seconds between two looks while a deadline is due that broke the core once: it stays due, and others come."""
 NO_SPIN = 100_000
 """Microseconds until a deadline that was refused may be tried again."""
-RETRY_PERIOD = 1_000_000
-"""Microseconds between two attempts to write a journal that could not be written."""
 COMING_BACK = 5_000_000
 """Microseconds in which those that were refused while the journal could not be written have come again: they wait up
 to twice the second that they were told, and some have to attach before they can say what matters."""
@@ -101,7 +97,7 @@ class Desk:
         books: Bookkeeper | None = None,
     ) -> None:
         """`detection`: instead of what the job's terms say, for tests."""
-        self._keeper = keeper
+        self._durable = DurableJob(keeper, job, clock)
         self._detection = detection
         self._topology = Topology() if topology is None else topology
         self._books = Bookkeeper() if books is None else books
@@ -117,16 +113,13 @@ class Desk:
         self._num_in_work = 0
         self._num_refused = 0  # since the desk was last empty
         self._wake = asyncio.Event()
-        self._poison: set[bytes] = set()  # commands that broke the core once
-        self._failed_bytes = 0  # size of what could not be written; 0 while the journal works
-        self._retry_at = 0  # elapsed microseconds at which the journal is tried again
         self._stalls = StallWatch()
         self._isolation = Isolation()
         self._blamed_until = 0  # elapsed microseconds until which the end of a stream may be our own doing
         self._stalled = 0  # microseconds that the observations have not been told of
         self._grace = Grace()  # no deadline passes before `MasterStarted` has moved it by the outage
         self._verdict = ""
-        self._adopt(job)
+        self._books.began(job)
         self.finished: asyncio.Future[JobEnd] = asyncio.get_running_loop().create_future()
         self.on_intent: Callable[[LaunchNode | RemoveNode], None] = _no_platform
         """Takes what the job wants of its platform. Set by the service before anything is decided."""
@@ -158,7 +151,7 @@ class Desk:
                         self._roster.remind(line, self._clock.elapsed())
                 case Observed(observation=observation):
                     if (observation.node, observation.incarnation) == (line.node, line.incarnation):
-                        self._books.observed(observation, self._job, now)
+                        self._books.observed(observation, self._durable.job, now)
                         self.on_observation(observation, now)
                 case Ack(number=number):
                     self._roster.acknowledge(line, number)
@@ -208,7 +201,7 @@ class Desk:
 
     def goodput(self) -> GoodputStatus:
         """Where the time went up to now; for those who may see what is being written."""
-        return self._job.goodput(max(self._clock.now(), self._job.now))
+        return self._durable.job.goodput(max(self._clock.now(), self._durable.job.now))
 
     def order(self, node: NodeId, order: WatchOrder) -> bool:
         """Tell a node what to do now. False when it is not attached."""
@@ -221,7 +214,7 @@ class Desk:
     @property
     def job(self) -> Job:
         """To be looked at between two turns, by those who watch: what they see may not be durable yet, so it leaves nobody."""
-        return self._job
+        return self._durable.job
 
     def tell(self, command: Command) -> asyncio.Future[Reply]:
         """
@@ -249,7 +242,7 @@ class Desk:
 
     async def begin(self, master_epoch: int) -> None:
         """The first command of this life; nothing is served before it is durable. Raises what the journal raises."""
-        self._poison = await self._keeper.quarantined()
+        await self._durable.begin()
         work = Work(MasterStarted(master_epoch, self._job_name), answer=asyncio.get_running_loop().create_future())
         self._queue.append(work)
         self._num_in_work += 1
@@ -267,8 +260,8 @@ class Desk:
                     async with asyncio.timeout(self._nap()):
                         await self._wake.wait()
                 self._wake.clear()
-                if self._failed_bytes and self._clock.elapsed() >= self._retry_at:
-                    await self._try_again()
+                if await self._durable.try_again():
+                    self._grace.extend(self._clock.now(), COMING_BACK)
                 await self._turn()
         finally:
             self._stalls.stop()
@@ -278,8 +271,8 @@ class Desk:
 
     def _nap(self) -> float:
         """Seconds until there is something to do that nobody wakes us for."""
-        if self._failed_bytes:
-            return max(0.0, (self._retry_at - self._clock.elapsed()) / 1e6)
+        if self._durable.is_failing:
+            return self._durable.nap_until_retry()
         return min(self._nap_of_job(), self._nap_of_waiting())
 
     def _nap_of_waiting(self) -> float:
@@ -292,17 +285,15 @@ class Desk:
             return LONGEST_NAP
         self._follow_job()
         at = self._observations.quiet_until()
-        if (deadline := self._job.next_deadline()) is not None:
+        if (deadline := self._durable.job.next_deadline()) is not None:
             at = min(at, deadline)
         nap = min(LONGEST_NAP, max(0.0, (max(at, self._grace.until) - now) / 1e6))
-        if self._poison and any(self._is_poison(command) for command in self._job.due(now)):
-            return max(nap, POISONED_NAP)
-        return nap
+        return max(nap, POISONED_NAP) if self._durable.is_poison_due(now) else nap
 
     async def _turn(self) -> None:
         self._look_again(self._waiting.expired(self._clock.elapsed()))
         works, self._queue = self._queue, []
-        if self._failed_bytes:
+        if self._durable.is_failing:
             works = self._refuse_commands(works)
         staged: dict[int, Work] = {}
         rejected: list[tuple[Work, Rejected]] = []
@@ -320,15 +311,14 @@ class Desk:
                 self._queue[:0] = [other for other in works if other is not work and other not in self._waiting]
                 await self._quarantine(work, fault)
                 return
-        batch = self._sequence.take()
-        if batch is not None and batch.records:  # a replay need not answer the questions
-            self._keeper.spent(time.thread_time() - began_at)
+        batch = self._durable.sequence.take()
+        cpu_time = time.thread_time() - began_at
         if batch is None and not rejected:
             with contextlib.suppress(Unavailable):
-                await self._keeper.check_fence()  # a master that was replaced must not keep its agents by doing nothing
+                await self._durable.write(None)  # a master that was replaced must not keep its agents by doing nothing
             return
         try:
-            await self._write(batch)
+            await self._durable.write(batch, cpu_time=cpu_time)
         except Unavailable as error:
             await self._fall_back(error, batch, [*staged.values(), *(work for work, _ in rejected)])
             return
@@ -337,7 +327,7 @@ class Desk:
             self._reject(work, rejection)
         if not self._queue:
             self._num_refused = 0
-        await self._save_snapshot()
+        await self._durable.save_snapshot()
 
     def _note_stalls(self, now: Micros) -> None:
         """If we stood still, what others sent in time may be unread: give it that time before anybody is given up."""
@@ -371,7 +361,7 @@ class Desk:
             stalled, self._stalled = self._stalled, 0
             for finding in self._observations.tick(now, Micros(now - stalled)):
                 self._findings[finding.node] = finding
-        if not self._failed_bytes:
+        if not self._durable.is_failing:
             yield from [Work(finding) for finding in self._findings.values()]
         yield from self._account(now)
         for work in works:
@@ -379,40 +369,38 @@ class Desk:
             yield work
             if self._topology.has_sorter and isinstance(work.body, Attach) and self._is_newcomer(work.body):
                 yield Work(AwaitOrder(limit=2 * TIME_LIMIT))  # the answer may first come for the nodes before it
-        if is_time_trusted and not self._failed_bytes:
-            yield from [Work(command) for command in self._job.due(now) if not self._is_poison(command)]
+        if is_time_trusted and not self._durable.is_failing:
+            yield from [Work(command) for command in self._durable.due(now)]
 
     def _account(self, now: Micros, before: Command | Query | None = None) -> Iterator[Work]:
         """What the bookkeeper has to journal."""
-        account = None if self._failed_bytes else self._books.account(now, before)
+        account = None if self._durable.is_failing else self._books.account(now, before)
         if account is not None:
             yield Work(account)
 
     def _is_newcomer(self, attach: Attach) -> bool:
         """Whether it has just brought somebody whose place in the order nobody knows. It may have been refused."""
-        node = self._job.state.nodes.of_launch(attach.launch)
-        return not attach.incarnation and node is not None and self._job.is_connected(node.id)
+        node = self._durable.job.state.nodes.of_launch(attach.launch)
+        return not attach.incarnation and node is not None and self._durable.job.is_connected(node.id)
 
     def _follow_job(self) -> None:
         """The job must not look at the observations; so they are told what it knows."""
-        self._observations.follow(self._patience, self._job.suspects())
+        self._observations.follow(self._patience, self._durable.job.suspects())
 
     @property
     def _patience(self) -> Detection:
-        return self._detection or self._job.detection
+        return self._detection or self._durable.job.detection
 
     def _stage(self, work: Work, now: Micros) -> int | None:
         """The ticket of its outcome; None: a question that goes on waiting for its answer."""
         if isinstance(work.body, Query):
             return self._stage_query(work, work.body)
-        if self._is_poison(work.body):
-            raise Rejected(f"{type(work.body).__name__} broke the master once and is refused since.", code="internal")
-        return self._sequence.stage(work.body, now, work.origin)
+        return self._durable.stage(work.body, now, work.origin)
 
     def _stage_query(self, work: Work, query: Query) -> int | None:
         if work.waits_until <= self._clock.elapsed():
-            return self._sequence.stage_query(query)
-        answer = self._sequence.try_query(query)
+            return self._durable.sequence.stage_query(query)
+        answer = self._durable.sequence.try_query(query)
         if not isinstance(answer, NotYet):
             return answer
         if work.line is None or work.line.is_open:
@@ -427,26 +415,12 @@ class Desk:
             self._queue += works
             self._wake.set()
 
-    def _is_poison(self, command: Command) -> bool:
-        if not self._poison:
-            return False
-        try:
-            return msgspec.msgpack.encode(command) in self._poison
-        except UNENCODABLE:
-            return False  # the core refuses it before it applies it
-
-    async def _write(self, batch: Batch | None) -> None:
-        if batch is not None and batch.records:
-            await self._keeper.append(batch)
-        else:
-            await self._keeper.check_fence()
-
     def _release(self, batch: Batch | None, staged: dict[int, Work], now: Micros) -> None:
         """Durable: from here on everybody may know."""
         told: dict[NodeId, None] = {}
         touched: dict[str, None] = {}
         ended: JobEnd | None = None
-        for released in () if batch is None else self._sequence.committed(batch):
+        for released in () if batch is None else self._durable.sequence.committed(batch):
             work, outcome = staged[released.ticket], released.outcome
             self._settle(work)
             reply = outcome.reply
@@ -455,14 +429,14 @@ class Desk:
             elif isinstance(reply, JobStatus):
                 reply = self._with_steps(reply)
             elif isinstance(reply, GoodputStatus):
-                reply = self._job.goodput(now)
+                reply = self._durable.job.goodput(now)
             work.succeed(reply)
             self._log(outcome)
             if self.on_decided and not isinstance(work.body, Query):
                 for hear in self.on_decided:
                     hear(work.body, outcome, now)
             if isinstance(work.body, Command):
-                self._books.decided(work.body, outcome, self._job, now)
+                self._books.decided(work.body, outcome, self._durable.job, now)
             for effect in outcome.effects:
                 match effect:
                     case TellNode(node=node):
@@ -474,7 +448,7 @@ class Desk:
                     case LaunchNode() | RemoveNode():
                         self.on_intent(effect)
         self._look_again(self._waiting.touched(touched))
-        self._roster.push(told, self._desired, self._clock.elapsed())
+        self._roster.push(told, self._durable.desired, self._clock.elapsed())
         if ended is not None and not self.finished.done():
             self.finished.set_result(ended)
 
@@ -550,13 +524,8 @@ class Desk:
     # When things go wrong.
 
     async def _fall_back(self, error: Unavailable, batch: Batch | None, works: list[Work]) -> None:
-        """Not durable, so it never happened: forget the state that saw it."""
-        if not self._failed_bytes:
-            log.error("journal cannot be written, commands are refused until it can: %s", error)
-            self._retry_at = self._clock.elapsed() + RETRY_PERIOD  # later failures must not put it off
-            self._clock.stop()  # nothing can be decided, so no deadline comes nearer
-        self._failed_bytes = max(64 * 1024, sum(map(len, batch.records)) if batch is not None else 0)
-        await self._rebuild()
+        await self._durable.fall_back(error, batch)
+        self._begin_anew()
         late, self._queue = self._queue, []
         for work in [*works, *late]:
             self._settle_unwritten(work, error)
@@ -574,51 +543,18 @@ class Desk:
             self._num_in_work -= 1
             work.fail(error)
 
-    async def _try_again(self) -> None:
-        try:
-            await self._keeper.probe(self._failed_bytes)
-        except Unavailable:
-            self._retry_at = self._clock.elapsed() + RETRY_PERIOD
-            return
-        self._failed_bytes = 0
-        self._clock.go_on()
-        self._grace.extend(self._clock.now(), COMING_BACK)
-        log.warning("journal can be written again")
-
     async def _quarantine(self, work: Work, fault: CoreFault) -> None:
-        """The core failed in the middle of a command: its state is worth nothing, read it again without that one."""
-        log.error("core fault command=%s", type(work.body).__name__, exc_info=fault)
-        command = msgspec.msgpack.encode(work.body)
-        self._poison.add(command)
-        try:
-            await self._keeper.quarantine(command, repr(fault.__cause__ or fault))
-        except Unavailable as error:
-            log.warning("quarantine not written reason=%s", error)
-        await self._rebuild()
+        await self._durable.quarantine(fault)
+        self._begin_anew()
         self._reject(
             work, Rejected(f"{type(work.body).__name__} broke the master; nothing was changed.", code="internal")
         )
         self._wake.set()
 
-    async def _rebuild(self) -> None:
-        self._adopt(await self._keeper.restore())
+    def _begin_anew(self) -> None:
+        """The job was read again: it is as it was after the last durable turn."""
+        self._books.began(self._durable.job)
         self._look_again(self._waiting.clear())  # what they saw was not durable
-
-    def _adopt(self, job: Job) -> None:
-        self._job = job
-        self._books.began(job)
-        self._sequence = CommitSequence(job, master_epoch=self._keeper.master_epoch, next_number=job.number + 1)
-
-    async def _save_snapshot(self) -> None:
-        """Between two turns the state is exactly what is durable."""
-        if not self._keeper.wants_snapshot or self._clock.elapsed() < self._retry_at:
-            return
-        try:
-            assert self._sequence.is_settled, "a snapshot of what is not durable"
-            await self._keeper.save_snapshot(self._job.number + 1, self._job.encode())
-        except Unavailable as error:
-            self._retry_at = self._clock.elapsed() + RETRY_PERIOD
-            log.warning("snapshot not written reason=%s", error)
 
     # Coming in.
 
@@ -698,7 +634,7 @@ class Desk:
         self._wake.set()
 
     def _nodes_to_sort(self) -> list[NodeTopologyMeta]:
-        live = sorted(self._job.state.nodes.live.values(), key=lambda node: node.rank)
+        live = sorted(self._durable.job.state.nodes.live.values(), key=lambda node: node.rank)
         return [
             NodeTopologyMeta(
                 node_rank=node.rank,
@@ -739,13 +675,6 @@ class Desk:
             return command
         failures = (replace(failure, exited_at=Micros(failure.exited_at - ahead)) for failure in command.failures)
         return replace(command, failures=tuple(failures))
-
-    def _desired(self, node: NodeId) -> Desired | None:
-        """None: it left and was replaced in the very batch that had something to tell it."""
-        try:
-            return self._job.desired(node)
-        except Rejected:
-            return None
 
 
 def _largest(report: ReportFailure) -> int:

@@ -224,7 +224,7 @@ class Room:
     async def wait_until_written(self) -> None:
         """The journal is tried once a second; the turn after that serves again."""
         async with asyncio.timeout(10):
-            while self.desk._failed_bytes:
+            while self.desk._durable.is_failing:
                 self.watch.move(1.0)
                 await self.turn()
 
@@ -373,7 +373,7 @@ async def test_failures_are_put_in_order_although_the_clock_stood_still(make_roo
         me = agent.attached
         report = ReportFailure(node=me.node, incarnation=me.incarnation, round=Round(1), failures=(failure,), lived=1.0)
         assert isinstance(await soon(agent.ask(report)), Answer)
-    incident = room.desk._job.state.restarts.incident
+    incident = room.desk.job.state.restarts.incident
     assert incident is not None
     assert incident.first.failure.global_rank == 0
     assert begin < incident.first.failure.exited_at < failed_at + 2_000_000
