@@ -20,15 +20,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from dlrover.core.job import Job
-from dlrover.core.observations import Observations
 from dlrover.core.sequence import Batch, BrokenQuestion, CoreFault
-from dlrover.core.turn import NotYet, Origin, Outcome, micros
+from dlrover.core.turn import NotYet, Origin, Outcome
 from dlrover.master.bookkeeper import Bookkeeper
 from dlrover.master.clock import MasterClock
 from dlrover.master.durable_job import DurableJob
-from dlrover.master.grace import AFTERMATH, LONG_STALL, Grace, StallWatch
-from dlrover.master.isolation import Isolation
 from dlrover.master.keeper import Keeper
+from dlrover.master.presence import Presence
 from dlrover.master.roster import Line, Roster
 from dlrover.master.topology import TIME_LIMIT, NodeTopologyMeta, Topology
 from dlrover.master.waiting_room import WaitingRoom
@@ -98,7 +96,7 @@ class Desk:
     ) -> None:
         """`detection`: instead of what the job's terms say, for tests."""
         self._durable = DurableJob(keeper, job, clock)
-        self._detection = detection
+        self._presence = Presence(self._durable, clock, detection)
         self._topology = Topology() if topology is None else topology
         self._books = Bookkeeper() if books is None else books
         self._errands: set[asyncio.Task[None]] = set()  # questions to plug-ins
@@ -107,17 +105,10 @@ class Desk:
         self._job_name = job_name
         self._roster = Roster()
         self._waiting = WaitingRoom()
-        self._observations = Observations(clock.now(), detection)
         self._queue: list[Work] = []
-        self._findings: dict[NodeId, NodeDisconnected | NodeSilent] = {}  # kept until they are durable
         self._num_in_work = 0
         self._num_refused = 0  # since the desk was last empty
         self._wake = asyncio.Event()
-        self._stalls = StallWatch()
-        self._isolation = Isolation()
-        self._blamed_until = 0  # elapsed microseconds until which the end of a stream may be our own doing
-        self._stalled = 0  # microseconds that the observations have not been told of
-        self._grace = Grace()  # no deadline passes before `MasterStarted` has moved it by the outage
         self._verdict = ""
         self._books.began(job)
         self.finished: asyncio.Future[JobEnd] = asyncio.get_running_loop().create_future()
@@ -139,15 +130,14 @@ class Desk:
     def receive(self, stream: AgentStream, parcels: Sequence[FromAgent | Unreadable]) -> None:
         line = self._roster.line(stream)
         now = self._clock.now()
-        self._note_that_we_are_reached(now)
+        self._presence.reached(now)
         for parcel in parcels:
             match parcel:
                 case Request():
                     self._accept(line, parcel)
                 case Beat(heartbeat=heartbeat):
                     if (heartbeat.node, heartbeat.incarnation) == (line.node, line.incarnation):
-                        with contextlib.suppress(Rejected):  # found silent a moment ago: the core decides, not the beat
-                            self._observations.heard(heartbeat, now)
+                        self._presence.heard(heartbeat, now)
                         self._roster.remind(line, self._clock.elapsed())
                 case Observed(observation=observation):
                     if (observation.node, observation.incarnation) == (line.node, line.incarnation):
@@ -162,14 +152,7 @@ class Desk:
         self._waiting.drop(self._roster.line(stream))
         finding = self._roster.close(stream)
         if finding is not None:
-            self._note_stalls(self._clock.now())  # the end of a stream may be the first that we see after one
-            elapsed, detection = self._clock.elapsed(), self._patience
-            is_cut_off = self._isolation.is_cut_off(elapsed, detection)
-            self._isolation.left(finding.node, elapsed, detection)
-            finding = replace(finding, is_our_fault=is_cut_off or elapsed < self._blamed_until)
-            # How far the node had come goes with it: without it a job whose agents die now and then seems to stand still.
-            self._findings[finding.node] = replace(finding, step=self._observations.step(finding.node))
-            self._observations.forget(finding.node)
+            self._presence.went(finding)
             self._wake.set()
 
     async def ask(self, question: Question) -> Reply:
@@ -185,7 +168,7 @@ class Desk:
 
     def last_heard(self) -> dict[NodeId, Micros]:
         """When each attached node was last heard of, by the job's clock."""
-        return self._observations.last_heard()
+        return self._presence.last_heard()
 
     def now(self) -> Micros:
         return self._clock.now()
@@ -197,7 +180,7 @@ class Desk:
     @property
     def heartbeat(self) -> float:
         """Seconds between two heartbeats of a node."""
-        return self._patience.heartbeat
+        return self._presence.patience.heartbeat
 
     def goodput(self) -> GoodputStatus:
         """Where the time went up to now; for those who may see what is being written."""
@@ -249,11 +232,11 @@ class Desk:
         await self._turn()
         assert work.answer is not None
         await work.answer
-        self._grace.begin(self._clock.now())
+        self._presence.begin()
 
     async def run(self) -> None:
         """Until cancelled. Raises Fenced or JournalError: the process must end, and nothing more is released."""
-        self._stalls.start()
+        self._presence.start()
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
@@ -261,10 +244,10 @@ class Desk:
                         await self._wake.wait()
                 self._wake.clear()
                 if await self._durable.try_again():
-                    self._grace.extend(self._clock.now(), COMING_BACK)
+                    self._presence.hold_deadlines(COMING_BACK)
                 await self._turn()
         finally:
-            self._stalls.stop()
+            self._presence.stop()
             for errand in self._errands:
                 errand.cancel()
             self._topology.close()
@@ -281,13 +264,7 @@ class Desk:
 
     def _nap_of_job(self) -> float:
         now = self._clock.now()
-        if self._isolation.is_cut_off(self._clock.elapsed(), self._patience):
-            return LONGEST_NAP
-        self._follow_job()
-        at = self._observations.quiet_until()
-        if (deadline := self._durable.job.next_deadline()) is not None:
-            at = min(at, deadline)
-        nap = min(LONGEST_NAP, max(0.0, (max(at, self._grace.until) - now) / 1e6))
+        nap = min(LONGEST_NAP, max(0.0, (self._presence.quiet_until() - now) / 1e6))
         return max(nap, POISONED_NAP) if self._durable.is_poison_due(now) else nap
 
     async def _turn(self) -> None:
@@ -298,7 +275,7 @@ class Desk:
         staged: dict[int, Work] = {}
         rejected: list[tuple[Work, Rejected]] = []
         now = self._clock.now()
-        self._note_stalls(now)
+        self._presence.note_stalls(now)
         began_at = time.thread_time()
         for work in self._in_order(works, now):
             try:
@@ -329,40 +306,15 @@ class Desk:
             self._num_refused = 0
         await self._durable.save_snapshot()
 
-    def _note_stalls(self, now: Micros) -> None:
-        """If we stood still, what others sent in time may be unread: give it that time before anybody is given up."""
-        stalled = self._stalls.take()
-        if stalled:
-            self._stalled += stalled
-            self._grace.extend(now, stalled)
-            self._isolation.stood_still(stalled)
-            log.warning("master stood still for_seconds=%.1f: deadlines wait as long", stalled / 1e6)
-            if stalled >= LONG_STALL:
-                self._blamed_until = self._clock.elapsed() + AFTERMATH
-
-    def _note_that_we_are_reached(self, now: Micros) -> None:
-        """If nobody could for a while, the others are on their way too: nobody is given up before they had the time."""
-        lost = self._isolation.heard(self._clock.elapsed(), self._patience)
-        if lost:
-            self._stalled += lost
-            self._grace.extend(now, min(lost, micros(self._patience.silence)))
-            log.warning("master was cut off from all nodes for_seconds=%.1f: nobody is given up for it", lost / 1e6)
-
     def _in_order(self, works: list[Work], now: Micros) -> Iterator[Work]:
         """
         What silence says, what was sent, and last what time says.
 
         To be staged one by one: which deadlines are due is asked when all that came in time to meet them is applied.
         """
-        is_cut_off = self._isolation.is_cut_off(self._clock.elapsed(), self._patience)
-        is_time_trusted = self._grace.is_over(now) and not is_cut_off
-        self._follow_job()
-        if is_time_trusted:
-            stalled, self._stalled = self._stalled, 0
-            for finding in self._observations.tick(now, Micros(now - stalled)):
-                self._findings[finding.node] = finding
+        is_time_trusted = self._presence.look(now)
         if not self._durable.is_failing:
-            yield from [Work(finding) for finding in self._findings.values()]
+            yield from [Work(finding) for finding in self._presence.findings()]
         yield from self._account(now)
         for work in works:
             yield from self._account(now, before=work.body)
@@ -382,14 +334,6 @@ class Desk:
         """Whether it has just brought somebody whose place in the order nobody knows. It may have been refused."""
         node = self._durable.job.state.nodes.of_launch(attach.launch)
         return not attach.incarnation and node is not None and self._durable.job.is_connected(node.id)
-
-    def _follow_job(self) -> None:
-        """The job must not look at the observations; so they are told what it knows."""
-        self._observations.follow(self._patience, self._durable.job.suspects())
-
-    @property
-    def _patience(self) -> Detection:
-        return self._detection or self._durable.job.detection
 
     def _stage(self, work: Work, now: Micros) -> int | None:
         """The ticket of its outcome; None: a question that goes on waiting for its answer."""
@@ -427,7 +371,7 @@ class Desk:
             if isinstance(reply, Attached) and work.line is not None:
                 self._attach(work.line, reply, now)
             elif isinstance(reply, JobStatus):
-                reply = self._with_steps(reply)
+                reply = self._completed(reply)
             elif isinstance(reply, GoodputStatus):
                 reply = self._durable.job.goodput(now)
             work.succeed(reply)
@@ -453,14 +397,12 @@ class Desk:
             self.finished.set_result(ended)
 
     def _attach(self, line: Line, attached: Attached, now: Micros) -> None:
-        self._findings.pop(attached.node, None)  # of an older stream
         if line.is_open:
             line.clock_stood_still = self._clock.stood_still
             self._roster.attach(line, attached, self._clock.elapsed())
-            self._observations.attached(attached.node, attached.incarnation, now)
-            self._isolation.came(attached.node)
+            self._presence.came(attached, now)
         else:
-            self._findings[attached.node] = NodeDisconnected(node=attached.node, incarnation=attached.incarnation)
+            self._presence.came_and_went(attached)
             self._wake.set()
         self._ask_for_order()
         log.info(
@@ -479,7 +421,7 @@ class Desk:
             # It came too late: the node is gone or back already. Should a deadline stay due all the same, do not spin.
             log.debug("finding refused command=%s reason=%s", type(work.body).__name__, error)
             if isinstance(work.body, DeadlinePassed):
-                self._grace.extend(self._clock.now(), NO_SPIN)
+                self._presence.hold_deadlines(NO_SPIN)
         else:
             log.info("refused command=%s code=%s reason=%s", type(work.body).__name__, error.code, error)
         work.fail(error)
@@ -489,27 +431,14 @@ class Desk:
         if work.is_from_outside:
             self._num_in_work -= 1
         elif isinstance(work.body, NodeDisconnected | NodeSilent):
-            if self._findings.get(work.body.node) == work.body:
-                del self._findings[work.body.node]
-            if isinstance(work.body, NodeSilent):
-                self._isolation.left(work.body.node, self._clock.elapsed(), self._patience)
-                self._roster.end(
-                    work.body.node, work.body.incarnation
-                )  # should it wake up, it has to present itself anew
+            self._presence.settle(work.body)
+            if isinstance(work.body, NodeSilent):  # should it wake up, it has to present itself anew
+                self._roster.end(work.body.node, work.body.incarnation)
 
-    def _with_steps(self, status: JobStatus) -> JobStatus:
-        """The job knows the steps of reports only; heartbeats know newer ones."""
-        steps = self._observations.steps()
-        nodes = (replace(node, step=steps.get(node.node, node.step)) for node in status.nodes)
-        in_memory = self._observations.snapshot_steps().values()
-        copied = self._observations.copied_steps().values()
-        checkpoints = replace(
-            status.checkpoints, snapshot_step=min(in_memory, default=None), copied_step=min(copied, default=None)
-        )
+    def _completed(self, status: JobStatus) -> JobStatus:
+        """With what is not in the job."""
         return replace(
-            status,
-            nodes=tuple(nodes),
-            checkpoints=checkpoints,
+            self._presence.with_steps(status),
             newest_verdict=self.newest_verdict(),
             dashboard=self.dashboard,
             now=self._clock.now(),

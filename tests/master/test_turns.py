@@ -18,7 +18,7 @@ import pytest_asyncio
 from dlrover.core.job import Job
 from dlrover.core.sequence import Batch
 from dlrover.core.turn import Origin, Outcome
-from dlrover.master import desk as desk_module
+from dlrover.master import presence as presence_module
 from dlrover.master.clock import MasterClock
 from dlrover.master.desk import COMING_BACK, Desk
 from dlrover.master.journal import Fenced
@@ -438,7 +438,7 @@ async def test_a_stream_that_ends_after_a_long_stall_of_the_master_says_nothing_
     make_room: MakeRoom, monkeypatch: pytest.MonkeyPatch, limit: int, status: str
 ) -> None:
     """The agents closed it because we were mute. The node may be busy just now, and has the window of a master start."""
-    monkeypatch.setattr(desk_module, "LONG_STALL", limit)
+    monkeypatch.setattr(presence_module, "LONG_STALL", limit)
     room = await make_room()
     agent = room.stream()
     await agent.attach("a")
