@@ -29,8 +29,9 @@ from dlrover.master.keeper import Keeper
 from dlrover.master.presence import Presence
 from dlrover.master.roster import Line, Roster
 from dlrover.master.topology import TIME_LIMIT, NodeTopologyMeta, Topology
+from dlrover.master.tray import Tray
 from dlrover.master.waiting_room import WaitingRoom
-from dlrover.master.work import SHORTEST_RETRY, Work
+from dlrover.master.work import Work
 from dlrover.protocol.codec import Codec, Question, Unreadable
 from dlrover.protocol.encoding import UNENCODABLE
 from dlrover.protocol.errors import Rejected, Unavailable
@@ -40,7 +41,6 @@ from dlrover.protocol.goodput_messages import AskEvents, GoodputStatus
 from dlrover.protocol.kv_messages import MAX_WAIT
 from dlrover.protocol.messages import (
     MAX_FAILURE_BYTES,
-    MAX_REQUESTS_IN_WORK,
     Attach,
     Attached,
     AwaitOrder,
@@ -76,8 +76,6 @@ NO_SPIN = 100_000
 COMING_BACK = 5_000_000
 """Microseconds in which those that were refused while the journal could not be written have come again: they wait up
 to twice the second that they were told, and some have to attach before they can say what matters."""
-SERVICE_TIME = 0.0005
-"""Rough seconds of work per request: those refused are told to come back spread over the time their number needs."""
 
 
 class Desk:
@@ -105,10 +103,8 @@ class Desk:
         self._job_name = job_name
         self._roster = Roster()
         self._waiting = WaitingRoom()
-        self._queue: list[Work] = []
-        self._num_in_work = 0
-        self._num_refused = 0  # since the desk was last empty
         self._wake = asyncio.Event()
+        self._tray = Tray(self._wake)
         self._verdict = ""
         self._books.began(job)
         self.finished: asyncio.Future[JobEnd] = asyncio.get_running_loop().create_future()
@@ -162,7 +158,7 @@ class Desk:
             return await self._books.events.answer(question)
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         work = Work(question, answer=answer, waits_until=self._waits_until(question))
-        self._enqueue(work)
+        self._tray.offer(work)
         assert work.answer is not None
         return await work.answer
 
@@ -175,7 +171,7 @@ class Desk:
 
     @property
     def num_in_work(self) -> int:
-        return self._num_in_work
+        return self._tray.num_in_work
 
     @property
     def heartbeat(self) -> float:
@@ -216,9 +212,7 @@ class Desk:
         except UNENCODABLE as error:
             answer.set_exception(Rejected(f"{type(command).__name__} cannot be written: {error}.", code="malformed"))
             return answer
-        self._num_in_work += 1
-        self._queue.append(Work(command, answer=answer))
-        self._wake.set()
+        self._tray.put(Work(command, answer=answer))
         return answer
 
     # The task.
@@ -227,8 +221,8 @@ class Desk:
         """The first command of this life; nothing is served before it is durable. Raises what the journal raises."""
         await self._durable.begin()
         work = Work(MasterStarted(master_epoch, self._job_name), answer=asyncio.get_running_loop().create_future())
-        self._queue.append(work)
-        self._num_in_work += 1
+        self._tray.put(work)
+        self._wake.clear()
         await self._turn()
         assert work.answer is not None
         await work.answer
@@ -268,8 +262,8 @@ class Desk:
         return max(nap, POISONED_NAP) if self._durable.is_poison_due(now) else nap
 
     async def _turn(self) -> None:
-        self._look_again(self._waiting.expired(self._clock.elapsed()))
-        works, self._queue = self._queue, []
+        self._tray.look_again(self._waiting.expired(self._clock.elapsed()))
+        works = self._tray.take()
         if self._durable.is_failing:
             works = self._refuse_commands(works)
         staged: dict[int, Work] = {}
@@ -285,7 +279,7 @@ class Desk:
             except Rejected as error:
                 rejected.append((work, error))
             except CoreFault as fault:
-                self._queue[:0] = [other for other in works if other is not work and other not in self._waiting]
+                self._tray.put_back([other for other in works if other is not work and other not in self._waiting])
                 await self._quarantine(work, fault)
                 return
         batch = self._durable.sequence.take()
@@ -302,8 +296,7 @@ class Desk:
         self._release(batch, staged, now)
         for work, rejection in rejected:
             self._reject(work, rejection)
-        if not self._queue:
-            self._num_refused = 0
+        self._tray.end_turn()
         await self._durable.save_snapshot()
 
     def _in_order(self, works: list[Work], now: Micros) -> Iterator[Work]:
@@ -349,15 +342,8 @@ class Desk:
             return answer
         if work.line is None or work.line.is_open:
             self._waiting.sit(work, answer.topics)
-        self._num_in_work -= 1  # who waits costs nothing, and must not keep others from coming in
+        self._tray.leave(work)  # who waits costs nothing, and must not keep others from coming in
         return None
-
-    def _look_again(self, works: list[Work]) -> None:
-        """At questions that waited: their answer may be there, or their time is over."""
-        if works:
-            self._num_in_work += len(works)
-            self._queue += works
-            self._wake.set()
 
     def _release(self, batch: Batch | None, staged: dict[int, Work], now: Micros) -> None:
         """Durable: from here on everybody may know."""
@@ -391,7 +377,7 @@ class Desk:
                         touched.update(dict.fromkeys(topics))
                     case LaunchNode() | RemoveNode():
                         self.on_intent(effect)
-        self._look_again(self._waiting.touched(touched))
+        self._tray.look_again(self._waiting.touched(touched))
         self._roster.push(told, self._durable.desired, self._clock.elapsed())
         if ended is not None and not self.finished.done():
             self.finished.set_result(ended)
@@ -428,9 +414,8 @@ class Desk:
 
     def _settle(self, work: Work) -> None:
         """It was decided: no longer in work, or no longer to be found again."""
-        if work.is_from_outside:
-            self._num_in_work -= 1
-        elif isinstance(work.body, NodeDisconnected | NodeSilent):
+        self._tray.leave(work)
+        if not work.is_from_outside and isinstance(work.body, NodeDisconnected | NodeSilent):
             self._presence.settle(work.body)
             if isinstance(work.body, NodeSilent):  # should it wake up, it has to present itself anew
                 self._roster.end(work.body.node, work.body.incarnation)
@@ -455,22 +440,16 @@ class Desk:
     async def _fall_back(self, error: Unavailable, batch: Batch | None, works: list[Work]) -> None:
         await self._durable.fall_back(error, batch)
         self._begin_anew()
-        late, self._queue = self._queue, []
-        for work in [*works, *late]:
-            self._settle_unwritten(work, error)
+        for work in [*works, *self._tray.take()]:
+            self._tray.turn_away(work, error)
 
     def _refuse_commands(self, works: list[Work]) -> list[Work]:
         """While the journal cannot be written; gives what can be answered all the same."""
         error = Unavailable("The master's journal cannot be written now; the command changed nothing.", 1.0)
         for work in works:
             if not isinstance(work.body, Query):
-                self._settle_unwritten(work, error)
+                self._tray.turn_away(work, error)
         return [work for work in works if isinstance(work.body, Query)]
-
-    def _settle_unwritten(self, work: Work, error: Unavailable) -> None:
-        if work.is_from_outside:
-            self._num_in_work -= 1
-            work.fail(error)
 
     async def _quarantine(self, work: Work, fault: CoreFault) -> None:
         await self._durable.quarantine(fault)
@@ -483,7 +462,7 @@ class Desk:
     def _begin_anew(self) -> None:
         """The job was read again: it is as it was after the last durable turn."""
         self._books.began(self._durable.job)
-        self._look_again(self._waiting.clear())  # what they saw was not durable
+        self._tray.look_again(self._waiting.clear())  # what they saw was not durable
 
     # Coming in.
 
@@ -503,7 +482,7 @@ class Desk:
             self._run_errand(self._tell_events(line, request.id, request.body))
             return
         if isinstance(request.body, Query):
-            self._enqueue(Work(request.body, line=line, id=request.id, waits_until=self._waits_until(request.body)))
+            self._tray.offer(Work(request.body, line=line, id=request.id, waits_until=self._waits_until(request.body)))
             return
         if line.node is None or line.incarnation is None:
             text = "attach first: the stream's first request must be an Attach"
@@ -523,10 +502,10 @@ class Desk:
             return
         work = Work(self._in_our_time(request.body, line), origin, line, request.id)
         if not line.gate.admits(request.sequence):
-            work.fail(Unavailable("an earlier command of this node was refused for now", self._retry_after()))
+            work.fail(Unavailable("an earlier command of this node was refused for now", self._tray.retry_after()))
             return
         line.gate.passed(request.sequence)
-        self._enqueue(work)
+        self._tray.offer(work)
 
     async def _tell_events(self, line: Line, id_: int, question: AskEvents) -> None:
         events = await self._books.events.answer(question)
@@ -537,14 +516,14 @@ class Desk:
         """Where the node is belongs to what it says of itself: somebody may have to be asked first."""
         place = attach.place or self._topology.known_place(attach.host)
         if place is not None:
-            self._enqueue(Work(replace(attach, place=place), line=line, id=id_))
+            self._tray.offer(Work(replace(attach, place=place), line=line, id=id_))
         else:
             self._run_errand(self._place_and_attach(line, id_, attach))
 
     async def _place_and_attach(self, line: Line, id_: int, attach: Attach) -> None:
         place = await self._topology.place_of(attach.host)
         if line.is_open:
-            self._enqueue(Work(replace(attach, place=place), line=line, id=id_))
+            self._tray.offer(Work(replace(attach, place=place), line=line, id=id_))
 
     def _ask_for_order(self) -> None:
         """One question at a time; if the nodes changed meanwhile it is asked again."""
@@ -559,8 +538,7 @@ class Desk:
             if nodes == self._nodes_to_sort() or not self._topology.has_sorter:
                 break
         self._is_order_old = False
-        self._queue.append(Work(NodesOrdered(ranks=ranks)))
-        self._wake.set()
+        self._tray.put(Work(NodesOrdered(ranks=ranks)))
 
     def _nodes_to_sort(self) -> list[NodeTopologyMeta]:
         live = sorted(self._durable.job.state.nodes.live.values(), key=lambda node: node.rank)
@@ -580,22 +558,9 @@ class Desk:
         self._errands.add(task)
         task.add_done_callback(self._errands.discard)
 
-    def _enqueue(self, work: Work) -> None:
-        if self._num_in_work >= MAX_REQUESTS_IN_WORK:
-            self._num_refused += 1
-            text = f"the master has {MAX_REQUESTS_IN_WORK} requests in work"
-            work.fail(Unavailable(text, self._retry_after()))
-            return
-        self._num_in_work += 1
-        self._queue.append(work)
-        self._wake.set()
-
     def _waits_until(self, body: object) -> int:
         wait = getattr(body, "wait", 0.0)
         return self._clock.elapsed() + round(min(wait, MAX_WAIT) * 1e6) if wait > 0 else 0
-
-    def _retry_after(self) -> float:
-        return max(SHORTEST_RETRY, self._num_refused * SERVICE_TIME)
 
     def _in_our_time(self, command: Command, line: Line) -> Command:
         """An agent counts on from the time it was told; what our clock stood still since then it cannot know."""
