@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -25,10 +25,11 @@ from dlrover.core.turn import NotYet, Origin, Outcome
 from dlrover.master.bookkeeper import Bookkeeper
 from dlrover.master.clock import MasterClock
 from dlrover.master.durable_job import DurableJob
+from dlrover.master.errands import Errands
 from dlrover.master.keeper import Keeper
 from dlrover.master.presence import Presence
 from dlrover.master.roster import Line, Roster
-from dlrover.master.topology import TIME_LIMIT, NodeTopologyMeta, Topology
+from dlrover.master.topology import TIME_LIMIT, Topology
 from dlrover.master.tray import Tray
 from dlrover.master.waiting_room import WaitingRoom
 from dlrover.master.work import Work
@@ -56,7 +57,6 @@ from dlrover.protocol.messages import (
     NodeDisconnected,
     NodeId,
     NodeSilent,
-    NodesOrdered,
     Query,
     Reply,
     ReportFailure,
@@ -95,16 +95,14 @@ class Desk:
         """`detection`: instead of what the job's terms say, for tests."""
         self._durable = DurableJob(keeper, job, clock)
         self._presence = Presence(self._durable, clock, detection)
-        self._topology = Topology() if topology is None else topology
         self._books = Bookkeeper() if books is None else books
-        self._errands: set[asyncio.Task[None]] = set()  # questions to plug-ins
-        self._is_order_old = False
         self._clock = clock
         self._job_name = job_name
         self._roster = Roster()
         self._waiting = WaitingRoom()
         self._wake = asyncio.Event()
         self._tray = Tray(self._wake)
+        self._errands = Errands(Topology() if topology is None else topology, self._durable, self._tray)
         self._verdict = ""
         self._books.began(job)
         self.finished: asyncio.Future[JobEnd] = asyncio.get_running_loop().create_future()
@@ -242,9 +240,7 @@ class Desk:
                 await self._turn()
         finally:
             self._presence.stop()
-            for errand in self._errands:
-                errand.cancel()
-            self._topology.close()
+            self._errands.close()
 
     def _nap(self) -> float:
         """Seconds until there is something to do that nobody wakes us for."""
@@ -312,7 +308,7 @@ class Desk:
         for work in works:
             yield from self._account(now, before=work.body)
             yield work
-            if self._topology.has_sorter and isinstance(work.body, Attach) and self._is_newcomer(work.body):
+            if isinstance(work.body, Attach) and self._errands.is_order_missing(work.body):
                 yield Work(AwaitOrder(limit=2 * TIME_LIMIT))  # the answer may first come for the nodes before it
         if is_time_trusted and not self._durable.is_failing:
             yield from [Work(command) for command in self._durable.due(now)]
@@ -322,11 +318,6 @@ class Desk:
         account = None if self._durable.is_failing else self._books.account(now, before)
         if account is not None:
             yield Work(account)
-
-    def _is_newcomer(self, attach: Attach) -> bool:
-        """Whether it has just brought somebody whose place in the order nobody knows. It may have been refused."""
-        node = self._durable.job.state.nodes.of_launch(attach.launch)
-        return not attach.incarnation and node is not None and self._durable.job.is_connected(node.id)
 
     def _stage(self, work: Work, now: Micros) -> int | None:
         """The ticket of its outcome; None: a question that goes on waiting for its answer."""
@@ -390,7 +381,7 @@ class Desk:
         else:
             self._presence.came_and_went(attached)
             self._wake.set()
-        self._ask_for_order()
+        self._errands.ask_for_order()
         log.info(
             "attached node=%d node_rank=%d incarnation=%d peer=%s",
             attached.node,
@@ -473,13 +464,13 @@ class Desk:
             return
         if isinstance(request.body, Attach):
             line.has_presented = True
-            self._accept_attach(line, request.id, request.body)
+            self._errands.place_and_attach(line, request.id, request.body)
             return
         if isinstance(request.body, Query) and (know := self.answers.get(type(request.body))) is not None:
             line.stream.send(Answer(id=request.id, body=know(request.body)))
             return
         if isinstance(request.body, AskEvents):
-            self._run_errand(self._tell_events(line, request.id, request.body))
+            self._errands.run(self._tell_events(line, request.id, request.body))
             return
         if isinstance(request.body, Query):
             self._tray.offer(Work(request.body, line=line, id=request.id, waits_until=self._waits_until(request.body)))
@@ -511,52 +502,6 @@ class Desk:
         events = await self._books.events.answer(question)
         if line.is_open:
             line.stream.send(Answer(id=id_, body=events))
-
-    def _accept_attach(self, line: Line, id_: int, attach: Attach) -> None:
-        """Where the node is belongs to what it says of itself: somebody may have to be asked first."""
-        place = attach.place or self._topology.known_place(attach.host)
-        if place is not None:
-            self._tray.offer(Work(replace(attach, place=place), line=line, id=id_))
-        else:
-            self._run_errand(self._place_and_attach(line, id_, attach))
-
-    async def _place_and_attach(self, line: Line, id_: int, attach: Attach) -> None:
-        place = await self._topology.place_of(attach.host)
-        if line.is_open:
-            self._tray.offer(Work(replace(attach, place=place), line=line, id=id_))
-
-    def _ask_for_order(self) -> None:
-        """One question at a time; if the nodes changed meanwhile it is asked again."""
-        if self._topology.has_sorter and not self._is_order_old:
-            self._is_order_old = True
-            self._run_errand(self._order_nodes())
-
-    async def _order_nodes(self) -> None:
-        while True:
-            nodes = self._nodes_to_sort()
-            ranks = await self._topology.order(nodes)
-            if nodes == self._nodes_to_sort() or not self._topology.has_sorter:
-                break
-        self._is_order_old = False
-        self._tray.put(Work(NodesOrdered(ranks=ranks)))
-
-    def _nodes_to_sort(self) -> list[NodeTopologyMeta]:
-        live = sorted(self._durable.job.state.nodes.live.values(), key=lambda node: node.rank)
-        return [
-            NodeTopologyMeta(
-                node_rank=node.rank,
-                process_num=node.local_world_size,
-                node_ip=node.host,
-                asw=node.place[-1] if node.place else "",
-                psw=node.place[0] if len(node.place) > 1 else "",
-            )
-            for node in live
-        ]
-
-    def _run_errand(self, errand: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(errand)
-        self._errands.add(task)
-        task.add_done_callback(self._errands.discard)
 
     def _waits_until(self, body: object) -> int:
         wait = getattr(body, "wait", 0.0)
