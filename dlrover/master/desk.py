@@ -21,27 +21,25 @@ from msgspec.structs import replace
 
 from dlrover.core.job import Job
 from dlrover.core.sequence import Batch, BrokenQuestion, CoreFault
-from dlrover.core.turn import NotYet, Origin, Outcome
+from dlrover.core.turn import NotYet, Outcome
 from dlrover.master.bookkeeper import Bookkeeper
 from dlrover.master.clock import MasterClock
 from dlrover.master.durable_job import DurableJob
 from dlrover.master.errands import Errands
 from dlrover.master.keeper import Keeper
 from dlrover.master.presence import Presence
+from dlrover.master.reception import Reception
 from dlrover.master.roster import Line, Roster
 from dlrover.master.topology import TIME_LIMIT, Topology
 from dlrover.master.tray import Tray
 from dlrover.master.waiting_room import WaitingRoom
 from dlrover.master.work import Work
-from dlrover.protocol.codec import Codec, Question, Unreadable
-from dlrover.protocol.encoding import UNENCODABLE
+from dlrover.protocol.codec import Question, Unreadable
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
-from dlrover.protocol.frames import Ack, Answer, Beat, FromAgent, Observed, Ordered, Refusal, Request
-from dlrover.protocol.goodput_messages import AskEvents, GoodputStatus
-from dlrover.protocol.kv_messages import MAX_WAIT
+from dlrover.protocol.frames import Ack, Beat, FromAgent, Observed, Ordered, Refusal, Request
+from dlrover.protocol.goodput_messages import GoodputStatus
 from dlrover.protocol.messages import (
-    MAX_FAILURE_BYTES,
     Attach,
     Attached,
     AwaitOrder,
@@ -59,7 +57,6 @@ from dlrover.protocol.messages import (
     NodeSilent,
     Query,
     Reply,
-    ReportFailure,
     TellNode,
 )
 from dlrover.protocol.serving import AgentStream
@@ -114,6 +111,7 @@ class Desk:
         """Hear what was decided, when it is durable: for those who watch, and change nothing."""
         self.answers: dict[type[Query], Callable[[Any], Reply]] = {AskActivity: self._books.activity}
         """Questions about what is not in the job: others in this process know it."""
+        self._reception = Reception(self._tray, self._errands, clock, events=self._books.events, answers=self.answers)
         self.newest_verdict: Callable[[], PastVerdict | None] = _no_verdict
         """Of the diagnosis, for the status."""
         self.dashboard = ""
@@ -128,7 +126,7 @@ class Desk:
         for parcel in parcels:
             match parcel:
                 case Request():
-                    self._accept(line, parcel)
+                    self._reception.accept(line, parcel)
                 case Beat(heartbeat=heartbeat):
                     if (heartbeat.node, heartbeat.incarnation) == (line.node, line.incarnation):
                         self._presence.heard(heartbeat, now)
@@ -150,15 +148,7 @@ class Desk:
             self._wake.set()
 
     async def ask(self, question: Question) -> Reply:
-        if isinstance(question, Query) and (know := self.answers.get(type(question))) is not None:
-            return know(question)
-        if isinstance(question, AskEvents):
-            return await self._books.events.answer(question)
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        work = Work(question, answer=answer, waits_until=self._waits_until(question))
-        self._tray.offer(work)
-        assert work.answer is not None
-        return await work.answer
+        return await self._reception.ask(question)
 
     def last_heard(self) -> dict[NodeId, Micros]:
         """When each attached node was last heard of, by the job's clock."""
@@ -194,24 +184,8 @@ class Desk:
         return self._durable.job
 
     def tell(self, command: Command) -> asyncio.Future[Reply]:
-        """
-        A command of the master's own shell (what the platform shows). Done when durable; may fail as `ask` does.
-
-        Never refused for want of room: who reports what exists must not lose against a storm of reports. Users' plug-ins
-        have a hand in it, so it is checked as if it came over the wire: what is written must be readable for the next master.
-        Its size is not: the list of a large fleet may be longer than a message.
-        """
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        try:
-            command = _COMMAND.decode(_COMMAND.encode(command))
-        except Rejected as error:
-            answer.set_exception(error)
-            return answer
-        except UNENCODABLE as error:
-            answer.set_exception(Rejected(f"{type(command).__name__} cannot be written: {error}.", code="malformed"))
-            return answer
-        self._tray.put(Work(command, answer=answer))
-        return answer
+        """A command of the master's own shell. Done when durable; may fail as `ask` does, but not for want of room."""
+        return self._reception.tell(command)
 
     # The task.
 
@@ -455,77 +429,6 @@ class Desk:
         self._books.began(self._durable.job)
         self._tray.look_again(self._waiting.clear())  # what they saw was not durable
 
-    # Coming in.
-
-    def _accept(self, line: Line, request: Request) -> None:
-        if isinstance(request.body, Attach) and line.has_presented:
-            text = "this stream is attached already; another node needs its own"
-            line.stream.send(Refusal(id=request.id, code="attached", message=text))
-            return
-        if isinstance(request.body, Attach):
-            line.has_presented = True
-            self._errands.place_and_attach(line, request.id, request.body)
-            return
-        if isinstance(request.body, Query) and (know := self.answers.get(type(request.body))) is not None:
-            line.stream.send(Answer(id=request.id, body=know(request.body)))
-            return
-        if isinstance(request.body, AskEvents):
-            self._errands.run(self._tell_events(line, request.id, request.body))
-            return
-        if isinstance(request.body, Query):
-            self._tray.offer(Work(request.body, line=line, id=request.id, waits_until=self._waits_until(request.body)))
-            return
-        if line.node is None or line.incarnation is None:
-            text = "attach first: the stream's first request must be an Attach"
-            line.stream.send(Refusal(id=request.id, code="not-attached", message=text))
-            return
-        origin = Origin(line.node, line.incarnation, request.sequence, request.answered)
-        if request.sequence < 1:
-            text = "a command needs a sequence number from 1 on, or it could be applied twice"
-            line.stream.send(Refusal(id=request.id, code="malformed", message=text))
-            return
-        if isinstance(request.body, ReportFailure) and (size_bytes := _largest(request.body)) > MAX_FAILURE_BYTES:
-            text = (
-                f"a failure of {size_bytes} bytes: the limit is {MAX_FAILURE_BYTES}. Send the last part of its traceback "
-                "and log"
-            )
-            line.stream.send(Refusal(id=request.id, code="too-large", message=text))
-            return
-        work = Work(self._in_our_time(request.body, line), origin, line, request.id)
-        if not line.gate.admits(request.sequence):
-            work.fail(Unavailable("an earlier command of this node was refused for now", self._tray.retry_after()))
-            return
-        line.gate.passed(request.sequence)
-        self._tray.offer(work)
-
-    async def _tell_events(self, line: Line, id_: int, question: AskEvents) -> None:
-        events = await self._books.events.answer(question)
-        if line.is_open:
-            line.stream.send(Answer(id=id_, body=events))
-
-    def _waits_until(self, body: object) -> int:
-        wait = getattr(body, "wait", 0.0)
-        return self._clock.elapsed() + round(min(wait, MAX_WAIT) * 1e6) if wait > 0 else 0
-
-    def _in_our_time(self, command: Command, line: Line) -> Command:
-        """An agent counts on from the time it was told; what our clock stood still since then it cannot know."""
-        ahead = self._clock.stood_still - line.clock_stood_still
-        if not ahead or not isinstance(command, ReportFailure):
-            return command
-        failures = (replace(failure, exited_at=Micros(failure.exited_at - ahead)) for failure in command.failures)
-        return replace(command, failures=tuple(failures))
-
-
-def _largest(report: ReportFailure) -> int:
-    """Bytes of the texts of the largest failure in it."""
-    return max(
-        (
-            sum(len(text.encode()) for text in (failure.message, failure.traceback, failure.log_tail))
-            for failure in report.failures
-        ),
-        default=0,
-    )
-
 
 def _unwatched(observation: WatchObservation, now: Micros) -> None:
     """Nobody watches."""
@@ -533,9 +436,6 @@ def _unwatched(observation: WatchObservation, now: Micros) -> None:
 
 def _no_verdict() -> PastVerdict | None:
     return None
-
-
-_COMMAND: Codec[Command] = Codec(Command, name="command", max_bytes=None)
 
 
 def _no_platform(intent: LaunchNode | RemoveNode) -> None:
