@@ -5,6 +5,11 @@ One task does all of it, turn by turn: take what gathered, let the core decide, 
 release replies, pushes and effects. While the disk works, the next turn's requests gather; so load batches itself and
 no lock is needed. Timers are turns too: the task sleeps until the next deadline of the job or of the observations.
 
+Here is the turn; each thing that it works on has its own room. `Reception` says what may come in, `Tray` holds it until
+the turn takes it, `WaitingRoom` keeps questions that have no answer yet, `Errands` asks users' plug-ins meanwhile,
+`Presence` knows who is there and whether our own time can be trusted, `DurableJob` keeps the job together with its
+journal, and `Roster` tells nodes what they shall do.
+
 While the journal cannot be written, commands are refused for now. Questions and heartbeats go on.
 """
 
@@ -90,18 +95,21 @@ class Desk:
         books: Bookkeeper | None = None,
     ) -> None:
         """`detection`: instead of what the job's terms say, for tests."""
-        self._durable = DurableJob(keeper, job, clock)
-        self._presence = Presence(self._durable, clock, detection)
-        self._books = Bookkeeper() if books is None else books
         self._clock = clock
         self._job_name = job_name
+        self._books = Bookkeeper() if books is None else books
+        self._books.began(job)
+        self.answers: dict[type[Query], Callable[[Any], Reply]] = {AskActivity: self._books.activity}
+        """Questions about what is not in the job: others in this process know it."""
+        self._wake = asyncio.Event()
+        self._durable = DurableJob(keeper, job, clock)
+        self._presence = Presence(self._durable, clock, detection)
         self._roster = Roster()
         self._waiting = WaitingRoom()
-        self._wake = asyncio.Event()
         self._tray = Tray(self._wake)
         self._errands = Errands(Topology() if topology is None else topology, self._durable, self._tray)
+        self._reception = Reception(self._tray, self._errands, clock, events=self._books.events, answers=self.answers)
         self._verdict = ""
-        self._books.began(job)
         self.finished: asyncio.Future[JobEnd] = asyncio.get_running_loop().create_future()
         self.on_intent: Callable[[LaunchNode | RemoveNode], None] = _no_platform
         """Takes what the job wants of its platform. Set by the service before anything is decided."""
@@ -109,9 +117,6 @@ class Desk:
         """Takes what nodes tell of themselves besides being alive."""
         self.on_decided: list[Callable[[Command, Outcome, Micros], None]] = []
         """Hear what was decided, when it is durable: for those who watch, and change nothing."""
-        self.answers: dict[type[Query], Callable[[Any], Reply]] = {AskActivity: self._books.activity}
-        """Questions about what is not in the job: others in this process know it."""
-        self._reception = Reception(self._tray, self._errands, clock, events=self._books.events, answers=self.answers)
         self.newest_verdict: Callable[[], PastVerdict | None] = _no_verdict
         """Of the diagnosis, for the status."""
         self.dashboard = ""
@@ -150,6 +155,12 @@ class Desk:
     async def ask(self, question: Question) -> Reply:
         return await self._reception.ask(question)
 
+    # For the others in this process.
+
+    def tell(self, command: Command) -> asyncio.Future[Reply]:
+        """A command of the master's own shell. Done when durable; may fail as `ask` does, but not for want of room."""
+        return self._reception.tell(command)
+
     def last_heard(self) -> dict[NodeId, Micros]:
         """When each attached node was last heard of, by the job's clock."""
         return self._presence.last_heard()
@@ -183,10 +194,6 @@ class Desk:
         """To be looked at between two turns, by those who watch: what they see may not be durable yet, so it leaves nobody."""
         return self._durable.job
 
-    def tell(self, command: Command) -> asyncio.Future[Reply]:
-        """A command of the master's own shell. Done when durable; may fail as `ask` does, but not for want of room."""
-        return self._reception.tell(command)
-
     # The task.
 
     async def begin(self, master_epoch: int) -> None:
@@ -194,7 +201,7 @@ class Desk:
         await self._durable.begin()
         work = Work(MasterStarted(master_epoch, self._job_name), answer=asyncio.get_running_loop().create_future())
         self._tray.put(work)
-        self._wake.clear()
+        self._wake.clear()  # its turn comes now, and no other is needed
         await self._turn()
         assert work.answer is not None
         await work.answer
