@@ -451,6 +451,48 @@ async def test_a_stream_that_ends_after_a_long_stall_of_the_master_says_nothing_
     assert [node.status for node in (await room.status()).nodes] == [status]
 
 
+async def test_a_master_that_nobody_reaches_gives_nobody_up_until_all_had_time_to_come_back(
+    make_room: MakeRoom,
+) -> None:
+    room = await make_room()
+    first, second = room.stream(), room.stream()
+    await first.attach("a")
+    await second.attach("b")
+    for _ in range(10):
+        room.watch.move(10.0)
+        await room.turn()
+    assert [node.status for node in (await room.status()).nodes] == ["alive", "alive"]
+    for _ in range(7):
+        first.beat()
+        await room.turn()
+        room.watch.move(5.0)
+    assert [node.status for node in (await room.status()).nodes] == ["alive", "alive"]
+    for _ in range(3):
+        first.beat()
+        room.watch.move(5.0)
+        await room.turn()
+    await room.turn()
+    assert [node.status for node in (await room.status()).nodes] == ["alive", "gone"]
+
+
+async def test_a_stream_that_ends_before_its_attach_is_durable_leaves_no_node_behind(make_room: MakeRoom) -> None:
+    room = await make_room()
+    agent = room.stream()
+    room.disk.is_open.clear()
+    room.disk.is_writing.clear()
+    attaching = agent.ask(an_attach("a"))
+    await soon(room.disk.is_writing.wait())
+    agent.close()
+    room.disk.is_open.set()
+    await soon(attaching)
+    await room.turn()
+    assert [node.status for node in (await room.status()).nodes] == ["disconnected"]
+    room.watch.move(5.1)
+    await room.turn()
+    await room.turn()
+    assert [node.status for node in (await room.status()).nodes] == ["gone"]
+
+
 async def test_the_launcher_stops_a_busy_master(make_room: MakeRoom) -> None:
     room = await make_room()
     held = await room.hold_a_write()
