@@ -5,8 +5,12 @@ One task does all of it, turn by turn: take what gathered, let the core decide, 
 release replies, pushes and effects. While the disk works, the next turn's requests gather; so load batches itself and
 no lock is needed. Timers are turns too: the task sleeps until the next deadline of the job or of the observations.
 
-When the journal cannot be written, the undurable decisions are thrown away with the state that holds them, the state
-is read again from the journal, and commands are refused for now. Questions and heartbeats go on.
+Here is the turn; each thing that it works on has its own room. `Reception` says what may come in, `Tray` holds it until
+the turn takes it, `WaitingRoom` keeps questions that have no answer yet, `Errands` asks users' plug-ins meanwhile,
+`Presence` knows who is there and whether our own time can be trusted, `DurableJob` keeps the job together with its
+journal, and `Roster` tells nodes what they shall do.
+
+While the journal cannot be written, commands are refused for now. Questions and heartbeats go on.
 """
 
 from __future__ import annotations
@@ -15,41 +19,37 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from dlrover.core.job import Job
-from dlrover.core.observations import Observations
-from dlrover.core.sequence import Batch, BrokenQuestion, CommitSequence, CoreFault
-from dlrover.core.turn import NotYet, Origin, Outcome, micros
+from dlrover.core.sequence import Batch, BrokenQuestion, CoreFault
+from dlrover.core.turn import NotYet, Outcome
 from dlrover.master.bookkeeper import Bookkeeper
 from dlrover.master.clock import MasterClock
-from dlrover.master.grace import AFTERMATH, LONG_STALL, Grace, StallWatch
-from dlrover.master.isolation import Isolation
+from dlrover.master.durable_job import DurableJob
+from dlrover.master.errands import Errands
 from dlrover.master.keeper import Keeper
+from dlrover.master.presence import Presence
+from dlrover.master.reception import Reception
 from dlrover.master.roster import Line, Roster
-from dlrover.master.topology import TIME_LIMIT, NodeTopologyMeta, Topology
+from dlrover.master.topology import TIME_LIMIT, Topology
+from dlrover.master.tray import Tray
 from dlrover.master.waiting_room import WaitingRoom
-from dlrover.master.work import SHORTEST_RETRY, Work
-from dlrover.protocol.codec import Codec, Question, Unreadable
-from dlrover.protocol.encoding import UNENCODABLE
+from dlrover.master.work import Work
+from dlrover.protocol.codec import Question, Unreadable
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
-from dlrover.protocol.frames import Ack, Answer, Beat, FromAgent, Observed, Ordered, Refusal, Request
-from dlrover.protocol.goodput_messages import AskEvents, GoodputStatus
-from dlrover.protocol.kv_messages import MAX_WAIT
+from dlrover.protocol.frames import Ack, Beat, FromAgent, Observed, Ordered, Refusal, Request
+from dlrover.protocol.goodput_messages import GoodputStatus
 from dlrover.protocol.messages import (
-    MAX_FAILURE_BYTES,
-    MAX_REQUESTS_IN_WORK,
     Attach,
     Attached,
     AwaitOrder,
     Command,
     DeadlinePassed,
-    Desired,
     Detection,
     FinishJob,
     JobEnd,
@@ -60,10 +60,8 @@ from dlrover.protocol.messages import (
     NodeDisconnected,
     NodeId,
     NodeSilent,
-    NodesOrdered,
     Query,
     Reply,
-    ReportFailure,
     TellNode,
 )
 from dlrover.protocol.serving import AgentStream
@@ -77,13 +75,9 @@ POISONED_NAP = 0.5
 """Seconds between two looks while a deadline is due that broke the core once: it stays due, and others come."""
 NO_SPIN = 100_000
 """Microseconds until a deadline that was refused may be tried again."""
-RETRY_PERIOD = 1_000_000
-"""Microseconds between two attempts to write a journal that could not be written."""
 COMING_BACK = 5_000_000
 """Microseconds in which those that were refused while the journal could not be written have come again: they wait up
 to twice the second that they were told, and some have to attach before they can say what matters."""
-SERVICE_TIME = 0.0005
-"""Rough seconds of work per request: those refused are told to come back spread over the time their number needs."""
 
 
 class Desk:
@@ -101,32 +95,21 @@ class Desk:
         books: Bookkeeper | None = None,
     ) -> None:
         """`detection`: instead of what the job's terms say, for tests."""
-        self._keeper = keeper
-        self._detection = detection
-        self._topology = Topology() if topology is None else topology
-        self._books = Bookkeeper() if books is None else books
-        self._errands: set[asyncio.Task[None]] = set()  # questions to plug-ins
-        self._is_order_old = False
         self._clock = clock
         self._job_name = job_name
+        self._books = Bookkeeper() if books is None else books
+        self._books.began(job)
+        self.answers: dict[type[Query], Callable[[Any], Reply]] = {AskActivity: self._books.activity}
+        """Questions about what is not in the job: others in this process know it."""
+        self._wake = asyncio.Event()
+        self._durable = DurableJob(keeper, job, clock)
+        self._presence = Presence(self._durable, clock, detection)
         self._roster = Roster()
         self._waiting = WaitingRoom()
-        self._observations = Observations(clock.now(), detection)
-        self._queue: list[Work] = []
-        self._findings: dict[NodeId, NodeDisconnected | NodeSilent] = {}  # kept until they are durable
-        self._num_in_work = 0
-        self._num_refused = 0  # since the desk was last empty
-        self._wake = asyncio.Event()
-        self._poison: set[bytes] = set()  # commands that broke the core once
-        self._failed_bytes = 0  # size of what could not be written; 0 while the journal works
-        self._retry_at = 0  # elapsed microseconds at which the journal is tried again
-        self._stalls = StallWatch()
-        self._isolation = Isolation()
-        self._blamed_until = 0  # elapsed microseconds until which the end of a stream may be our own doing
-        self._stalled = 0  # microseconds that the observations have not been told of
-        self._grace = Grace()  # no deadline passes before `MasterStarted` has moved it by the outage
+        self._tray = Tray(self._wake)
+        self._errands = Errands(Topology() if topology is None else topology, self._durable, self._tray)
+        self._reception = Reception(self._tray, self._errands, clock, events=self._books.events, answers=self.answers)
         self._verdict = ""
-        self._adopt(job)
         self.finished: asyncio.Future[JobEnd] = asyncio.get_running_loop().create_future()
         self.on_intent: Callable[[LaunchNode | RemoveNode], None] = _no_platform
         """Takes what the job wants of its platform. Set by the service before anything is decided."""
@@ -134,8 +117,6 @@ class Desk:
         """Takes what nodes tell of themselves besides being alive."""
         self.on_decided: list[Callable[[Command, Outcome, Micros], None]] = []
         """Hear what was decided, when it is durable: for those who watch, and change nothing."""
-        self.answers: dict[type[Query], Callable[[Any], Reply]] = {AskActivity: self._books.activity}
-        """Questions about what is not in the job: others in this process know it."""
         self.newest_verdict: Callable[[], PastVerdict | None] = _no_verdict
         """Of the diagnosis, for the status."""
         self.dashboard = ""
@@ -146,19 +127,18 @@ class Desk:
     def receive(self, stream: AgentStream, parcels: Sequence[FromAgent | Unreadable]) -> None:
         line = self._roster.line(stream)
         now = self._clock.now()
-        self._note_that_we_are_reached(now)
+        self._presence.reached(now)
         for parcel in parcels:
             match parcel:
                 case Request():
-                    self._accept(line, parcel)
+                    self._reception.accept(line, parcel)
                 case Beat(heartbeat=heartbeat):
                     if (heartbeat.node, heartbeat.incarnation) == (line.node, line.incarnation):
-                        with contextlib.suppress(Rejected):  # found silent a moment ago: the core decides, not the beat
-                            self._observations.heard(heartbeat, now)
+                        self._presence.heard(heartbeat, now)
                         self._roster.remind(line, self._clock.elapsed())
                 case Observed(observation=observation):
                     if (observation.node, observation.incarnation) == (line.node, line.incarnation):
-                        self._books.observed(observation, self._job, now)
+                        self._books.observed(observation, self._durable.job, now)
                         self.on_observation(observation, now)
                 case Ack(number=number):
                     self._roster.acknowledge(line, number)
@@ -169,46 +149,37 @@ class Desk:
         self._waiting.drop(self._roster.line(stream))
         finding = self._roster.close(stream)
         if finding is not None:
-            self._note_stalls(self._clock.now())  # the end of a stream may be the first that we see after one
-            elapsed, detection = self._clock.elapsed(), self._patience
-            is_cut_off = self._isolation.is_cut_off(elapsed, detection)
-            self._isolation.left(finding.node, elapsed, detection)
-            finding = replace(finding, is_our_fault=is_cut_off or elapsed < self._blamed_until)
-            # How far the node had come goes with it: without it a job whose agents die now and then seems to stand still.
-            self._findings[finding.node] = replace(finding, step=self._observations.step(finding.node))
-            self._observations.forget(finding.node)
+            self._presence.went(finding)
             self._wake.set()
 
     async def ask(self, question: Question) -> Reply:
-        if isinstance(question, Query) and (know := self.answers.get(type(question))) is not None:
-            return know(question)
-        if isinstance(question, AskEvents):
-            return await self._books.events.answer(question)
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        work = Work(question, answer=answer, waits_until=self._waits_until(question))
-        self._enqueue(work)
-        assert work.answer is not None
-        return await work.answer
+        return await self._reception.ask(question)
+
+    # For the others in this process.
+
+    def tell(self, command: Command) -> asyncio.Future[Reply]:
+        """A command of the master's own shell. Done when durable; may fail as `ask` does, but not for want of room."""
+        return self._reception.tell(command)
 
     def last_heard(self) -> dict[NodeId, Micros]:
         """When each attached node was last heard of, by the job's clock."""
-        return self._observations.last_heard()
+        return self._presence.last_heard()
 
     def now(self) -> Micros:
         return self._clock.now()
 
     @property
     def num_in_work(self) -> int:
-        return self._num_in_work
+        return self._tray.num_in_work
 
     @property
     def heartbeat(self) -> float:
         """Seconds between two heartbeats of a node."""
-        return self._patience.heartbeat
+        return self._presence.patience.heartbeat
 
     def goodput(self) -> GoodputStatus:
         """Where the time went up to now; for those who may see what is being written."""
-        return self._job.goodput(max(self._clock.now(), self._job.now))
+        return self._durable.job.goodput(max(self._clock.now(), self._durable.job.now))
 
     def order(self, node: NodeId, order: WatchOrder) -> bool:
         """Tell a node what to do now. False when it is not attached."""
@@ -221,65 +192,41 @@ class Desk:
     @property
     def job(self) -> Job:
         """To be looked at between two turns, by those who watch: what they see may not be durable yet, so it leaves nobody."""
-        return self._job
-
-    def tell(self, command: Command) -> asyncio.Future[Reply]:
-        """
-        A command of the master's own shell (what the platform shows). Done when durable; may fail as `ask` does.
-
-        Never refused for want of room: who reports what exists must not lose against a storm of reports. Users' plug-ins
-        have a hand in it, so it is checked as if it came over the wire: what is written must be readable for the next master.
-        Its size is not: the list of a large fleet may be longer than a message.
-        """
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        try:
-            command = _COMMAND.decode(_COMMAND.encode(command))
-        except Rejected as error:
-            answer.set_exception(error)
-            return answer
-        except UNENCODABLE as error:
-            answer.set_exception(Rejected(f"{type(command).__name__} cannot be written: {error}.", code="malformed"))
-            return answer
-        self._num_in_work += 1
-        self._queue.append(Work(command, answer=answer))
-        self._wake.set()
-        return answer
+        return self._durable.job
 
     # The task.
 
     async def begin(self, master_epoch: int) -> None:
         """The first command of this life; nothing is served before it is durable. Raises what the journal raises."""
-        self._poison = await self._keeper.quarantined()
+        await self._durable.begin()
         work = Work(MasterStarted(master_epoch, self._job_name), answer=asyncio.get_running_loop().create_future())
-        self._queue.append(work)
-        self._num_in_work += 1
+        self._tray.put(work)
+        self._wake.clear()  # its turn comes now, and no other is needed
         await self._turn()
         assert work.answer is not None
         await work.answer
-        self._grace.begin(self._clock.now())
+        self._presence.begin()
 
     async def run(self) -> None:
         """Until cancelled. Raises Fenced or JournalError: the process must end, and nothing more is released."""
-        self._stalls.start()
+        self._presence.start()
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._nap()):
                         await self._wake.wait()
                 self._wake.clear()
-                if self._failed_bytes and self._clock.elapsed() >= self._retry_at:
-                    await self._try_again()
+                if await self._durable.try_again():
+                    self._presence.hold_deadlines(COMING_BACK)
                 await self._turn()
         finally:
-            self._stalls.stop()
-            for errand in self._errands:
-                errand.cancel()
-            self._topology.close()
+            self._presence.stop()
+            self._errands.close()
 
     def _nap(self) -> float:
         """Seconds until there is something to do that nobody wakes us for."""
-        if self._failed_bytes:
-            return max(0.0, (self._retry_at - self._clock.elapsed()) / 1e6)
+        if self._durable.is_failing:
+            return self._durable.nap_until_retry()
         return min(self._nap_of_job(), self._nap_of_waiting())
 
     def _nap_of_waiting(self) -> float:
@@ -288,26 +235,18 @@ class Desk:
 
     def _nap_of_job(self) -> float:
         now = self._clock.now()
-        if self._isolation.is_cut_off(self._clock.elapsed(), self._patience):
-            return LONGEST_NAP
-        self._follow_job()
-        at = self._observations.quiet_until()
-        if (deadline := self._job.next_deadline()) is not None:
-            at = min(at, deadline)
-        nap = min(LONGEST_NAP, max(0.0, (max(at, self._grace.until) - now) / 1e6))
-        if self._poison and any(self._is_poison(command) for command in self._job.due(now)):
-            return max(nap, POISONED_NAP)
-        return nap
+        nap = min(LONGEST_NAP, max(0.0, (self._presence.quiet_until() - now) / 1e6))
+        return max(nap, POISONED_NAP) if self._durable.is_poison_due(now) else nap
 
     async def _turn(self) -> None:
-        self._look_again(self._waiting.expired(self._clock.elapsed()))
-        works, self._queue = self._queue, []
-        if self._failed_bytes:
+        self._tray.look_again(self._waiting.expired(self._clock.elapsed()))
+        works = self._tray.take()
+        if self._durable.is_failing:
             works = self._refuse_commands(works)
         staged: dict[int, Work] = {}
         rejected: list[tuple[Work, Rejected]] = []
         now = self._clock.now()
-        self._note_stalls(now)
+        self._presence.note_stalls(now)
         began_at = time.thread_time()
         for work in self._in_order(works, now):
             try:
@@ -317,46 +256,25 @@ class Desk:
             except Rejected as error:
                 rejected.append((work, error))
             except CoreFault as fault:
-                self._queue[:0] = [other for other in works if other is not work and other not in self._waiting]
+                self._tray.put_back([other for other in works if other is not work and other not in self._waiting])
                 await self._quarantine(work, fault)
                 return
-        batch = self._sequence.take()
-        if batch is not None and batch.records:  # a replay need not answer the questions
-            self._keeper.spent(time.thread_time() - began_at)
+        batch = self._durable.sequence.take()
+        cpu_time = time.thread_time() - began_at
         if batch is None and not rejected:
             with contextlib.suppress(Unavailable):
-                await self._keeper.check_fence()  # a master that was replaced must not keep its agents by doing nothing
+                await self._durable.write(None)  # a master that was replaced must not keep its agents by doing nothing
             return
         try:
-            await self._write(batch)
+            await self._durable.write(batch, cpu_time=cpu_time)
         except Unavailable as error:
             await self._fall_back(error, batch, [*staged.values(), *(work for work, _ in rejected)])
             return
         self._release(batch, staged, now)
         for work, rejection in rejected:
             self._reject(work, rejection)
-        if not self._queue:
-            self._num_refused = 0
-        await self._save_snapshot()
-
-    def _note_stalls(self, now: Micros) -> None:
-        """If we stood still, what others sent in time may be unread: give it that time before anybody is given up."""
-        stalled = self._stalls.take()
-        if stalled:
-            self._stalled += stalled
-            self._grace.extend(now, stalled)
-            self._isolation.stood_still(stalled)
-            log.warning("master stood still for_seconds=%.1f: deadlines wait as long", stalled / 1e6)
-            if stalled >= LONG_STALL:
-                self._blamed_until = self._clock.elapsed() + AFTERMATH
-
-    def _note_that_we_are_reached(self, now: Micros) -> None:
-        """If nobody could for a while, the others are on their way too: nobody is given up before they had the time."""
-        lost = self._isolation.heard(self._clock.elapsed(), self._patience)
-        if lost:
-            self._stalled += lost
-            self._grace.extend(now, min(lost, micros(self._patience.silence)))
-            log.warning("master was cut off from all nodes for_seconds=%.1f: nobody is given up for it", lost / 1e6)
+        self._tray.end_turn()
+        await self._durable.save_snapshot()
 
     def _in_order(self, works: list[Work], now: Micros) -> Iterator[Work]:
         """
@@ -364,105 +282,63 @@ class Desk:
 
         To be staged one by one: which deadlines are due is asked when all that came in time to meet them is applied.
         """
-        is_cut_off = self._isolation.is_cut_off(self._clock.elapsed(), self._patience)
-        is_time_trusted = self._grace.is_over(now) and not is_cut_off
-        self._follow_job()
-        if is_time_trusted:
-            stalled, self._stalled = self._stalled, 0
-            for finding in self._observations.tick(now, Micros(now - stalled)):
-                self._findings[finding.node] = finding
-        if not self._failed_bytes:
-            yield from [Work(finding) for finding in self._findings.values()]
+        is_time_trusted = self._presence.look(now)
+        if not self._durable.is_failing:
+            yield from [Work(finding) for finding in self._presence.findings()]
         yield from self._account(now)
         for work in works:
             yield from self._account(now, before=work.body)
             yield work
-            if self._topology.has_sorter and isinstance(work.body, Attach) and self._is_newcomer(work.body):
+            if isinstance(work.body, Attach) and self._errands.is_order_missing(work.body):
                 yield Work(AwaitOrder(limit=2 * TIME_LIMIT))  # the answer may first come for the nodes before it
-        if is_time_trusted and not self._failed_bytes:
-            yield from [Work(command) for command in self._job.due(now) if not self._is_poison(command)]
+        if is_time_trusted and not self._durable.is_failing:
+            yield from [Work(command) for command in self._durable.due(now)]
 
     def _account(self, now: Micros, before: Command | Query | None = None) -> Iterator[Work]:
         """What the bookkeeper has to journal."""
-        account = None if self._failed_bytes else self._books.account(now, before)
+        account = None if self._durable.is_failing else self._books.account(now, before)
         if account is not None:
             yield Work(account)
-
-    def _is_newcomer(self, attach: Attach) -> bool:
-        """Whether it has just brought somebody whose place in the order nobody knows. It may have been refused."""
-        node = self._job.state.nodes.of_launch(attach.launch)
-        return not attach.incarnation and node is not None and self._job.is_connected(node.id)
-
-    def _follow_job(self) -> None:
-        """The job must not look at the observations; so they are told what it knows."""
-        self._observations.follow(self._patience, self._job.suspects())
-
-    @property
-    def _patience(self) -> Detection:
-        return self._detection or self._job.detection
 
     def _stage(self, work: Work, now: Micros) -> int | None:
         """The ticket of its outcome; None: a question that goes on waiting for its answer."""
         if isinstance(work.body, Query):
             return self._stage_query(work, work.body)
-        if self._is_poison(work.body):
-            raise Rejected(f"{type(work.body).__name__} broke the master once and is refused since.", code="internal")
-        return self._sequence.stage(work.body, now, work.origin)
+        return self._durable.stage(work.body, now, work.origin)
 
     def _stage_query(self, work: Work, query: Query) -> int | None:
         if work.waits_until <= self._clock.elapsed():
-            return self._sequence.stage_query(query)
-        answer = self._sequence.try_query(query)
+            return self._durable.sequence.stage_query(query)
+        answer = self._durable.sequence.try_query(query)
         if not isinstance(answer, NotYet):
             return answer
         if work.line is None or work.line.is_open:
             self._waiting.sit(work, answer.topics)
-        self._num_in_work -= 1  # who waits costs nothing, and must not keep others from coming in
+        self._tray.leave(work)  # who waits costs nothing, and must not keep others from coming in
         return None
-
-    def _look_again(self, works: list[Work]) -> None:
-        """At questions that waited: their answer may be there, or their time is over."""
-        if works:
-            self._num_in_work += len(works)
-            self._queue += works
-            self._wake.set()
-
-    def _is_poison(self, command: Command) -> bool:
-        if not self._poison:
-            return False
-        try:
-            return msgspec.msgpack.encode(command) in self._poison
-        except UNENCODABLE:
-            return False  # the core refuses it before it applies it
-
-    async def _write(self, batch: Batch | None) -> None:
-        if batch is not None and batch.records:
-            await self._keeper.append(batch)
-        else:
-            await self._keeper.check_fence()
 
     def _release(self, batch: Batch | None, staged: dict[int, Work], now: Micros) -> None:
         """Durable: from here on everybody may know."""
         told: dict[NodeId, None] = {}
         touched: dict[str, None] = {}
         ended: JobEnd | None = None
-        for released in () if batch is None else self._sequence.committed(batch):
+        for released in () if batch is None else self._durable.sequence.committed(batch):
             work, outcome = staged[released.ticket], released.outcome
             self._settle(work)
             reply = outcome.reply
             if isinstance(reply, Attached) and work.line is not None:
                 self._attach(work.line, reply, now)
             elif isinstance(reply, JobStatus):
-                reply = self._with_steps(reply)
+                reply = self._completed(reply)
             elif isinstance(reply, GoodputStatus):
-                reply = self._job.goodput(now)
+                reply = self._durable.job.goodput(now)
             work.succeed(reply)
             self._log(outcome)
             if self.on_decided and not isinstance(work.body, Query):
                 for hear in self.on_decided:
                     hear(work.body, outcome, now)
             if isinstance(work.body, Command):
-                self._books.decided(work.body, outcome, self._job, now)
+                self._books.decided(work.body, outcome, self._durable.job, now)
             for effect in outcome.effects:
                 match effect:
                     case TellNode(node=node):
@@ -473,22 +349,20 @@ class Desk:
                         touched.update(dict.fromkeys(topics))
                     case LaunchNode() | RemoveNode():
                         self.on_intent(effect)
-        self._look_again(self._waiting.touched(touched))
-        self._roster.push(told, self._desired, self._clock.elapsed())
+        self._tray.look_again(self._waiting.touched(touched))
+        self._roster.push(told, self._durable.desired, self._clock.elapsed())
         if ended is not None and not self.finished.done():
             self.finished.set_result(ended)
 
     def _attach(self, line: Line, attached: Attached, now: Micros) -> None:
-        self._findings.pop(attached.node, None)  # of an older stream
         if line.is_open:
             line.clock_stood_still = self._clock.stood_still
             self._roster.attach(line, attached, self._clock.elapsed())
-            self._observations.attached(attached.node, attached.incarnation, now)
-            self._isolation.came(attached.node)
+            self._presence.came(attached, now)
         else:
-            self._findings[attached.node] = NodeDisconnected(node=attached.node, incarnation=attached.incarnation)
+            self._presence.came_and_went(attached)
             self._wake.set()
-        self._ask_for_order()
+        self._errands.ask_for_order()
         log.info(
             "attached node=%d node_rank=%d incarnation=%d peer=%s",
             attached.node,
@@ -505,37 +379,23 @@ class Desk:
             # It came too late: the node is gone or back already. Should a deadline stay due all the same, do not spin.
             log.debug("finding refused command=%s reason=%s", type(work.body).__name__, error)
             if isinstance(work.body, DeadlinePassed):
-                self._grace.extend(self._clock.now(), NO_SPIN)
+                self._presence.hold_deadlines(NO_SPIN)
         else:
             log.info("refused command=%s code=%s reason=%s", type(work.body).__name__, error.code, error)
         work.fail(error)
 
     def _settle(self, work: Work) -> None:
         """It was decided: no longer in work, or no longer to be found again."""
-        if work.is_from_outside:
-            self._num_in_work -= 1
-        elif isinstance(work.body, NodeDisconnected | NodeSilent):
-            if self._findings.get(work.body.node) == work.body:
-                del self._findings[work.body.node]
-            if isinstance(work.body, NodeSilent):
-                self._isolation.left(work.body.node, self._clock.elapsed(), self._patience)
-                self._roster.end(
-                    work.body.node, work.body.incarnation
-                )  # should it wake up, it has to present itself anew
+        self._tray.leave(work)
+        if not work.is_from_outside and isinstance(work.body, NodeDisconnected | NodeSilent):
+            self._presence.settle(work.body)
+            if isinstance(work.body, NodeSilent):  # should it wake up, it has to present itself anew
+                self._roster.end(work.body.node, work.body.incarnation)
 
-    def _with_steps(self, status: JobStatus) -> JobStatus:
-        """The job knows the steps of reports only; heartbeats know newer ones."""
-        steps = self._observations.steps()
-        nodes = (replace(node, step=steps.get(node.node, node.step)) for node in status.nodes)
-        in_memory = self._observations.snapshot_steps().values()
-        copied = self._observations.copied_steps().values()
-        checkpoints = replace(
-            status.checkpoints, snapshot_step=min(in_memory, default=None), copied_step=min(copied, default=None)
-        )
+    def _completed(self, status: JobStatus) -> JobStatus:
+        """With what is not in the job."""
         return replace(
-            status,
-            nodes=tuple(nodes),
-            checkpoints=checkpoints,
+            self._presence.with_steps(status),
             newest_verdict=self.newest_verdict(),
             dashboard=self.dashboard,
             now=self._clock.now(),
@@ -550,213 +410,31 @@ class Desk:
     # When things go wrong.
 
     async def _fall_back(self, error: Unavailable, batch: Batch | None, works: list[Work]) -> None:
-        """Not durable, so it never happened: forget the state that saw it."""
-        if not self._failed_bytes:
-            log.error("journal cannot be written, commands are refused until it can: %s", error)
-            self._retry_at = self._clock.elapsed() + RETRY_PERIOD  # later failures must not put it off
-            self._clock.stop()  # nothing can be decided, so no deadline comes nearer
-        self._failed_bytes = max(64 * 1024, sum(map(len, batch.records)) if batch is not None else 0)
-        await self._rebuild()
-        late, self._queue = self._queue, []
-        for work in [*works, *late]:
-            self._settle_unwritten(work, error)
+        await self._durable.fall_back(error, batch)
+        self._begin_anew()
+        for work in [*works, *self._tray.take()]:
+            self._tray.turn_away(work, error)
 
     def _refuse_commands(self, works: list[Work]) -> list[Work]:
         """While the journal cannot be written; gives what can be answered all the same."""
         error = Unavailable("The master's journal cannot be written now; the command changed nothing.", 1.0)
         for work in works:
             if not isinstance(work.body, Query):
-                self._settle_unwritten(work, error)
+                self._tray.turn_away(work, error)
         return [work for work in works if isinstance(work.body, Query)]
 
-    def _settle_unwritten(self, work: Work, error: Unavailable) -> None:
-        if work.is_from_outside:
-            self._num_in_work -= 1
-            work.fail(error)
-
-    async def _try_again(self) -> None:
-        try:
-            await self._keeper.probe(self._failed_bytes)
-        except Unavailable:
-            self._retry_at = self._clock.elapsed() + RETRY_PERIOD
-            return
-        self._failed_bytes = 0
-        self._clock.go_on()
-        self._grace.extend(self._clock.now(), COMING_BACK)
-        log.warning("journal can be written again")
-
     async def _quarantine(self, work: Work, fault: CoreFault) -> None:
-        """The core failed in the middle of a command: its state is worth nothing, read it again without that one."""
-        log.error("core fault command=%s", type(work.body).__name__, exc_info=fault)
-        command = msgspec.msgpack.encode(work.body)
-        self._poison.add(command)
-        try:
-            await self._keeper.quarantine(command, repr(fault.__cause__ or fault))
-        except Unavailable as error:
-            log.warning("quarantine not written reason=%s", error)
-        await self._rebuild()
+        await self._durable.quarantine(fault)
+        self._begin_anew()
         self._reject(
             work, Rejected(f"{type(work.body).__name__} broke the master; nothing was changed.", code="internal")
         )
         self._wake.set()
 
-    async def _rebuild(self) -> None:
-        self._adopt(await self._keeper.restore())
-        self._look_again(self._waiting.clear())  # what they saw was not durable
-
-    def _adopt(self, job: Job) -> None:
-        self._job = job
-        self._books.began(job)
-        self._sequence = CommitSequence(job, master_epoch=self._keeper.master_epoch, next_number=job.number + 1)
-
-    async def _save_snapshot(self) -> None:
-        """Between two turns the state is exactly what is durable."""
-        if not self._keeper.wants_snapshot or self._clock.elapsed() < self._retry_at:
-            return
-        try:
-            assert self._sequence.is_settled, "a snapshot of what is not durable"
-            await self._keeper.save_snapshot(self._job.number + 1, self._job.encode())
-        except Unavailable as error:
-            self._retry_at = self._clock.elapsed() + RETRY_PERIOD
-            log.warning("snapshot not written reason=%s", error)
-
-    # Coming in.
-
-    def _accept(self, line: Line, request: Request) -> None:
-        if isinstance(request.body, Attach) and line.has_presented:
-            text = "this stream is attached already; another node needs its own"
-            line.stream.send(Refusal(id=request.id, code="attached", message=text))
-            return
-        if isinstance(request.body, Attach):
-            line.has_presented = True
-            self._accept_attach(line, request.id, request.body)
-            return
-        if isinstance(request.body, Query) and (know := self.answers.get(type(request.body))) is not None:
-            line.stream.send(Answer(id=request.id, body=know(request.body)))
-            return
-        if isinstance(request.body, AskEvents):
-            self._run_errand(self._tell_events(line, request.id, request.body))
-            return
-        if isinstance(request.body, Query):
-            self._enqueue(Work(request.body, line=line, id=request.id, waits_until=self._waits_until(request.body)))
-            return
-        if line.node is None or line.incarnation is None:
-            text = "attach first: the stream's first request must be an Attach"
-            line.stream.send(Refusal(id=request.id, code="not-attached", message=text))
-            return
-        origin = Origin(line.node, line.incarnation, request.sequence, request.answered)
-        if request.sequence < 1:
-            text = "a command needs a sequence number from 1 on, or it could be applied twice"
-            line.stream.send(Refusal(id=request.id, code="malformed", message=text))
-            return
-        if isinstance(request.body, ReportFailure) and (size_bytes := _largest(request.body)) > MAX_FAILURE_BYTES:
-            text = (
-                f"a failure of {size_bytes} bytes: the limit is {MAX_FAILURE_BYTES}. Send the last part of its traceback "
-                "and log"
-            )
-            line.stream.send(Refusal(id=request.id, code="too-large", message=text))
-            return
-        work = Work(self._in_our_time(request.body, line), origin, line, request.id)
-        if not line.gate.admits(request.sequence):
-            work.fail(Unavailable("an earlier command of this node was refused for now", self._retry_after()))
-            return
-        line.gate.passed(request.sequence)
-        self._enqueue(work)
-
-    async def _tell_events(self, line: Line, id_: int, question: AskEvents) -> None:
-        events = await self._books.events.answer(question)
-        if line.is_open:
-            line.stream.send(Answer(id=id_, body=events))
-
-    def _accept_attach(self, line: Line, id_: int, attach: Attach) -> None:
-        """Where the node is belongs to what it says of itself: somebody may have to be asked first."""
-        place = attach.place or self._topology.known_place(attach.host)
-        if place is not None:
-            self._enqueue(Work(replace(attach, place=place), line=line, id=id_))
-        else:
-            self._run_errand(self._place_and_attach(line, id_, attach))
-
-    async def _place_and_attach(self, line: Line, id_: int, attach: Attach) -> None:
-        place = await self._topology.place_of(attach.host)
-        if line.is_open:
-            self._enqueue(Work(replace(attach, place=place), line=line, id=id_))
-
-    def _ask_for_order(self) -> None:
-        """One question at a time; if the nodes changed meanwhile it is asked again."""
-        if self._topology.has_sorter and not self._is_order_old:
-            self._is_order_old = True
-            self._run_errand(self._order_nodes())
-
-    async def _order_nodes(self) -> None:
-        while True:
-            nodes = self._nodes_to_sort()
-            ranks = await self._topology.order(nodes)
-            if nodes == self._nodes_to_sort() or not self._topology.has_sorter:
-                break
-        self._is_order_old = False
-        self._queue.append(Work(NodesOrdered(ranks=ranks)))
-        self._wake.set()
-
-    def _nodes_to_sort(self) -> list[NodeTopologyMeta]:
-        live = sorted(self._job.state.nodes.live.values(), key=lambda node: node.rank)
-        return [
-            NodeTopologyMeta(
-                node_rank=node.rank,
-                process_num=node.local_world_size,
-                node_ip=node.host,
-                asw=node.place[-1] if node.place else "",
-                psw=node.place[0] if len(node.place) > 1 else "",
-            )
-            for node in live
-        ]
-
-    def _run_errand(self, errand: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(errand)
-        self._errands.add(task)
-        task.add_done_callback(self._errands.discard)
-
-    def _enqueue(self, work: Work) -> None:
-        if self._num_in_work >= MAX_REQUESTS_IN_WORK:
-            self._num_refused += 1
-            text = f"the master has {MAX_REQUESTS_IN_WORK} requests in work"
-            work.fail(Unavailable(text, self._retry_after()))
-            return
-        self._num_in_work += 1
-        self._queue.append(work)
-        self._wake.set()
-
-    def _waits_until(self, body: object) -> int:
-        wait = getattr(body, "wait", 0.0)
-        return self._clock.elapsed() + round(min(wait, MAX_WAIT) * 1e6) if wait > 0 else 0
-
-    def _retry_after(self) -> float:
-        return max(SHORTEST_RETRY, self._num_refused * SERVICE_TIME)
-
-    def _in_our_time(self, command: Command, line: Line) -> Command:
-        """An agent counts on from the time it was told; what our clock stood still since then it cannot know."""
-        ahead = self._clock.stood_still - line.clock_stood_still
-        if not ahead or not isinstance(command, ReportFailure):
-            return command
-        failures = (replace(failure, exited_at=Micros(failure.exited_at - ahead)) for failure in command.failures)
-        return replace(command, failures=tuple(failures))
-
-    def _desired(self, node: NodeId) -> Desired | None:
-        """None: it left and was replaced in the very batch that had something to tell it."""
-        try:
-            return self._job.desired(node)
-        except Rejected:
-            return None
-
-
-def _largest(report: ReportFailure) -> int:
-    """Bytes of the texts of the largest failure in it."""
-    return max(
-        (
-            sum(len(text.encode()) for text in (failure.message, failure.traceback, failure.log_tail))
-            for failure in report.failures
-        ),
-        default=0,
-    )
+    def _begin_anew(self) -> None:
+        """The job was read again: it is as it was after the last durable turn."""
+        self._books.began(self._durable.job)
+        self._tray.look_again(self._waiting.clear())  # what they saw was not durable
 
 
 def _unwatched(observation: WatchObservation, now: Micros) -> None:
@@ -765,9 +443,6 @@ def _unwatched(observation: WatchObservation, now: Micros) -> None:
 
 def _no_verdict() -> PastVerdict | None:
     return None
-
-
-_COMMAND: Codec[Command] = Codec(Command, name="command", max_bytes=None)
 
 
 def _no_platform(intent: LaunchNode | RemoveNode) -> None:

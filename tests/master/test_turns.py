@@ -18,7 +18,7 @@ import pytest_asyncio
 from dlrover.core.job import Job
 from dlrover.core.sequence import Batch
 from dlrover.core.turn import Origin, Outcome
-from dlrover.master import desk as desk_module
+from dlrover.master import presence as presence_module
 from dlrover.master.clock import MasterClock
 from dlrover.master.desk import COMING_BACK, Desk
 from dlrover.master.journal import Fenced
@@ -224,7 +224,7 @@ class Room:
     async def wait_until_written(self) -> None:
         """The journal is tried once a second; the turn after that serves again."""
         async with asyncio.timeout(10):
-            while self.desk._failed_bytes:
+            while self.desk._durable.is_failing:
                 self.watch.move(1.0)
                 await self.turn()
 
@@ -373,7 +373,7 @@ async def test_failures_are_put_in_order_although_the_clock_stood_still(make_roo
         me = agent.attached
         report = ReportFailure(node=me.node, incarnation=me.incarnation, round=Round(1), failures=(failure,), lived=1.0)
         assert isinstance(await soon(agent.ask(report)), Answer)
-    incident = room.desk._job.state.restarts.incident
+    incident = room.desk.job.state.restarts.incident
     assert incident is not None
     assert incident.first.failure.global_rank == 0
     assert begin < incident.first.failure.exited_at < failed_at + 2_000_000
@@ -438,7 +438,7 @@ async def test_a_stream_that_ends_after_a_long_stall_of_the_master_says_nothing_
     make_room: MakeRoom, monkeypatch: pytest.MonkeyPatch, limit: int, status: str
 ) -> None:
     """The agents closed it because we were mute. The node may be busy just now, and has the window of a master start."""
-    monkeypatch.setattr(desk_module, "LONG_STALL", limit)
+    monkeypatch.setattr(presence_module, "LONG_STALL", limit)
     room = await make_room()
     agent = room.stream()
     await agent.attach("a")
@@ -449,6 +449,48 @@ async def test_a_stream_that_ends_after_a_long_stall_of_the_master_says_nothing_
     await room.turn()
     await room.turn()
     assert [node.status for node in (await room.status()).nodes] == [status]
+
+
+async def test_a_master_that_nobody_reaches_gives_nobody_up_until_all_had_time_to_come_back(
+    make_room: MakeRoom,
+) -> None:
+    room = await make_room()
+    first, second = room.stream(), room.stream()
+    await first.attach("a")
+    await second.attach("b")
+    for _ in range(10):
+        room.watch.move(10.0)
+        await room.turn()
+    assert [node.status for node in (await room.status()).nodes] == ["alive", "alive"]
+    for _ in range(7):
+        first.beat()
+        await room.turn()
+        room.watch.move(5.0)
+    assert [node.status for node in (await room.status()).nodes] == ["alive", "alive"]
+    for _ in range(3):
+        first.beat()
+        room.watch.move(5.0)
+        await room.turn()
+    await room.turn()
+    assert [node.status for node in (await room.status()).nodes] == ["alive", "gone"]
+
+
+async def test_a_stream_that_ends_before_its_attach_is_durable_leaves_no_node_behind(make_room: MakeRoom) -> None:
+    room = await make_room()
+    agent = room.stream()
+    room.disk.is_open.clear()
+    room.disk.is_writing.clear()
+    attaching = agent.ask(an_attach("a"))
+    await soon(room.disk.is_writing.wait())
+    agent.close()
+    room.disk.is_open.set()
+    await soon(attaching)
+    await room.turn()
+    assert [node.status for node in (await room.status()).nodes] == ["disconnected"]
+    room.watch.move(5.1)
+    await room.turn()
+    await room.turn()
+    assert [node.status for node in (await room.status()).nodes] == ["gone"]
 
 
 async def test_the_launcher_stops_a_busy_master(make_room: MakeRoom) -> None:
