@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 
 import hypothesis
+import pytest
 
 # A gate judges a change by the same examples each time; people's own runs look for new ones.
 hypothesis.settings.register_profile(
@@ -20,3 +23,16 @@ hypothesis.settings.load_profile("dlrover")
 for _number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
     signal.signal(_number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def full_pipe() -> Iterator[tuple[int, int]]:
+    """Both ends of a pipe that takes nothing before somebody reads. Whoever has it closes the end for writing."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"." * 4096)
+    os.set_blocking(writer, True)
+    yield reader, writer
+    os.close(reader)

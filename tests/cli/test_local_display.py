@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-from collections.abc import Iterator
-
-import pytest
 
 from dlrover.cli.console import MAX_HELD
 from dlrover.cli.local_display import Display
 from dlrover.host.console import HELD_BYTES
 
 LINE = "x" * 1000
-
-
-@pytest.fixture
-def full() -> Iterator[tuple[int, int]]:
-    """Both ends of a pipe that takes nothing before somebody reads."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(writer, b"." * 4096)
-    os.set_blocking(writer, True)
-    yield reader, writer
-    os.close(reader)
 
 
 def display_on(writer: int) -> Display:
@@ -41,10 +24,10 @@ async def read_rest(reader: int, writer: int, display: Display) -> list[str]:
         return (await text).lstrip(".").splitlines()
 
 
-async def test_nodes_wait_for_a_full_console_and_of_our_own_lines_the_newest_are_kept(full):
+async def test_nodes_wait_for_a_full_console_and_of_our_own_lines_the_newest_are_kept(full_pipe):
     told: list[str] = []
     num_lines = 0
-    display = display_on(full[1])
+    display = display_on(full_pipe[1])
     with display:
         display.hold, display.release = lambda: told.append("hold"), lambda: told.append("release")
         while not told:
@@ -55,23 +38,23 @@ async def test_nodes_wait_for_a_full_console_and_of_our_own_lines_the_newest_are
         await display.drain(0.01)
         assert told == ["hold"]
         assert num_lines * len(LINE) < HELD_BYTES
-    lines = await read_rest(*full, display)
+    lines = await read_rest(*full_pipe, display)
     assert told == ["hold", "release"]
     assert lines[:num_lines] == [f"[worker-0] {LINE}"] * num_lines
     assert lines[num_lines:] == [f"dlrover local: {number}" for number in range(5, MAX_HELD + 5)]
 
 
-async def test_the_end_does_not_wait_for_ever_and_throws_nothing_away(full):
-    display = display_on(full[1])
+async def test_the_end_does_not_wait_for_ever_and_throws_nothing_away(full_pipe):
+    display = display_on(full_pipe[1])
     display.say("the last word")
     await display.drain(0.01)
-    assert await read_rest(*full, display) == ["dlrover local: the last word"]
+    assert await read_rest(*full_pipe, display) == ["dlrover local: the last word"]
 
 
-async def test_our_own_lines_alone_do_not_pile_up(full):
+async def test_our_own_lines_alone_do_not_pile_up(full_pipe):
     max_lines = HELD_BYTES // len(LINE) + MAX_HELD + 1
-    display = display_on(full[1])
+    display = display_on(full_pipe[1])
     with display:
         for _ in range(2 * max_lines):
             display.say(LINE)
-    assert len(await read_rest(*full, display)) <= max_lines
+    assert len(await read_rest(*full_pipe, display)) <= max_lines

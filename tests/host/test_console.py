@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,19 +13,6 @@ import pytest
 from dlrover.host.console import ConsoleHandler, ConsoleWriter
 
 LINE = "x" * 99
-
-
-@pytest.fixture
-def full() -> Iterator[tuple[int, int]]:
-    """Both ends of a pipe that takes nothing before somebody reads."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(writer, b"." * 4096)
-    os.set_blocking(writer, True)
-    yield reader, writer
-    os.close(reader)
 
 
 def log_to(handler: logging.Handler) -> logging.Logger:
@@ -45,26 +30,26 @@ def read_rest(reader: int, writer: int, handler: logging.Handler) -> list[str]:
         return text.result().lstrip(".").splitlines()
 
 
-def test_a_console_that_takes_nothing_does_not_keep_the_one_who_logs(full: tuple[int, int]) -> None:
-    handler = ConsoleHandler(full[1], held_bytes=10_050, patience=30.0)
+def test_a_console_that_takes_nothing_does_not_keep_the_one_who_logs(full_pipe: tuple[int, int]) -> None:
+    handler = ConsoleHandler(full_pipe[1], held_bytes=10_050, patience=30.0)
     log = log_to(handler)
     for _ in range(1000):
         log.warning(LINE)
     log.warning("a short one has room")
     log.warning(LINE)
-    *shown, loss, short, last = read_rest(*full, handler)
+    *shown, loss, short, last = read_rest(*full_pipe, handler)
     assert shown == [LINE] * 100
     assert loss == "lines of the log dropped here because the console took no bytes for too long: 900"
     assert short == "a short one has room"
     assert last.endswith("too long: 1")
 
 
-def test_the_end_of_a_process_does_not_wait_for_a_console_that_takes_nothing(full: tuple[int, int]) -> None:
-    handler = ConsoleHandler(full[1], patience=0.01)
+def test_the_end_of_a_process_does_not_wait_for_a_console_that_takes_nothing(full_pipe: tuple[int, int]) -> None:
+    handler = ConsoleHandler(full_pipe[1], patience=0.01)
     log_to(handler).warning(LINE)
     handler.flush()
     handler._patience = 30.0
-    assert read_rest(*full, handler) == [LINE]  # it was not thrown away
+    assert read_rest(*full_pipe, handler) == [LINE]  # it was not thrown away
 
 
 def test_nothing_is_lost_at_the_end_of_a_process() -> None:
@@ -92,10 +77,10 @@ def test_a_console_that_is_gone_ends_nothing() -> None:
     os.close(writer)
 
 
-def test_a_text_longer_than_all_that_is_held_is_written(full: tuple[int, int]) -> None:
-    handler = ConsoleHandler(full[1], held_bytes=10, patience=30.0)
+def test_a_text_longer_than_all_that_is_held_is_written(full_pipe: tuple[int, int]) -> None:
+    handler = ConsoleHandler(full_pipe[1], held_bytes=10, patience=30.0)
     log_to(handler).warning(LINE)
-    assert read_rest(*full, handler) == [LINE]
+    assert read_rest(*full_pipe, handler) == [LINE]
 
 
 def test_where_no_thread_can_be_started_the_lines_are_written_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,20 +103,20 @@ def test_where_no_thread_can_be_started_the_lines_are_written_all_the_same(monke
     os.close(reader)
 
 
-def test_whoever_waits_for_room_is_told_once_and_at_once_where_there_is_room(full: tuple[int, int]) -> None:
+def test_whoever_waits_for_room_is_told_once_and_at_once_where_there_is_room(full_pipe: tuple[int, int]) -> None:
     writer = ConsoleWriter()
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
     writer.when_held(0, lambda: told.put("empty"))
     assert told.get_nowait() == "empty"
     for _ in range(10):
-        writer.write(full[1], LINE.encode())
+        writer.write(full_pipe[1], LINE.encode())
     writer.when_held(500, lambda: told.put("half"))
     writer.when_held(0, lambda: told.put("all"))
     assert told.empty()
-    with ThreadPoolExecutor() as pool, os.fdopen(os.dup(full[0])) as file:
+    with ThreadPoolExecutor() as pool, os.fdopen(os.dup(full_pipe[0])) as file:
         text = pool.submit(file.read)
         writer.flush(30.0)
-        os.close(full[1])
+        os.close(full_pipe[1])
         assert text.result().lstrip(".") == LINE * 10
     assert (told.get(timeout=30), told.get(timeout=30)) == ("half", "all")
     assert told.empty()
