@@ -48,6 +48,8 @@ _IDLE = 1.0
 _FLASH_CHECKPOINT = "dlrover.trainer.torch.flash_checkpoint.ddp"
 _READ_LATER = ("TORCH_NCCL_", "TORCHELASTIC_")
 _MAX_CGROUP_ATTEMPTS = 3
+_MAX_AT_ONCE = 8
+"""Requests that are taken together. Each brings descriptors along, and the user's limit may be small."""
 
 
 def main() -> None:
@@ -260,7 +262,7 @@ class _Zygote:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:4], *arguments])
 
     def _receive(self) -> list[tuple[ToZygote, list[int]]] | None:
-        """One request, and whatever else already waits: forks of one world then run side by side."""
+        """One request, and what else already waits, up to a number: forks of one world then run side by side."""
         batch: list[tuple[ToZygote, list[int]]] = []
         while True:
             try:
@@ -270,7 +272,7 @@ class _Zygote:
             if frame is None:
                 return None
             batch.append((self._decode(frame[0]), frame[1]))
-            if not select.select([self._socket], [], [], 0)[0]:
+            if len(batch) == _MAX_AT_ONCE or not select.select([self._socket], [], [], 0)[0]:
                 return batch
 
     def _become(self, order: ForkWorker, descriptors: list[int]) -> ForkWorker:
@@ -285,7 +287,11 @@ class _Zygote:
         """Fork the next workers before anybody asks: then a restart need not wait for it. An order in the child."""
         self._import_flash_checkpoint()
         while len(self._spares) < self._num_spares_wanted:
-            ours, theirs = socket.socketpair()
+            try:
+                ours, theirs = socket.socketpair()
+            except OSError:
+                self._num_spares_wanted = 0  # not now: too few descriptors
+                break
             birth = self._fork()
             if birth is None:
                 self._socket.detach()
@@ -336,7 +342,10 @@ class _Zygote:
         """None in the worker."""
         sys.stdout.flush()
         sys.stderr.flush()
-        reader, writer = os.pipe()
+        try:
+            reader, writer = os.pipe()
+        except OSError as error:
+            return _Birth(-(error.errno or 1))
         try:
             middle_pid = os.fork()
         except OSError as error:
