@@ -158,7 +158,7 @@ def test_a_thousand_nodes_in_the_dark_on_a_phone_and_by_keyboard(thousand: Thous
         assert tab.page.get_attribute("#grid", "data-count") == "11"
         tab.page.fill("#find", "")
         tab.page.click("#table-box summary")
-        tab.page.wait_for_function("document.querySelectorAll('#table tbody tr').length === 50")
+        tab.page.wait_for_function("() => document.querySelectorAll('#table tbody tr').length === 50")
 
         page.job.status = a_status(1000, name="<script>alert(1)</script>", host="<img src=x onerror=alert(2)>")
         page.fail(a_failure(3, message="<svg onload=alert(3)>", traceback="</pre><script>alert(4)</script>" * 1000))
