@@ -89,7 +89,8 @@ class Saver:
         self._to_sum: dict[str, SlotName] = {}
         """By segment: only the newest slot is worth it."""
         self._summing: asyncio.Task[None] | None = None
-        self._reported: set[str] = set()
+        self._reported: dict[str, float] = {}
+        """Kinds of failures, and when people were told of each."""
         self.on_summed: Callable[[SlotName], None] | None = None
         """Told of each slot that has its checksums, so that copies can be made."""
         self._world: WorldSpec | None = None
@@ -339,8 +340,11 @@ class Saver:
             )
             return
         self._reported = {
-            key for key in self._reported if ANOTHER_JOB in key
-        }  # it goes on, however often we are quicker
+            key: at
+            for key, at in self._reported.items()
+            if at > begun_at  # storage failed while this save only waited for the others
+            or ANOTHER_JOB in key  # it goes on, however often we are quicker
+        }
         log.info("step %d is in %s after %.2f s", request.step, request.directory, time.monotonic() - begun_at)
 
     def _start_summing(self) -> None:
@@ -359,11 +363,11 @@ class Saver:
                 self._report("sums", f"a snapshot could not be summed: {error}")
 
     def _report(self, key: str, message: str) -> None:
-        """Once, until a save succeeds again."""
+        """Once, until a save that began later succeeds."""
         if key in self._reported:
             log.info("%s", message)
         else:
-            self._reported.add(key)
+            self._reported[key] = time.monotonic()
             log.error("%s", message)
 
 

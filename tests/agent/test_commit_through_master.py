@@ -15,6 +15,7 @@ import torch
 from dlrover.agent import break_points
 from dlrover.agent.saver import Saver, SaverConfig
 from dlrover.protocol.checkpoint_messages import (
+    CheckpointFailed,
     CheckpointSettled,
     OpenSnapshots,
     RequestSave,
@@ -198,6 +199,33 @@ async def test_a_full_disk_is_reported_once_and_the_others_need_not_wait(
     await second.idle()
     assert tracker(first) == "4"
     assert core.scene.job.status().checkpoints.trouble is None
+
+
+async def test_a_save_that_began_before_a_failure_does_not_have_it_reported_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was written while storage was well, and waited for the other node since."""
+    core = CoreInHand("a", "b")
+    first, second = make(core)
+
+    def fail(pinned: Any, request: SaveRequest, **options: Any) -> str:
+        if request.step > 3:
+            raise OSError(28, "No space left on device")
+        return persist(pinned, request, **options)
+
+    monkeypatch.setattr("dlrover.agent.saver.persist", fail)
+    first.save(3)
+    await core.until_told(ShardWritten)
+    first.save(4)
+    await core.until_told(CheckpointFailed)
+    second.save(3)
+    await first.idle()
+    assert tracker(first) == "3"
+    first.save(5)
+    await first.idle()
+    assert [record.getMessage()[:24] for record in caplog.records if record.levelname == "ERROR"] == [
+        "the checkpoint of step 4"
+    ]
 
 
 async def test_without_a_master_the_files_decide(make: Make) -> None:

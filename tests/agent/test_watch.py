@@ -382,9 +382,10 @@ async def test_a_shortage_of_descriptors_does_not_end_the_watch(lab: Lab) -> Non
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
     try:
-        lab.observed.clear()
         lab.poke(0)
-        await lab.observes(ProgressReport, lambda report: not report.workers[0].is_stalled)
-        await lab.observes(ProgressReport, lambda report: report.workers[0].is_stalled)
+        await lab.observes(
+            ProgressReport,
+            lambda report: report.workers[0].phase is Phase.FORWARD and report.workers[0].is_stalled,
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
