@@ -812,6 +812,13 @@ class TellNode(Struct, tag=True, frozen=True):
     node: NodeId
 
 
+class EndStream(Struct, tag=True, frozen=True):
+    """The job goes on without this node, whose agent may be well: on another stream it hears that it shall end."""
+
+    node: NodeId
+    incarnation: Incarnation
+
+
 class FinishJob(Struct, tag=True, frozen=True):
     """The job is over and every node has left (or was given up): the master may exit."""
 
@@ -824,7 +831,7 @@ class LookAgain(Struct, tag=True, frozen=True):
     topics: tuple[str, ...]
 
 
-Effect = TellNode | FinishJob | LookAgain | FleetEffect
+Effect = TellNode | EndStream | FinishJob | LookAgain | FleetEffect
 
 
 # Worker to agent, over the node's unix socket.
