@@ -431,7 +431,7 @@ class VirtualCloud(Platform):
         if node is None or agent is None or master is None or self.sim.ended_at is not None:
             return
         connection = agent.channel.connection
-        is_attached = connection is not None and master.lines.get(connection) is not None
+        is_attached = agent.channel.is_attached and connection is not None and master.lines.get(connection) is not None
         is_held_up = node.link.is_cut or node.link.is_slow or agent.sleep.since is not None
         is_disturbed = node.disturbed_at >= decided_at or self.sim.masters.were_disturbed_since(decided_at)
         if agent.workers.is_training and is_attached and not is_held_up and not is_disturbed:
