@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dlrover.protocol import transport
-from dlrover.protocol.codec import Question, encode_frames
+from dlrover.protocol.codec import QUESTION, VERDICT, Question, encode_frames
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.frames import Ack, Answer, Beat, Observed, Refusal, Request
 from dlrover.protocol.kv_messages import KvValues
@@ -31,6 +31,7 @@ from dlrover.protocol.messages import (
     Round,
 )
 from dlrover.protocol.rpc import FIRST_PAUSE, LONGEST_PAUSE, AgentChannel, Backoff, ask
+from dlrover.protocol.transport import ASK_METHOD, SERVICE, call_metadata, open_channel
 from dlrover.protocol.watch_messages import SampleTaken
 from tests.protocol.conftest import TOKEN, Agent, PlainDesk, Serve
 
@@ -409,3 +410,13 @@ async def test_a_stream_whose_writer_died_ends_and_another_takes_its_place(
     assert await agent.channel.call(a_join(), timeout=10) == Done()
     assert broken
     assert len(desk.attaches) == 2
+
+
+async def test_of_thousands_who_come_at_once_nobody_is_sent_away(serve: Serve) -> None:
+    """As after a restart of the master. By itself gRPC would cancel many of them, who would come again and make it worse."""
+    _, address = await serve()
+    async with open_channel(address, None) as channel:
+        method = channel.unary_unary(f"/{SERVICE}/{ASK_METHOD}")
+        calls = [method(QUESTION.encode(Ping()), metadata=call_metadata(TOKEN)) for _ in range(3000)]
+        answers = [VERDICT.decode(data) for data in await asyncio.gather(*calls)]
+    assert answers == [Answer(id=0, body=Pong(job_name="job", master_epoch=1))] * 3000
