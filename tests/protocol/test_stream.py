@@ -519,6 +519,26 @@ async def test_a_stream_whose_writer_died_ends_and_another_takes_its_place(
     assert len(desk.attaches) == 2
 
 
+async def test_a_master_too_busy_to_take_the_stream_is_waited_for(connect: Connect) -> None:
+    """Who left after the five seconds that a connection may take would be one more who comes."""
+    streams: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+
+    async def speak_http_and_no_more(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))  # SETTINGS, none: for gRPC the connection stands
+        streams.put_nowait(writer)
+        await reader.read(-1)
+
+    server = await asyncio.start_server(speak_http_and_no_more, "127.0.0.1", 0)
+    agent = connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    writer = await asyncio.wait_for(streams.get(), 30)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(streams.get(), 7)
+    assert agent.channel.trouble == ""
+    await agent.leave()
+    writer.close()
+    server.close()
+
+
 async def test_of_thousands_who_come_at_once_nobody_is_sent_away(serve: Serve) -> None:
     """As after a restart of the master. By itself gRPC would cancel many of them, who would come again and make it worse."""
     _, address = await serve()
