@@ -28,6 +28,8 @@ from dlrover.protocol.messages import MAX_FAILURE_BYTES
 _log = logging.getLogger(__name__)
 
 TAIL_BYTES = MAX_FAILURE_BYTES
+PATIENCE = 1.0
+"""Seconds to wait for a console that takes no bytes: the failure that waits to be reported is worth more than its last lines."""
 _CHUNK = 65536
 _DEFAULT_PREFIX = "[${role_name}${local_rank}]:"
 
@@ -81,8 +83,11 @@ class WorkerFiles:
 class WorkerOutput:
     """Console and log files of this node's workers, over all attempts."""
 
-    def __init__(self, config: LogConfig, *, role: str, run_id: str, runtime_dir: str) -> None:
+    def __init__(
+        self, config: LogConfig, *, role: str, run_id: str, runtime_dir: str, patience: float = PATIENCE
+    ) -> None:
         self._config = config
+        self._patience = patience
         self._role = role
         self._run_id = run_id
         self._runtime_dir = runtime_dir
@@ -128,7 +133,7 @@ class WorkerOutput:
             return "", "its streams are not open now"
         return files.tails(max(0, min(max_bytes, TAIL_BYTES)))
 
-    async def drain(self, files: WorkerFiles, timeout: float = 1.0) -> None:
+    async def drain(self, files: WorkerFiles) -> None:
         """
         Until all that the worker had printed when this was called has been copied.
 
@@ -136,12 +141,12 @@ class WorkerOutput:
         wait.
         """
         if files.copies:
-            await self._wait_for(lambda then: self._pump.drain(files.copies, then), timeout)
+            await self._wait_for(lambda then: self._pump.drain(files.copies, then))
 
-    async def close_attempt(self, timeout: float = 1.0) -> None:
+    async def close_attempt(self) -> None:
         """All workers are gone: copy the rest and close."""
         if any(files.copies for files in self._current):
-            await self._wait_for(self._let_go, timeout)
+            await self._wait_for(self._let_go)
         else:
             self.abandon_attempt()
 
@@ -157,7 +162,7 @@ class WorkerOutput:
         self._current = []
         self._filtered = {}
 
-    async def _wait_for(self, begin: Callable[[Callable[[], None]], None], timeout: float) -> None:
+    async def _wait_for(self, begin: Callable[[Callable[[], None]], None]) -> None:
         """Until the pump has done what `begin` asks of it."""
         import asyncio
 
@@ -170,10 +175,12 @@ class WorkerOutput:
 
         begin(tell)
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(self._patience):
                 await is_done.wait()
         except TimeoutError:
-            _log.warning("The workers' output could not be copied within %g s: the console takes no more.", timeout)
+            _log.warning(
+                "The workers' output could not be copied within %g s: the console takes no more.", self._patience
+            )
 
     def close(self) -> None:
         self.abandon_attempt()
