@@ -46,7 +46,7 @@ from dlrover.protocol.messages import (
 )
 from dlrover.protocol.watch_messages import WatchObservation, WatchOrder
 
-DEADLINE = 10.0
+DEADLINE = 60.0
 AN_INSTANT = 1e-6
 """Seconds: the real channel's outage is never exactly zero while there is none, even if no time has passed."""
 
