@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.jobs import SCRIPTS, JobFactory, Launched, freeze, kill, kill_together, wait_until
 
-ALL_MAY_BE_LATE = "lastcall_timeout=60"
+ALL_MAY_BE_LATE = "lastcall_timeout=600"
 """However slowly launchers start, their first world has all of them."""
 
 
@@ -69,7 +69,8 @@ class Nodes:
 @pytest.mark.timeout(180)
 def test_a_standby_takes_the_place_of_a_killed_node(jobs, tmp_path, reserved_port):
     """The killed one may come back for longer than this test lasts, but not where another one waits."""
-    nodes = Nodes(jobs, tmp_path, reserved_port, "--nnodes=2", "--standby=1", "--node-grace=600")
+    patient = ["--node-grace=600", "--node-suspicion=600", "--node-silence=600", f"--rdzv-conf={ALL_MAY_BE_LATE}"]
+    nodes = Nodes(jobs, tmp_path, reserved_port, "--nnodes=2", "--standby=1", *patient)
     nodes.start()
     victim = nodes.start()
     nodes.wait_for_world(2, 0)
