@@ -50,12 +50,12 @@ def reaches(network: str, address: str, port: int = 9) -> bool:
 
 
 def is_cut_off(network: str, address: str) -> bool:
-    return _knock(network, address, 9, 0.3) == "TimeoutError"
+    return _knock(network, address, 9, 0.3) != "reached"
 
 
 def _knock(network: str, address: str, port: int, timeout: float) -> str:
     argv = [sys.executable, "-I", "-S", "-c", KNOCK, network, address, str(port), str(timeout)]
-    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
 
 @needs_namespaces
