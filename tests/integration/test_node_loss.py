@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
+import weakref
 from pathlib import Path
 
 import psutil
@@ -25,9 +26,11 @@ class Nodes:
     """Launchers of one job; the first hosts the master."""
 
     def __init__(self, jobs: JobFactory, folder: Path, *options: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._address = f"127.0.0.1:{probe.getsockname()[1]}"
+        seat = socket.socket()  # bound and not listening: the master binds beside it, everybody else gets another port
+        weakref.finalize(self, seat.close)
+        seat.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        seat.bind(("127.0.0.1", 0))
+        self._address = f"127.0.0.1:{seat.getsockname()[1]}"
         self._jobs, self.folder, self._options = jobs, folder, options
         self.launched: list[Launched] = []
 

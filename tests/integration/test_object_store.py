@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -41,10 +40,8 @@ class Store(NamedTuple):
 
 
 @pytest.fixture
-def store(tmp_path, monkeypatch) -> Iterator[Store]:
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        port = reserved.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
+def store(tmp_path, monkeypatch, reserved_port) -> Iterator[Store]:
+    url = f"http://127.0.0.1:{reserved_port}"
     environ = {
         "AWS_ACCESS_KEY_ID": "a",
         "AWS_SECRET_ACCESS_KEY": "b",
@@ -55,7 +52,7 @@ def store(tmp_path, monkeypatch) -> Iterator[Store]:
         monkeypatch.setenv(name, value)
     with (tmp_path / "store.log").open("wb") as log:
         server = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(reserved_port)], stdout=log, stderr=log
         )
     try:
         wait_until(lambda: server.poll() is not None or answers(f"{url}/moto-api/"))
