@@ -280,6 +280,7 @@ def test_two_elastic_nodes_on_one_machine(jobs, tmp_path, reserved_port):
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint=localhost:{reserved_port}",
         "--rdzv-id=pair",
+        "--rdzv-conf=last_call_timeout=60",
     ]
     nodes = [jobs.start("dlrover-run", *args, SCRIPTS / "ddp.py", tmp_path) for _ in range(2)]
     for node in nodes:
