@@ -37,7 +37,7 @@ def status(jobs: JobFactory) -> str:
         env=jobs.env(COLUMNS="250"),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=True,
     )
     return done.stdout

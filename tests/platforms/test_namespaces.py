@@ -119,7 +119,7 @@ Namespaces.create(claim.tag).add(3)
 print(claim.tag, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     tag = done.stdout.strip()
     deadline = time.monotonic() + 30
