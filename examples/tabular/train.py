@@ -87,11 +87,12 @@ for batch in loader:
     loader.used(batch, step)
     everywhere = loss.detach() * len(batch) / batch.total
     dist.all_reduce(everywhere)
+    if rank == 0:
+        # Before it is saved: whoever is stopped in between does the step again and no line is missing.
+        record(event="step", step=step, loss=everywhere.item(), size=batch.total)
     state = {"step": step, "model": network.state_dict(), "optimizer": optimizer.state_dict()}
     where = StorageType.DISK if step % options.checkpoint_every == 0 else StorageType.MEMORY
     checkpointer.save_checkpoint(step, state, storage_type=where)
-    if rank == 0:
-        record(event="step", step=step, loss=everywhere.item(), size=batch.total)
     if options.pace and not (options.dir / "hurry").exists():
         time.sleep(options.pace)
 

@@ -87,4 +87,4 @@ def test_times_are_translated_to_the_monotonic_clock(tmp_path) -> None:
         file.write(f"{stamp} INFO dlrover.agent.process_tree ended pid=7 exit_code=None signal=9\n")
     detected_at_ns = clock.read(OURS_DETECTED)
     assert detected_at_ns is not None
-    assert 0 <= detected_at_ns - clock.killed_at_ns < 1e9
+    assert 0 <= detected_at_ns - clock.killed_at_ns < 60e9

@@ -11,7 +11,6 @@ import pytest
 TRAINER = Path(__file__).resolve().parents[2] / "examples" / "gpt" / "train.py"
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", ["flash", pytest.param("torch", marks=pytest.mark.chaos)])
 def test_the_trainer_runs_three_steps_alone_and_resumes(tmp_path: Path, how: str) -> None:
     pytest.importorskip("torch")

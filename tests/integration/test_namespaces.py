@@ -302,7 +302,7 @@ def networks() -> Iterator[Namespaces]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_a_job_trains_on_whatever_happens_to_its_nodes(jobs, tmp_path, networks):
     job = ByHand(jobs, tmp_path, networks, "--nnodes=2:4")
     job.start(0, 1, 2, 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +11,8 @@ import pytest
 from tests.integration.jobs import SCRIPTS, JobFactory, Launched, wait_until
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def start_nodes(jobs: JobFactory, nnodes: str, word: Path, *options: str, **env: str) -> list[Launched]:
+def start_nodes(jobs: JobFactory, port: int, nnodes: str, word: Path, *options: str, **env: str) -> list[Launched]:
     """The first one hosts the master: a launcher that does stays for the others when its own node has left."""
-    port = free_port()
     nodes: list[Launched] = []
     for rank in range(4):
         nodes.append(
@@ -44,7 +37,7 @@ def status(jobs: JobFactory) -> str:
         env=jobs.env(COLUMNS="250"),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=True,
     )
     return done.stdout
@@ -54,10 +47,12 @@ def explain(nodes: list[Launched]) -> str:
     return "\n".join(f"--- node {rank}\n{node.out}\n{node.err}" for rank, node in enumerate(nodes))
 
 
-def test_a_faulty_node_leaves_with_a_message_and_the_others_train(jobs: JobFactory, tmp_path: Path) -> None:
+def test_a_faulty_node_leaves_with_a_message_and_the_others_train(
+    jobs: JobFactory, tmp_path: Path, reserved_port: int
+) -> None:
     word = tmp_path / "word"
     faults = {"MOCK_ERR_RANK": "0", "MOCK_ERR_NODE_RANK": "3"}
-    nodes = start_nodes(jobs, "3:4", word, "--rdzv-conf", "lastcall_timeout=2", **faults)
+    nodes = start_nodes(jobs, reserved_port, "3:4", word, "--rdzv-conf", "lastcall_timeout=2", **faults)
     *good, bad = nodes
     assert bad.wait() == 20, explain(nodes)
     assert "the node check found this node faulty" in bad.err
@@ -75,9 +70,11 @@ SLOW = {"MOCK_STRAGGLER_RANK": "0", "MOCK_STRAGGLER_NODE_RANK": "2", "MOCK_STRAG
 
 
 @pytest.mark.chaos
-def test_a_slow_node_leaves_where_stragglers_are_excluded(jobs: JobFactory, tmp_path: Path) -> None:
+def test_a_slow_node_leaves_where_stragglers_are_excluded(jobs: JobFactory, tmp_path: Path, reserved_port: int) -> None:
     word = tmp_path / "word"
-    nodes = start_nodes(jobs, "3:4", word, "--exclude-straggler", "--rdzv-conf", "lastcall_timeout=2", **SLOW)
+    nodes = start_nodes(
+        jobs, reserved_port, "3:4", word, "--exclude-straggler", "--rdzv-conf", "lastcall_timeout=2", **SLOW
+    )
     slow = nodes[2]
     good = [node for node in nodes if node is not slow]
     assert slow.wait() == 21, explain(nodes)
@@ -88,9 +85,9 @@ def test_a_slow_node_leaves_where_stragglers_are_excluded(jobs: JobFactory, tmp_
 
 
 @pytest.mark.chaos
-def test_a_slow_node_is_named_and_all_train(jobs: JobFactory, tmp_path: Path) -> None:
+def test_a_slow_node_is_named_and_all_train(jobs: JobFactory, tmp_path: Path, reserved_port: int) -> None:
     word = tmp_path / "word"
-    nodes = start_nodes(jobs, "4", word, "--comm-perf-test", **SLOW)
+    nodes = start_nodes(jobs, reserved_port, "4", word, "--comm-perf-test", **SLOW)
     wait_until(lambda: all("of 4" in node.out for node in nodes), explain=lambda: explain(nodes))
     shown = status(jobs)
     assert shown.count("healthy") == 3, shown

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 import socket
+import weakref
 from pathlib import Path
 
 import psutil
@@ -15,19 +17,27 @@ import pytest
 
 from dlrover.snapshot.segment import Segment
 from dlrover.snapshot.segment_format import SegmentInvalid
-from tests.integration.jobs import SCRIPTS, JobFactory, Launched, wait_until
+from tests.integration.jobs import SCRIPTS, JobFactory, Launched, kill, wait_until
 
 SCRIPT = SCRIPTS / "flash.py"
 HELD_AT = 9
+
+
+def signal_all(pids: set[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, number)
 
 
 class Nodes:
     """Launchers of one job; the first hosts the master."""
 
     def __init__(self, jobs: JobFactory, folder: Path, *options: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._address = f"127.0.0.1:{probe.getsockname()[1]}"
+        seat = socket.socket()  # bound and not listening: the master binds beside it, everybody else gets another port
+        weakref.finalize(self, seat.close)
+        seat.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        seat.bind(("127.0.0.1", 0))
+        self._address = f"127.0.0.1:{seat.getsockname()[1]}"
         self._jobs, self.folder, self._options = jobs, folder, options
         self.launched: list[Launched] = []
 
@@ -42,14 +52,16 @@ class Nodes:
 
     def lose(self, job: Launched, rank: int) -> None:
         """As when a machine loses its power: every process at once, and what was in its memory."""
-        everything = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
-        [config] = [Path(words[-1]) for each in everything if "dlrover.agent" in (words := each.cmdline())]
-        for act in (psutil.Process.suspend, psutil.Process.kill):  # nobody may see another one die and tidy up
-            for process in everything:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    act(process)
+        everything: set[int] = set()
+        # Nobody may see another one die and tidy up; and a worker may be born while we look.
+        while new := {job.pid, *(each.pid for each in psutil.Process(job.pid).children(recursive=True))} - everything:
+            signal_all(new, signal.SIGSTOP)
+            everything |= new
+        commands = self._jobs.processes()
+        [config] = [Path(commands[pid].split()[-1]) for pid in everything if "dlrover.agent" in commands.get(pid, "")]
+        signal_all(everything, signal.SIGKILL)
         job.process.wait()
-        psutil.wait_procs(everything[1:], timeout=10)
+        wait_until(lambda: not everything & self._jobs.processes().keys())
         homes = [path for path in self._jobs.shared_memory.glob(f"*/*.node-{rank}") if path.is_dir()]
         assert homes, "it had snapshots"
         for directory in (*homes, config.parent):
@@ -97,7 +109,6 @@ class Nodes:
         wait_until(is_so, explain=self.said)
 
 
-@pytest.mark.timeout(150)
 def test_a_replacement_goes_on_from_the_copy_on_another_node(jobs, tmp_path):
     """Shards differ by rank; the replacement is a cold one, started after the loss."""
     nodes = Nodes(jobs, tmp_path, "--nnodes=2", "--snapshot-replicas=1", "--node-grace=1")
@@ -113,8 +124,6 @@ def test_a_replacement_goes_on_from_the_copy_on_another_node(jobs, tmp_path):
     assert "snapshots came from other nodes" in new.err, new.err
 
 
-@pytest.mark.chaos
-@pytest.mark.timeout(150)
 @pytest.mark.chaos
 def test_a_standby_gets_the_state_that_every_node_has(jobs, tmp_path):
     """Nothing was asked for: where all ranks hold the same, every survivor can give it."""
@@ -132,7 +141,6 @@ def test_a_standby_gets_the_state_that_every_node_has(jobs, tmp_path):
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(150)
 def test_a_replacement_goes_on_from_parity(jobs, tmp_path):
     """Nobody has a whole copy of the lost shard: it is computed from what the two others hold."""
     nodes = Nodes(jobs, tmp_path, "--nnodes=3", "--snapshot-parity=2+1", "--node-grace=1")

@@ -9,6 +9,7 @@ import pytest
 
 from dlrover.protocol.errors import JobError
 from dlrover.trainer.torch.elastic_run import ElasticLaunch, ElasticLaunchConfig
+from tests.integration.jobs import DEADLINE
 
 SCRIPT = """
 import os, sys
@@ -38,7 +39,13 @@ def test_return_values_of_a_scripts_function_survive_a_crash(jobs, tmp_path):
     script = tmp_path / "launches.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, script], env=jobs.env(), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, script],
+        env=jobs.env(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "{0: 40, 1: 41}"

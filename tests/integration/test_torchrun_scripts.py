@@ -160,13 +160,16 @@ def has_ipv6_loopback() -> bool:
 
 @pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback")
 def test_an_ipv6_address_in_brackets(jobs, tmp_path):
-    with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
-        port = probe.getsockname()[1]
-    options = ["--nproc-per-node=2", "--master-addr=[::1]", f"--master-port={port}"]
-    runs = both(jobs, tmp_path, *options, f"{SCRIPTS}/dump_env.py", "FOLDER", expect_code=0)
+    with socket.socket(
+        socket.AF_INET6
+    ) as seat:  # bound and not listening: everybody else binds beside it, or elsewhere
+        seat.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        seat.bind(("::1", 0))
+        options = ["--nproc-per-node=2", "--master-addr=[::1]", f"--master-port={seat.getsockname()[1]}"]
+        runs = both(jobs, tmp_path, *options, f"{SCRIPTS}/dump_env.py", "FOLDER", expect_code=0)
+        ours = jobs.run(*options, SCRIPTS / "ddp.py", tmp_path)
     hosts = [json.loads((folder / "env-1.json").read_text())["MASTER_ADDR"] for _, folder in runs.values()]
     assert hosts == ["::1", "::1"]
-    ours = jobs.run(*options, SCRIPTS / "ddp.py", tmp_path)
     assert ours.process.returncode == 0, ours.err
 
 
@@ -269,17 +272,15 @@ def test_recorded_errors_are_shown(jobs, tmp_path):
     assert re.search(r"rank\s+1\b", ours)
 
 
-def test_two_elastic_nodes_on_one_machine(jobs, tmp_path):
+def test_two_elastic_nodes_on_one_machine(jobs, tmp_path, reserved_port):
     """--nnodes=1:2 with two launchers on one machine, as under torchrun with c10d."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     args = [
         "--nnodes=1:2",
         "--nproc-per-node=1",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=localhost:{port}",
+        f"--rdzv-endpoint=localhost:{reserved_port}",
         "--rdzv-id=pair",
+        "--rdzv-conf=last_call_timeout=60",
     ]
     nodes = [jobs.start("dlrover-run", *args, SCRIPTS / "ddp.py", tmp_path) for _ in range(2)]
     for node in nodes:
@@ -288,12 +289,9 @@ def test_two_elastic_nodes_on_one_machine(jobs, tmp_path):
     assert sums == {"ddp-0": "1.0", "ddp-1": "1.0"}
 
 
-def test_two_static_nodes_by_rank(jobs, tmp_path):
+def test_two_static_nodes_by_rank(jobs, tmp_path, reserved_port):
     """The static torchrun form: explicit ranks and a master address, one launcher per node."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    args = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    args = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={reserved_port}"]
     nodes = [
         jobs.start("dlrover-run", *args, f"--node-rank={rank}", SCRIPTS / "dump_env.py", tmp_path) for rank in (1, 0)
     ]

@@ -88,9 +88,9 @@ def test_an_out_of_memory_kill_is_named(jobs, tmp_path):
 
 def test_kill_from_outside_with_grandchildren(jobs, tmp_path):
     job = jobs.start("dlrover-run", "--nproc-per-node=2", SCRIPTS / "steps.py", tmp_path, "grandchildren")
-    wait_until(lambda: (tmp_path / "steps-1").exists())
+    wait_until(lambda: (tmp_path / "steps-1").exists(), explain=lambda: job.err)
+    wait_until(lambda: len(jobs.pids("sleep 300")) == 4, explain=lambda: str(jobs.processes()))
     sleepers = jobs.pids("sleep 300")
-    assert len(sleepers) == 4
     kill(int((tmp_path / "pid-1").read_text().split()[0]))
     wait_until(lambda: (tmp_path / "pid-0").read_text().split()[1] == "1")
     wait_until(lambda: not set(sleepers) & set(jobs.pids("sleep 300")))

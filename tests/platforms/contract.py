@@ -31,7 +31,7 @@ from dlrover.protocol.fleet_messages import (
 )
 from dlrover.protocol.identity import PlatformId
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 JOB = "job-a"
 
 

@@ -22,14 +22,6 @@ while True:
             hoard = [bytearray(1 << 20) for _ in range(1 << 20)]
         case ["ignore", "SIGTERM"]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        case ["save", "on", "SIGTERM", until]:
-
-            def save(number: int, frame: object, until: str = until) -> None:
-                with open(f"{sys.argv[1]}/saving.part", "w", encoding="ascii") as mark:
-                    mark.write(until)
-                os.rename(f"{sys.argv[1]}/saving.part", f"{sys.argv[1]}/saving")
-
-            signal.signal(signal.SIGTERM, save)
         case ["environ"]:
             print(dict(os.environ))
         case ["say", *rest]:

@@ -84,11 +84,13 @@ async def test_a_node_that_writes_its_last_checkpoint_is_not_told_to_hurry(savin
 
 
 async def test_a_node_that_writes_is_not_killed_when_its_grace_is_over(saving_lab):
+    """It begins after the signal: the first look, before it, shows nothing."""
     platform = saving_lab.platform()
     await run_nodes(platform, 0)
-    saving_lab.order(0, f"save on SIGTERM {time.monotonic() + 1000}")
-    saving_lab.order(0, "say ready")
-    await until(lambda: "ready" in saving_lab.log(0))
+    saving_lab.order(0, "ignore SIGTERM")
+    saving_lab.order(0, "say deaf")
+    await until(lambda: "deaf" in saving_lab.log(0))
+    (saving_lab.directory / "saving").write_text(f"0 {time.monotonic() + 1000}")
     async with watching(platform) as watch:
         await platform.apply(remove(0, grace=0.1))
         await until(lambda: (saving_lab.directory / "looked").exists())
@@ -147,7 +149,7 @@ async def test_nodes_follow_a_host_that_is_killed(local_lab):
 async def test_rubbish_on_the_socket_is_hung_up_on_and_harms_nobody(local_lab, garbage):
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(str(local_lab.directory / "host.sock"))
-        stranger.settimeout(10)
+        stranger.settimeout(DEADLINE)
         stranger.sendall(garbage)
         stranger.shutdown(socket.SHUT_WR)
         assert stranger.recv(10) == b""
@@ -219,7 +221,7 @@ async def test_a_watch_lists_again_after_each_lost_connection(short_dir):
     platform = LocalPlatform(LocalOptions(socket=path), JOB)
     async with LossyHost(path):
         sights = platform.watch()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE):
             seen = [await anext(sights) for _ in range(4)]
         await sights.aclose()  # type: ignore[attr-defined]
     kinds = [type(sight).__name__ for sight in seen]
@@ -235,7 +237,7 @@ async def test_a_host_that_is_not_there_is_unavailable_and_a_watch_waits_for_it(
     sights = platform.watch()
     first = asyncio.ensure_future(anext(sights))
     await asyncio.sleep(0)
-    async with LossyHost(path), asyncio.timeout(20):
+    async with LossyHost(path), asyncio.timeout(DEADLINE):
         assert isinstance(await first, NodesListed)
     await sights.aclose()  # type: ignore[attr-defined]
 
