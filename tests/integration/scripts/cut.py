@@ -68,9 +68,8 @@ first = extra["step"] + 1 if extra else 0
 assert first == 0 or checkpointer.restored_step == extra["step"], extra
 with (args.folder / f"lives-{rank}").open("a") as out:
     out.write(f"{first} {world_size}\n")
-dist.barrier()
-
 num_killed = len(list(args.folder.glob("killed-*")))
+dist.barrier()  # everybody has counted before one of this life dies
 is_victim = num_killed < args.kills and rank == num_killed % world_size
 
 
