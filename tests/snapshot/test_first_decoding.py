@@ -19,7 +19,6 @@ ROOMS = Path(__file__).parents[2] / "dlrover"
 
 TWO_THREADS = """
 import threading
-import msgspec
 from dlrover.snapshot.layout import Layout, decode_layout, encode_layout
 from dlrover.snapshot.manifest import RankManifest, Topology, decode_rank_manifest, encode_manifest
 from dlrover.snapshot.persist import SaveRequest, encode_request, request_in
