@@ -288,6 +288,9 @@ def _stem(held: HeldParity) -> str:
     return f"parity-{held.lane:04d}-{held.stripe:03d}-{held.row:03d}.{held.made_in:06d}.{held.attempt}"
 
 
+_DECODER = msgspec.msgpack.Decoder(HeldParity)
+
+
 def _read(path: Path) -> ParityFile | None:
     """None: it cannot be used."""
     try:
@@ -297,7 +300,7 @@ def _read(path: Path) -> ParityFile | None:
         body = head[8 : 8 + length]
         if zlib.crc32(body) != int.from_bytes(head[4:8], "little"):
             return None
-        found = ParityFile(path, msgspec.msgpack.decode(body, type=HeldParity))
+        found = ParityFile(path, _DECODER.decode(body))
         found.length = path.stat().st_size - HEAD_BYTES
         return found
     except (OSError, msgspec.MsgspecError):

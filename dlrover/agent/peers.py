@@ -58,6 +58,8 @@ _BLOCK_BYTES = 1024 * 1024
 _PORTS_FOR_WORKERS = 2
 """Of those that can be reached from outside, so many are never taken: rounds change between them."""
 _HEAD = struct.Struct("<II")
+_DECODER: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
+"""Made before there are connections: msgspec dies of two threads of which one uses a struct that the other is just learning."""
 _NONCE_BYTES = 32
 
 T = TypeVar("T")
@@ -133,7 +135,7 @@ class Connection:
         if zlib.crc32(body) != crc:
             raise Rejected("a message arrived with another checksum than it was sent with", code="corrupt")
         try:
-            message = msgspec.msgpack.decode(body, type=PeerMessage)
+            message = _DECODER.decode(body)
         except msgspec.MsgspecError as error:
             raise Rejected(f"a message cannot be read: {error}", code="malformed") from error
         if isinstance(message, Refused):

@@ -62,6 +62,9 @@ class Contents(Struct, frozen=True):
         raise SegmentInvalid(f"The snapshot has no part named {name!r}; it has {[entry.name for entry in self.files]}.")
 
 
+_DECODER = msgspec.msgpack.Decoder(tuple[FileEntry, ...])
+
+
 def encode_contents(contents: Contents) -> tuple[dict[str, bytes], bytes]:
     """The sections, and the hash of the layout for the slot's record."""
     layout = encode_layout(contents.layout)
@@ -78,7 +81,7 @@ def decode_extra(sections: dict[str, bytes]) -> dict[str, bytes]:
 
 def decode_contents(sections: dict[str, bytes]) -> Contents:
     try:
-        files = msgspec.msgpack.decode(sections[_FILES], type=tuple[FileEntry, ...])
+        files = _DECODER.decode(sections[_FILES])
         return Contents(
             layout=decode_layout(sections[_LAYOUT]),
             files=files,

@@ -66,13 +66,16 @@ def next_place(end: int, num_bytes: int) -> int:
     return round_up(end, PAGE_ALIGNMENT if num_bytes >= PAGE_ALIGNED_FROM_BYTES else LINE_ALIGNMENT)
 
 
+_DECODER = msgspec.msgpack.Decoder(list[DcpItem])
+
+
 def encode_table(items: Sequence[DcpItem]) -> bytes:
     return msgspec.msgpack.encode(items)
 
 
 def decode_table(content: bytes) -> list[DcpItem]:
     try:
-        return msgspec.msgpack.decode(content, type=list[DcpItem])
+        return _DECODER.decode(content)
     except msgspec.MsgspecError as error:
         raise SegmentInvalid(f"The table of a DCP file cannot be read: {error}") from error
 

@@ -73,6 +73,9 @@ class Image:
             part.release()
 
 
+_DECODER = msgspec.msgpack.Decoder(ImageHead)
+
+
 def read_head(image: memoryview, shard: int, attempt: str) -> tuple[int, Geometry, SlotRecord, Sums]:
     """Where the metadata begins, and what the slot is like. Raises Corrupt unless it is the image of that shard of that save."""
     length = int.from_bytes(image[:4], "little")
@@ -80,7 +83,7 @@ def read_head(image: memoryview, shard: int, attempt: str) -> tuple[int, Geometr
     if length > _MAX_HEAD_BYTES or zlib.crc32(body) != int.from_bytes(image[4:8], "little"):
         raise Corrupt(f"The head of the image of shard {shard} is damaged.")
     try:
-        head = msgspec.msgpack.decode(body, type=ImageHead)
+        head = _DECODER.decode(body)
     except msgspec.MsgspecError as error:
         raise Corrupt(f"The head of the image of shard {shard} cannot be read: {error}") from error
     if (head.shard, head.attempt) != (shard, attempt):

@@ -221,9 +221,12 @@ def _is_abandoned(home: Path, record: Path, now: float, grace: float) -> bool:
     return now - max(signs) >= grace
 
 
+_OWNER_DECODER = msgspec.json.Decoder(HomeOwner)
+
+
 def _boot_of(record: Path) -> str | None:
     try:
-        return msgspec.json.decode(record.read_bytes(), type=HomeOwner).boot_id
+        return _OWNER_DECODER.decode(record.read_bytes()).boot_id
     except (OSError, msgspec.MsgspecError):
         return None
 

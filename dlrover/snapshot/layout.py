@@ -122,13 +122,16 @@ def plan_state(state: object, adapter: TensorAdapter) -> Plan:
     return Plan(Layout(tuple(_place(sizes, 0)), tuple(tensors)), numbers)
 
 
+_DECODER = msgspec.msgpack.Decoder(Layout)
+
+
 def encode_layout(layout: Layout) -> bytes:
     return msgspec.msgpack.encode(layout)
 
 
 def decode_layout(content: bytes) -> Layout:
     try:
-        return msgspec.msgpack.decode(content, type=Layout)
+        return _DECODER.decode(content)
     except msgspec.MsgspecError as error:
         raise SegmentInvalid(f"The tensor table cannot be read: {error}") from error
 

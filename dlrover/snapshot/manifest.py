@@ -127,11 +127,11 @@ def encode_manifest(manifest: RankManifest | GlobalManifest) -> bytes:
 
 
 def decode_rank_manifest(content: bytes) -> RankManifest:
-    return _checked(_decode(content, RankManifest))
+    return _checked(_decode(content, _RANK_DECODER))
 
 
 def decode_global_manifest(content: bytes) -> GlobalManifest:
-    manifest = _checked(_decode(content, GlobalManifest))
+    manifest = _checked(_decode(content, _GLOBAL_DECODER))
     if manifest.checksum:  # the first versions wrote none
         bare = content.replace(f'"{manifest.checksum}"'.encode(), b'""', 1)
         if digest_of(bare) != manifest.checksum:
@@ -190,9 +190,13 @@ def join_manifests(manifests: list[RankManifest], expected_ranks: set[int], data
     )
 
 
-def _decode(content: bytes, kind: type[Manifest]) -> Manifest:
+_RANK_DECODER = msgspec.json.Decoder(RankManifest)
+_GLOBAL_DECODER = msgspec.json.Decoder(GlobalManifest)
+
+
+def _decode(content: bytes, decoder: msgspec.json.Decoder[Manifest]) -> Manifest:
     try:
-        return msgspec.json.decode(content, type=kind)
+        return decoder.decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ManifestInvalid(f"Not a manifest: {error}") from error
 

@@ -105,6 +105,10 @@ class SaveRequest(Struct, frozen=True, kw_only=True):
         return Attempt(directory=self.directory, target=self.target, step=self.step, attempt=self.attempt)
 
 
+_DECODER = msgspec.msgpack.Decoder(SaveRequest)
+"""Made at the import, as all decoders of structs here: msgspec dies of two threads of which one uses a struct that the other is just learning."""
+
+
 def encode_request(request: SaveRequest) -> bytes:
     return msgspec.msgpack.encode(request)
 
@@ -120,7 +124,7 @@ def request_in(extra: Mapping[str, bytes]) -> SaveRequest | None:
     if content is None:
         return None
     try:
-        return msgspec.msgpack.decode(content, type=SaveRequest)
+        return _DECODER.decode(content)
     except msgspec.MsgspecError as error:
         raise SegmentInvalid(f"What the snapshot says about storage cannot be read: {error}") from error
 

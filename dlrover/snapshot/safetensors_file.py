@@ -63,13 +63,16 @@ class SafetensorsTable(Struct, frozen=True):
     metadata: dict[str, str] = {}
 
 
+_DECODER = msgspec.msgpack.Decoder(SafetensorsTable)
+
+
 def encode_table(table: SafetensorsTable) -> bytes:
     return msgspec.msgpack.encode(table)
 
 
 def decode_table(prepared: bytes) -> SafetensorsTable:
     try:
-        return msgspec.msgpack.decode(prepared, type=SafetensorsTable)
+        return _DECODER.decode(prepared)
     except msgspec.MsgspecError as error:
         raise SegmentInvalid(f"The table of a safetensors file cannot be read: {error}") from error
 

@@ -61,6 +61,9 @@ class Owner(Struct, frozen=True, kw_only=True):
     """Of the trainer that created the file, for messages only."""
 
 
+_OWNER_DECODER = msgspec.msgpack.Decoder(Owner)
+
+
 class Geometry(Struct, frozen=True, kw_only=True):
     """Sizes that fix where everything is."""
 
@@ -150,7 +153,7 @@ def decode_prelude(page: bytes, file_bytes: int, boot_id: bytes | None) -> Prelu
     if not 1 <= num_slots <= MAX_SLOTS or geometry.total_bytes != total_bytes or file_bytes != total_bytes:
         raise SegmentInvalid(f"it should have {total_bytes} bytes and has {file_bytes}")
     try:
-        owner = msgspec.msgpack.decode(page[_PRELUDE.size : end], type=Owner)
+        owner = _OWNER_DECODER.decode(page[_PRELUDE.size : end])
     except msgspec.ValidationError as error:
         raise SegmentInvalid(f"its owner cannot be read: {error}") from error
     return Prelude(geometry=geometry, sequence=sequence, boot_id=boot, owner=owner)

@@ -156,6 +156,9 @@ class _Question(Struct):
     older_steps: list[int]
 
 
+_DECODER = msgspec.json.Decoder(_Question)
+
+
 def _delete(delete_func: Callable[[str], object], path: str) -> None:
     """Failures are told, never raised: training goes on with a full disk rather than not at all."""
     try:
@@ -165,7 +168,7 @@ def _delete(delete_func: Callable[[str], object], path: str) -> None:
 
 
 def _answer(question: bytes) -> list[str]:
-    asked = msgspec.json.decode(question, type=_Question)
+    asked = _DECODER.decode(question)
     strategy: Any = build(asked.meta)
     wanted: list[str] = []
     for step in asked.older_steps:

@@ -31,7 +31,7 @@ class LoaderService(Generic[AskT]):
     """In the process that trains; a thread of its own that sleeps until a worker process asks. Subclasses say what is answered."""
 
     def __init__(self, ask: type[AskT]) -> None:
-        self._ask_type = ask
+        self._decoder = msgspec.json.Decoder(ask)
         self.address = f"dlrover-data-{uuid.uuid4().hex}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("\0" + self.address)
@@ -105,7 +105,7 @@ class LoaderService(Generic[AskT]):
         whole, newline, rest = (self._buffers[connection] + data).rpartition(b"\n")
         self._buffers[connection] = rest
         try:
-            asked = [msgspec.json.decode(line, type=self._ask_type) for line in whole.splitlines()] if newline else []
+            asked = [self._decoder.decode(line) for line in whole.splitlines()] if newline else []
         except msgspec.MsgspecError:
             data, asked = b"", []
         if not data or len(rest) > _MOST_BYTES:
@@ -130,7 +130,7 @@ class LoaderClient(Generic[AnswerT]):
     """In a worker process."""
 
     def __init__(self, address: str, answer: type[AnswerT]) -> None:
-        self._answer_type = answer
+        self._decoder = msgspec.json.Decoder(answer)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.connect("\0" + address)
@@ -150,7 +150,7 @@ class LoaderClient(Generic[AnswerT]):
             raise DataUnavailable(f"The process that trains is gone: {error}.") from error
         if not line:
             raise DataUnavailable("The process that trains has closed the dataset.")
-        answer = msgspec.json.decode(line, type=self._answer_type)
+        answer = self._decoder.decode(line)
         if trouble := getattr(answer, "trouble", ""):
             raise DataUnavailable(trouble)
         return answer

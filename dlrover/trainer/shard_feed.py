@@ -88,6 +88,8 @@ class ShardFeed:
         self._failed: list[ShardError] = []
         self._unused: list[int] = []
         self._waived = ""
+        self._is_telling = False
+        """News are on their way to the master: what it has not answered it may not know."""
         self._unanswered: list[Claim] = []
         """Consumption that the master has not confirmed."""
         self._done: dict[int, int] = {}
@@ -220,7 +222,7 @@ class ShardFeed:
         """Wait until the master knows all that was reported; whether it does."""
         end_at = time.monotonic() + timeout
         with self._live():
-            while self._has_news or self._unanswered:
+            while self._has_news or self._is_telling:
                 left = end_at - time.monotonic()
                 if left <= 0 or self._trouble is not None:
                     self.is_late = True
@@ -362,6 +364,7 @@ class ShardFeed:
                 want=0 if self._is_closed else self._num_wanted,
                 has_model=data_steps.model_loaded.is_set(),
             )
+            self._is_telling = self._has_news
             self._consumed, self._failed, self._unused, self._waived = [], [], [], ""
             self._told = len(self._unanswered)
             return message
@@ -375,6 +378,7 @@ class ShardFeed:
         given = self._ask(message)
         assert isinstance(given, ShardsGiven), given
         with self._news:
+            self._is_telling = False
             del self._unanswered[: self._told]
             self.is_late = False  # it is there: the next save may wait for it again
             if self._is_closing or not self._is_reading:

@@ -62,6 +62,9 @@ class _Reply(Struct, array_like=True):
     error: str = ""
 
 
+_REQUEST_DECODER, _REPLY_DECODER = msgspec.msgpack.Decoder(_Request), msgspec.msgpack.Decoder(_Reply)
+
+
 def retry_socket(func: Callable[P, R]) -> Callable[P, R]:
     """Call again while the server's socket is not there or refuses, for `PATIENCE` seconds; then let the error out."""
 
@@ -157,7 +160,7 @@ class _Shared:
                 frame = receive_frame(self._connection)
                 if frame is None:
                     raise ConnectionResetError(errno.ECONNRESET, "the server has hung up")
-                return msgspec.msgpack.decode(frame[0], type=_Reply)
+                return _REPLY_DECODER.decode(frame[0])
             except OSError:
                 self._connection.close()
                 self._connection = None
@@ -211,7 +214,7 @@ class _Shared:
 
     def _reply(self, frame: bytes, who: socket.socket) -> _Reply:
         try:
-            request = msgspec.msgpack.decode(frame, type=_Request)
+            request = _REQUEST_DECODER.decode(frame)
             return _Reply(self._handle(request.method, request.args, who))
         except (msgspec.MsgspecError, TypeError, ValueError, DLRoverError) as error:
             return _Reply(error=f"{type(error).__name__}: {error}")

@@ -45,6 +45,8 @@ def test_a_snapshot_taken_while_the_master_is_away_knows_what_it_contains(
     seen = torch.zeros(40, dtype=torch.int64)
     shards = [client.fetch_shard(), client.fetch_shard()]
     assert None not in shards
+    with client._feed._news:  # an answer that is still on its way would say that the master is there
+        assert client._feed._news.wait_for(lambda: len(client._feed._queue) == 3, timeout=30)
     link.may_answer.clear()  # it hears nothing and says nothing from here on
     for step, (shard, begin) in enumerate([(shards[0], 0), (shards[0], 4), (shards[1], 0)], 1):
         assert shard is not None

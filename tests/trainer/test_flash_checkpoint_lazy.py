@@ -366,7 +366,7 @@ assert result.is_lazy, result
 
 def test_a_script_that_just_ends_has_its_last_lazy_save_in_storage(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "out")], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "out")], capture_output=True, text=True, timeout=200
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "out" / "dlrover_latest.txt").read_text() == "1"

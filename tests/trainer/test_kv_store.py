@@ -31,6 +31,7 @@ from dlrover.trainer.agent_link import AgentLink
 from dlrover.trainer.environment import WorkerEnvironment
 from dlrover.trainer.stand_in import StandIn
 from dlrover.trainer.sync import SyncClient
+from dlrover.trainer.torch import kv_store
 from dlrover.trainer.torch.kv_store import MasterKVStore, QueueEmptyError, store_barrier
 from tests.trainer.deaf_agent import DeafAgent
 from tests.trainer.store_lab import StoreLab
@@ -304,7 +305,8 @@ def test_nothing_is_added_to_what_is_no_number(make: MakeStore) -> None:
 
 @on(("master", "stand-in"))
 class TestOurs:
-    def test_an_error_names_what_is_missing(self, make: MakeStore) -> None:
+    def test_an_error_names_what_is_missing(self, make: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kv_store, "_MARGIN", 30.0)  # of an agent that is only busy
         with pytest.raises(DistStoreError, match=r"wait timeout after 150ms: Nobody has set 'test-\d+/b'"):
             make(SHORT).wait(["b"])
 
@@ -390,9 +392,11 @@ def test_while_large_answers_are_under_way_others_wait_for_their_turn() -> None:
 
 
 def test_who_waits_goes_on_until_its_own_time_is_over() -> None:
-    link = Away(2)
-    with pytest.raises(DistStoreError, match="Nobody has set"):
-        MasterKVStore(timeout=2.5, link=link).get("k")
+    link = Away(0)
+    store = MasterKVStore(timeout=LONG, link=link)
+    store.set("k", "v")
+    link.num_refused = 2
+    assert store.get("k") == b"v"
     with pytest.raises(DistStoreError, match="the master is away"):
         MasterKVStore(timeout=0.05, link=Away(1000)).get("k")
     client = SyncClient(link=Away(1))
@@ -419,7 +423,7 @@ class TestWithAMaster:
         """What they are wrapped in makes one answer more than a message holds."""
         lab = StoreLab(tmp_path)
         try:
-            store = MasterKVStore("many", LONG, link=lab.link())
+            store = MasterKVStore("many", timedelta(seconds=120), link=lab.link())
             before = lab.life
             keys = [f"{number:06}" for number in range(200_000)]
             values = [b"%020d" % number for number in range(200_000)]
@@ -570,10 +574,10 @@ class TestWithAMaster:
             except Interrupted:
                 pass
             sys.settrace(None)
-            other = threading.Thread(target=lambda: link.ask(KvSet(items={str(len(tried)): b""}), timeout=5))
+            other = threading.Thread(target=lambda: link.ask(KvSet(items={str(len(tried)): b""}), timeout=20))
             other.start()
             other.join()
-            link.ask(KvGet(keys=(str(len(tried)),)), timeout=5)
+            link.ask(KvGet(keys=(str(len(tried)),)), timeout=20)
         assert len(tried) > 40, tried
         """
         assert _start(lab.where, script).wait(120) == 0
@@ -590,7 +594,10 @@ class TestWithAMaster:
         server = socket.create_server(link._where.agent_socket, family=socket.AF_UNIX)
 
         def serve():
-            kept = server.accept()  # and not read
+            first, _ = server.accept()
+            receive_frame(first)
+            first.recv(100)  # the rest is more than the socket takes while nobody reads
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
             connection, _ = server.accept()
             receive_frame(connection)
             asked = msgspec.msgpack.decode(receive_frame(connection)[0], type=AskMaster)
@@ -602,9 +609,8 @@ class TestWithAMaster:
         def handle(number, frame):
             raise Interrupted
 
-        threading.Thread(target=serve, daemon=True).start()
         signal.signal(signal.SIGALRM, handle)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        threading.Thread(target=serve, daemon=True).start()
         try:
             link.ask(KvSet(items={"k": bytes(1 << 20)}), timeout=20)
         except Interrupted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -31,10 +32,21 @@ CPU_MODULE = "dlrover.trainer.torch.node_check.cpu"
 PATIENCE = 60
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+Reserve = Callable[[], int]
+
+
+@pytest.fixture
+def reserve_port() -> Iterator[Reserve]:
+    """A port that stays bound until the end of the test, so that no other process is given it; a store may listen there, for it reuses addresses."""
+    with contextlib.ExitStack() as held:
+
+        def reserve() -> int:
+            holder = held.enter_context(socket.socket())
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(("127.0.0.1", 0))
+            return int(holder.getsockname()[1])
+
+        yield reserve
 
 
 def variables(rank: int, world_size: int, port: int, directory: Path, **more: str) -> dict[str, str]:
@@ -55,14 +67,14 @@ Group = Callable[..., Awaitable[list[Ended]]]
 
 
 @pytest.fixture
-def group(spawner: Spawner, tree: ProcessTree, tmp_path: Path) -> Group:
+def group(spawner: Spawner, tree: ProcessTree, tmp_path: Path, reserve_port: Reserve) -> Group:
     """Runs a whole group, each rank forked from the warm zygote as an agent would do it."""
     scratch = tmp_path / "streams"
     scratch.mkdir()
     (tmp_path / "results").mkdir()
 
     async def run_group(world_size: int = 2, module: str = CPU_MODULE, **more: str) -> list[Ended]:
-        port = free_port()
+        port = reserve_port()
         environs = [variables(rank, world_size, port, tmp_path / "results", **more) for rank in range(world_size)]
         return await asyncio.gather(
             *(
@@ -113,9 +125,9 @@ async def test_a_node_alone_is_a_group_too(group: Group, tmp_path: Path, module:
     assert results(tmp_path)["0.json"]["bandwidth_gbps"] == 0
 
 
-def test_the_oldest_name_works_as_a_program(tmp_path: Path) -> None:
+def test_the_oldest_name_works_as_a_program(tmp_path: Path, reserve_port: Reserve) -> None:
     (tmp_path / "results").mkdir()
-    environ = {**os.environ, **variables(0, 1, free_port(), tmp_path / "results")}
+    environ = {**os.environ, **variables(0, 1, reserve_port(), tmp_path / "results")}
     command = [sys.executable, "-m", "dlrover.trainer.torch.run_network_check"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
@@ -140,10 +152,10 @@ async def test_an_injected_fault_shows_in_the_exit_codes(
 
 
 async def test_the_partner_of_a_node_that_hangs_gives_up_in_time(
-    spawner: Spawner, tree: ProcessTree, tmp_path: Path
+    spawner: Spawner, tree: ProcessTree, tmp_path: Path, reserve_port: Reserve
 ) -> None:
     (tmp_path / "results").mkdir()
-    port = free_port()
+    port = reserve_port()
     more = {"MOCK_ERR_RANK": "1", "MOCK_ERR_KIND": "hang", "NETWORK_CHECK_TIMEOUT": "6"}
 
     def run(rank: int) -> Awaitable[Ended]:
@@ -397,18 +409,19 @@ def no_group_left() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_group_left")
-def test_the_task_takes_its_times_from_the_device(tmp_path: Path) -> None:
+def test_the_task_takes_its_times_from_the_device(tmp_path: Path, reserve_port: Reserve) -> None:
     """The result is the sum of both parts, whatever the collective."""
     import msgspec
     import torch
 
     workload = msgspec.structs.replace(CPU_WORKLOAD, collective=Collective.ALL_GATHER)
     (tmp_path / "results").mkdir()
-    environ = variables(0, 1, free_port(), tmp_path / "results")
+    environ = variables(0, 1, reserve_port(), tmp_path / "results")
     code = task.run(lambda environ: TimedCpu(torch, workload), environ)
     assert code is ExitCode.OK
     result = results(tmp_path)["0.json"]
     assert (result["time"], result["compute_ms"], result["communication_ms"]) == (500, 250, 250)
+    assert environ["TORCH_DIST_INIT_BARRIER"] == "1", "nobody begins before all are in the group"
 
 
 class TestRegistry:

@@ -161,6 +161,37 @@ def test_steps_of_the_model_travel_with_the_records(link: WatchedLink) -> None:
         assert reader._feed.flush()
 
 
+@pytest.mark.parametrize("tell", ["consumed", "failed", "unused", "waived"])
+def test_who_waits_until_all_is_told_waits_for_the_answer(tell: str) -> None:
+    """Of a message that is under way nobody knows whether the master has heard it, whatever it says."""
+    is_under_way = threading.Event()
+
+    class Noticed(WatchedLink):
+        def ask(self, request: WorkerRequest, *, timeout: float) -> Reply:
+            if isinstance(request, ExchangeShards) and getattr(request, tell):
+                is_under_way.set()
+            return super().ask(request, timeout=timeout)
+
+    link = Noticed()
+    with client(link, ahead=4) as reader:  # so many that the thread has nothing to ask for
+        feed = reader._feed
+        shard = feed.take()
+        assert shard is not None
+        link.may_answer.clear()
+        if tell == "consumed":
+            feed.consumed(shard, 3)  # without a step: no claim of a model says so
+        elif tell == "failed":
+            feed.failed(shard, "broken line")
+        elif tell == "unused":
+            feed.unused([shard])
+        else:
+            feed.waive("the loss is low")
+        assert is_under_way.wait(30)
+        assert not feed.flush(timeout=0.01)
+        link.may_answer.set()
+        assert feed.flush()
+
+
 def test_a_checkpoint_is_restored(link: WatchedLink) -> None:
     reader = client(link, size=32)
     first = [next(read(reader)) for _ in range(1)]

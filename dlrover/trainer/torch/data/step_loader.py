@@ -60,6 +60,9 @@ class Word(Struct, frozen=True):
     trouble: str = ""
 
 
+_WORD_DECODER = msgspec.msgpack.Decoder(Word)
+
+
 class Part(Struct, frozen=True):
     """What one rank reads of a step."""
 
@@ -177,7 +180,7 @@ class StepBatches(Sampler[Part]):  # type: ignore[misc]  # torch is not followed
 
     def _heard(self, is_idle: bool) -> Word:
         if self._rank:
-            return msgspec.msgpack.decode(_broadcast(b""), type=Word)
+            return _WORD_DECODER.decode(_broadcast(b""))
         try:
             shard = self._reader.take(_SIGN_OF_LIFE if is_idle else _LOOK)
             word = Word(shard=shard, is_end=shard is None)

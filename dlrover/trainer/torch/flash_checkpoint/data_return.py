@@ -30,6 +30,9 @@ MAX_CLAIM_BYTES = 256 * 1024
 """Of all ranks: they have some shards ahead of the master, never many. The same for a state of the data that is kept with a snapshot."""
 
 
+_CLAIMS_DECODER = msgspec.msgpack.Decoder(dict[str, tuple[Claim, ...]])
+
+
 def uses_shards() -> bool:
     """Whether the script reads shards on demand: asking the master would cost a restart some milliseconds for nothing."""
     return "dlrover.trainer.shard_feed" in sys.modules
@@ -54,7 +57,7 @@ def unconfirmed(agreement: Agreement, step: int, *, is_storage: bool) -> dict[st
         return None
     found: dict[str, tuple[Claim, ...]] = {}
     for each in gathered:
-        for name, claims in msgspec.msgpack.decode(each, type=dict[str, tuple[Claim, ...]]).items():
+        for name, claims in _CLAIMS_DECODER.decode(each).items():
             found[name] = (*found.get(name, ()), *claims)
     return found
 

@@ -17,9 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.copying import prefault
-from dlrover.snapshot.persist import of_present_history, read_request
+from dlrover.snapshot.persist import of_present_history
 from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName, segment_paths
 
 _NUM_SUMMERS = 4
@@ -73,7 +72,6 @@ class EarlyLook:
                 pinned = segment.pin(name.slot, name.generation)
                 if pinned is not None:
                     with pinned:
-                        read_request(decode_contents(pinned.sections()))  # the first time takes ten times as long
                         if not check(pinned):
                             with pinned.data as data:  # without sums nobody has read it yet
                                 prefault(data, for_reading=True)

@@ -311,5 +311,8 @@ def _request_of(name: SlotName) -> SaveRequest | None:
         release(pinned)
 
 
+_CONFIG_DECODER = msgspec.msgpack.Decoder(CheckpointConfig)
+
+
 def _config_in(extra: dict[str, bytes]) -> CheckpointConfig:
-    return msgspec.msgpack.decode(extra[DLROVER_CKPT_CONFIG_KEY], type=CheckpointConfig)
+    return _CONFIG_DECODER.decode(extra[DLROVER_CKPT_CONFIG_KEY])

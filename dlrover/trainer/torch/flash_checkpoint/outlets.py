@@ -124,7 +124,7 @@ class AgentOutlet:
         try:
             while self._socket is not None and (data := self._socket.recv(65536)):
                 for frame in self._frames.feed(data):
-                    self._hear(msgspec.msgpack.decode(frame, type=TrainerNews))
+                    self._hear(_DECODER.decode(frame))
         except BlockingIOError:
             return
         except (OSError, msgspec.MsgspecError, Rejected):
@@ -279,6 +279,9 @@ class ThreadOutlet:
             give_up(request)
             raise
         finish(request, data_state=request.data_state)
+
+
+_DECODER: msgspec.msgpack.Decoder[TrainerNews] = msgspec.msgpack.Decoder(TrainerNews)
 
 
 def _remember(settled: dict[str, CheckpointSettled], news: CheckpointSettled) -> None:

@@ -74,6 +74,8 @@ def run(prepare: Callable[[MutableMapping[str, str]], Accelerator], environ: Mut
     try:
         with _part(ExitCode.SETUP):
             settings = read(environ)
+            # Nobody computes before all are in the group: whoever still joins would take a failure for one of the setup.
+            environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
             accelerator = prepare(environ)
             accelerator.use(settings.local_rank)
             if settings.slot == 0:
