@@ -31,6 +31,7 @@ from dlrover.master.bookkeeper import Bookkeeper
 from dlrover.master.clock import MasterClock
 from dlrover.master.durable_job import DurableJob
 from dlrover.master.errands import Errands
+from dlrover.master.grace import StallWatch
 from dlrover.master.keeper import Keeper
 from dlrover.master.presence import Presence
 from dlrover.master.reception import Reception
@@ -50,7 +51,6 @@ from dlrover.protocol.messages import (
     AwaitOrder,
     Command,
     DeadlinePassed,
-    Detection,
     FinishJob,
     JobEnd,
     JobStatus,
@@ -90,11 +90,11 @@ class Desk:
         clock: MasterClock,
         *,
         job_name: str,
-        detection: Detection | None = None,
         topology: Topology | None = None,
         books: Bookkeeper | None = None,
+        stalls: StallWatch | None = None,
     ) -> None:
-        """`detection`: instead of what the job's terms say, for tests."""
+        """`stalls`: one that tests control."""
         self._clock = clock
         self._job_name = job_name
         self._books = Bookkeeper() if books is None else books
@@ -103,7 +103,7 @@ class Desk:
         """Questions about what is not in the job: others in this process know it."""
         self._wake = asyncio.Event()
         self._durable = DurableJob(keeper, job, clock)
-        self._presence = Presence(self._durable, clock, detection)
+        self._presence = Presence(self._durable, clock, stalls)
         self._roster = Roster()
         self._waiting = WaitingRoom()
         self._tray = Tray(self._wake)

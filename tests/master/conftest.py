@@ -30,7 +30,6 @@ from dlrover.protocol.messages import (
     Attach,
     Attached,
     Desired,
-    Detection,
     Incarnation,
     JobStatus,
     JobTerms,
@@ -47,10 +46,6 @@ from dlrover.protocol.watch_messages import WatchOrder
 
 TOKEN = "token of the test"
 TWO_NODES = JobTerms(limits=Limits(min_nodes=2, max_nodes=2))
-
-
-def quick_detection(silence: float, suspicion: float) -> Detection:
-    return Detection(silence=silence, suspicion=suspicion, lease=silence / 2, heartbeat=suspicion / 8)
 
 
 class Agent:
@@ -188,8 +183,6 @@ async def start_master(tmp_path: Path) -> AsyncIterator[StartMaster]:
         *,
         port: int = 0,
         make_job: Callable[[Job], Job] = lambda job: job,
-        silence: float | None = None,
-        suspicion: float | None = None,
         topology: Topology | None = None,
         hours_later: int = 0,
     ) -> Master:
@@ -198,8 +191,7 @@ async def start_master(tmp_path: Path) -> AsyncIterator[StartMaster]:
         keeper = await Keeper.open(tmp_path / "journal.sqlite", job_name="job")
         job = make_job(await keeper.restore())
         clock = MasterClock(job.now, wall=lambda: time.time_ns() + hours_later * 3600 * 10**9)
-        detection = None if silence is None else quick_detection(silence, suspicion or silence)
-        desk = Desk(keeper, job, clock, job_name="job", detection=detection, topology=topology)
+        desk = Desk(keeper, job, clock, job_name="job", topology=topology)
         await desk.begin(keeper.master_epoch)
         await server.start(desk)
         working = asyncio.ensure_future(desk.run())
