@@ -222,11 +222,13 @@ class TestReporters:
 class Hanging:
     """Never comes back of its own accord."""
 
+    began = threading.Event()
     let_go = threading.Event()
     told: ClassVar[list[str]] = []
 
     def report(self, event: JobEvent) -> None:
         self.told.append(event.text)
+        self.began.set()
         self.let_go.wait(60)
 
     def close(self) -> None:
@@ -235,6 +237,7 @@ class Hanging:
 
 @pytest.fixture
 def hanging() -> Iterator[type[Hanging]]:
+    Hanging.began.clear()
     Hanging.let_go.clear()
     Hanging.told.clear()
     yield Hanging
@@ -251,6 +254,7 @@ async def test_a_reporter_that_hangs_keeps_neither_the_others_nor_the_end(
         log.add(an_event(str(number)))
     await asyncio.wait_for(written(log), 20)
     assert len((tmp_path / "out").read_text().splitlines()) == MAX_QUEUED + 3
+    assert hanging.began.wait(20)
     assert hanging.told == ["0"]
     assert "event reporter does not come back name=tests.master.test_events::Hanging" in caplog.text
     assert "event reporter lost num_events=1 " in caplog.text
