@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import Iterator
 
 import hypothesis
@@ -36,3 +37,15 @@ def full_pipe() -> Iterator[tuple[int, int]]:
     os.set_blocking(writer, True)
     yield reader, writer
     os.close(reader)
+
+
+@pytest.fixture
+def reserved_port() -> Iterator[int]:
+    """
+    A port of the loopback for a server that is started later. As long as the test lasts the kernel gives it to nobody who asks for any
+    port; a listener that allows its address to be used again, as servers do, binds beside us.
+    """
+    with socket.socket() as seat:
+        seat.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        seat.bind(("127.0.0.1", 0))
+        yield seat.getsockname()[1]
