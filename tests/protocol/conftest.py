@@ -89,7 +89,7 @@ class PlainDesk:
             stream.send(Push(self.desired(number)))
 
     async def until(self, kind: type | str) -> FromAgent | Unreadable | str:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:
                 seen = await self.seen.get()
                 if seen == kind or (isinstance(kind, type) and isinstance(seen, kind)):
