@@ -327,7 +327,7 @@ class Desk:
             self._settle(work)
             reply = outcome.reply
             if isinstance(reply, Attached) and work.line is not None:
-                self._attach(work.line, reply, now)
+                self._attach(work.line, reply)
             elif isinstance(reply, JobStatus):
                 reply = self._completed(reply)
             elif isinstance(reply, GoodputStatus):
@@ -354,11 +354,11 @@ class Desk:
         if ended is not None and not self.finished.done():
             self.finished.set_result(ended)
 
-    def _attach(self, line: Line, attached: Attached, now: Micros) -> None:
+    def _attach(self, line: Line, attached: Attached) -> None:
         if line.is_open:
             line.clock_stood_still = self._clock.stood_still
             self._roster.attach(line, attached, self._clock.elapsed())
-            self._presence.came(attached, now)
+            self._presence.came(attached, self._clock.now())  # it hears of it now, however long the disk took
         else:
             self._presence.came_and_went(attached)
             self._wake.set()

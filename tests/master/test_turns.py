@@ -407,6 +407,19 @@ async def test_silence_is_found_however_slow_the_disk(make_room: MakeRoom) -> No
     assert [node.status for node in (await room.status()).nodes] == ["gone"]
 
 
+async def test_a_node_is_not_missed_before_it_was_told_that_it_is_attached(make_room: MakeRoom) -> None:
+    room = await make_room()
+    agent = room.stream()
+    room.disk.seconds_per_write = 45.0
+    await agent.attach("a")
+    room.disk.seconds_per_write = 0.0
+    await room.turn()
+    assert [node.status for node in (await room.status()).nodes] == ["alive"]
+    room.watch.move(40.1)
+    await room.turn()
+    assert [node.status for node in (await room.status()).nodes] == ["gone"]
+
+
 async def test_a_node_that_beats_is_not_given_up(make_room: MakeRoom) -> None:
     room = await make_room()
     agent = room.stream()
