@@ -153,7 +153,7 @@ class TestReporters:
     def test_a_web_hook_gets_each_event_and_is_tried_again(self, hook: tuple[str, type[_Hook]]) -> None:
         url, kind = hook
         kind.failures = 2
-        reporter = WebhookReporter(url, timeout=10, pause=0.01)
+        reporter = WebhookReporter(url, timeout=60, pause=0.01)
         reporter.report(an_event("first"))
         reporter.report(an_event("second"))
         reporter.close()
@@ -161,7 +161,7 @@ class TestReporters:
         assert reporter.num_lost == 0
 
     def test_a_web_hook_that_does_not_answer_loses_events_and_nothing_else(self) -> None:
-        reporter = WebhookReporter("http://127.0.0.1:9/", timeout=5, pause=0.01)
+        reporter = WebhookReporter("http://127.0.0.1:9/", timeout=60, pause=0.01)
         for _ in range(3):
             reporter.report(an_event())
         reporter.close()
@@ -179,7 +179,7 @@ class TestReporters:
     def test_the_log_does_not_tell_what_opens_a_web_hook(
         self, url: str, receiver: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        reporter = WebhookReporter(url, timeout=5, pause=0.01)
+        reporter = WebhookReporter(url, timeout=60, pause=0.01)
         reporter.report(an_event())
         reporter.close()
         assert reporter.num_lost == 1
@@ -191,7 +191,7 @@ class TestReporters:
     ) -> None:
         url, kind = hook
         kind.failures = 3
-        reporter = WebhookReporter(url, timeout=10, pause=0.01)
+        reporter = WebhookReporter(url, timeout=60, pause=0.01)
         reporter.report(an_event())
         reporter.close()
         assert "reason=it answered 5" in caplog.text
