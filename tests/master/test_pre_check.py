@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -215,21 +216,22 @@ MUTE: Any = Mute()
 
 
 @pytest.mark.parametrize(
-    ("operator", "says"),
+    ("make", "says"),
     [
-        (Strange(RuntimeError("caf\udce9")), "caf?"),
-        (Strange(None), "NoneType"),
-        (Strange(PreCheckResult(result=1, result_msg=MUTE)), "LookupError: no words"),
-        (Strange(PreCheckResult(result=1), NodeAction(node_id=WRONG)), "ValueError"),
-        (Strange(PreCheckResult(result=1), NodeAction(timestamp=WRONG)), "TypeError"),
+        (lambda: Strange(RuntimeError("caf\udce9")), "caf?"),
+        (lambda: Strange(None), "NoneType"),
+        (lambda: Strange(PreCheckResult(result=1, result_msg=MUTE)), "LookupError: no words"),
+        # Made when the test begins: an action expires some minutes later.
+        (lambda: Strange(PreCheckResult(result=1), NodeAction(node_id=WRONG)), "ValueError"),
+        (lambda: Strange(PreCheckResult(result=1), NodeAction(timestamp=WRONG)), "TypeError"),
     ],
 )
 async def test_an_operator_that_gives_nonsense_is_left_out(
-    start_master: StartMaster, operator: Strange, says: str
+    start_master: StartMaster, make: Callable[[], Strange], says: str
 ) -> None:
     master = await start_master()
     told: list[JobEvent] = []
-    runner = PreCheckRunner(master.desk, [Operator("Strange", operator, False)], limit=60, tell=told.append)
+    runner = PreCheckRunner(master.desk, [Operator("Strange", make(), False)], limit=60, tell=told.append)
     runner.begin()
     await asyncio.wait_for(runner.run(), 20)
     status = await master.status()
