@@ -281,6 +281,8 @@ class Agent:
         self._is_preempted = False
         self._broken: DLRoverError | None = None
         """This node cannot go on: the master refused it for good, or workers cannot be started here."""
+        self._released: Leave | None = None
+        """The job goes on without this node, which heard so when it wanted to attach again."""
         self._is_leaving = False
         """The result is known: nothing that is still refused or wished can bring this node back into the job."""
         self._reports: set[asyncio.Task[None]] = set()
@@ -322,6 +324,8 @@ class Agent:
                 return await self._leave_by_signal(self._signal)
             if self._is_preempted:
                 return await self._leave_preempted()
+            if self._released is not None:
+                return await self._leave(self._released)
             if self._broken is not None:
                 return await self._give_up(EXIT_FAILED, str(self._broken))
             if self._has_lost_master():
@@ -691,6 +695,10 @@ class Agent:
         try:
             await self._channel.run()
         except Rejected as error:
+            if error.code == "node-released":
+                self._released = Leave(str(error).rstrip("."), EXIT_FAILED)
+                self._news.set()
+                return
             self._on_broken(
                 Rejected(f"The master at {self._config.master_addr} refused this node: {error}", error.code)
             )

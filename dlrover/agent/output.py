@@ -16,7 +16,8 @@ import shutil
 import string
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -28,6 +29,10 @@ from dlrover.protocol.messages import MAX_FAILURE_BYTES
 _log = logging.getLogger(__name__)
 
 TAIL_BYTES = MAX_FAILURE_BYTES
+PATIENCE = 1.0
+"""Seconds for a console to take what is left: a failure that waits to be reported is worth more than its last lines."""
+_LONGEST = 10.0
+"""Seconds in all, for a machine that is too busy to run the thread that copies: the failure is judged by those lines."""
 _CHUNK = 65536
 _DEFAULT_PREFIX = "[${role_name}${local_rank}]:"
 
@@ -81,8 +86,11 @@ class WorkerFiles:
 class WorkerOutput:
     """Console and log files of this node's workers, over all attempts."""
 
-    def __init__(self, config: LogConfig, *, role: str, run_id: str, runtime_dir: str) -> None:
+    def __init__(
+        self, config: LogConfig, *, role: str, run_id: str, runtime_dir: str, patience: float = PATIENCE
+    ) -> None:
         self._config = config
+        self._patience = patience
         self._role = role
         self._run_id = run_id
         self._runtime_dir = runtime_dir
@@ -128,7 +136,7 @@ class WorkerOutput:
             return "", "its streams are not open now"
         return files.tails(max(0, min(max_bytes, TAIL_BYTES)))
 
-    async def drain(self, files: WorkerFiles, timeout: float = 1.0) -> None:
+    async def drain(self, files: WorkerFiles) -> None:
         """
         Until all that the worker had printed when this was called has been copied.
 
@@ -136,12 +144,12 @@ class WorkerOutput:
         wait.
         """
         if files.copies:
-            await self._wait_for(lambda then: self._pump.drain(files.copies, then), timeout)
+            await self._wait_for(lambda then: self._pump.drain(files.copies, then))
 
-    async def close_attempt(self, timeout: float = 1.0) -> None:
+    async def close_attempt(self) -> None:
         """All workers are gone: copy the rest and close."""
         if any(files.copies for files in self._current):
-            await self._wait_for(self._let_go, timeout)
+            await self._wait_for(self._let_go)
         else:
             self.abandon_attempt()
 
@@ -157,7 +165,7 @@ class WorkerOutput:
         self._current = []
         self._filtered = {}
 
-    async def _wait_for(self, begin: Callable[[Callable[[], None]], None], timeout: float) -> None:
+    async def _wait_for(self, begin: Callable[[Callable[[], None]], None]) -> None:
         """Until the pump has done what `begin` asks of it."""
         import asyncio
 
@@ -169,11 +177,16 @@ class WorkerOutput:
                 loop.call_soon_threadsafe(is_done.set)
 
         begin(tell)
-        try:
-            async with asyncio.timeout(timeout):
-                await is_done.wait()
-        except TimeoutError:
-            _log.warning("The workers' output could not be copied within %g s: the console takes no more.", timeout)
+        used_before, ends_at = self._pump.seconds_passing_on(), loop.time() + max(self._patience, _LONGEST)
+        while not is_done.is_set():
+            used = self._pump.seconds_passing_on() - used_before
+            left = min(self._patience - used, ends_at - loop.time())
+            if left <= 0:
+                _log.warning("The workers' output is not copied to its end: the console takes no more.")
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await is_done.wait()
 
     def close(self) -> None:
         self.abandon_attempt()
@@ -383,6 +396,14 @@ class _Pump:
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._thread: threading.Thread | None = None
         self._is_closing = False
+        self._seconds = 0.0
+        self._since: float | None = None
+        """For how long, and since when just now, bytes are passed on. The other thread only reads both."""
+
+    def seconds_passing_on(self) -> float:
+        """How much of its time consoles and disks have taken so far."""
+        seconds, since = self._seconds, self._since
+        return seconds if since is None else seconds + time.monotonic() - since
 
     def add(self, copy: _Copy) -> None:
         if self._thread is None:
@@ -477,7 +498,8 @@ class _Pump:
         if copy.is_broken:
             return  # still read: the worker would end by a closed pipe
         try:
-            copy.take(data)
+            with self._timed():
+                copy.take(data)
         except Exception:  # the same
             copy.is_broken = True
             _log.exception("bug in the copying of the workers' output: the rest of a stream is not shown")
@@ -490,9 +512,19 @@ class _Pump:
         os.close(copy.descriptor)
         copy.descriptor = -1
         try:
-            copy.finish()
+            with self._timed():
+                copy.finish()
         except Exception:  # the same
             _log.exception("bug at the end of a stream of the workers'")
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        self._since = since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = None
+            self._seconds += time.monotonic() - since
 
 
 def _read_tail(path: str) -> bytes:

@@ -52,15 +52,23 @@ class Relay:
                 await self._under_way.acquire()
         except TimeoutError:
             raise Unavailable(f"{MAX_RELAYED} commands of this node wait for the master already") from None
+        former = self._who()
         try:
             return await self._send(request, end_at)
         except Rejected as error:
-            if error.code != "too-old":
-                raise
             # It was refused before, and the answer lost with the stream: had it been applied, its reply would be stored.
+            was_refused = error.code == "too-old"
+            # The same life under another number: a master without its journal has numbered the nodes anew.
+            is_renamed = error.code == "wrong-sender" and self._is_renamed(former)
+            if not was_refused and not is_renamed:
+                raise
             return await self._send(request, end_at)
         finally:
             self._under_way.release()
+
+    def _is_renamed(self, former: tuple[NodeId, Incarnation]) -> bool:
+        node, incarnation = self._who()
+        return incarnation == former[1] and node != former[0]
 
     async def _send(
         self, command: AnyKvCommand | AnySyncCommand | AnyDataCommand | AnyCheckpointCommand, end_at: float

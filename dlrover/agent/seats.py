@@ -63,6 +63,8 @@ class Seat:
         self._record = os.memfd_create("dlrover-collectives", os.MFD_CLOEXEC)
         self._asked_by, self._asks = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._asks, False)  # nobody may listen; the descriptor of the worker's end stays as it is
+        self._dump_signal = 0
+        """The last that it was asked with; 0: what it blocks tells nothing of its dump."""
 
     def environment(self) -> dict[str, str]:
         return {
@@ -109,10 +111,22 @@ class Seat:
         """Whether the worker was asked: only one that listens, and whose script has not taken the signal for itself."""
         process = look_up(self.pid) if self.pid else None
         number = self.read().dump_signal
-        if process is None or process.state in _DEAF_STATES or not number or not _catches(self.pid, number):
+        if process is None or process.state in _DEAF_STATES or not number:
             return False
+        masks = _signals(self.pid)
+        if number not in masks.get("SigCgt", ()):
+            return False  # its default is to kill
+        self._dump_signal = 0 if number in masks["SigBlk"] else number
         os.ftruncate(self._dump, 0)
         return send_signal(process, number)
+
+    def is_dumping(self) -> bool:
+        """
+        Whether the worker has yet to write its stacks, or the rest of them: it may not be scheduled for a while in the middle of it. The signal
+        waits for it, and while its handler runs the kernel blocks it.
+        """
+        masks = _signals(self.pid) if self._dump_signal else {}
+        return any(self._dump_signal in masks.get(name, ()) for name in ("SigPnd", "ShdPnd", "SigBlk"))
 
     def ask_for_collectives(self) -> bool:
         """Whether a thread of the worker was asked for torch's record; it answers if it gets to run."""
@@ -269,12 +283,15 @@ def _wait_channel(pid: int) -> str:
     return "" if channel == "0" else channel[:MAX_TEXT]
 
 
-def _catches(pid: int, number: int) -> bool:
-    """Whether this signal would be handled: its default is to kill."""
+def _signals(pid: int) -> dict[str, frozenset[int]]:
+    """By what the kernel calls them: those that wait for the main thread (SigPnd) or any (ShdPnd), that it blocks, that are handled."""
+    masks = {}
     for line in _read(f"/proc/{pid}/status").splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) & (1 << (number - 1)))
-    return False
+        name, _, text = line.partition(":")
+        if name in ("SigPnd", "ShdPnd", "SigBlk", "SigCgt"):
+            mask = int(text, 16)
+            masks[name] = frozenset(number for number in range(1, 65) if mask >> (number - 1) & 1)
+    return masks
 
 
 def _read(path: str) -> str:

@@ -373,13 +373,13 @@ def describe(dump: WorkerDump) -> str:
 
 
 async def _written(seats: Sequence[Seat]) -> None:
-    """Until the dumps of these do not grow any more; nothing else says that one is complete."""
+    """Until the dumps of these are complete: there, growing no more, and no handler at work on them."""
     sizes = [0] * len(seats)
     until = time.monotonic() + _DUMP_TIMEOUT
     while seats and time.monotonic() < until:
         await asyncio.sleep(_DUMP_LOOK)
         now = [seat.num_dumped() for seat in seats]
-        if now == sizes and all(now):
+        if now == sizes and all(now) and not any(seat.is_dumping() for seat in seats):
             return
         sizes = now
 

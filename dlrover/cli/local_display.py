@@ -127,10 +127,11 @@ class Display:
 
     def _show(self, status: JobStatus) -> None:
         self._status = status
-        news = (status.stage, status.round, status.world_size, len(status.nodes))
+        num_nodes = len(status.nodes) + sum(status.left_out.nodes.values())
+        news = (status.stage, status.round, status.world_size, num_nodes)
         if news != self._said and self._live is None:
             self.say(
-                f"{status.stage}, round {status.round}, {status.world_size} workers, {len(status.nodes)} nodes: "
+                f"{status.stage}, round {status.round}, {status.world_size} workers, {num_nodes} nodes: "
                 f"{status.verdict}"
             )
         self._said = news

@@ -26,6 +26,7 @@ from dlrover.cli.processes import SignalInbox
 from dlrover.cli.runtime_dir import NodeDirectory, user_root
 from dlrover.cli.settings import check_operators, check_plugin, watch_terms
 from dlrover.cli.watching import Watching
+from dlrover.host.console import PATIENCE, ConsoleWriter
 from dlrover.protocol.addresses import LOOPBACK, Address, TlsConfig
 from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.fleet_messages import FleetSpec
@@ -112,16 +113,26 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
         with SignalInbox((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)) as inbox:
             pid = processes.spawn((*(programs or Programs()).master, "--config", path), os.environ)
             hint = "" if token else f", token in {token_file}"
-            if config.dashboard_port >= 0:
-                say_block(f"dlrover master: `dlrover dashboard {options.job_name}` prints a link to the dashboard")
             reached_at = Address(socket.gethostname(), seat.port) if options.host in ("0.0.0.0", "::") else address
-            say_block(
-                f"dlrover master: job {options.job_name} at {address}{hint}; set DLROVER_MASTER_ADDR={reached_at}"
-            )
-            return _wait(pid, inbox)
+            lines = [f"job {options.job_name} at {address}{hint}; set DLROVER_MASTER_ADDR={reached_at}"]
+            if config.dashboard_port >= 0:
+                lines.insert(0, f"`dlrover dashboard {options.job_name}` prints a link to the dashboard")
+            console = _say(lines)
+            exit_code = _wait(pid, inbox)
+            console.flush(PATIENCE)
+            return exit_code
     finally:
         seat.close()
         directory.remove()
+
+
+def _say(lines: Sequence[str]) -> ConsoleWriter:
+    """Before the master's own lines, if the console takes any; else when it does. The end of the master is heard meanwhile."""
+    console = ConsoleWriter()
+    for line in lines:
+        console.write(2, f"dlrover master: {line}\n".encode(sys.stderr.encoding, "backslashreplace"))
+    console.flush(PATIENCE)
+    return console
 
 
 def _watch(options: argparse.Namespace) -> WatchTerms | None:

@@ -33,6 +33,7 @@ from dlrover.protocol.messages import (
     DeadlinePassed,
     Effect,
     End,
+    EndStream,
     FinishJob,
     Idle,
     Join,
@@ -260,6 +261,8 @@ def effect_in_words(effect: Effect, job: Job) -> str:
     match effect:
         case TellNode(node=node):
             return f"node {node}: {_wish_in_words(job.desired(node).wish)}"
+        case EndStream(node=node):
+            return f"node {node}: its stream ends"
         case FinishJob(end=end):
             return f"the job is over: {end.reason.value}, exit code {end.exit_code}. {end.message}"
         case LaunchNode():

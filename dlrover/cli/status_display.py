@@ -43,8 +43,12 @@ def show(status: JobStatus, console: Console) -> None:
     if status.shortage:
         say(f"waits for the platform: {status.shortage}")
     console.print(_agents(status.nodes))
+    if status.left_out.nodes:
+        say(_more("nodes", status.left_out.nodes))
     if status.fleet:
         console.print(_platform_nodes(status.fleet))
+    if status.left_out.fleet:
+        say(_more("platform nodes", status.left_out.fleet))
     for node in status.nodes:
         if node.check is not None and node.check.reason:
             say(f"check of node rank {node.node_rank}: {node.check.status}, {node.check.reason}")
@@ -165,6 +169,11 @@ def _platform_nodes(nodes: tuple[FleetNodeStatus, ...]) -> Table:
         reason = "" if node.exit_reason is NodeExit.NONE else node.exit_reason.value
         _add(table, node.id, node.node_type.value, node.rank, phase, relaunches, reason, node.host, node.message)
     return table
+
+
+def _more(what: str, counts: dict[str, int]) -> str:
+    """Of nodes that the master's message had no room for."""
+    return f"and {sum(counts.values())} more {what}: {', '.join(f'{count} {state}' for state, count in counts.items())}"
 
 
 def _table(*columns: str) -> Table:

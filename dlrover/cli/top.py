@@ -103,7 +103,7 @@ def view_of(
     for node in status.nodes[:most_nodes]:
         does = doing.get(node.node_rank)
         table.add_row(*(Text(cell) for cell in _cells(node, "" if does is None else does.value, told.get(node.node))))
-    hidden = len(status.nodes) - most_nodes
+    hidden = max(0, len(status.nodes) - most_nodes) + sum(status.left_out.nodes.values())
     below = [Text(f"and {hidden} more nodes")] if hidden > 0 else []
     return Group(*lines, table, *below, _events(events))
 

@@ -182,7 +182,7 @@ def _attach(command: Attach, course: Course) -> Reply:
         exit_reason = fleet_agents.exit_of_predecessor(state, holder, command)
         fleet_agents.part_with(state, holder, command)
         why = f"{holder.label} is replaced by {command.host}"
-        course.lose(holder, NodeLife.GONE, why, exit_reason=exit_reason, is_presumed=True)
+        course.send_away(holder, why, exit_reason=exit_reason, is_presumed=True)
     if node is None:
         node = course.admit(command)
     elif node.life is NodeLife.ALIVE and (is_unheard or command.incarnation == node.incarnation):

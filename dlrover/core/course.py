@@ -40,6 +40,7 @@ from dlrover.protocol.messages import (
     Detection,
     DistinctFailure,
     Effect,
+    EndStream,
     ExitReason,
     FailureKind,
     FinishJob,
@@ -262,6 +263,19 @@ class Course:
         else:
             state.goodput.lost(node.rank, self.now, ended_at)
         fleet_agents.agent_lost(self, node, exit_reason, is_presumed=is_presumed)
+
+    def send_away(
+        self, node: Node, why: str, *, exit_reason: NodeExit = NodeExit.KILLED, is_presumed: bool = False
+    ) -> None:
+        """Lose a node whose agent may be well: it would train on beside its successor until the platform removes it.
+
+        Without its stream it presents itself anew, as one whose stream is down does, and is refused: it ends its workers
+        and goes. Who has finished or was dismissed has no workers to end, and knows.
+        """
+        is_at_work = not node.finished_round and node.dismissed is None
+        if self.state.end is None and is_at_work and self.state.nodes.is_connected(node.id):
+            self.effects.append(EndStream(node.id, node.incarnation))
+        self.lose(node, NodeLife.GONE, why, exit_reason=exit_reason, is_presumed=is_presumed)
 
     def give_up(self, node: Node) -> None:
         """Its stream broke and it did not come back in time. It may still, with the news that it has finished."""

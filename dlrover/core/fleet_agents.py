@@ -51,9 +51,10 @@ def check_attach(state: JobState, command: Attach) -> None:
     node = fleet.nodes.get(command.platform_node)
     if fleet.is_forgotten(command.platform_node) or (node is not None and not node.is_live and not node.is_finished):
         what = f"node {command.platform_node}" if node is None else node.label
+        why = "" if node is None or node.removal is None else f", because {node.removal.reason}"
         raise Rejected(
             f"{life_cycle.capitalised(what)} on {command.host} is not part of the job any more: it was replaced or let "
-            "go. It shall end.",
+            f"go{why}. It shall end.",
             code="node-released",
         )
 

@@ -81,7 +81,7 @@ def end_node(
     fleet.enter(node, phase, course.now)
     agent = unlink(course, node)
     if agent is not None:
-        course.lose(agent, NodeLife.GONE, f"{node.label} ended ({exit_reason.value})")
+        course.send_away(agent, f"{node.label} ended ({exit_reason.value})")
     if node.is_finished:
         _release_ended(course, node)
         return
@@ -113,7 +113,7 @@ def let_go(course: Course, node: FleetNode, why: str, cordoned: str = "") -> Non
     fleet.release(node, course.now)
     agent = unlink(course, node)
     if agent is not None:
-        course.lose(agent, NodeLife.GONE, f"{node.label} is let go: {why}")
+        course.send_away(agent, f"{node.label} is let go: {why}")
     fleet.remove(node, Removal(why, cordon_host=cordoned))
 
 

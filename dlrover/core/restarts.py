@@ -337,7 +337,8 @@ def _over_limit(incident: Incident, otherwise: ExitReason) -> ExitReason:
 
 def _how(failure: WorkerFailure) -> str:
     message = failure.message.strip().rstrip(".")
-    detail = f" ({message})" if message else ""
+    is_more_told = message not in ("", f"exit code {failure.exit_code}")
+    detail = f" ({message})" if is_more_told else ""
     match failure.kind:
         case FailureKind.EXCEPTION | FailureKind.MEMORY_ERROR:
             return message or "an exception"

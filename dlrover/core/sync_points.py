@@ -214,7 +214,7 @@ def _join_sync(command: JoinSync, course: Course) -> Reply:
         # The journal was lost, and not all of its members are back: a point that waits for nobody would be open for ever.
         raise Rejected(
             f"The world of round {command.round} is not known yet, or will not be any more: join again when it is.",
-            code="stale-round",
+            code="world-unknown",
         )
 
     worker = (node.id, command.local_rank)

@@ -51,6 +51,7 @@ from dlrover.protocol.messages import (
     AwaitOrder,
     Command,
     DeadlinePassed,
+    EndStream,
     FinishJob,
     JobEnd,
     JobStatus,
@@ -343,6 +344,8 @@ class Desk:
                 match effect:
                     case TellNode(node=node):
                         told[node] = None
+                    case EndStream(node=node, incarnation=incarnation):
+                        self._roster.end(node, incarnation)
                     case FinishJob(end=end):
                         ended = end
                     case LookAgain(topics=topics):

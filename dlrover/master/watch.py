@@ -130,15 +130,20 @@ class WatchKeeper:
 
     def _follow_job(self, now: Micros) -> None:
         """The scene is as large as the world: it is drawn anew only when something in it has changed."""
-        state = self._desk.job.state
-        rdzv = state.rendezvous
-        is_over = state.end is not None
-        key = (rdzv.round, rdzv.is_active, len(rdzv.finished), is_over, state.master_epoch, state.terms is None)
+        key = self._newest_key()
         if key == self._scene_key:
             return
         self._scene_key = key
+        state = self._desk.job.state
         terms = (JobTerms() if state.terms is None else state.terms).watch if self._terms is None else self._terms
         self._watch.follow(scene_of(state), terms, now)
+
+    def _newest_key(self) -> tuple[object, ...]:
+        """Two scenes with the same one are the same."""
+        state = self._desk.job.state
+        rdzv = state.rendezvous
+        is_over = state.end is not None
+        return rdzv.round, rdzv.is_active, len(rdzv.finished), is_over, state.master_epoch, state.terms is None
 
     # What comes in.
 
@@ -153,6 +158,8 @@ class WatchKeeper:
                 self._hear_failure(command, now)
             case NodesListed():
                 self._hear_nodes(command)
+            case _ if self._newest_key() == self._scene_key:
+                return  # a look costs as much as the world is large, and when many nodes come back there are many such commands
         self._wake.set()
 
     def _hear_failure(self, report: ReportFailure, now: Micros) -> None:

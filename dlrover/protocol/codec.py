@@ -17,7 +17,8 @@ from dlrover.protocol.encoding import UNENCODABLE
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import MigrateNode, RestartJob, ResumeJob, ScaleJob, ScaleReplicas, SuspendJob
 from dlrover.protocol.frames import Answer, FromAgent, FromMaster, Refusal
-from dlrover.protocol.messages import MAX_MESSAGE_BYTES, Query, StopJob
+from dlrover.protocol.messages import MAX_MESSAGE_BYTES, JobStatus, Query, StopJob
+from dlrover.protocol.status_fitting import fit_into_answer
 from dlrover.protocol.steering_messages import SteeringCommand
 
 T = TypeVar("T")
@@ -77,9 +78,17 @@ def encode_frames(parcels: Sequence[FromAgent] | Sequence[FromMaster]) -> list[b
         return [data]
     if len(parcels) == 1:
         parcel = parcels[0]
-        return [_ENCODER.encode([_too_large(parcel, len(data))]) if isinstance(parcel, Answer) else data]
+        return [_ENCODER.encode([_fitting(parcel, len(data))]) if isinstance(parcel, Answer) else data]
     half = len(parcels) // 2
     return encode_frames(parcels[:half]) + encode_frames(parcels[half:])
+
+
+def encode_verdict(verdict: Answer | Refusal) -> bytes:
+    """For a one-shot client: as one message, whatever it is."""
+    data = _ENCODER.encode(verdict)
+    if len(data) <= MAX_MESSAGE_BYTES or isinstance(verdict, Refusal):
+        return data
+    return _ENCODER.encode(_fitting(verdict, len(data)))
 
 
 def decode_from_agent(data: bytes) -> list[FromAgent | Unreadable]:
@@ -106,8 +115,12 @@ def check_size(parcel: FromAgent) -> None:
         raise Rejected(f"message of {size_bytes} bytes: the limit is {MAX_MESSAGE_BYTES}", code="too-large")
 
 
-def _too_large(answer: Answer, size_bytes: int) -> Refusal:
+def _fitting(answer: Answer, size_bytes: int) -> Answer | Refusal:
     """Instead of an answer that would end the stream, and the next one too when the question is asked again."""
+    if isinstance(answer.body, JobStatus):
+        fitting = Answer(id=answer.id, body=fit_into_answer(answer.body))
+        if len(_ENCODER.encode([fitting])) <= MAX_MESSAGE_BYTES:
+            return fitting
     kind = type(answer.body).__name__
     text = f"the answer ({kind}) has {size_bytes} bytes: the limit is {MAX_MESSAGE_BYTES}. Ask for less at once"
     return Refusal(id=answer.id, code="too-large", message=text)

@@ -731,6 +731,13 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     """What the newest check found out about it; None: it was not checked."""
 
 
+class LeftOut(Struct, frozen=True, kw_only=True):
+    """Nodes of a status that one message has no room for: how many, by what is said of them."""
+
+    nodes: dict[str, int] = {}
+    fleet: dict[str, int] = {}
+
+
 class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
     job_name: str
     stage: Stage
@@ -767,6 +774,8 @@ class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
     pre_check: PreCheckStatus = PreCheckStatus()
     datasets: tuple[DatasetState, ...] = ()
     """Of dynamic sharding, in the order of their registration; without the partitions of streams."""
+    left_out: LeftOut = LeftOut()
+    """Nodes that are not in here, because the job has more of them than one message can carry."""
 
 
 Reply = (
@@ -812,6 +821,13 @@ class TellNode(Struct, tag=True, frozen=True):
     node: NodeId
 
 
+class EndStream(Struct, tag=True, frozen=True):
+    """The job goes on without this node, whose agent may be well: on another stream it hears that it shall end."""
+
+    node: NodeId
+    incarnation: Incarnation
+
+
 class FinishJob(Struct, tag=True, frozen=True):
     """The job is over and every node has left (or was given up): the master may exit."""
 
@@ -824,7 +840,7 @@ class LookAgain(Struct, tag=True, frozen=True):
     topics: tuple[str, ...]
 
 
-Effect = TellNode | FinishJob | LookAgain | FleetEffect
+Effect = TellNode | EndStream | FinishJob | LookAgain | FleetEffect
 
 
 # Worker to agent, over the node's unix socket.

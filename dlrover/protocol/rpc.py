@@ -42,10 +42,12 @@ from dlrover.protocol.watch_messages import WatchObservation, WatchOrder
 
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT = 5.0
-"""Until the master has accepted the stream. A refused connection fails at once; this is for hosts that keep silent."""
 ATTACH_TIMEOUT = 30.0
-"""Until the attach is durable: long, because after a master restart ten thousand agents come at the same moment."""
+"""
+Until the master has accepted the stream, and again until the attach is durable: long, because after a master restart ten thousand
+agents come at the same moment, and who leaves and comes again makes it longer for all. A host that keeps silent ends the attempt sooner:
+gRPC gives a connection 5 s.
+"""
 FIRST_PAUSE = 0.02
 """A restarted local master serves again in well under a second; the first attempts must come quickly."""
 LONGEST_PAUSE = 2.0
@@ -222,11 +224,11 @@ class AgentChannel:
             connected = asyncio.ensure_future(stream.initial_metadata())
             tasks: list[asyncio.Future[Any]] = [leaving, connected]
             try:
-                await asyncio.wait(tasks, timeout=CONNECT_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(tasks, timeout=ATTACH_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
                 if leaving.done():
                     return
                 if not connected.done():
-                    raise Unavailable(f"no master answers at {self._address} within {CONNECT_TIMEOUT:g} s")
+                    raise Unavailable(f"the master at {self._address} did not take the stream in {ATTACH_TIMEOUT:g} s")
                 if stream.done():
                     raise error_of(await stream.code(), await stream.details(), self._address)
                 reader = asyncio.ensure_future(self._read(stream, outbox))

@@ -20,7 +20,7 @@ import grpc
 import grpc.aio
 
 from dlrover.protocol.addresses import Address, TlsConfig
-from dlrover.protocol.codec import QUESTION, VERDICT, Question, Unreadable, decode_from_agent
+from dlrover.protocol.codec import QUESTION, Question, Unreadable, decode_from_agent, encode_verdict
 from dlrover.protocol.encoding import UNENCODABLE
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.frames import Answer, FromAgent, FromMaster, Refusal
@@ -205,10 +205,10 @@ class MasterServer:
 
 def _encode(verdict: Answer | Refusal) -> bytes:
     try:
-        return VERDICT.encode(verdict)
+        return encode_verdict(verdict)
     except UNENCODABLE as error:
         log.error("an answer cannot be encoded reason=%s", error)
-        return VERDICT.encode(instead_of(verdict))
+        return encode_verdict(instead_of(verdict))
 
 
 async def _read(stream: AgentStream, call: grpc.aio.ServicerContext, desk: Desk) -> None:

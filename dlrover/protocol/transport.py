@@ -57,9 +57,16 @@ CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
+MAX_CALLS_WAITING = 65_536
+"""Calls that were opened and that the master has not looked at yet: agents by the ten thousand may come at once."""
+
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *_COMMON_OPTIONS,
     ("grpc.so_reuseport", 0),  # by default two masters would share one port, silently
+    # By default gRPC cancels calls at random when more than a thousand wait to be looked at, as after a restart of the
+    # master. Who is sent away comes again, and is one more who waits.
+    ("grpc.server.max_pending_requests", MAX_CALLS_WAITING),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS_WAITING),
     # Together not faster than the 40 s after which a silent node counts as gone.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),

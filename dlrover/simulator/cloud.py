@@ -46,6 +46,8 @@ LOST_ANSWER_ODDS = 0.05
 RELIST = (240.0, 300.0)
 RETRY = (0.5, 30.0)
 DELETION = (0.0, 4.0)
+HEARD = SECOND
+"""After so long whose node shall go has heard of it. Often sooner than it is gone."""
 NOTICED = (0.0, 20.0)
 """Seconds until the platform knows that a process ended or a machine was taken away."""
 POWER_NOTICED = (20.0, 200.0)
@@ -165,6 +167,7 @@ class VirtualCloud(Platform):
         if isinstance(intent, RemoveNode):
             if intent.id not in self.asked_to_remove:
                 self.sim.beside.check_removal(self.nodes.get(intent.id))
+            self.sim.events.after(HEARD, self._check_heard, intent.id, self.sim.events.now)
             self.asked_to_remove[intent.id] = None
         else:
             self.sim.people.check_launch(intent)
@@ -419,6 +422,20 @@ class VirtualCloud(Platform):
             is_same = (node.launch.node_type, node.launch.rank) == (launch.node_type, launch.rank)
             if is_well and is_wanted and is_same:
                 raise Violation("fleet", f"{launch.name} is launched while {node.launch.name} has its rank")
+
+    def _check_heard(self, id_: PlatformId, decided_at: int) -> None:
+        """Whose node is to be removed does not train on until it is, if nothing kept it from hearing so."""
+        cloud_node, master = self.nodes.get(id_), self.sim.masters.listening()
+        node = None if cloud_node is None else cloud_node.node
+        agent = None if node is None else node.agent
+        if node is None or agent is None or master is None or self.sim.ended_at is not None:
+            return
+        connection = agent.channel.connection
+        is_attached = agent.channel.is_attached and connection is not None and master.lines.get(connection) is not None
+        is_held_up = node.link.is_cut or node.link.is_slow or agent.sleep.since is not None
+        is_disturbed = node.disturbed_at >= decided_at or self.sim.masters.were_disturbed_since(decided_at)
+        if agent.workers.is_training and is_attached and not is_held_up and not is_disturbed:
+            raise Violation("fleet", f"{node.label} shall be removed, and trains on as if nobody had told it")
 
     def check_removed(self) -> None:
         """Nothing of a job that is over stays behind."""

@@ -128,9 +128,13 @@ class Lines:
         if self.findings.get(finding.node) == finding:
             del self.findings[finding.node]
         if isinstance(finding, NodeSilent):
-            line = self.current.get(finding.node)
-            if line is not None and line.incarnation == finding.incarnation:
-                self._end(line)
+            self.end(finding.node, finding.incarnation)
+
+    def end(self, node: NodeId, incarnation: Incarnation) -> None:
+        """Close the stream of this life of the node, if it has one."""
+        line = self.current.get(node)
+        if line is not None and line.incarnation == incarnation:
+            self._end(line)
 
     def _end(self, line: Line) -> None:
         """Close our end of the stream; the agent may come back on another one."""

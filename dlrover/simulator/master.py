@@ -27,6 +27,7 @@ from dlrover.protocol.messages import (
     Attached,
     Command,
     DeadlinePassed,
+    EndStream,
     FinishJob,
     Incarnation,
     MasterStarted,
@@ -347,6 +348,7 @@ class VirtualMaster:
         oversight.release(self.sim, self, batch)
         frames: dict[Connection, list[Downward]] = {}
         told: dict[NodeId, None] = {}
+        ended: list[EndStream] = []
         is_over = False
         half = len(released) // 2 if self.crash_point is CrashPoint.HALF_RELEASED else -1
         for number, one in enumerate(released):
@@ -355,6 +357,7 @@ class VirtualMaster:
                 self.sim.masters.died(self, durable=self._job.encode(), why=CrashPoint.HALF_RELEASED.value)
                 return
             is_over |= self._release_one(one, staged[one.ticket], frames, told)
+            ended += [effect for effect in one.outcome.effects if isinstance(effect, EndStream)]
         for node in told:
             line = self.lines.current.get(node)
             if line is None:
@@ -367,6 +370,8 @@ class VirtualMaster:
                 line.told = desired.number
                 frames.setdefault(line.connection, []).append(Push(desired))
         self._flush(frames)
+        for effect in ended:  # behind what was sent on it
+            self.lines.end(effect.node, effect.incarnation)
         if is_over:
             self.sim.job_over()
 

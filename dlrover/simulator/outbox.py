@@ -29,7 +29,8 @@ class Outbox:
         self._last_sequence = 0
         self._held: dict[int, None] = {}
         """Refused for now."""
-        self._is_resend_planned = False
+        self._resends_on: Connection | None = None
+        """On which stream what is held will be sent again."""
         self._questions: dict[int, Query] = {}
         self._num_questions = 0
 
@@ -67,6 +68,7 @@ class Outbox:
     def detached(self) -> None:
         """What is held is sent with all the rest when there is a stream again."""
         self._held.clear()
+        self._resends_on = None
         self._questions.clear()
 
     # What the master says to it.
@@ -110,21 +112,21 @@ class Outbox:
         if number and number not in self._waiting:
             return
         self._held[number] = None
-        if not self._is_resend_planned:
-            self._is_resend_planned = True
+        if self._resends_on is None:
+            self._resends_on = self._agent.channel.connection
             pause = span(self._sim.chance.network, retry_after, 2 * retry_after)
-            self._sim.events.after(pause, self._send_held, self._agent.channel.connection)
+            self._sim.events.after(pause, self._send_held, self._resends_on)
 
-    def _send_held(self, connection: Connection | None) -> None:
+    def _send_held(self, connection: Connection) -> None:
         agent = self._agent
-        self._is_resend_planned = False
+        if (
+            not agent.is_alive
+            or self._resends_on is not connection
+            or agent.sleep.puts_off(self._send_held, connection)
+        ):
+            return
+        self._resends_on = None
         held, self._held = self._held, {}
-        if not agent.is_alive or connection is None or agent.channel.connection is not connection:
-            return
-        if agent.sleep.puts_off(self._send_held, connection):
-            self._held = held
-            self._is_resend_planned = True
-            return
         for number in sorted(held):
             if not number:
                 self._sim.network.send_up(connection, agent.presentation())

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.messages import Round, WorkerRequest
+from dlrover.protocol.messages import Reply, Round, WorkerRequest
 from dlrover.protocol.sync_messages import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncJoined, SyncState
 from dlrover.trainer import environment
 from dlrover.trainer.agent_link import Link, current_link, pause_before_retry
@@ -42,13 +42,26 @@ class SyncClient:
     def join_sync(self, name: str) -> bool:
         """False: refused, or too late, because the others went on without us."""
         try:
-            reply = self._link.ask(JoinSync(name=name, round=self._round), timeout=_PATIENCE)
+            reply = self._join(name)
         except (Rejected, Unavailable) as error:
             _log.warning("joining sync point %r failed: %s", name, error)
             return False
         assert isinstance(reply, SyncJoined), f"{reply} for a join"
         self._generations[name] = reply.generation
         return not reply.is_late
+
+    def _join(self, name: str) -> Reply:
+        """Again while a master that lost its journal does not know who is to be waited for: nobody is late then."""
+        end_at = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                return self._link.ask(JoinSync(name=name, round=self._round), timeout=_PATIENCE)
+            except Rejected as error:
+                left = end_at - time.monotonic()
+                if error.code != "world-unknown" or left <= 0:
+                    raise
+                _log.info("joining sync point %r goes on: %s", name, error)
+                pause_before_retry(left)
 
     def wait_sync_finished(self, name: str, timeout: float = 0) -> bool:
         """Whether all have joined within so many seconds; 0: however long it takes (an hour, then laggards are dropped)."""

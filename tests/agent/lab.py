@@ -22,7 +22,8 @@ from dlrover.agent.worker_group import PortOffer, WorkerGroup
 from dlrover.agent.worker_socket import WorkerSocket
 from dlrover.protocol.messages import JobTerms, Micros, NodeRank, RestartPolicy, Round, WorldSpec
 
-DEADLINE = 30.0
+DEADLINE = 60.0
+"""Of nothing that a test is about: on a busy machine the imports of torch alone take half of it."""
 
 
 @dataclass
@@ -129,6 +130,22 @@ def is_gone(pid: int) -> bool:
     return not os.path.exists(f"/proc/{pid}")
 
 
+def descriptors() -> set[tuple[str, str]]:
+    """
+    What this process has open. A leak is what was not among them before; less may be there at any time, when something of an
+    earlier test is closed at last.
+    """
+    return descriptors_of("self")
+
+
+def descriptors_of(pid: int | str) -> set[tuple[str, str]]:
+    found = set()
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that the list was read from
+            found.add((number, os.readlink(f"/proc/{pid}/fd/{number}")))
+    return found
+
+
 def make_config(runtime_dir: Path, target: str, *args: str, **changes: Any) -> AgentConfig:
     values: dict[str, Any] = {
         "job_name": "a-job",
@@ -165,7 +182,9 @@ async def group_of(
     spawner: Spawner, tree: ProcessTree, config: AgentConfig, world: WorldSpec | None = None, **options: Any
 ) -> AsyncIterator[WorkerGroup]:
     """A started group; whatever the test did, nothing of it is left afterwards."""
-    output = WorkerOutput(config.log, role=config.role, run_id=config.run_id, runtime_dir=config.runtime_dir)
+    output = WorkerOutput(
+        config.log, role=config.role, run_id=config.run_id, runtime_dir=config.runtime_dir, patience=DEADLINE
+    )
     worker_socket = await WorkerSocket.open(config.runtime_dir)
     offer = PortOffer.bind("127.0.0.1")
     group = WorkerGroup(

@@ -28,6 +28,7 @@ from dlrover.protocol.messages import (
     Attached,
     Command,
     Desired,
+    EndStream,
     FailureKind,
     Heartbeat,
     Incarnation,
@@ -45,7 +46,7 @@ from dlrover.protocol.messages import (
 )
 from dlrover.protocol.watch_messages import WatchObservation, WatchOrder
 
-DEADLINE = 10.0
+DEADLINE = 60.0
 AN_INSTANT = 1e-6
 """Seconds: the real channel's outage is never exactly zero while there is none, even if no time has passed."""
 
@@ -121,6 +122,8 @@ class LoopbackMaster:
         for effect in outcome.effects:
             if isinstance(effect, TellNode) and effect.node in self._lines:
                 self._lines[effect.node].push(self.job.desired(effect.node))
+            elif isinstance(effect, EndStream) and effect.node in self._lines:
+                self._lines[effect.node].break_stream(is_seen=False)
         self.news.tell()
         return outcome
 

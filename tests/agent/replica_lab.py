@@ -21,6 +21,7 @@ from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request, sum_s
 from dlrover.snapshot.segment import Segment, SegmentWriter, SlotName, segment_paths
 from dlrover.snapshot.segment_format import Owner
 from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter, load_state
+from tests.agent.lab import DEADLINE
 
 JOB = "job"
 TOKEN = "a token"
@@ -85,7 +86,8 @@ class Lab:
         """Who else is named as a neighbour."""
 
     def start(self, node: int, **config: Any) -> Replicas:
-        settings = {"stall": 1.0, "ask_limit": 3.0, "fetch_limit": 5.0, "copies": 1, **config}
+        patient = {"stall": 10.0, "ask_limit": DEADLINE, "fetch_limit": DEADLINE, "parity_limit": DEADLINE}
+        settings = {"copies": 1, **patient, **config}
         self.homes[node] = self.folder / f"job.launch.node-{node}"
         replicas = Replicas(
             ReplicaConfig(job=JOB, **settings),

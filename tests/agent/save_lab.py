@@ -10,6 +10,7 @@ from dlrover.core.turn import NotYet
 from dlrover.protocol.checkpoint_messages import AnyCheckpointCommand, AwaitSaveDuties, CheckpointCommand
 from dlrover.protocol.errors import Unavailable
 from dlrover.protocol.messages import LookAgain, Reply
+from tests.agent.lab import DEADLINE
 from tests.core.scene import Scene, terms
 
 
@@ -40,7 +41,7 @@ class CoreInHand:
     async def until_told(self, kind: type) -> None:
         while not any(isinstance(command, kind) for command in self.told):
             self._told.clear()
-            await asyncio.wait_for(self._told.wait(), 10)
+            await asyncio.wait_for(self._told.wait(), DEADLINE)
 
     def go_away(self) -> None:
         self.is_away = True
@@ -59,7 +60,7 @@ class CoreInHand:
             if not isinstance(answer, NotYet):
                 return answer
             changed = self._changed[answer.topics[0]] = asyncio.Event()
-            await asyncio.wait_for(changed.wait(), 30)
+            await asyncio.wait_for(changed.wait(), DEADLINE)
 
     def kinds(self) -> list[str]:
         return [type(command).__name__ for command in self.told]

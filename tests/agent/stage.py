@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,10 @@ from tests.agent.loopback import DEADLINE, LoopbackChannel, LoopbackMaster, News
 
 PATIENCE = Patience(heartbeat=0.005, lease=60.0, farewell=5.0, finished=0.01, first_connection=0.0)
 GRACE = 600.0
+_PORTS_OF_EACH = 250
+_FIRST_PORT = 30_000 + _PORTS_OF_EACH * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 11)
+_PORTS = range(_FIRST_PORT, _FIRST_PORT + _PORTS_OF_EACH)
+"""Between those that agents take (see `PortOffer`) and those from which outgoing connections come."""
 
 
 class Life:
@@ -97,7 +103,14 @@ class Stage:
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    offers = [PortOffer.bind("127.0.0.1") for _ in range(count)]
-    for offer in offers:
-        offer.release()
-    return tuple(offer.port for offer in offers)
+    """They stay free until the test takes them: neither the kernel nor an agent takes one by chance, nor another process of the tests."""
+    free: list[int] = []
+    for port in random.sample(_PORTS, len(_PORTS)):
+        try:
+            PortOffer.bind("127.0.0.1", [port]).release()
+        except OSError:
+            continue
+        free.append(port)
+        if len(free) == count:
+            break
+    return tuple(free)

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.agent.agent import EXIT_BY_SIGNAL, EXIT_FAILED, EXIT_MASTER_LOST
+from dlrover.protocol.fleet_messages import DefineFleet, FleetSpec, NodesListed, NodeType, ReplicaSpec
 from dlrover.protocol.messages import (
     Attach,
     Detection,
@@ -23,6 +24,7 @@ from dlrover.protocol.messages import (
     Run,
     StopCause,
 )
+from dlrover.protocol.steering_messages import RelaunchNode
 from tests.agent.stage import GRACE, PATIENCE
 
 # The master away.
@@ -258,6 +260,27 @@ async def test_a_node_that_is_dismissed_stops_its_workers_and_leaves_with_that_c
     assert [leave.reason for leave in stage.master.heard_of(LeaveJob)] == [LeaveReason.DISMISSED]
 
 
+@pytest.mark.parametrize("has_stream", [True, False])
+async def test_a_node_that_is_exchanged_stops_its_workers_and_does_not_come_again(stage, has_stream):
+    """Whether it hears so at once, or has no stream then and hears it when it is back."""
+    stage.master.apply(DefineFleet(spec=FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=1)})))
+    stage.master.apply(NodesListed(nodes=()))
+    life = stage.begin(platform_node=0)
+    group = await life.workers.running(1)
+    node, _ = life.channel.whom()
+    if not has_stream:
+        life.channel.cut()
+    stage.master.apply(RelaunchNode(node=node, reason="slow disk"))
+    life.channel.restore()
+    result = await life.result()
+    assert (result.exit_code, result.is_job_alive) == (EXIT_FAILED, True)
+    assert "somebody asked for it (slow disk)" in result.message
+    assert group.stops == [(StopCause.MEMBERSHIP, signal.SIGTERM)]
+    assert [(type(command), code) for command, code in stage.master.refused] == [(Attach, "node-released")]
+    assert not stage.master.heard_of(LeaveJob), "nobody waits for its farewell"
+    assert not stage.master.job.state.nodes.live
+
+
 async def test_a_preemption_notice_is_told_before_workers_have_stopped(stage, tmp_path):
     notice = tmp_path / "preempted"
     terms = JobTerms(limits=Limits(min_nodes=1, max_nodes=2))
@@ -277,11 +300,11 @@ async def test_a_preemption_notice_is_told_before_workers_have_stopped(stage, tm
 
 
 async def test_heartbeat_and_lease_come_from_the_terms_of_the_job(stage):
-    """With the heartbeat of 5 s that is the default nobody would look within the deadline of this test."""
+    """With the heartbeat of 5 s that is the default so many would not come within the deadline of this test."""
     terms = JobTerms(detection=Detection(heartbeat=0.005, silence=40.0, suspicion=12.0))
     life = stage.begin(terms=terms, patience=None)
     await life.workers.running(1)
-    await stage.until(lambda: len(stage.master.beats) > 2)
+    await stage.until(lambda: len(stage.master.beats) > 20)
 
 
 async def test_an_attach_whose_answer_was_lost_is_repeated(stage):

@@ -206,8 +206,7 @@ def test_a_directory_whose_record_is_lost_goes_when_nobody_is_in_it(cgroups: Cgr
     try:
         if state == "in use":
             (generation / "cgroup.procs").write_text(str(process.pid))
-        if state != "young":
-            os.utime(cgroups.path, (0, 0))
+        os.utime(cgroups.path, None if state == "young" else (0, 0))
         remove_abandoned(older_than=0.0)
         assert os.path.exists(cgroups.path) == (state != "abandoned")
     finally:

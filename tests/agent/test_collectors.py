@@ -172,7 +172,9 @@ async def test_users_own_are_asked_apart_from_each_other_and_what_they_raise_is_
     def of(kind: str) -> list[SampleTaken]:
         return [each for each in observed if isinstance(each, SampleTaken) and each.kind == kind]
 
-    await until(lambda: of("held") and all(each.num_calls > 2 for each in mine.values()))
+    await until(
+        lambda: held.num_calls and of("held") and of("moody") and all(each.num_calls > 30 for each in mine.values())
+    )
     assert of("numbers")[0].numbers == {"a": 1.0, "3": 2.5}
     assert len(of("text")[0].text) == 65536
     assert [each.trouble for each in of("lost")] == ["RuntimeError: GPU is lost"]

@@ -35,6 +35,7 @@ from dlrover.snapshot.segment import SegmentWriter, SlotName
 from dlrover.snapshot.segment_format import Owner
 from dlrover.snapshot.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter
+from tests.agent.lab import DEADLINE
 from tests.agent.save_lab import CoreInHand
 
 
@@ -98,7 +99,7 @@ class Node:
 
     async def idle(self) -> None:
         """Until nothing is being written or waited for."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE):
             while self.saver._tasks:
                 await asyncio.wait(self.saver._tasks)
 
@@ -351,7 +352,7 @@ async def test_a_requested_save_reaches_the_trainers(make: Make) -> None:
     for effect in outcome.effects:
         assert isinstance(effect, LookAgain)
         core.wake(*effect.topics)
-    await asyncio.wait_for(first.has_heard.wait(), 10)
+    await asyncio.wait_for(first.has_heard.wait(), DEADLINE)
     news = first.heard[0]
     assert isinstance(news, SaveRequested)
     assert news.reason == "maintenance"

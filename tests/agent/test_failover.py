@@ -20,6 +20,7 @@ from dlrover.protocol.messages import (
     StopJob,
     WorkerFailure,
 )
+from tests.agent.lab import DEADLINE, until
 
 BOOM = WorkerFailure(
     global_rank=3, local_rank=1, pid=7, kind=FailureKind.EXCEPTION, exited_at=Micros(0), message="ValueError: boom"
@@ -34,12 +35,12 @@ class Says(DynamicAgentFailoverExtension):
         self.may_go = threading.Event()
 
     def get_user_failover_strategy(self, failure_info: AgentFailureInfo) -> FailoverStrategy:
-        self.heard = failure_info
-        if self.answer == "hold":
-            self.may_go.wait(30)
-        if isinstance(self.answer, BaseException):
-            raise self.answer
-        return self.answer  # type: ignore[return-value]
+        answer, self.heard = self.answer, failure_info
+        if answer == "hold":
+            self.may_go.wait(DEADLINE)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ class Says(DynamicAgentFailoverExtension):
 )
 async def test_what_an_extension_answers_is_told_to_the_master(answer: object, told: list[type]) -> None:
     extension = Says(answer)
-    commands = await Failover(extension).decide(REPORT, node_rank=5)
+    commands = await Failover(extension, time_limit=DEADLINE).decide(REPORT, node_rank=5)
     assert [type(command) for command in commands] == told
     assert extension.heard is not None
     assert extension.heard.node_rank == 5
@@ -73,6 +74,7 @@ async def test_an_extension_that_hangs_delays_the_first_report_only() -> None:
     extension = Says("hold")
     failover = Failover(extension, time_limit=0.05)
     assert await failover.decide(REPORT, node_rank=0) == [REPORT]
+    await until(lambda: extension.heard is not None)
     extension.answer = FailoverStrategy.ABORTION_FAILOVER
     assert await failover.decide(REPORT, node_rank=0) == [REPORT], "the first call still runs"
     extension.may_go.set()

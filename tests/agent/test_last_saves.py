@@ -9,9 +9,8 @@ import pytest
 
 from dlrover.agent.last_saves import LastSaves
 from dlrover.agent.saver import Saver, SaverConfig
+from tests.agent.lab import DEADLINE
 from tests.agent.test_saver import Trainer, news
-
-DEADLINE = 60.0
 
 
 @pytest.fixture

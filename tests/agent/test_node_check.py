@@ -247,10 +247,14 @@ TASK = """
         print("it broke here", file=sys.stderr)
         sys.exit(int(what[4:]))
     if what != "silent":
-        with open(os.path.join(os.environ["DLROVER_CHECK_DIR"], rank + ".json"), "w") as file:
+        folder = os.environ["DLROVER_CHECK_DIR"]
+        with open(os.path.join(folder, rank + ".part"), "w") as file:
             milliseconds = float(what[6:]) if what.startswith("absurd") else 10.0 + int(rank)
             json.dump({"time": milliseconds, "bandwidth_gbps": 3.0, "local_rank": int(rank)}, file)
+        os.rename(file.name, os.path.join(folder, rank + ".json"))
     if what == "late" and rank == "1":
+        while not os.path.exists(os.path.join(folder, "0.json")):
+            time.sleep(0.01)  # the other one is stopped when this one has failed
         sys.exit(1)
 """
 

@@ -5,6 +5,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from dlrover.agent.config import LogConfig
 from dlrover.agent.output import TAIL_BYTES, WorkerFiles, WorkerOutput
 from dlrover.protocol.errors import ConfigError
+from tests.agent.lab import DEADLINE, descriptors, until
 
 Maker = Callable[..., WorkerOutput]
 
@@ -22,10 +24,12 @@ Maker = Callable[..., WorkerOutput]
 async def make(tmp_path: Path) -> AsyncIterator[Maker]:
     made: list[WorkerOutput] = []
 
-    def make(**config: Any) -> WorkerOutput:
+    def make(*, patience: float = DEADLINE, **config: Any) -> WorkerOutput:
         runtime_dir = tmp_path / "runtime"
         runtime_dir.mkdir(exist_ok=True)
-        output = WorkerOutput(LogConfig(**config), role="trainer", run_id="run/1", runtime_dir=str(runtime_dir))
+        output = WorkerOutput(
+            LogConfig(**config), role="trainer", run_id="run/1", runtime_dir=str(runtime_dir), patience=patience
+        )
         made.append(output)
         return output
 
@@ -129,12 +133,11 @@ async def test_lines_that_match_are_collected_over_all_ranks(
 
 async def test_filters_without_tee_make_empty_files_and_leak_nothing(make: Maker, tmp_path: Path) -> None:
     output = make(log_dir=str(tmp_path), redirect_default=3, duplicate_stderr_filters=("x",))
-    counts = []
+    before = descriptors()
     for attempt in range(3):
         output.open_attempt(attempt, [0])
         await output.close_attempt()
-        counts.append(len(os.listdir("/proc/self/fd")))
-    assert len(set(counts)) == 1
+    assert descriptors() <= before
     assert Path(output.log_dir, "attempt_2", "filtered_stderr.log").read_text() == ""
 
 
@@ -173,23 +176,63 @@ async def test_a_process_that_keeps_the_pipe_open_does_not_keep_the_agent_waitin
     held = os.dup(zero.stderr)
     say(zero, "", "last words\n")
     zero.close_descriptors()
-    await asyncio.wait_for(output.drain(zero), 1)
-    await asyncio.wait_for(output.close_attempt(), 1)
+    await asyncio.wait_for(output.drain(zero), DEADLINE / 2)
+    await asyncio.wait_for(output.close_attempt(), DEADLINE / 2)
     assert zero.tail() == "last words\n"
     os.close(held)
     assert capfd.readouterr().err == "last words\n"
 
 
+async def test_the_last_words_are_waited_for_while_nobody_runs_the_thread_that_copies_them(
+    make: Maker, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A busy machine is no console that takes no bytes; and a failure is judged by these words."""
+    output = make(patience=0.05)
+    (zero,) = output.open_attempt(0, [0])
+    may_run = threading.Event()
+    output._pump._call(may_run.wait)
+    say(zero, "", "last words\n")
+    draining = asyncio.create_task(output.drain(zero))
+    done, _ = await asyncio.wait([draining], timeout=0.2)
+    assert not done
+    may_run.set()
+    await asyncio.wait_for(draining, DEADLINE)
+    assert zero.tail() == "last words\n"
+
+
+@pytest.mark.parametrize("is_blocked_before", [True, False])
+async def test_a_console_that_takes_no_bytes_ends_the_wait(
+    make: Maker,
+    full_pipe: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_blocked_before: bool,
+) -> None:
+    monkeypatch.setattr("dlrover.agent.output._LONGEST", 2 * DEADLINE)
+    output = make(patience=0.05)
+    (zero,) = output.open_attempt(0, [0])
+    zero.copies[0].console = full_pipe[1]
+    say(zero, "", "last words\n")
+    if is_blocked_before:
+        await until(lambda: zero.tail())
+    await asyncio.wait_for(output.drain(zero), DEADLINE / 2)
+    await asyncio.wait_for(output.close_attempt(), DEADLINE / 2)
+    assert zero.tail() == "last words\n"
+    assert caplog.text.count("the console takes no more") == 2
+    while os.read(full_pipe[0], 65536)[-11:] != b"last words\n":
+        pass
+    os.close(full_pipe[1])
+
+
 async def test_attempts_follow_each_other_and_leak_nothing(make: Maker, capfd: pytest.CaptureFixture[str]) -> None:
     output = make()
-    counts = []
+    before = descriptors()
     for attempt in range(5):
         for files in output.open_attempt(attempt, [0, 1]):
             say(files, "", f"{attempt}\n")
             files.close_descriptors()
         await output.close_attempt()
-        counts.append(len(os.listdir("/proc/self/fd")))
-    assert len(set(counts[1:])) == 1
+    assert descriptors() <= before
     attempts = os.listdir(os.path.dirname(os.path.dirname(os.path.dirname(files.error_file))))
     assert sorted(attempts) == ["attempt_3", "attempt_4"]
     assert capfd.readouterr().err.splitlines() == ["0", "0", "1", "1", "2", "2", "3", "3", "4", "4"]
@@ -309,7 +352,7 @@ import asyncio, os, sys
 from dlrover.agent.config import LogConfig
 from dlrover.agent.output import WorkerOutput
 async def main():
-    output = WorkerOutput(LogConfig(), role="r", run_id="i", runtime_dir={str(tmp_path)!r})
+    output = WorkerOutput(LogConfig(), role="r", run_id="i", runtime_dir={str(tmp_path)!r}, patience={DEADLINE})
     (files,) = output.open_attempt(0, [0])
     for _ in range(3):
         os.write(files.stderr, b"into the void\\n")
@@ -322,7 +365,7 @@ asyncio.run(main())
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-c", code], stderr=writer, stdout=subprocess.PIPE, timeout=30, check=False, text=True
+        [sys.executable, "-c", code], stderr=writer, stdout=subprocess.PIPE, timeout=DEADLINE, check=False, text=True
     )
     os.close(writer)
     assert (done.returncode, done.stdout) == (0, "42\n")

@@ -12,6 +12,7 @@ from dlrover.agent.peers import Connection, PeerServer, Secret, connect
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import ConfigError, DLRoverError
 from dlrover.protocol.peer_messages import Accepted, ListHeld
+from tests.agent.lab import DEADLINE
 from tests.protocol.test_certificates import Authority
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program for certificates")
@@ -24,8 +25,8 @@ def answer(connection: Connection) -> None:
     connection.send(Accepted())
 
 
-def talk(server: PeerServer, tls: TlsConfig | None) -> None:
-    with connect(server.address, SECRET, tls, deadline=time.monotonic() + 5, stall=2.0) as connection:
+def talk(server: PeerServer, tls: TlsConfig | None, *, patience: float = DEADLINE) -> None:
+    with connect(server.address, SECRET, tls, deadline=time.monotonic() + patience, stall=patience) as connection:
         connection.send(ListHeld(round=1))
         connection.receive(Accepted)
 
@@ -33,13 +34,13 @@ def talk(server: PeerServer, tls: TlsConfig | None) -> None:
 def test_with_certificates_only_those_of_the_jobs_authority_are_let_in(tmp_path):
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     node = replace(ours.issue("node"), ca=ours.ca)
-    server = PeerServer("127.0.0.1", SECRET, node, answer, stall=2.0)
+    server = PeerServer("127.0.0.1", SECRET, node, answer, stall=DEADLINE)
     try:
         talk(server, node)
         stranger = replace(theirs.issue("stranger"), ca=ours.ca)
         for tls in (None, stranger, replace(node, ca=theirs.ca), TlsConfig(ca=ours.ca)):
             with pytest.raises(DLRoverError):
-                talk(server, tls)
+                talk(server, tls, patience=2.0)  # without a certificate both wait for the other to begin
         talk(server, node)
     finally:
         server.close()

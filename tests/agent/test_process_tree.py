@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from dlrover.agent import process_tree
 from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.spawner import Spawner
 from dlrover.host import processes
 from dlrover.host.processes import descendants, look_up
 from dlrover.protocol.messages import StopCause
-from tests.agent.lab import is_alive, is_gone, start_process, until, write
+from tests.agent.lab import DEADLINE, is_alive, is_gone, start_process, until, write
 
 FAMILY = """
     # A process with a child, a grandchild in a session of its own, and a daemon that nobody waits for.
@@ -74,7 +75,7 @@ SAVER = """
         time.sleep(0.01)
     while os.getppid() != int(os.environ["ADOPTER"]):
         time.sleep(0.01)  # the shell above is gone
-    time.sleep(0.3)
+    time.sleep(0.3)  # longer than somebody without a handler has
     with open(saved, "w") as file:
         file.write("whole")
     os._exit(0)
@@ -96,7 +97,7 @@ async def test_a_stop_reaches_children_in_other_sessions_and_daemons(
     spawner: Spawner, tree: ProcessTree, tmp_path: Path, cause: StopCause
 ) -> None:
     pid, family, exited = await start_family(tmp_path, tree)
-    await asyncio.wait_for(tree.stop([pid], cause=cause, shutdown_timeout=20), 10)
+    await asyncio.wait_for(tree.stop([pid], cause=cause, shutdown_timeout=2 * DEADLINE), DEADLINE)
     assert all(is_gone(member) for member in family)
     assert exited.result().signal == signal.SIGTERM
     assert all(is_alive(zygote) for zygote in spawner.zygote_pids)
@@ -104,8 +105,11 @@ async def test_a_stop_reaches_children_in_other_sessions_and_daemons(
 
 @pytest.mark.parametrize("cause", StopCause)
 async def test_a_program_behind_a_shell_that_dies_first_may_still_use_its_handler(
-    tree: ProcessTree, tmp_path: Path, cause: StopCause
+    tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: StopCause
 ) -> None:
+    """Its own child would have as much time, if it were taken for a program, too."""
+    for grace in ("GRACE_AFTER_FAILURE", "GRACE_FOR_MEMBERSHIP"):
+        monkeypatch.setattr(process_tree, grace, 2 * DEADLINE)
     script, report, saved = write(tmp_path / "saver.py", SAVER), tmp_path / "pid", tmp_path / "saved"
     command = f"{sys.executable} {script} {report} {saved}; :"
     environ = {**os.environ, "ADOPTER": str(os.getpid())}
@@ -115,7 +119,7 @@ async def test_a_program_behind_a_shell_that_dies_first_may_still_use_its_handle
     await until(report.exists)
     family = [process.pid for process in descendants(shell.pid)]
     assert len(family) == 2
-    given = await asyncio.wait_for(tree.stop([shell.pid], cause=cause, shutdown_timeout=20), 10)
+    given = await asyncio.wait_for(tree.stop([shell.pid], cause=cause, shutdown_timeout=2 * DEADLINE), DEADLINE)
     assert exited.result().signal == signal.SIGTERM
     assert list(given) == [shell.pid]
     assert saved.read_text() == "whole"
@@ -125,7 +129,7 @@ async def test_a_program_behind_a_shell_that_dies_first_may_still_use_its_handle
 async def test_who_ignores_sigterm_is_killed_after_the_grace(tree: ProcessTree, tmp_path: Path) -> None:
     pid, family, exited = await start_family(tmp_path, tree, "ignore")
     began_at = time.monotonic()
-    await asyncio.wait_for(tree.stop([pid], cause=StopCause.END_OF_JOB, shutdown_timeout=0.3), 10)
+    await asyncio.wait_for(tree.stop([pid], cause=StopCause.END_OF_JOB, shutdown_timeout=0.3), DEADLINE)
     assert time.monotonic() - began_at >= 0.3
     assert exited.result().signal == signal.SIGKILL
     assert all(is_gone(member) for member in family)
@@ -135,7 +139,7 @@ async def test_a_stopped_process_is_woken_to_take_the_signal(tree: ProcessTree, 
     pid, family, exited = await start_family(tmp_path, tree)
     os.kill(pid, signal.SIGSTOP)
     await until(lambda: look_up(pid).state == "T")
-    await asyncio.wait_for(tree.stop([pid], cause=StopCause.MEMBERSHIP, shutdown_timeout=20), 10)
+    await asyncio.wait_for(tree.stop([pid], cause=StopCause.MEMBERSHIP, shutdown_timeout=20), DEADLINE)
     assert exited.result().signal == signal.SIGTERM
     assert all(is_gone(member) for member in family)
 
@@ -167,7 +171,7 @@ async def test_orphans_that_end_by_themselves_are_reaped(tree: ProcessTree, tmp_
     process = start_process(sys.executable, script, str(report), stdin=subprocess.PIPE, start_new_session=True)
     exited = tree.watch(process.pid)
     process.returncode = 0
-    assert (await asyncio.wait_for(exited, 10)).exit_code == 7
+    assert (await asyncio.wait_for(exited, DEADLINE)).exit_code == 7
     await until(report.exists)
     orphan = int(report.read_text())
     assert look_up(orphan).parent_pid == os.getpid()
@@ -191,7 +195,7 @@ async def test_helpers_and_what_is_below_them_outlive_the_workers_and_end_with_u
     await until(report.exists)
     below = [int(pid) for pid in report.read_text().split()]
     pid, family, _exited = await start_family(tmp_path, tree)
-    await asyncio.wait_for(tree.stop([pid], cause=StopCause.FAILURE, shutdown_timeout=20), 10)
+    await asyncio.wait_for(tree.stop([pid], cause=StopCause.FAILURE, shutdown_timeout=20), DEADLINE)
     tree.kill()
     assert all(is_gone(member) for member in family)
     assert helper.poll() is None
@@ -208,8 +212,8 @@ async def test_without_pidfds_the_exit_arrives_by_sigchld(
     monkeypatch.setattr(processes, "HAS_PIDFD", False)
     pid, family, exited = await start_family(tmp_path, tree)
     os.kill(pid, signal.SIGUSR1)
-    assert (await asyncio.wait_for(exited, 10)).signal == signal.SIGUSR1
-    await asyncio.wait_for(tree.sweep(), 10)
+    assert (await asyncio.wait_for(exited, DEADLINE)).signal == signal.SIGUSR1
+    await asyncio.wait_for(tree.sweep(), DEADLINE)
     assert all(is_gone(member) for member in family)
 
 
@@ -241,7 +245,7 @@ def test_the_launcher_kills_descendants_without_a_loop(tmp_path: Path) -> None:
         """,
     )
     report = tmp_path / "pids"
-    subprocess.run([sys.executable, launcher, str(report)], check=True, timeout=30)
+    subprocess.run([sys.executable, launcher, str(report)], check=True, timeout=DEADLINE)
     pids = [int(pid) for pid in report.read_text().split()]
     assert len(pids) == 3
     assert all(is_gone(pid) for pid in pids)

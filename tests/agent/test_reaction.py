@@ -23,8 +23,7 @@ from dlrover.agent.process_tree import (
 )
 from dlrover.agent.reaction import LOOK_EVERY, Handler, Reaction
 from dlrover.agent.spawner import Spawner
-from dlrover.agent.worker_group import PortOffer, split_address
-from dlrover.host.processes import look_up
+from dlrover.host.processes import descendants, look_up
 from dlrover.protocol.messages import StopCause
 from tests.agent.lab import DEADLINE, environment, is_alive, until, write
 
@@ -32,10 +31,16 @@ PRELUDE = """
     import os, signal, time
     def note(name):
         open(os.path.join(os.environ["NOTES"], name), "w").close()
+    def linger():
+        while True:
+            time.sleep(0.001)  # a signal just before `signal.pause()` would be handled when that is over
     def leave(number, frame):
         note("began")
         os._exit(0)  # not through the teardown of torch, which takes long on a busy machine
 """
+
+PATIENCE = DEADLINE
+"""Seconds that a handler has in these tests after a failure: nobody needs them, whatever the machine does meanwhile."""
 
 
 class Started(NamedTuple):
@@ -47,8 +52,9 @@ Start = Callable[..., Awaitable[Started]]
 
 
 @pytest.fixture
-def start(tree: ProcessTree, spawner: Spawner, tmp_path: Path) -> Start:
+def start(tree: ProcessTree, spawner: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     """Start a script after the prelude; it notes what it does in the test's directory. Returns when it has noted `ready`."""
+    monkeypatch.setattr(process_tree, "GRACE_AFTER_FAILURE", PATIENCE)
 
     async def start(source: str, *, by: Spawner = spawner, ready: str = "ready", **variables: str) -> Started:
         script = write(tmp_path / f"{ready}.py", textwrap.dedent(PRELUDE) + write_out(source))
@@ -73,9 +79,8 @@ def write_out(source: str) -> str:
     return "\n" + textwrap.dedent(source)
 
 
-async def stop(tree: ProcessTree, *pids: int, shutdown_timeout: float = 30.0) -> dict[int, float]:
-    stopping = tree.stop(pids, cause=StopCause.FAILURE, shutdown_timeout=shutdown_timeout)
-    return await asyncio.wait_for(stopping, DEADLINE)
+async def stop(tree: ProcessTree, *pids: int, shutdown_timeout: float = PATIENCE) -> dict[int, float]:
+    return await tree.stop(pids, cause=StopCause.FAILURE, shutdown_timeout=shutdown_timeout)
 
 
 async def until_asleep(pid: int) -> None:
@@ -107,30 +112,26 @@ COLLECTIVES = {
 async def test_a_worker_inside_a_collective_is_not_waited_for(
     start: Start, tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collective: str
 ) -> None:
-    offer = PortOffer.bind("127.0.0.1")
-    host, port = split_address(offer.address)
-    offer.release()
     source = """
         import torch, torch.distributed as dist
         signal.signal(signal.SIGTERM, leave)
         def wait():
             note("ready1")
             signal.pause()
-        dist.init_process_group("gloo")
-        rank = dist.get_rank()
+        rank = int(os.environ["RANK"])
+        store = dist.FileStore(os.path.join(os.environ["NOTES"], "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     """
     source = write_out(source) + write_out(COLLECTIVES[collective])
-    variables = {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    stuck, peer = await asyncio.gather(
-        *(start(source, ready=f"ready{rank}", RANK=str(rank), **variables) for rank in range(2))
-    )
+    stuck, peer = await asyncio.gather(*(start(source, ready=f"ready{rank}", RANK=str(rank)) for rank in range(2)))
     await until_asleep(stuck.pid)
     with monkeypatch.context() as on_another_node:
         # Its peer must outlive it: gloo leaves the collective when a connection breaks.
         on_another_node.setattr(tree, "_keep", lambda keep=tree._keep: (*keep(), peer.pid))
         given = await stop(tree, stuck.pid)
         assert is_alive(peer.pid)
-    assert given == {stuck.pid: GRACE_WITHOUT_HANDLER}
+    # Usually for no longer than it is looked at; but the signal wakes it for an instant, which lasts while others have the processor.
+    assert given[stuck.pid] < PATIENCE
     assert stuck.exit.result().signal == signal.SIGKILL
     assert not (tmp_path / "began").exists()
 
@@ -144,11 +145,10 @@ async def test_a_handler_that_saves_its_state_may_finish(start: Start, tree: Pro
             os._exit(0)
         signal.signal(signal.SIGTERM, save)
         note("ready")
-        while True:
-            time.sleep(0.001)
+        linger()
         """
     )
-    assert await stop(tree, worker.pid) == {worker.pid: GRACE_AFTER_FAILURE}
+    assert await stop(tree, worker.pid) == {worker.pid: PATIENCE}
     assert worker.exit.result().exit_code == 0
     assert (tmp_path / "saved").exists()
 
@@ -159,10 +159,7 @@ async def test_a_worker_without_a_handler_needs_no_time(start: Start, tree: Proc
     assert worker.exit.result().signal == signal.SIGTERM
 
 
-async def test_one_long_call_into_c_is_no_collective(
-    start: Start, tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_tree, "GRACE_AFTER_FAILURE", DEADLINE)  # the call takes its time on a busy machine
+async def test_one_long_call_into_c_is_no_collective(start: Start, tree: ProcessTree, tmp_path: Path) -> None:
     worker = await start("signal.signal(signal.SIGTERM, leave); note('ready'); sum(range(12_000_000)); time.sleep(60)")
     await stop(tree, worker.pid)
     assert worker.exit.result().exit_code == 0
@@ -209,12 +206,20 @@ async def test_the_handler_of_a_child_is_not_the_workers(
     start: Start, tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reaction, "_ACCELERATORS", ("/dev/zero",))
-    monkeypatch.setattr(process_tree, "LOOK_EVERY", 2.0)  # so long the child has for its note, on a busy machine
-    worker = await start(ENDLESS.format("if os.fork() == 0: note('child'); signal.pause()"))
+    child = """
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, lambda *_: note("began"))
+        note("child")
+        linger()
+    """
+    worker = await start(ENDLESS.format(child))
     await until((tmp_path / "child").exists)
+    (below,) = descendants(worker.pid)
+    os.kill(below.pid, signal.SIGTERM)
+    await until((tmp_path / "began").exists)
+    assert Reaction(below.pid).has_begun()
     await until_computing(worker.pid)
-    assert await stop(tree, worker.pid) == {worker.pid: 2.0}
-    assert (tmp_path / "began").exists()
+    assert await stop(tree, worker.pid) == {worker.pid: LOOK_EVERY}
 
 
 @pytest.mark.parametrize(
@@ -265,7 +270,7 @@ async def test_a_script_sees_its_own_handlers_only(start: Start, tree: ProcessTr
         except TypeError:
             assert getsignal(15) is leave
             note("ready")
-        signal.pause()
+        linger()
         """
     )
     await stop(tree, worker.pid)

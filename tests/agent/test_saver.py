@@ -17,6 +17,7 @@ from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request
 from dlrover.snapshot.segment import Segment, SegmentWriter, SlotName
 from dlrover.snapshot.segment_format import Owner
 from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter
+from tests.agent.lab import DEADLINE
 
 
 class Trainer:
@@ -112,10 +113,10 @@ async def test_a_storage_save_is_written_and_committed(make, start, tmp_path):
 
 
 async def test_a_limit_of_the_bandwidth_ends_with_the_job(make, start, tmp_path):
-    saver = make(bytes_per_second=1000.0)
+    saver = make(bytes_per_second=1000.0, patience_at_signal=DEADLINE)
     name = start(saver).save(3, is_storage=True, num_elements=2_500_000)
     saver.on_saved(news(name, is_storage=True))
-    await asyncio.wait_for(saver.drain(is_hurried=True), 20)  # by the limit more than an hour
+    await asyncio.wait_for(saver.drain(is_hurried=True), DEADLINE)  # by the limit more than an hour
     assert committed(tmp_path) == "3"
 
 
@@ -123,7 +124,7 @@ async def test_a_memory_save_is_summed_and_not_written(make, start, tmp_path):
     saver = make()
     name = start(saver).save(3, is_storage=False)
     assert saver.on_saved(news(name, is_storage=False)) is None
-    await asyncio.wait_for(saver._summing, 10)
+    await asyncio.wait_for(saver._summing, DEADLINE)
     with Segment(name.path) as segment, segment.pin(name.slot) as pinned:
         assert pinned.verify()
     assert not (tmp_path / "checkpoints").exists()
@@ -216,7 +217,7 @@ async def test_slow_storage_does_not_keep_a_leaving_agent(make, start, tmp_path,
     """Nobody writes the second shard: as slow as storage can be."""
     saver = make(patience_at_signal=0.2)
     saver.on_saved(news(start(saver, 0, 2).save(6, is_storage=True), is_storage=True))
-    await asyncio.wait_for(saver.drain(is_hurried=True), 5)
+    await asyncio.wait_for(saver.drain(is_hurried=True), DEADLINE)
     assert "are lost" in caplog.text
 
 

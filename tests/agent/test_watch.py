@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import resource
@@ -41,7 +42,17 @@ from dlrover.protocol.watch_messages import (
     WatchOrder,
     WorkerDump,
 )
-from tests.agent.lab import DEADLINE, environment, make_world, run_plainly, run_worker, start_process, until, write
+from tests.agent.lab import (
+    DEADLINE,
+    descriptors,
+    environment,
+    make_world,
+    run_plainly,
+    run_worker,
+    start_process,
+    until,
+    write,
+)
 
 T = TypeVar("T")
 NO_SAMPLER = "py-spy (extra `stacks`) is not installed, or may not look into other processes"
@@ -66,6 +77,9 @@ WORKER = """
         print("ready", flush=True)
         sys.stdin.readline()
 
+    def go_deep(levels=90):
+        go_deep(levels - 1) if levels else read_the_next_line()
+
     writer = phases.current()
     for _ in range(20):
         writer.leave(writer.enter(phases.DATA), phases.AFTER_DATA)
@@ -75,7 +89,8 @@ WORKER = """
     if "override" in sys.argv:
         signal.signal(int(os.environ["DLROVER_DUMP_SIGNAL"]), lambda *_: None)
     with phases.span(phases.BACKWARD):
-        {"lock": wait_for_a_lock, "gil": hold_the_interpreter}.get(sys.argv[1], read_the_next_line)()
+        ways = {"lock": wait_for_a_lock, "gil": hold_the_interpreter, "deep": go_deep}
+        ways.get(sys.argv[1], read_the_next_line)()
     read_the_next_line()
 """
 
@@ -93,10 +108,10 @@ class Lab:
     def _on_observation(self, observation: WatchObservation) -> None:
         self.observed.append(observation)
 
-    async def start(self, *modes: str) -> None:
+    async def start(self, *modes: str, **variables: str) -> None:
         self.watch.open_round(make_world(len(modes), round=Round(4), first_global_rank=10))
         for local_rank, mode in enumerate(modes):
-            environ = {**os.environ, **self.watch.environment(local_rank), "DLROVER_AGENT_SOCKET": "none"}
+            environ = {**os.environ, **self.watch.environment(local_rank), "DLROVER_AGENT_SOCKET": "none", **variables}
             worker = start_process(
                 sys.executable,
                 str(self._script),
@@ -129,7 +144,7 @@ class Lab:
 
     async def look(self, round_: int = 4, *, number: int = 1) -> tuple[LookTaken, LookTaken]:
         order = TakeLook(look=number, round=Round(round_), again_after=0.1)
-        self.watch.take_order(WatchOrder(id=number, expires_in=30.0, order=order))
+        self.watch.take_order(WatchOrder(id=number, expires_in=DEADLINE, order=order))
         first = await self.observes(LookTaken, lambda each: each.look == number and each.number == 0)
         second = await self.observes(LookTaken, lambda each: each.look == number and each.number == 1)
         return first, second
@@ -142,7 +157,9 @@ class Lab:
 
 
 @pytest.fixture
-async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
+async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lab]:
+    for patience in ("_DUMP_TIMEOUT", "_SAMPLER_TIMEOUT"):
+        monkeypatch.setattr(watch, patience, DEADLINE)  # dumps are slow on a busy machine
     lab = Lab(tmp_path)
     running = asyncio.create_task(lab.watch.run())
     yield lab
@@ -157,10 +174,12 @@ def frames(dump: WorkerDump) -> str:
 
 async def test_a_worker_that_stays_in_its_phase_is_told_of_at_once_and_so_is_one_that_moves_again(lab: Lab) -> None:
     await lab.start("line", "line")
-    report = await lab.observes(ProgressReport, lambda each: all(worker.is_stalled for worker in each.workers))
+    report = await lab.observes(
+        ProgressReport,  # not of those who were slow to begin
+        lambda each: all(worker.is_stalled and worker.phase is Phase.BACKWARD for worker in each.workers),
+    )
     assert (report.node, report.incarnation, report.round) == (7, 3, 4)
     assert [worker.global_rank for worker in report.workers] == [10, 11]
-    assert {worker.phase for worker in report.workers} == {Phase.BACKWARD}
     assert report.workers[0].step == 20
     assert report.workers[0].pid == lab.workers[0].pid
     assert 0.1 <= report.workers[0].phase_seconds < 60
@@ -184,10 +203,7 @@ def has_sampler() -> bool:
     return bool(found)
 
 
-async def test_a_look_tells_what_each_is_doing_however_it_stands_still(
-    lab: Lab, has_sampler: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watch, "_SAMPLER_TIMEOUT", DEADLINE)  # it is slow on a busy machine
+async def test_a_look_tells_what_each_is_doing_however_it_stands_still(lab: Lab, has_sampler: bool) -> None:
     await lab.start("lock", "gil", "line", "line override")
     lab.workers[2].send_signal(signal.SIGSTOP)
     await until(lambda: _state(lab.workers[2].pid) == "T")
@@ -214,6 +230,31 @@ async def test_a_look_tells_what_each_is_doing_however_it_stands_still(
     assert frames(again) == frames(waiting)
     assert second.workers[1].cpu_seconds >= holding.cpu_seconds
     assert all(worker.poll() is None for worker in lab.workers)
+
+
+async def test_stacks_are_waited_for_until_the_worker_has_written_them(lab: Lab, tmp_path: Path) -> None:
+    """However long it is not scheduled meanwhile. Here it writes into a pipe that takes no more, in the middle of its dump."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
+    await lab.start("deep", DLROVER_DUMP_FILE=str(tmp_path / "pipe"))
+    written = os.open(lab.watch.environment(0)["DLROVER_DUMP_FILE"], os.O_WRONLY | os.O_APPEND)
+
+    def pass_on(most_bytes: int) -> int:
+        try:
+            return os.write(written, os.read(reader, most_bytes))
+        except BlockingIOError:
+            return 0
+
+    dumping = asyncio.create_task(lab.watch.dump())
+    await until(lambda: pass_on(1000))
+    done, _ = await asyncio.wait([dumping], timeout=10 * watch._DUMP_LOOK)
+    assert not done
+    await until(lambda: pass_on(4096) == 0 and dumping.done())
+    (dumped,) = dumping.result()
+    assert len(frames(dumped).splitlines()) == MAX_FRAMES
+    for descriptor in (reader, written):
+        os.close(descriptor)
 
 
 async def test_an_order_that_comes_too_late_is_left_alone(lab: Lab) -> None:
@@ -266,11 +307,11 @@ async def test_a_step_has_a_number_if_the_script_or_its_checkpoint_gave_it_one(l
 
 
 async def test_nothing_of_a_round_is_left(lab: Lab) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     for _ in range(3):
         lab.watch.open_round(make_world(4))
     lab.watch.close_round()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() <= before
 
 
 @pytest.mark.parametrize("kind", [EntryKind.SCRIPT, EntryKind.MODULE])
@@ -309,19 +350,16 @@ async def test_native_frames_come_with_the_second_dump_and_the_worker_goes_on(la
         pytest.skip(NO_SAMPLER)
     await lab.start("lock")
     order = TakeLook(look=1, round=Round(4), again_after=6.0)
-    lab.watch.take_order(WatchOrder(id=1, expires_in=30.0, order=order))
+    lab.watch.take_order(WatchOrder(id=1, expires_in=DEADLINE, order=order))
     second = await lab.observes(LookTaken, lambda each: each.number == 1)
     assert "wait_for_a_lock" in "\n".join(second.workers[0].native)
     assert second.workers[0].state == "S"
-    assert "py-spy" not in [Path(f"/proc/{each.pid}/comm").read_text().strip() for each in descendants(os.getpid())]
+    assert "py-spy" not in [name_of(each.pid) for each in descendants(os.getpid())]
 
 
-async def test_the_stack_of_a_worker_that_is_stopped_is_read_without_its_help(
-    lab: Lab, has_sampler: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_stack_of_a_worker_that_is_stopped_is_read_without_its_help(lab: Lab, has_sampler: bool) -> None:
     if not has_sampler:
         pytest.skip(NO_SAMPLER)
-    monkeypatch.setattr(watch, "_SAMPLER_TIMEOUT", DEADLINE)  # it is slow on a busy machine
     await lab.start("lock")
     pid = lab.workers[0].pid
     os.kill(pid, signal.SIGSTOP)
@@ -349,6 +387,13 @@ def test_stacks_are_read_as_python_writes_them() -> None:
     assert other.frames == ("/a b.py:3 wait", "/b.py:4 <module>")
     assert parse_stacks("\\xff\\x00 rubbish", 1) == ()
     assert len(parse_stacks("Thread 0x1 (most recent call first):\n" * 100, 1)) == 32
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""  # gone meanwhile
 
 
 def _state(pid: int) -> str:

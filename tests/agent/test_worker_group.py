@@ -21,13 +21,13 @@ from dlrover.agent.spawner import Spawner, StartFailed
 from dlrover.agent.worker_group import HEAD_START, Failed, Finished, PortOffer, split_address, worker_environment
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import FailureKind, JobTerms, RestartPolicy, StopCause
-from tests.agent.lab import group_of, is_gone, make_config, make_world, until, write
+from tests.agent.lab import DEADLINE, group_of, is_gone, make_config, make_world, until, write
 
 FILES = WorkerFiles(local_rank=0, stdin=-1, stdout=-1, stderr=-1, error_file="/e/error.json")
 
 
-async def wait(group, within: float = 30.0) -> Finished | Failed:
-    return await asyncio.wait_for(group.wait(), within)
+async def wait(group) -> Finished | Failed:
+    return await asyncio.wait_for(group.wait(), DEADLINE)
 
 
 async def test_all_end_well_with_the_greatest_step(spawner: Spawner, tree: ProcessTree, tmp_path: Path) -> None:
@@ -68,6 +68,7 @@ async def test_each_way_to_die_is_named(
 ) -> None:  # fmt: skip
     script = write(tmp_path / "train.py", source)
     config = make_config(tmp_path / "rt", script, local_world_size=1)
+    began_at = time.time_ns() // 1000
     async with group_of(spawner if is_warm else cold_spawner, tree, config) as group:
         outcome = await wait(group)
         assert isinstance(outcome, Failed)
@@ -76,7 +77,7 @@ async def test_each_way_to_die_is_named(
         expected = message if is_warm else message.removesuffix(": ").removesuffix(" (train.py, line 1)")
         assert failure.message == expected.strip()
         assert failure.pid in group.pids
-        assert abs(failure.exited_at - time.time_ns() // 1000) < 5_000_000
+        assert began_at <= failure.exited_at <= time.time_ns() // 1000
         if exit_code == 1 and kind is not FailureKind.EXIT_CODE:
             assert "Error" in failure.traceback
             assert failure.log_tail
@@ -98,15 +99,16 @@ async def test_the_first_failure_is_told_at_once_and_the_rest_stopped(
         """,
     )
     config = make_config(tmp_path / "rt", script, local_world_size=3)
+    begun_at = time.monotonic()
     async with group_of(spawner, tree, config) as group:
         outcome = await wait(group)
         assert isinstance(outcome, Failed)
         assert [(failure.global_rank, failure.kind) for failure in outcome.failures] == [(1, FailureKind.SIGNAL)]
-        assert outcome.lived < 10
+        assert 0 < outcome.lived < time.monotonic() - begun_at
         notes = list((tmp_path / "rt").rglob("*.pid"))
         began_at = time.monotonic()
         await group.stop(StopCause.FAILURE)
-        assert time.monotonic() - began_at < 20
+        assert time.monotonic() - began_at < 20, "less than at the end of a job"
         sleepers = [int(path.read_text() or 0) for path in notes]
         assert all(is_gone(pid) for pid in (*group.pids, *filter(None, sleepers)))
 
@@ -115,7 +117,7 @@ async def test_deaths_at_the_same_time_are_reported_together_earliest_first(
     spawner: Spawner, tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second one dies when the first is known to be gone; the time for that is long here, whatever the machine does meanwhile."""
-    monkeypatch.setattr(worker_group, "SIMULTANEOUS", 60.0)
+    monkeypatch.setattr(worker_group, "SIMULTANEOUS", 2 * DEADLINE)
     script = write(tmp_path / "train.py", "import signal; signal.pause()")
     config = make_config(tmp_path / "rt", script)
     async with group_of(spawner, tree, config) as group:
@@ -136,7 +138,7 @@ async def test_workers_that_we_stop_are_told_apart(spawner: Spawner, tree: Proce
         waiting = asyncio.create_task(group.wait())
         await asyncio.sleep(0)
         await group.stop(StopCause.MEMBERSHIP)
-        outcome = await asyncio.wait_for(waiting, 10)
+        outcome = await asyncio.wait_for(waiting, DEADLINE)
         assert isinstance(outcome, Failed)
         assert {failure.kind for failure in outcome.failures} == {FailureKind.STOPPED_BY_US}
 
@@ -147,13 +149,14 @@ async def test_a_handler_gets_its_grace_and_the_signal_that_was_asked_for(
     script = write(
         tmp_path / "train.py",
         """
-        import os, signal, sys
+        import os, signal, sys, time
         def leave(number, frame):
             open(sys.argv[1] + os.environ["RANK"], "w").write(str(number))
             sys.exit(0)
         signal.signal(signal.SIGINT, leave)
         open(sys.argv[1] + os.environ["RANK"] + ".ready", "w")
-        signal.pause()
+        while True:
+            time.sleep(0.001)  # a signal just before `signal.pause()` would be handled when that is over
         """,
     )
     config = make_config(tmp_path / "rt", script, str(tmp_path / "note"))
@@ -254,7 +257,9 @@ def test_the_environment_is_torchruns(tmp_path: Path) -> None:
     )
     base = {"PATH": os.environ["PATH"], "HOME": "/", "LC_CTYPE": "C.UTF-8"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3", "--role=r"]
-    subprocess.run([*torchrun, script, str(tmp_path / "rank")], check=True, env=base, timeout=60, capture_output=True)
+    subprocess.run(
+        [*torchrun, script, str(tmp_path / "rank")], check=True, env=base, timeout=2 * DEADLINE, capture_output=True
+    )
     config = make_config(tmp_path, script, role="r")
     for rank in range(2):
         theirs = json.loads((tmp_path / f"rank{rank}").read_text())

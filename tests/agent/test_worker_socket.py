@@ -195,17 +195,18 @@ async def test_too_many_requests_of_one_worker_are_refused(server: WorkerSocket,
 class TestRelay:
     def relay(self, *answers: Reply | Exception) -> Relay:
         self.sent: list[AgentCommand | Query] = []
-        self.life = Incarnation(1)
+        self.node, self.life = self.renamed = NodeId(7), Incarnation(1)
         left = list(answers)
 
         async def call(command: AgentCommand | Query, *, timeout: float) -> Reply:
             self.sent.append(command)
             answer = left.pop(0)
+            self.node, self.life = self.renamed
             if isinstance(answer, Exception):
                 raise answer
             return answer
 
-        return Relay(call, lambda: (NodeId(7), self.life))
+        return Relay(call, lambda: (self.node, self.life))
 
     async def test_a_command_goes_in_the_name_of_the_node_and_its_life(self) -> None:
         relay = self.relay(KvNumber(1))
@@ -223,6 +224,18 @@ class TestRelay:
         with pytest.raises(Rejected, match="empty"):
             await relay(KvAdd(key="n", amount=1), timeout=1)
         assert len(self.sent) == 2
+
+    async def test_what_waited_for_a_master_without_its_journal_goes_under_the_new_number(self) -> None:
+        relay = self.relay(Rejected("?", code="wrong-sender"), SyncJoined(generation=1))
+        self.renamed = NodeId(8), Incarnation(1)
+        assert await relay(JoinSync(name="x", round=Round(3)), timeout=1) == SyncJoined(generation=1)
+        assert [command.node for command in self.sent if isinstance(command, JoinSync)] == [7, 8]
+
+    async def test_what_a_former_life_asked_for_is_not_asked_by_the_new_one(self) -> None:
+        relay = self.relay(Rejected("?", code="wrong-sender"))
+        self.renamed = NodeId(8), Incarnation(2)
+        with pytest.raises(Rejected):
+            await relay(JoinSync(name="x", round=Round(3)), timeout=1)
 
     async def test_no_more_commands_are_under_way_than_the_master_remembers(self) -> None:
         is_over = asyncio.Event()

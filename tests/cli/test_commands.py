@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from dlrover.cli.connection import MASTER_FILE, find_local_job
 from dlrover.cli.environment import Environment
 from dlrover.cli.runtime_dir import NodeDirectory, user_root
 from tests.cli.conftest import DEADLINE, until_said
+from tests.integration.jobs import paths_below, wait_until
 
 DLROVER = [sys.executable, "-m", "dlrover.cli.main"]
 
@@ -28,6 +30,11 @@ def run(*args: str, runtime: Path, **environ: str) -> subprocess.CompletedProces
         text=True,
         timeout=DEADLINE,
     )
+
+
+def ready_files(runtime: Path) -> list[Path]:
+    """Of masters that serve."""
+    return [path for path in paths_below(runtime) if path.name == "master.ready"]
 
 
 def test_version(short_dir: Path) -> None:
@@ -123,6 +130,41 @@ def test_a_master_that_listens_everywhere_names_an_address_that_others_reach(sho
     finally:
         master.send_signal(signal.SIGINT)
         master.communicate(timeout=DEADLINE)
+
+
+def test_a_master_by_hand_works_and_ends_while_nobody_reads_its_console(
+    short_dir: Path, full_pipe: tuple[int, int]
+) -> None:
+    _, writer = full_pipe
+    command = subprocess.Popen(
+        [*DLROVER, "master", "--job-name", "by-hand"], env={**os.environ, "TMPDIR": str(short_dir)}, stderr=writer
+    )
+    os.close(writer)
+    try:
+        wait_until(lambda: ready_files(short_dir))
+        (ready,) = ready_files(short_dir)
+        os.kill(json.loads(ready.read_bytes())["pid"], signal.SIGKILL)
+        assert command.wait(timeout=DEADLINE) == 128 + signal.SIGKILL
+    finally:
+        command.kill()
+        command.wait()
+
+
+def test_what_a_master_by_hand_has_to_say_waits_for_a_reader(short_dir: Path, full_pipe: tuple[int, int]) -> None:
+    reader, writer = full_pipe
+    command = subprocess.Popen(
+        [*DLROVER, "master", "--job-name", "by-hand"], env={**os.environ, "TMPDIR": str(short_dir)}, stderr=writer
+    )
+    os.close(writer)
+    try:
+        wait_until(lambda: ready_files(short_dir))
+        with os.fdopen(os.dup(reader), "rb") as console:
+            assert any(b"dlrover master: job by-hand at 127.0.0.1:" in line for line in console)
+        command.terminate()
+        assert command.wait(timeout=DEADLINE) == 128 + signal.SIGTERM
+    finally:
+        command.kill()
+        command.wait()
 
 
 def test_a_job_is_found_by_its_name(short_dir: Path) -> None:

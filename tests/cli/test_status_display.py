@@ -13,6 +13,7 @@ from dlrover.protocol.fleet_messages import FleetNodeStatus, NodeExit, NodePhase
 from dlrover.protocol.messages import (
     Incarnation,
     JobStatus,
+    LeftOut,
     Micros,
     NodeId,
     NodeRank,
@@ -93,6 +94,13 @@ def test_the_nodes_of_the_platform_are_shown_with_what_became_of_them() -> None:
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown(fleet=FLEET).splitlines()]
     assert ["4", "ps", "1", "Failed, let go", "2 of 3, 5 free", "OOMKilled", "cloud", "took [64] MB"] in rows
     assert ["7", "worker", "0", "Pending", "0 of 0", "", "", ""] in rows
+
+
+def test_nodes_that_had_no_room_in_the_message_are_counted() -> None:
+    text = shown(fleet=FLEET, left_out=LeftOut(nodes={"alive": 8000, "standby": 12}, fleet={"Running": 9000}))
+    assert "and 8012 more nodes: 8000 alive, 12 standby" in text
+    assert "and 9000 more platform nodes: 9000 Running" in text
+    assert " more " not in shown(fleet=FLEET)
 
 
 def test_a_narrow_terminal_hides_nothing() -> None:

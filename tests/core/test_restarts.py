@@ -267,6 +267,13 @@ class TestKinds:
         assert f"exit code {code}, a device fault of that node" in scene.verdicts[0]
         assert isinstance(scene.wish("a"), Join)
 
+    @pytest.mark.parametrize("code", [3, 201])
+    def test_an_exit_code_is_said_once(self, code: int) -> None:
+        """An agent that found no exception tells of nothing else."""
+        scene = Scene(given(0)).gather("a", "b")
+        scene.fail("b", failure(FailureKind.EXIT_CODE, exit_code=code, message=f"exit code {code}"))
+        assert scene.end.message.count(f"exit code {code}") == 1
+
     @pytest.mark.parametrize("kind", list(FailureKind))
     def test_every_kind_has_a_sentence(self, kind: FailureKind) -> None:
         scene = Scene(given(0)).gather("a", "b")

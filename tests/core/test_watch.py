@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
+from dlrover.core.diagnosis.picture import RankRecord
 from dlrover.core.diagnosis.watch import AGAIN_SOON, EPISODE, MAX_VERDICTS, AskNode, Tell
 from dlrover.protocol.messages import Incarnation, NodeId
 from dlrover.protocol.watch_messages import (
@@ -52,6 +55,40 @@ def acted(lab: Lab) -> HangFound:
     command = lab.acts()[0].command
     assert isinstance(command, HangFound)
     return command
+
+
+class CountedRanks(dict[int, RankRecord]):
+    num_walks = 0
+
+    def values(self) -> Any:
+        CountedRanks.num_walks += 1
+        return super().values()
+
+
+def test_a_report_costs_as_much_as_it_says_and_not_as_the_world_is_large(lab: Lab) -> None:
+    """All diagnosticians look at all ranks, but once a second and not for each of ten thousand nodes."""
+    lab.watch.picture.ranks = CountedRanks(lab.watch.picture.ranks)
+    lab.train()
+    CountedRanks.num_walks = 0
+    lab.tell(*(progress(rank, phase_seconds=0.01, is_stalled=False) for rank in range(4)))
+    looked = CountedRanks.num_walks
+    for _ in range(10):
+        lab.tell(*(progress(rank, phase_seconds=0.01, is_stalled=False) for rank in range(4)))
+        lab.watch.next_deadline()
+    assert CountedRanks.num_walks == looked > 0
+
+
+def test_who_was_stalled_and_left_the_world_is_not_stalled_any_more(lab: Lab) -> None:
+    picture = lab.watch.picture
+    lab.tell(progress(0, is_stalled=True), progress(2, is_stalled=True), progress(3, is_stalled=False))
+    assert [record.global_rank for record in picture.stalled] == [0, 2]
+    lab.watch.follow(replace(picture.scene, places=picture.scene.places[:1]), lab.terms, lab.now)
+    assert [record.global_rank for record in picture.stalled] == [0]
+    lab.tell(progress(0, is_stalled=False))
+    assert not picture.stalled
+    lab.tell(progress(0, is_stalled=True))
+    lab.enter(2)
+    assert not picture.stalled
 
 
 def test_nobody_is_asked_while_training_goes_on(lab: Lab) -> None:

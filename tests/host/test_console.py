@@ -56,7 +56,7 @@ def test_nothing_is_lost_at_the_end_of_a_process() -> None:
     code = """
 import logging, os
 from dlrover.host.console import ConsoleHandler, ConsoleWriter
-logging.basicConfig(handlers=[ConsoleHandler()], format="said: %(message)s")
+logging.basicConfig(handlers=[ConsoleHandler(patience=30.0)], format="said: %(message)s")
 for number in range(5000):
     logging.warning("%d caf\\udce9", number)
 logging.shutdown()

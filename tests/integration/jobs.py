@@ -7,6 +7,7 @@ session or parent it has by now: so the scan of /proc finds setsid grandchildren
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shutil
@@ -18,6 +19,8 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DEADLINE = 120.0
@@ -125,6 +128,16 @@ class JobFactory:
         """Pids of the job's processes whose command line contains `part`."""
         return [pid for pid, command in self.processes().items() if part in command]
 
+    def zygote(self) -> int:
+        """Workers and spares have its name and, adopted, its parent; it is the oldest. Pids tell nothing: they begin anew."""
+        [agent] = self.pids("dlrover.agent")
+        ages = []
+        for pid in self.pids("dlrover zygote"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                ages += [(process.create_time(), pid)] if process.ppid() == agent else []
+        return min(ages)[1]
+
     def remains(self) -> list[str]:
         left = [f"process {pid}: {command}" for pid, command in self.processes().items()]
         # Ours only: the scripts have the same temporary directory, and a DataLoader that is ended leaves its sockets
@@ -160,3 +173,22 @@ def wait_until(
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
     os.kill(pid, number)
+
+
+def kill_together(*pids: int) -> None:
+    """As when a machine loses its power: none of them sees another one die, tidies up or starts a new one."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # a spare worker that was about to end
+                kill(pid, number)
+
+
+def freeze(job: Launched) -> list[int]:
+    """Stops a launcher and all that came from it, also what was born while we looked."""
+    frozen: list[int] = []
+    while new := {job.pid, *(each.pid for each in psutil.Process(job.pid).children(recursive=True))} - set(frozen):
+        for pid in new:
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGSTOP)
+        frozen += new
+    return frozen

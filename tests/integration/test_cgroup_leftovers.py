@@ -33,5 +33,5 @@ def test_no_cgroup_outlives_its_job(jobs, tmp_path, killed):
     else:
         job.signal(signal.SIGKILL)
         job.wait()
-    wait_until(lambda: not jobs.processes(), 5, lambda: f"still there: {jobs.processes()}")
-    wait_until(lambda: not os.path.exists(path), 5, lambda: f"{path} is still there")
+    wait_until(lambda: not jobs.processes(), explain=lambda: f"still there: {jobs.processes()}")
+    wait_until(lambda: not os.path.exists(path), explain=lambda: f"{path} is still there")

@@ -131,7 +131,7 @@ def test_no_call_waits_for_a_storage_that_takes_long_for_every_write(jobs, tmp_p
     assert sum(told["counts"].values()) == num_saves
     assert set(told["counts"]) <= {"saved", "skipped_busy"}
     assert told["counts"]["saved"] >= 3
-    assert told["usual"] < 0.1
+    assert told["usual"] < seconds / 2, "nobody waited for a write"
     assert told["newest"] >= 2, "memory saves went on"
     directory = folder / "checkpoints"
     assert (directory / "dlrover_latest.txt").read_text() == str(num_saves)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 
@@ -16,11 +15,8 @@ from tests.integration.jobs import SCRIPTS, wait_until
 SCRIPT = SCRIPTS / "saving_steps.py"
 
 
-def test_a_save_on_request_and_a_break_point_of_two_nodes(jobs, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+def test_a_save_on_request_and_a_break_point_of_two_nodes(jobs, tmp_path, reserved_port):
+    common = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={reserved_port}"]
     nodes = [
         jobs.start("dlrover-run", *common, f"--node-rank={rank}", "--save-at-breakpoint", SCRIPT, tmp_path)
         for rank in (0, 1)
@@ -40,12 +36,18 @@ def test_a_save_on_request_and_a_break_point_of_two_nodes(jobs, tmp_path):
     def shards_of(step: int) -> list[dict[str, int]]:
         return [torch.load(tmp_path / "checkpoints" / str(step) / f"rank_{rank}.pt") for rank in (0, 1)]
 
-    wait_until(lambda: (tmp_path / "step-1").exists(), explain=errors)
+    def have_saved(step: int) -> bool:
+        """In memory, both of them."""
+        files = [tmp_path / f"step-{rank}" for rank in (0, 1)]
+        return all(file.exists() and int(file.read_text()) >= step for file in files)
+
+    wait_until(lambda: have_saved(0), explain=errors)
     dlrover("save", "--reason", "before the maintenance")
     wait_until(lambda: newest() >= 0, explain=errors)
     on_request = newest()
     assert shards_of(on_request) == [{"step": on_request, "rank": rank} for rank in (0, 1)]
 
+    wait_until(lambda: have_saved(on_request + 1), explain=errors)
     victim = int((tmp_path / "lives-1").read_text().split()[-1])
     os.kill(victim, signal.SIGKILL)
     wait_until(lambda: newest() > on_request, explain=errors)

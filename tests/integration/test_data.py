@@ -63,13 +63,14 @@ def test_workers_that_die_lose_and_repeat_nothing(jobs, tmp_path):
 def test_a_master_that_dies_loses_and_repeats_nothing(jobs, tmp_path):
     job = jobs.start(
         "dlrover-run", "--nproc-per-node=2", f"--journal={tmp_path}", SCRIPT, tmp_path, "300", "--pace", "0.02",
-        "--kill-at", "12",
+        "--kill-at", "12", "--hold-at", "20",
     )  # fmt: skip
-    wait_until(lambda: (tmp_path / "lives-0").exists())
+    wait_until(lambda: (tmp_path / "lives-0").exists(), explain=lambda: job.err)
     for _ in range(3):
         [master] = jobs.pids("dlrover.master")
         kill(master)
         wait_until(lambda dead=master: [pid for pid in jobs.pids("dlrover.master") if pid != dead])
+    (tmp_path / "go").touch()  # only now: a job that is over has no master to kill
     assert job.wait() == 0, job.err
     assert_seen_once(tmp_path)
     assert audit(tmp_path)["num_seen"] == 300

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 
 import pytest
 
@@ -35,12 +34,9 @@ def test_zero_stages_1_to_3_go_on_from_memory_and_read_each_others_files(jobs, t
 
 
 @pytest.mark.chaos
-def test_on_two_nodes_each_goes_on_from_its_own_memory(jobs, tmp_path):
+def test_on_two_nodes_each_goes_on_from_its_own_memory(jobs, tmp_path, reserved_port):
     """Of the model, which global rank 0 writes for all, the other node has a copy in its memory and none in storage."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    common = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={reserved_port}"]
     nodes = [jobs.start("dlrover-run", *common, f"--node-rank={rank}", SCRIPT, tmp_path, "2!", "3!") for rank in (0, 1)]
     assert [node.wait(200) for node in nodes] == [0, 0], nodes[0].err[-3000:] + nodes[1].err[-3000:]
     assert lives(tmp_path, 0) == lives(tmp_path, 1) == ["2 1", "2 7", "3 1", "3 7"]

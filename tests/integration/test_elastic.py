@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.integration.jobs import SCRIPTS, JobFactory, Launched, kill, wait_until
+from tests.integration.jobs import SCRIPTS, JobFactory, Launched, freeze, kill, kill_together, wait_until
+
+ALL_MAY_BE_LATE = "lastcall_timeout=600"
+"""However slowly launchers start, their first world has all of them."""
 
 
 class Nodes:
     """Launchers of one job; the first hosts the master."""
 
-    def __init__(self, jobs: JobFactory, folder: Path, *options: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+    def __init__(self, jobs: JobFactory, folder: Path, port: int, *options: str) -> None:
+        self.address = f"127.0.0.1:{port}"
         self._jobs = jobs
         self.folder = folder
         self._options = options
@@ -68,23 +67,21 @@ class Nodes:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_standby_takes_the_place_of_a_killed_node(jobs, tmp_path):
-    nodes = Nodes(jobs, tmp_path, "--nnodes=2", "--standby=1")
+def test_a_standby_takes_the_place_of_a_killed_node(jobs, tmp_path, reserved_port):
+    """The killed one may come back for longer than this test lasts, but not where another one waits."""
+    patient = ["--node-grace=600", "--node-suspicion=600", "--node-silence=600", f"--rdzv-conf={ALL_MAY_BE_LATE}"]
+    nodes = Nodes(jobs, tmp_path, reserved_port, "--nnodes=2", "--standby=1", *patient)
     nodes.start()
     victim = nodes.start()
     nodes.wait_for_world(2, 0)
     nodes.start()
     wait_until(lambda: "standby" in nodes.command("status", "elastic"))
-    everything = [psutil.Process(victim.pid), *psutil.Process(victim.pid).children(recursive=True)]
-    for process in everything:
-        process.suspend()  # nobody may see another one die, and say farewell
+    everything = freeze(victim)
     time_of_death = time.monotonic()
-    for process in everything:
-        process.kill()
+    kill_together(*everything)
     nodes.wait_for_world(2, 1)
     took = min(at for life, at in nodes.steps() if life >= 1) - time_of_death
     print(f"from the kill to the next step: {took:.2f} s")
-    assert took < 5, "without a standby nobody would even have been given up by then"
     nodes.end()
     assert nodes.launched[0].wait() == nodes.launched[2].wait() == 0
     nodes.command("clean")  # what the killed launcher could not remove
@@ -92,8 +89,8 @@ def test_a_standby_takes_the_place_of_a_killed_node(jobs, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_preempted_node_leaves_and_the_job_is_scaled_under_way(jobs, tmp_path):
-    nodes = Nodes(jobs, tmp_path, "--nnodes=1:2", "--rdzv-conf=pend_timeout=1,lastcall_timeout=3")
+def test_a_preempted_node_leaves_and_the_job_is_scaled_under_way(jobs, tmp_path, reserved_port):
+    nodes = Nodes(jobs, tmp_path, reserved_port, "--nnodes=1:2", f"--rdzv-conf=pend_timeout=1,{ALL_MAY_BE_LATE}")
     # With ranks of their own: whoever came first would have the lowest, and scaling down lets the highest go.
     first = nodes.start("--node-rank=0")
     notice = tmp_path / "notice"
@@ -122,8 +119,8 @@ def test_a_preempted_node_leaves_and_the_job_is_scaled_under_way(jobs, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_node_that_is_told_to_end_leaves_and_the_others_train_on(jobs, tmp_path):
-    nodes = Nodes(jobs, tmp_path, "--nnodes=1:2")
+def test_a_node_that_is_told_to_end_leaves_and_the_others_train_on(jobs, tmp_path, reserved_port):
+    nodes = Nodes(jobs, tmp_path, reserved_port, "--nnodes=1:2", f"--rdzv-conf={ALL_MAY_BE_LATE}")
     first, second = nodes.start("--node-rank=0"), nodes.start("--node-rank=1")
     nodes.wait_for_world(2, 0)
     second.signal(signal.SIGTERM)
@@ -133,9 +130,9 @@ def test_a_node_that_is_told_to_end_leaves_and_the_others_train_on(jobs, tmp_pat
     assert first.wait() == 0, first.err
 
 
-def test_the_agents_of_a_killed_launcher_are_gone(jobs, tmp_path):
+def test_the_agents_of_a_killed_launcher_are_gone(jobs, tmp_path, reserved_port):
     """What the tests above rely on."""
-    nodes = Nodes(jobs, tmp_path, "--nnodes=1")
+    nodes = Nodes(jobs, tmp_path, reserved_port, "--nnodes=1")
     job = nodes.start()
     nodes.wait_for_world(1, 0)
     [agent] = jobs.pids("dlrover.agent")

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler
-from tests.integration.jobs import SCRIPTS, Launched, wait_until
+from tests.integration.jobs import SCRIPTS, Launched, freeze, kill_together, wait_until
 from tests.integration.scripts.elastic_batches import BATCH, EPOCHS, SIZE, make_data, make_model
 from tests.integration.test_node_loss import Nodes
 
 SCRIPT = SCRIPTS / "elastic_batches.py"
 FULL = 4
 SHRINKS_AT, GROWS_AT = 5, 15
-OPTIONS = ("--nnodes=2:4", "--node-grace=1", "--rdzv-conf=pend_timeout=1,lastcall_timeout=3")
+# No round starts without a node that is only slow.
+OPTIONS = ("--nnodes=2:4", "--node-grace=1", "--rdzv-conf=pend_timeout=1,lastcall_timeout=60")
 
 
 class Trainers(Nodes):
@@ -34,6 +36,19 @@ class Trainers(Nodes):
             return all((self.folder / f"holding-{step}-{rank}").exists() for rank in range(size))
 
         wait_until(is_so, explain=self.said)
+
+    def lose_at_once(self, lost: dict[int, Launched]) -> None:
+        """With what was in their memory. One after the other could give a world of those left in between."""
+        everything = [pid for job in lost.values() for pid in freeze(job)]
+        agents = [
+            words for pid, words in self._jobs.processes().items() if pid in everything and "dlrover.agent" in words
+        ]
+        kill_together(*everything)
+        wait_until(lambda: not set(everything) & set(self._jobs.processes()))
+        homes = [path for rank in lost for path in self._jobs.shared_memory.glob(f"*/*.node-{rank}") if path.is_dir()]
+        assert len(homes) == len(agents) == len(lost), "they had snapshots"
+        for directory in (*homes, *(Path(words.split()[-1]).parent for words in agents)):
+            shutil.rmtree(directory)
 
 
 def undisturbed() -> tuple[dict[str, torch.Tensor], float]:
@@ -72,8 +87,7 @@ def test_the_batch_stays_the_same_with_four_two_and_three_workers(jobs, tmp_path
     nodes = Trainers(jobs, tmp_path, *OPTIONS)
     launched = [nodes.start(rank) for rank in range(4)]
     nodes.wait_at(SHRINKS_AT, 4)
-    for rank in (3, 2):
-        nodes.lose(launched.pop(), rank)
+    nodes.lose_at_once({rank: launched.pop() for rank in (3, 2)})
     (tmp_path / f"go-{SHRINKS_AT}").touch()
     nodes.wait_at(GROWS_AT, 2)
     launched.append(nodes.start(2))

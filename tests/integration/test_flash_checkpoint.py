@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import socket
 import subprocess
 import sys
 
@@ -15,7 +14,7 @@ import torch
 from dlrover.snapshot.commit import committed_checkpoints, find_damage, locate
 from dlrover.snapshot.segment import Segment
 from dlrover.snapshot.storage import LocalStorage
-from tests.integration.jobs import SCRIPTS, kill, wait_until
+from tests.integration.jobs import SCRIPTS, kill, kill_together, wait_until
 
 SCRIPT = SCRIPTS / "flash.py"
 
@@ -111,7 +110,6 @@ def test_checkpoints_on_disk_are_plain_files_and_the_last_one_is_there_at_the_en
 
 
 @pytest.mark.chaos
-@pytest.mark.chaos
 def test_every_rank_gets_its_own_shard_back(jobs, tmp_path):
     """From memory after a kill, and from storage in the next job; the script checks that it got its own."""
     options = ["--nproc-per-node=2", SCRIPT, tmp_path]
@@ -124,11 +122,8 @@ def test_every_rank_gets_its_own_shard_back(jobs, tmp_path):
     assert lives(tmp_path, 1) == [0, 8, 11]
 
 
-def test_every_node_keeps_the_state_and_one_of_them_writes_it(jobs, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+def test_every_node_keeps_the_state_and_one_of_them_writes_it(jobs, tmp_path, reserved_port):
+    common = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={reserved_port}"]
     steps = [SCRIPT, tmp_path, "11", "--disk-every", "5", "--kill-at", "7"]
     nodes = [jobs.start("dlrover-run", *common, f"--node-rank={rank}", *steps) for rank in (0, 1)]
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].err + nodes[1].err
@@ -230,11 +225,9 @@ def test_after_a_kill_of_everything_clean_removes_the_segments(jobs, tmp_path):
     job = jobs.start("dlrover-run", SCRIPT, tmp_path, "20", "--hold-at", "3")
     wait_until(lambda: (tmp_path / "holding-0").exists(), explain=lambda: job.err)
     assert list(jobs.shared_memory.rglob("*.segment"))
-    pids = [*jobs.pids("dlrover.agent"), job.pid]
-    for pid in pids:
-        kill(pid)
+    kill_together(job.pid, *jobs.pids("dlrover.agent"))
     job.wait()
-    wait_until(lambda: not jobs.processes(), 10, lambda: str(jobs.processes()))
+    wait_until(lambda: not jobs.processes(), explain=lambda: str(jobs.processes()))
     cleaned = subprocess.run(
         [sys.executable, "-m", "dlrover.cli.main", "clean"], env=jobs.env(), capture_output=True, text=True, timeout=60
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 
 import pytest
 
@@ -54,11 +53,8 @@ def test_with_deepspeed_too(jobs, tmp_path, stage):
 
 
 @pytest.mark.chaos
-def test_on_two_nodes_what_global_rank_0_had_reaches_the_other(jobs, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+def test_on_two_nodes_what_global_rank_0_had_reaches_the_other(jobs, tmp_path, reserved_port):
+    common = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={reserved_port}"]
     nodes = [jobs.start("dlrover-run", *common, f"--node-rank={rank}", SCRIPT, tmp_path) for rank in (0, 1)]
     assert [node.wait(200) for node in nodes] == [0, 0], nodes[0].err[-3000:] + nodes[1].err[-3000:]
     check(tmp_path)

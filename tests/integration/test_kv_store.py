@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 from tests.integration.jobs import SCRIPTS
@@ -29,10 +27,8 @@ def test_the_next_round_finds_a_fresh_store(jobs, tmp_path):
     assert results(tmp_path, 2) == ["1 2 2 True True"] * 2
 
 
-def test_workers_of_two_nodes_meet(jobs, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    args = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+def test_workers_of_two_nodes_meet(jobs, tmp_path, reserved_port):
+    args = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={reserved_port}"]
     nodes = [
         jobs.start("dlrover-run", *args, f"--node-rank={rank}", SCRIPTS / "store_ddp.py", tmp_path, "live")
         for rank in (0, 1)

@@ -38,6 +38,7 @@ from dlrover.protocol.messages import (
     Limits,
     NodeId,
     NodeRank,
+    PlatformId,
     Reply,
     Round,
 )
@@ -60,8 +61,10 @@ class Agent:
         terms: JobTerms = TWO_NODES,
         token: str = TOKEN,
         node_rank: NodeRank | None = None,
+        platform_node: int = -1,
     ) -> None:
         self._launch = launch
+        self._platform_node = PlatformId(platform_node)
         self._asked_rank = node_rank
         self._terms = terms
         self._incarnation = Incarnation(0)
@@ -90,6 +93,7 @@ class Agent:
             local_world_size=1,
             node_rank=self._asked_rank,
             incarnation=self._incarnation,
+            platform_node=self._platform_node,
         )
 
     def _on_attached(self, attached: Attached) -> None:

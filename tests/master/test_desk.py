@@ -62,6 +62,7 @@ from dlrover.protocol.messages import (
 )
 from dlrover.protocol.precheck_messages import OperatorResult, PreCheckNoted, PreCheckStage
 from dlrover.protocol.rpc import ask
+from dlrover.protocol.steering_messages import RelaunchNode
 from dlrover.protocol.transport import AGENT_METHOD, SERVICE, call_metadata, open_channel
 from tests.master.conftest import TOKEN, Agent, Connect, Master, StartMaster
 
@@ -155,6 +156,21 @@ async def test_a_silent_node_is_given_up_and_has_to_present_itself_anew(
     assert second.incarnation == first.incarnation + 1
     silent = [command for command in journalled(tmp_path / "journal.sqlite") if isinstance(command, NodeSilent)]
     assert [(finding.node, finding.incarnation) for finding in silent[:1]] == [(first.node, first.incarnation)]
+
+
+async def test_a_node_that_is_exchanged_is_told_so_at_once(start_master: StartMaster, connect: Connect) -> None:
+    master = await start_master()
+    await master.desk.tell(DefineFleet(spec=FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=1)})))
+    await master.desk.tell(NodesListed(nodes=()))
+    agent = connect(master.address, terms=JobTerms(), platform_node=0)
+    await agent.attached()
+    assert (
+        await ask(master.address, RelaunchNode(node=agent.node, reason="slow disk"), token=TOKEN, timeout=10) == Done()
+    )
+    with pytest.raises(Rejected, match=r"somebody asked for it \(slow disk\)") as refused:
+        await asyncio.wait_for(agent.running, 20)
+    assert refused.value.code == "node-released"
+    assert agent.attachments.empty()
 
 
 @pytest.fixture

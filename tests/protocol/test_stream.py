@@ -10,27 +10,36 @@ from typing import Any
 import pytest
 
 from dlrover.protocol import transport
-from dlrover.protocol.codec import Question, encode_frames
+from dlrover.protocol.codec import QUESTION, VERDICT, Question, encode_frames
 from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.fleet_messages import FleetNodeStatus, NodePhase, NodeType
 from dlrover.protocol.frames import Ack, Answer, Beat, Observed, Refusal, Request
 from dlrover.protocol.kv_messages import KvValues
 from dlrover.protocol.messages import (
     MAX_MESSAGE_BYTES,
+    AskStatus,
     Attach,
     Done,
     Heartbeat,
     Incarnation,
+    JobStatus,
     JobTerms,
     JoinRendezvous,
     LeaveJob,
     LeaveReason,
+    LeftOut,
     NodeId,
+    NodeRank,
+    NodeStatus,
     Ping,
+    PlatformId,
     Pong,
     Reply,
     Round,
+    Stage,
 )
 from dlrover.protocol.rpc import FIRST_PAUSE, LONGEST_PAUSE, AgentChannel, Backoff, ask
+from dlrover.protocol.transport import ASK_METHOD, SERVICE, call_metadata, open_channel
 from dlrover.protocol.watch_messages import SampleTaken
 from tests.protocol.conftest import TOKEN, Agent, PlainDesk, Serve
 
@@ -319,6 +328,105 @@ def test_agents_that_lost_their_master_do_not_come_back_in_step() -> None:
     assert backoff.pause() <= FIRST_PAUSE, "who was attached once begins anew"
 
 
+def a_status(num_nodes: int, **details: object) -> JobStatus:
+    """Of a job on a platform, with a node that is away at the end of the list, and a failed one of the platform."""
+    last = num_nodes - 1
+    fields: dict[str, object] = {
+        "job_name": "job",
+        "stage": Stage.RUNNING,
+        "master_epoch": 1,
+        "round": Round(3),
+        "world_size": num_nodes,
+        "num_restarts": 0,
+        "verdict": "all run",
+        "nodes": tuple(
+            NodeStatus(
+                node=NodeId(number),
+                node_rank=NodeRank(number),
+                incarnation=Incarnation(1),
+                host=f"host-{number}.of.a.large.cluster",
+                status="disconnected" if number == last else "alive",
+                wish="run",
+            )
+            for number in range(num_nodes)
+        ),
+        "fleet": tuple(
+            FleetNodeStatus(
+                id=PlatformId(number),
+                node_type=NodeType.WORKER,
+                rank=number,
+                name=f"job-worker-{number}",
+                phase=NodePhase.FAILED if number == last else NodePhase.RUNNING,
+                host=f"host-{number}.of.a.large.cluster",
+            )
+            for number in range(num_nodes)
+        ),
+    }
+    return JobStatus(**(fields | details))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", ["unary", "stream"])
+async def test_a_status_too_large_for_a_message_tells_of_the_nodes_that_matter_and_counts_the_others(
+    serve: Serve, desk: PlainDesk, connect: Connect, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    whole = a_status(20_000)
+
+    async def answer(_question: Question) -> Reply:
+        return whole
+
+    _, address = await serve()
+    if way == "unary":
+        monkeypatch.setattr(desk, "ask", answer)
+        status = await ask(address, AskStatus(), token=TOKEN, timeout=30)
+    else:
+        agent = connect(address)
+        await agent.attached()
+        desk.answers = lambda request: Answer(id=request.id, body=whole)
+        status = await agent.channel.call(AskStatus(), timeout=30)
+
+    assert isinstance(status, JobStatus)
+    assert (status.verdict, status.world_size) == ("all run", 20_000)
+    assert (whole.nodes[-1] in status.nodes, whole.fleet[-1] in status.fleet) == (True, True)
+    assert status.nodes == (*whole.nodes[: len(status.nodes) - 1], whole.nodes[-1])  # in their order, none twice
+    assert status.fleet == (*whole.fleet[: len(status.fleet) - 1], whole.fleet[-1])
+    assert 1_000 < len(status.nodes) < 20_000
+    assert status.left_out == LeftOut(
+        nodes={"alive": 20_000 - len(status.nodes)}, fleet={"Running": 20_000 - len(status.fleet)}
+    )
+
+
+async def test_a_status_that_has_room_leaves_nobody_out(
+    serve: Serve, desk: PlainDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = a_status(500)
+
+    async def answer(_question: Question) -> Reply:
+        return whole
+
+    monkeypatch.setattr(desk, "ask", answer)
+    _, address = await serve()
+    assert await ask(address, AskStatus(), token=TOKEN, timeout=30) == whole
+
+
+@pytest.mark.parametrize("kind", ["KvValues", "JobStatus"])
+async def test_who_asks_once_for_too_much_hears_so_in_our_words(
+    serve: Serve, desk: PlainDesk, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    large = {
+        "KvValues": KvValues((bytes(MAX_MESSAGE_BYTES),)),
+        "JobStatus": a_status(3, verdict="x" * MAX_MESSAGE_BYTES),
+    }
+
+    async def answer(_question: Question) -> Reply:
+        return large[kind]
+
+    monkeypatch.setattr(desk, "ask", answer)
+    _, address = await serve()
+    with pytest.raises(Rejected, match=rf"the answer \({kind}\) has \d+ bytes: the limit is 4194304") as caught:
+        await ask(address, Ping(), token=TOKEN, timeout=30)
+    assert caught.value.code == "too-large"
+
+
 HALF = "caf\udce9"
 """Half a character, as in the name of a file that is no UTF-8: no message can carry it."""
 
@@ -415,3 +523,33 @@ async def test_a_stream_whose_writer_died_ends_and_another_takes_its_place(
     assert await agent.channel.call(a_join(), timeout=10) == Done()
     assert broken
     assert len(desk.attaches) == 2
+
+
+async def test_a_master_too_busy_to_take_the_stream_is_waited_for(connect: Connect) -> None:
+    """Who left after the five seconds that a connection may take would be one more who comes."""
+    streams: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+
+    async def speak_http_and_no_more(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))  # SETTINGS, none: for gRPC the connection stands
+        streams.put_nowait(writer)
+        await reader.read(-1)
+
+    server = await asyncio.start_server(speak_http_and_no_more, "127.0.0.1", 0)
+    agent = connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    writer = await asyncio.wait_for(streams.get(), 30)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(streams.get(), 7)
+    assert agent.channel.trouble == ""
+    await agent.leave()
+    writer.close()
+    server.close()
+
+
+async def test_of_thousands_who_come_at_once_nobody_is_sent_away(serve: Serve) -> None:
+    """As after a restart of the master. By itself gRPC would cancel many of them, who would come again and make it worse."""
+    _, address = await serve()
+    async with open_channel(address, None) as channel:
+        method = channel.unary_unary(f"/{SERVICE}/{ASK_METHOD}")
+        calls = [method(QUESTION.encode(Ping()), metadata=call_metadata(TOKEN)) for _ in range(3000)]
+        answers = [VERDICT.decode(data) for data in await asyncio.gather(*calls)]
+    assert answers == [Answer(id=0, body=Pong(job_name="job", master_epoch=1))] * 3000

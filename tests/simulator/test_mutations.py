@@ -38,7 +38,7 @@ from dlrover.core.checkpoints import SaveAttempt
 from dlrover.core.data_books import DataBooks
 from dlrover.core.datasets import Dataset
 from dlrover.core.fleet import Fleet, FleetNode
-from dlrover.core.nodes import Nodes
+from dlrover.core.nodes import Node, NodeLife, Nodes
 from dlrover.core.observations import Observations
 from dlrover.core.parameter_servers import ParameterServers
 from dlrover.core.rendezvous import Rendezvous
@@ -201,6 +201,13 @@ def exchanged_nodes_stay(patch: pytest.MonkeyPatch) -> None:
         original(course, node)
 
     patch.setattr(life_cycle, "started", started)
+
+
+def exchanged_nodes_are_not_told(patch: pytest.MonkeyPatch) -> None:
+    def send_away(self: course.Course, node: Node, why: str, **details: Any) -> None:
+        self.lose(node, NodeLife.GONE, why, **details)
+
+    patch.setattr(course.Course, "send_away", send_away)
 
 
 def suspended_jobs_launch(patch: pytest.MonkeyPatch) -> None:
@@ -393,6 +400,7 @@ def barriers_stay_closed(patch: pytest.MonkeyPatch) -> None:
         (nodes_outlive_their_job, {"fleet"}),
         (intents_die_with_their_master, {"fleet", "I8"}),
         (exchanged_nodes_stay, {"fleet"}),
+        (exchanged_nodes_are_not_told, {"fleet"}),
         (suspended_jobs_launch, {"fleet"}),
         (suspended_jobs_stay_so, {"fleet", "I8"}),
         (servers_go_before_the_switch, {"servers"}),

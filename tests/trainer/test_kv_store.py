@@ -400,6 +400,11 @@ def test_who_waits_goes_on_until_its_own_time_is_over() -> None:
     assert not client.barrier("b", timeout=0.05)
 
 
+def test_a_worker_joins_again_until_a_master_without_its_journal_knows_the_world() -> None:
+    assert SyncClient(link=Away(2, Rejected("not all are back", code="world-unknown"))).join_sync("x")
+    assert not SyncClient(link=Away(1, Rejected("of another round", code="stale-round"))).join_sync("x")
+
+
 def test_a_prefix_ends_with_one_slash() -> None:
     link = StandIn()
     MasterKVStore("p", link=link).set("k", "v")

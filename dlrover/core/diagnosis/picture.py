@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from msgspec import Struct
 
@@ -154,6 +154,8 @@ class Picture:
         self.scene = Scene()
         self.ranks: dict[int, RankRecord] = {}
         """Of this round, in the order of the ranks."""
+        self._stalled: dict[int, RankRecord] = {}
+        self._nodes: dict[NodeId, None] = {}
         self.resources: dict[NodeId, ResourceReport] = {}
         self.events: deque[NodeEvent] = deque(maxlen=MAX_EVENTS)
         self.failures: deque[Failed] = deque(maxlen=MAX_FAILURES)
@@ -171,10 +173,11 @@ class Picture:
                 for place in scene.places
                 for rank in range(place.first_rank, place.first_rank + place.num_ranks)
             }
-        here = {place.node: None for place in scene.places}
+        self._nodes = here = {place.node: None for place in scene.places}
         self.resources = {node: report for node, report in self.resources.items() if node in here}
         if not is_new:
             self.ranks = {rank: record for rank, record in self.ranks.items() if record.place.node in here}
+        self._stalled = {rank: record for rank, record in self.ranks.items() if record.progress.is_stalled}
 
     def hear_progress(self, report: ProgressReport, now: Micros) -> bool:
         """Whether it is about the workers of now."""
@@ -184,18 +187,24 @@ class Picture:
             record = self.ranks.get(worker.global_rank)
             if record is not None and record.place.node == report.node:
                 record.hear(worker, now)
+                if worker.is_stalled:
+                    self._stalled[worker.global_rank] = record
+                else:
+                    self._stalled.pop(worker.global_rank, None)
         return True
 
     def hear_resources(self, report: ResourceReport, now: Micros) -> None:
-        if any(place.node == report.node for place in self.scene.places):
+        if report.node in self._nodes:
             self.resources[report.node] = report
         for sample in report.workers:
             record = self.ranks.get(sample.global_rank)
             if record is not None and record.place.node == report.node:
                 record.memory.append((now, sample.memory_mb))
 
-    def stalled(self) -> list[RankRecord]:
-        return [record for record in self.ranks.values() if record.progress.is_stalled]
+    @property
+    def stalled(self) -> Collection[RankRecord]:
+        """Kept while the ranks are heard: it is asked for at every report, and a world may have a hundred thousand of them."""
+        return self._stalled.values()
 
     def heard(self) -> Iterator[RankRecord]:
         """Ranks that have told anything in this round."""

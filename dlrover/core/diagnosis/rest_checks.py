@@ -153,7 +153,7 @@ class IdleDevices:
 
     def diagnose(self, picture: Picture, now: Micros) -> Iterable[Verdict]:
         ranks = list(picture.heard())
-        if not picture.scene.is_active or not ranks or len(ranks) < len(picture.ranks) or not picture.stalled():
+        if not picture.scene.is_active or not ranks or len(ranks) < len(picture.ranks) or not picture.stalled:
             return
         seconds = (now - picture.newest_progress_at()) / MICROS_PER_SECOND
         is_elsewhere = any(record.progress.phase in self._elsewhere for record in ranks)

@@ -145,7 +145,7 @@ class Watch:
                 if self.picture.hear_progress(observation, now):
                     self._measure_restart(observation, now)
                     self._has_stepped |= any(worker.step_seconds > 0 for worker in observation.workers)
-                    if not self.picture.stalled() and self._look is None:
+                    if not self.picture.stalled and self._look is None:
                         self._end_episode()
             case ResourceReport():
                 self.picture.hear_resources(observation, now)
@@ -215,7 +215,7 @@ class Watch:
         times = [self._next_check_at] if self._is_news else []
         if self._look is not None:
             times.append(self._look.expires_at)
-        elif self.picture.scene.is_active and self._acted_round != self.picture.scene.round and self.picture.stalled():
+        elif self.picture.scene.is_active and self._acted_round != self.picture.scene.round and self.picture.stalled:
             times.append(self._next_look_at)
         return min(times, default=None)
 
@@ -233,7 +233,7 @@ class Watch:
         look = self._look
         if look is None:
             is_due = now >= self._next_look_at and self._acted_round != self.picture.scene.round
-            if is_due and self.picture.stalled():
+            if is_due and self.picture.stalled:
                 self._begin_look(now)
             return
         if look.is_complete(0) and not look.is_judged_early:
@@ -256,7 +256,7 @@ class Watch:
 
     def _stalled_for(self, now: Micros) -> float:
         """Seconds for which all stalled ranks have been where they are."""
-        entered = max((record.entered_at for record in self.picture.stalled()), default=now)
+        entered = max((record.entered_at for record in self.picture.stalled), default=now)
         return max(0.0, (now - entered) / MICROS_PER_SECOND)
 
     def _judge(self, finding: Finding, sights: Sequence[Sight], now: Micros) -> None:

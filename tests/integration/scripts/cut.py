@@ -95,6 +95,6 @@ for step in range(first, args.num_steps):
         threading.Event().wait(10)  # the one of this life is still to come
 
 torch.save(whole(model), args.folder / f"weights-{rank}.pt")
-assert checkpointer.wait_latest_checkpoint(30)
+assert checkpointer.wait_latest_checkpoint(100)
 dist.barrier()
 dist.destroy_process_group()

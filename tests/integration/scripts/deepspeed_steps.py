@@ -81,12 +81,10 @@ def run_stage(folder: Path, stage: int, kills: bool) -> None:
         is_disk = step == DISK_AT
         tag = f"at-{step}" if step % 2 else step if is_disk else None
         kind = StorageType.DISK if is_disk else StorageType.MEMORY
-        result = checkpointer.save_checkpoint(
-            directory, tag, {"step": step}, storage_type=kind, on_busy="block" if is_disk else "skip"
-        )
+        result = checkpointer.save_checkpoint(directory, tag, {"step": step}, storage_type=kind, on_busy="block")
         assert result, result
         if is_disk:
-            assert checkpointer.wait_latest_checkpoint(30)
+            assert checkpointer.wait_latest_checkpoint(100)
             stored = weights(engine)
             assert (folder / f"zero-{stage}" / "latest").read_text() == "4"
             torch.distributed.barrier()

@@ -8,6 +8,7 @@ next life has to find the last state in memory.
 """
 
 import ctypes
+import errno
 import os
 import shutil
 import signal
@@ -27,12 +28,17 @@ directory = folder / "checkpoints"
 NUM_NUMBERS = 10 * 1024 * 1024
 SENTENCE = "was not written"
 MS_RDONLY, MS_REMOUNT = 1, 32
+PATIENCE = 100.0
 
 
 def remount(flags: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"tmpfs", os.fsencode(disk), b"tmpfs", MS_REMOUNT | flags, None) != 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    deadline = time.monotonic() + PATIENCE
+    while libc.mount(b"tmpfs", os.fsencode(disk), b"tmpfs", MS_REMOUNT | flags, None) != 0:
+        number = ctypes.get_errno()
+        if number != errno.EBUSY or time.monotonic() > deadline:
+            raise OSError(number, os.strerror(number))
+        time.sleep(0.02)  # the agent is just closing a file of the last checkpoint
 
 
 def fill() -> None:
@@ -62,7 +68,7 @@ def save(step: int, kind: StorageType = StorageType.DISK) -> None:
 
 
 def wait_for_errors(number: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while log.read_text(errors="replace").count(SENTENCE) < number:
         assert time.monotonic() < deadline, "the agent does not say that it could not write"
         time.sleep(0.02)  # another process's file: there is no event
@@ -76,7 +82,7 @@ state = checkpointer.load_checkpoint()
 if not state:
     step = 0
     save(step)
-    assert checkpointer.wait_latest_checkpoint(30)
+    assert checkpointer.wait_latest_checkpoint(PATIENCE)
     for number, (name, (begin, end)) in enumerate(FAULTS.items(), 1):
         begin()
         save(step + 1)
@@ -88,7 +94,7 @@ if not state:
         assert latest_step(LocalStorage(), str(directory)) in (step, step + 2), name
         step += 3
         save(step)
-        assert checkpointer.wait_latest_checkpoint(30), f"{name}: the next save does not work"
+        assert checkpointer.wait_latest_checkpoint(PATIENCE), f"{name}: the next save does not work"
     save(step + 1, StorageType.MEMORY)
     (folder / "killed").write_text(str(step + 1))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -96,7 +102,7 @@ step = int((folder / "killed").read_text())
 assert state["step"] == step
 assert torch.equal(state["weights"], state_of(step)["weights"])
 save(step + 1)
-assert checkpointer.wait_latest_checkpoint(30)
+assert checkpointer.wait_latest_checkpoint(PATIENCE)
 for checkpoint in committed_checkpoints(LocalStorage(), str(directory)):
     assert find_damage(LocalStorage(), checkpoint) == []
 shutil.copytree(directory / str(step + 1), folder / "last")

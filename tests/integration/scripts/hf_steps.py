@@ -131,7 +131,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=True)
     assert (torch.save, sys.modules["safetensors.torch"].save_file) == (save, save_file), "put back after every save"
     assert trainer.state.global_step == NUM_STEPS
-    assert trainer.wait_latest_checkpoint(30)
+    assert trainer.wait_latest_checkpoint(100)
     torch.distributed.barrier()
     last = trainer.get_last_checkpoint()
     assert last == str(FOLDER / "flash" / "checkpoint-10"), last

@@ -2,10 +2,12 @@
 Reads a dataset on demand with ranks that step together; the model counts how often it has seen each record.
 
     read_shards.py FOLDER SIZE [--epochs N] [--kill-at STEP]... [--disk-every N] [--pace SECONDS] [--resume STEP] [--stop-at STEP]
+                   [--hold-at STEP]
 
 `--kill-at` kills a worker by SIGKILL right after that step was saved, once: the ranks take turns. Rank 0 leaves the model in
 FOLDER/model.pt, each life of a rank its first step in FOLDER/lives-RANK. `--resume` lets the second life of a rank go back to the checkpoint of that
-step by its path, once; checkpoints are waited for then. `--stop-at` leaves the rest of the data unread.
+step by its path, once; checkpoints are waited for then. `--stop-at` leaves the rest of the data unread. After the step of `--hold-at` the
+ranks wait for FOLDER/go.
 """
 
 import argparse
@@ -29,6 +31,7 @@ parser.add_argument("--disk-every", type=int, default=0)
 parser.add_argument("--pace", type=float, default=0.0)
 parser.add_argument("--resume", type=int, default=-1)
 parser.add_argument("--stop-at", type=int, default=-1)
+parser.add_argument("--hold-at", type=int, default=-1)
 parser.add_argument("--on-purpose", action="store_true")
 args = parser.parse_args()
 
@@ -83,6 +86,8 @@ while True:
         if not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+    while step == args.hold_at and not (args.folder / "go").exists():
+        time.sleep(0.01)
     time.sleep(args.pace)
 
 if rank == 0:

@@ -22,9 +22,10 @@ with (folder / f"lives-{rank}").open("a") as lives:
 is_over = torch.zeros(1)
 while not is_over.item():
     checkpointer.save_checkpoint(step, {"step": step, "rank": rank}, storage_type=StorageType.MEMORY)
-    (folder / f"step-{rank}").write_text(str(step))
+    (folder / f"step-{rank}.new").write_text(str(step))
+    (folder / f"step-{rank}.new").rename(folder / f"step-{rank}")
     is_over.fill_(float((folder / "stop").exists()))
-    dist.broadcast(is_over, 0)
+    dist.all_reduce(is_over)  # nobody runs ahead of what the other still has in memory
     step += 1
     time.sleep(0.05)
 checkpointer.close()
