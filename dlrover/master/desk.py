@@ -31,6 +31,7 @@ from dlrover.master.bookkeeper import Bookkeeper
 from dlrover.master.clock import MasterClock
 from dlrover.master.durable_job import DurableJob
 from dlrover.master.errands import Errands
+from dlrover.master.grace import StallWatch
 from dlrover.master.keeper import Keeper
 from dlrover.master.presence import Presence
 from dlrover.master.reception import Reception
@@ -50,7 +51,6 @@ from dlrover.protocol.messages import (
     AwaitOrder,
     Command,
     DeadlinePassed,
-    Detection,
     EndStream,
     FinishJob,
     JobEnd,
@@ -91,11 +91,11 @@ class Desk:
         clock: MasterClock,
         *,
         job_name: str,
-        detection: Detection | None = None,
         topology: Topology | None = None,
         books: Bookkeeper | None = None,
+        stalls: StallWatch | None = None,
     ) -> None:
-        """`detection`: instead of what the job's terms say, for tests."""
+        """`stalls`: one that tests control."""
         self._clock = clock
         self._job_name = job_name
         self._books = Bookkeeper() if books is None else books
@@ -104,7 +104,7 @@ class Desk:
         """Questions about what is not in the job: others in this process know it."""
         self._wake = asyncio.Event()
         self._durable = DurableJob(keeper, job, clock)
-        self._presence = Presence(self._durable, clock, detection)
+        self._presence = Presence(self._durable, clock, stalls)
         self._roster = Roster()
         self._waiting = WaitingRoom()
         self._tray = Tray(self._wake)
@@ -328,7 +328,7 @@ class Desk:
             self._settle(work)
             reply = outcome.reply
             if isinstance(reply, Attached) and work.line is not None:
-                self._attach(work.line, reply, now)
+                self._attach(work.line, reply)
             elif isinstance(reply, JobStatus):
                 reply = self._completed(reply)
             elif isinstance(reply, GoodputStatus):
@@ -357,11 +357,11 @@ class Desk:
         if ended is not None and not self.finished.done():
             self.finished.set_result(ended)
 
-    def _attach(self, line: Line, attached: Attached, now: Micros) -> None:
+    def _attach(self, line: Line, attached: Attached) -> None:
         if line.is_open:
             line.clock_stood_still = self._clock.stood_still
             self._roster.attach(line, attached, self._clock.elapsed())
-            self._presence.came(attached, now)
+            self._presence.came(attached, self._clock.now())  # it hears of it now, however long the disk took
         else:
             self._presence.came_and_went(attached)
             self._wake.set()

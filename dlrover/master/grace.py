@@ -9,6 +9,7 @@ loop reads on, and what it read is decided before the deadlines are.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from dlrover.protocol.messages import Micros
 
@@ -29,15 +30,17 @@ AFTERMATH = 10_000_000
 class StallWatch:
     """Measures how long the running event loop did not run."""
 
-    def __init__(self) -> None:
+    def __init__(self, time: Callable[[], float] | None = None) -> None:
+        """`time`: in seconds; tests have one that stands still unless they move it. Else that of the loop."""
         self._loop = asyncio.get_running_loop()
+        self._time = self._loop.time if time is None else time
         self._timer: asyncio.TimerHandle | None = None
         self._due_at = 0.0
         self._stalled = 0.0
 
     def start(self) -> None:
-        self._due_at = self._loop.time() + PULSE
-        self._timer = self._loop.call_at(self._due_at, self._pulse)
+        self._due_at = self._time() + PULSE
+        self._timer = self._loop.call_later(PULSE, self._pulse)
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -53,10 +56,10 @@ class StallWatch:
 
     def _pulse(self) -> None:
         self._measure()
-        self._timer = self._loop.call_at(self._due_at, self._pulse)
+        self._timer = self._loop.call_later(self._due_at - self._time(), self._pulse)
 
     def _measure(self) -> None:
-        now = self._loop.time()
+        now = self._time()
         late = now - self._due_at
         if late >= 0:
             self._due_at = now + PULSE

@@ -35,14 +35,13 @@ log = logging.getLogger(__name__)
 
 
 class Presence:
-    def __init__(self, durable: DurableJob, clock: MasterClock, detection: Detection | None = None) -> None:
-        """`detection`: instead of what the job's terms say, for tests."""
+    def __init__(self, durable: DurableJob, clock: MasterClock, stalls: StallWatch | None = None) -> None:
+        """`stalls`: one that tests control."""
         self._durable = durable
         self._clock = clock
-        self._detection = detection
-        self._observations = Observations(clock.now(), detection)
+        self._observations = Observations(clock.now())
         self._findings: dict[NodeId, NodeDisconnected | NodeSilent] = {}  # kept until they are durable
-        self._stalls = StallWatch()
+        self._stalls = StallWatch() if stalls is None else stalls
         self._isolation = Isolation()
         self._blamed_until = 0  # elapsed microseconds until which the end of a stream may be our own doing
         self._stalled = 0  # microseconds that the observations have not been told of
@@ -61,7 +60,7 @@ class Presence:
 
     @property
     def patience(self) -> Detection:
-        return self._detection or self._durable.job.detection
+        return self._durable.job.detection
 
     def last_heard(self) -> dict[NodeId, Micros]:
         """When each attached node was last heard of, by the job's clock."""

@@ -76,12 +76,7 @@ class StandinJob:
     def says(self, words: str) -> None:
         """Until the launcher has said that."""
         assert self.process is not None
-        assert self.process.stderr is not None
-        said = ""
-        while words not in said:
-            line = self.process.stderr.readline()
-            assert line, f"it ended without saying {words!r}: {said}"
-            said += line
+        until_said(self.process, words)
 
     def finish(self) -> tuple[int, str]:
         """Exit code and what was said."""
@@ -118,6 +113,17 @@ def job(tmp_path: Path, short_dir: Path) -> Iterator[StandinJob]:
     standin = StandinJob(tmp_path, short_dir)
     yield standin
     standin.close()
+
+
+def until_said(process: subprocess.Popen[str], *words: str) -> list[str]:
+    """For each of them the first line that has it. A command and its master have one console, and nobody says who speaks first."""
+    assert process.stderr is not None
+    lines: list[str] = []
+    while not all(any(each in line for line in lines) for each in words):
+        line = process.stderr.readline()
+        assert line, f"it ended without saying {words}: {lines}"
+        lines.append(line)
+    return [next(line for line in lines if each in line) for each in words]
 
 
 def is_alive(pid: int) -> bool:

@@ -16,7 +16,7 @@ from dlrover.cli import check_env
 from dlrover.cli.connection import MASTER_FILE, find_local_job
 from dlrover.cli.environment import Environment
 from dlrover.cli.runtime_dir import NodeDirectory, user_root
-from tests.cli.conftest import DEADLINE
+from tests.cli.conftest import DEADLINE, until_said
 from tests.integration.jobs import paths_below, wait_until
 
 DLROVER = [sys.executable, "-m", "dlrover.cli.main"]
@@ -102,10 +102,8 @@ def test_a_master_by_hand_answers_and_ends_with_ctrl_c(short_dir: Path, tmp_path
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert master.stderr is not None
     try:
-        assert "job by-hand at 127.0.0.1:" in master.stderr.readline()
-        assert any("serving job=by-hand" in line for line in master.stderr)
+        until_said(master, "job by-hand at 127.0.0.1:", "serving job=by-hand")
         status = run("status", "by-hand", runtime=short_dir)
         assert status.returncode == 0, status.stderr
         assert "job by-hand" in status.stdout
@@ -127,9 +125,8 @@ def test_a_master_that_listens_everywhere_names_an_address_that_others_reach(sho
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert master.stderr is not None
     try:
-        assert f"set DLROVER_MASTER_ADDR={socket.gethostname()}:" in master.stderr.readline()
+        until_said(master, f"set DLROVER_MASTER_ADDR={socket.gethostname()}:")
     finally:
         master.send_signal(signal.SIGINT)
         master.communicate(timeout=DEADLINE)

@@ -30,12 +30,6 @@ def root(short_dir: Path) -> str:
     return user_root(Environment(temp_dir=str(short_dir)))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def listener() -> Iterator[int]:
     """A program that is no master."""
@@ -76,8 +70,8 @@ def test_an_address_elsewhere_is_not_ours_to_host() -> None:
     assert not place.is_ours
 
 
-def test_the_first_launcher_on_the_host_hosts_and_the_second_connects() -> None:
-    settings = settings_of("--rdzv-endpoint", f"localhost:{free_port()}", "--nnodes=1:2")
+def test_the_first_launcher_on_the_host_hosts_and_the_second_connects(reserved_port: int) -> None:
+    settings = settings_of("--rdzv-endpoint", f"localhost:{reserved_port}", "--nnodes=1:2")
     first, seat = find_master(settings)
     assert seat is not None
     second, no_seat = find_master(settings)
@@ -97,13 +91,12 @@ def test_a_seat_lets_its_master_listen_and_nobody_else_be_given_the_port() -> No
     seat.close()
 
 
-def test_a_named_seat_is_claimed_even_while_nobody_listens() -> None:
-    port = free_port()
-    seat = Seat("127.0.0.1", port)
+def test_a_named_seat_is_claimed_even_while_nobody_listens(reserved_port: int) -> None:
+    seat = Seat("127.0.0.1", reserved_port)
     with pytest.raises(SeatTaken):
-        Seat("127.0.0.1", port)
+        Seat("127.0.0.1", reserved_port)
     seat.close()
-    Seat("127.0.0.1", port).close()
+    Seat("127.0.0.1", reserved_port).close()
 
 
 @pytest.mark.parametrize("nnodes", ["1", "2"])

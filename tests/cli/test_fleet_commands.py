@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import DEADLINE
+from tests.cli.conftest import DEADLINE, until_said
 from tests.cli.test_commands import DLROVER, run
 
 PS_JOB = {
@@ -29,9 +29,10 @@ def master(runtime: Path, *options: str) -> Iterator[None]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stderr is not None
     try:
-        assert any("serving job=job" in line for line in process.stderr)
+        until_said(process, "serving job=job")
+        if "--platform" in options:  # only now its fleet is what the tests expect
+            until_said(process, "platform took intent=LaunchNode")
         yield
     finally:
         process.send_signal(signal.SIGINT)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import select
 import signal
-import socket
 import subprocess
 import time
 
@@ -277,15 +276,14 @@ def test_a_master_elsewhere_that_never_answers_ends_the_wait_with_what_to_check(
     assert job.files_left() == []
 
 
-def test_two_launchers_on_one_host_share_one_master_and_its_token(job: StandinJob) -> None:
+def test_two_launchers_on_one_host_share_one_master_and_its_token(job: StandinJob, reserved_port: int) -> None:
     """The second sees that the seat is taken, and waits for its master."""
-    port = a_free_port()
-    endpoint = ["--nnodes=1:2", f"--rdzv-endpoint=localhost:{port}"]
+    endpoint = ["--nnodes=1:2", f"--rdzv-endpoint=localhost:{reserved_port}"]
     first = job.start(*endpoint, behaviour="wait")
     job.event("waiting")
-    assert job.event("master")[1] == str(port)
+    assert job.event("master")[1] == str(reserved_port)
     second = job.start(*endpoint, behaviour="ok", STANDIN_FIND_MASTER="60")  # which this one does not look for
-    _, said = second.communicate(timeout=20)
+    _, said = second.communicate(timeout=DEADLINE)
     assert (second.returncode, said) == (0, "")
     assert (job.tmp_path / "master-lives").stat().st_size == 1
     job.process = first
@@ -295,10 +293,12 @@ def test_two_launchers_on_one_host_share_one_master_and_its_token(job: StandinJo
     assert job.files_left() == []
 
 
-def test_a_launcher_whose_node_was_scaled_away_stays_for_the_master_of_the_others(job: StandinJob) -> None:
+def test_a_launcher_whose_node_was_scaled_away_stays_for_the_master_of_the_others(
+    job: StandinJob, reserved_port: int
+) -> None:
     job.start(
         "--nnodes=1:2",
-        f"--rdzv-endpoint=localhost:{a_free_port()}",
+        f"--rdzv-endpoint=localhost:{reserved_port}",
         behaviour="dismissed",
         STANDIN_MASTER="end-at-gate",
     )
@@ -314,8 +314,8 @@ def test_a_launcher_whose_node_was_scaled_away_stays_for_the_master_of_the_other
     assert job.files_left() == []
 
 
-def test_such_a_launcher_still_listens_to_signals(job: StandinJob) -> None:
-    process = job.start("--nnodes=1:2", f"--rdzv-endpoint=localhost:{a_free_port()}", behaviour="dismissed")
+def test_such_a_launcher_still_listens_to_signals(job: StandinJob, reserved_port: int) -> None:
+    process = job.start("--nnodes=1:2", f"--rdzv-endpoint=localhost:{reserved_port}", behaviour="dismissed")
     agent, *_ = job.event("agent")
     job.event("master")
     wait_for_end(int(agent))
@@ -332,15 +332,9 @@ def test_a_node_without_a_place_says_so_without_a_report_of_failure(job: Standin
     assert "failed" not in said
 
 
-def a_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def wait_for_end(pid: int) -> None:
     """Gone, not only a zombie: then the launcher has seen its end."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + DEADLINE
     while os.path.exists(f"/proc/{pid}"):
         assert time.monotonic() < until, "the agent did not end"
         select.select([], [], [], 0.01)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import DEADLINE
+from tests.cli.conftest import DEADLINE, until_said
 from tests.cli.test_commands import DLROVER, run
 from tests.protocol.test_certificates import Authority
 
@@ -34,11 +34,9 @@ def address(authority: Authority, short_dir: Path) -> Iterator[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert master.stderr is not None
     try:
-        address = master.stderr.readline().split(" at ")[1].split(";")[0]
-        assert any("serving job=secret" in line for line in master.stderr)
-        yield address
+        where, _ = until_said(master, "job secret at ", "serving job=secret")
+        yield where.split(" at ")[1].split(";")[0]
     finally:
         master.send_signal(signal.SIGINT)
         master.communicate(timeout=DEADLINE)

@@ -19,6 +19,7 @@ import pytest_asyncio
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
+from dlrover.cli.discovery import Seat
 from dlrover.core.job import Job
 from dlrover.master.clock import MasterClock
 from dlrover.master.config import MasterConfig, Ready
@@ -30,7 +31,6 @@ from dlrover.protocol.messages import (
     Attach,
     Attached,
     Desired,
-    Detection,
     Incarnation,
     JobStatus,
     JobTerms,
@@ -48,10 +48,6 @@ from dlrover.protocol.watch_messages import WatchOrder
 
 TOKEN = "token of the test"
 TWO_NODES = JobTerms(limits=Limits(min_nodes=2, max_nodes=2))
-
-
-def quick_detection(silence: float, suspicion: float) -> Detection:
-    return Detection(silence=silence, suspicion=suspicion, lease=silence / 2, heartbeat=suspicion / 8)
 
 
 class Agent:
@@ -185,15 +181,13 @@ StartMaster = Callable[..., Awaitable[Master]]
 
 
 @pytest_asyncio.fixture
-async def start_master(tmp_path: Path) -> AsyncIterator[StartMaster]:
+async def start_master(tmp_path: Path, reserved_port: int) -> AsyncIterator[StartMaster]:
     masters: list[Master] = []
 
     async def start(
         *,
-        port: int = 0,
+        port: int = reserved_port,
         make_job: Callable[[Job], Job] = lambda job: job,
-        silence: float | None = None,
-        suspicion: float | None = None,
         topology: Topology | None = None,
         hours_later: int = 0,
     ) -> Master:
@@ -202,8 +196,7 @@ async def start_master(tmp_path: Path) -> AsyncIterator[StartMaster]:
         keeper = await Keeper.open(tmp_path / "journal.sqlite", job_name="job")
         job = make_job(await keeper.restore())
         clock = MasterClock(job.now, wall=lambda: time.time_ns() + hours_later * 3600 * 10**9)
-        detection = None if silence is None else quick_detection(silence, suspicion or silence)
-        desk = Desk(keeper, job, clock, job_name="job", detection=detection, topology=topology)
+        desk = Desk(keeper, job, clock, job_name="job", topology=topology)
         await desk.begin(keeper.master_epoch)
         await server.start(desk)
         working = asyncio.ensure_future(desk.run())
@@ -220,11 +213,12 @@ class MasterProcess:
 
     def __init__(self, directory: Path, *, token: str = TOKEN, **options: object) -> None:
         self._directory = directory
+        self._seat = Seat("127.0.0.1", 0)  # keeps the port between two lives, as that of a launcher does
         self.journal = directory / "journal.sqlite"
         token_file = directory / "token"
         token_file.write_text(token)
         fields: dict[str, object] = {"job_name": "job", "journal": str(self.journal), "token_file": str(token_file)}
-        self._fields = fields | options
+        self._fields = fields | {"port": self._seat.port} | options
         self.process: subprocess.Popen[bytes] | None = None
         self.ready: Ready | None = None
 
@@ -239,11 +233,9 @@ class MasterProcess:
         return self.process.pid
 
     def start(self) -> Ready:
-        """On the port it had before, if it had one."""
+        """Each time on the same port."""
         read_fd, write_fd = os.pipe()
         try:
-            if self.ready is not None:
-                self._fields["port"] = self.ready.port
             self._spawn({**self._fields, "ready_fd": write_fd}, write_fd)
         finally:
             os.close(write_fd)
@@ -286,6 +278,7 @@ class MasterProcess:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait(timeout=30)
+        self._seat.close()
 
 
 MakeMaster = Callable[..., MasterProcess]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from dlrover.cli.replay import replay
 from dlrover.core.job import Job
 from dlrover.core.sequence import decode_record
 from dlrover.core.turn import NotYet, Origin, Outcome
+from dlrover.master import journal
 from dlrover.protocol.codec import decode_from_master, encode_frame
 from dlrover.protocol.data_messages import DatasetSpec, DatasetState, RegisterDataset
 from dlrover.protocol.errors import Rejected, Unavailable
@@ -32,9 +32,11 @@ from dlrover.protocol.frames import Push, Request
 from dlrover.protocol.goodput_messages import AskGoodput
 from dlrover.protocol.messages import (
     MAX_MESSAGE_BYTES,
+    MAX_REQUESTS_IN_WORK,
     Attach,
     Command,
     DeadlinePassed,
+    Detection,
     Done,
     End,
     Heartbeat,
@@ -62,7 +64,7 @@ from dlrover.protocol.precheck_messages import OperatorResult, PreCheckNoted, Pr
 from dlrover.protocol.rpc import ask
 from dlrover.protocol.steering_messages import RelaunchNode
 from dlrover.protocol.transport import AGENT_METHOD, SERVICE, call_metadata, open_channel
-from tests.master.conftest import TOKEN, Agent, Connect, StartMaster
+from tests.master.conftest import TOKEN, Agent, Connect, Master, StartMaster
 
 
 def journalled(path: Path) -> list[Command]:
@@ -122,10 +124,8 @@ async def test_a_deadline_of_the_job_passes_by_itself(start_master: StartMaster,
     master = await start_master()
     terms = JobTerms(limits=Limits(min_nodes=2, max_nodes=2, join_timeout=0.2))
     agent = connect(master.address, terms=terms)
-    await agent.attached()
-    await agent.join()
     end = await agent.wish(End)
-    assert "1" in end.wish.end.message  # type: ignore[union-attr]
+    assert "0 of at least 2 nodes joined within 0.2 s" in end.wish.end.message  # type: ignore[union-attr]
 
 
 async def test_a_broken_stream_is_a_finding_and_a_newer_stream_supersedes_it(
@@ -139,8 +139,8 @@ async def test_a_broken_stream_is_a_finding_and_a_newer_stream_supersedes_it(
     assert (first.node, first.incarnation) == (second.node, second.incarnation)
     assert [node.status for node in (await master.status()).nodes] == ["alive"]
     await agent.leave()
-    async with asyncio.timeout(10):
-        while [node.status for node in (await master.status()).nodes] != ["disconnected"]:
+    async with asyncio.timeout(20):
+        while [node.status for node in (await master.status()).nodes] == ["alive"]:
             continue  # each question is a turn of the desk
     assert NodeDisconnected(node=first.node, incarnation=first.incarnation) in journalled(tmp_path / "journal.sqlite")
 
@@ -148,8 +148,9 @@ async def test_a_broken_stream_is_a_finding_and_a_newer_stream_supersedes_it(
 async def test_a_silent_node_is_given_up_and_has_to_present_itself_anew(
     start_master: StartMaster, connect: Connect, tmp_path: Path
 ) -> None:
-    master = await start_master(silence=0.3)
-    agent = connect(master.address)
+    master = await start_master()
+    hasty = Detection(silence=0.3, suspicion=0.3, lease=0.15, heartbeat=0.1)
+    agent = connect(master.address, terms=JobTerms(detection=hasty))
     first = await agent.attached()
     second = await agent.attached()  # nothing was heard of it, so its stream was ended, and it came back
     assert second.incarnation == first.incarnation + 1
@@ -172,29 +173,20 @@ async def test_a_node_that_is_exchanged_is_told_so_at_once(start_master: StartMa
     assert agent.attachments.empty()
 
 
-async def test_a_node_that_beats_is_not_given_up(start_master: StartMaster, connect: Connect, tmp_path: Path) -> None:
-    master = await start_master(silence=1.0)
-    agent = connect(master.address)
-    await agent.attached()
-    end_at = time.monotonic() + 2.5
-    while time.monotonic() < end_at:
-        agent.channel.beat(Heartbeat(node=agent.node, incarnation=agent.incarnation))
-        await master.status()
-    assert not any(isinstance(command, NodeSilent) for command in journalled(tmp_path / "journal.sqlite"))
+@pytest.fixture
+def patient_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit that somebody holds back waits for as long as the test needs, however slow the machine is."""
+    monkeypatch.setattr(journal, "BUSY_TIMEOUT", 60.0)
 
 
-async def test_a_master_that_was_starved_blames_nobody_for_it(
-    start_master: StartMaster, connect: Connect, tmp_path: Path
-) -> None:
-    master = await start_master(silence=0.5)
-    agent = connect(master.address)
-    await agent.attached()
-    time.sleep(0.8)  # noqa: ASYNC251 - the event loop, and with it the master, stands still
-    agent.channel.beat(Heartbeat(node=agent.node, incarnation=agent.incarnation))
-    assert isinstance(await agent.channel.call(Ping(), timeout=10), Pong)
-    assert not any(isinstance(command, NodeSilent) for command in journalled(tmp_path / "journal.sqlite"))
+async def in_work(master: Master, number: int) -> None:
+    """Until so many requests are there and not decided."""
+    async with asyncio.timeout(20):
+        while master.desk.num_in_work < number:  # noqa: ASYNC110 (what comes in is no news to anybody)
+            await asyncio.sleep(0.005)
 
 
+@pytest.mark.usefixtures("patient_journal")
 async def test_a_command_sent_again_after_a_broken_stream_is_applied_once(
     start_master: StartMaster, connect: Connect, tmp_path: Path
 ) -> None:
@@ -204,7 +196,9 @@ async def test_a_command_sent_again_after_a_broken_stream_is_applied_once(
     lock = sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)
     lock.execute("BEGIN IMMEDIATE")  # holds the commit back while the stream breaks
     call = asyncio.ensure_future(agent.join())
+    await in_work(master, 1)
     await agent.channel.reattach()
+    await in_work(master, 2)  # the attach of the next stream
     lock.execute("ROLLBACK")
     lock.close()
     await agent.attached()
@@ -229,6 +223,7 @@ async def test_a_command_is_not_answered_before_it_is_durable(
     assert await call == Done()
 
 
+@pytest.mark.usefixtures("patient_journal")
 async def test_more_requests_than_fit_are_refused_for_now_and_all_answered_in_the_end(
     start_master: StartMaster, connect: Connect, tmp_path: Path
 ) -> None:
@@ -238,10 +233,10 @@ async def test_more_requests_than_fit_are_refused_for_now_and_all_answered_in_th
     lock = sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)
     lock.execute("BEGIN IMMEDIATE")
     calls = [asyncio.ensure_future(agent.join()) for _ in range(600)]
-    done, _ = await asyncio.wait(calls, timeout=0.3)
-    assert not done
+    await in_work(master, MAX_REQUESTS_IN_WORK)
     with pytest.raises(Unavailable, match="256 requests in work"):
-        await ask(master.address, Ping(), token=TOKEN, timeout=0.3)
+        await master.desk.ask(Ping())
+    assert not any(call.done() for call in calls)
     lock.execute("ROLLBACK")
     lock.close()
     assert await asyncio.gather(*calls) == [Done()] * 600

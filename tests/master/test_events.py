@@ -153,7 +153,7 @@ class TestReporters:
     def test_a_web_hook_gets_each_event_and_is_tried_again(self, hook: tuple[str, type[_Hook]]) -> None:
         url, kind = hook
         kind.failures = 2
-        reporter = WebhookReporter(url, timeout=10, pause=0.01)
+        reporter = WebhookReporter(url, timeout=60, pause=0.01)
         reporter.report(an_event("first"))
         reporter.report(an_event("second"))
         reporter.close()
@@ -161,7 +161,7 @@ class TestReporters:
         assert reporter.num_lost == 0
 
     def test_a_web_hook_that_does_not_answer_loses_events_and_nothing_else(self) -> None:
-        reporter = WebhookReporter("http://127.0.0.1:9/", timeout=5, pause=0.01)
+        reporter = WebhookReporter("http://127.0.0.1:9/", timeout=60, pause=0.01)
         for _ in range(3):
             reporter.report(an_event())
         reporter.close()
@@ -179,7 +179,7 @@ class TestReporters:
     def test_the_log_does_not_tell_what_opens_a_web_hook(
         self, url: str, receiver: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        reporter = WebhookReporter(url, timeout=5, pause=0.01)
+        reporter = WebhookReporter(url, timeout=60, pause=0.01)
         reporter.report(an_event())
         reporter.close()
         assert reporter.num_lost == 1
@@ -191,7 +191,7 @@ class TestReporters:
     ) -> None:
         url, kind = hook
         kind.failures = 3
-        reporter = WebhookReporter(url, timeout=10, pause=0.01)
+        reporter = WebhookReporter(url, timeout=60, pause=0.01)
         reporter.report(an_event())
         reporter.close()
         assert "reason=it answered 5" in caplog.text
@@ -222,11 +222,13 @@ class TestReporters:
 class Hanging:
     """Never comes back of its own accord."""
 
+    began = threading.Event()
     let_go = threading.Event()
     told: ClassVar[list[str]] = []
 
     def report(self, event: JobEvent) -> None:
         self.told.append(event.text)
+        self.began.set()
         self.let_go.wait(60)
 
     def close(self) -> None:
@@ -235,6 +237,7 @@ class Hanging:
 
 @pytest.fixture
 def hanging() -> Iterator[type[Hanging]]:
+    Hanging.began.clear()
     Hanging.let_go.clear()
     Hanging.told.clear()
     yield Hanging
@@ -251,6 +254,7 @@ async def test_a_reporter_that_hangs_keeps_neither_the_others_nor_the_end(
         log.add(an_event(str(number)))
     await asyncio.wait_for(written(log), 20)
     assert len((tmp_path / "out").read_text().splitlines()) == MAX_QUEUED + 3
+    assert hanging.began.wait(20)
     assert hanging.told == ["0"]
     assert "event reporter does not come back name=tests.master.test_events::Hanging" in caplog.text
     assert "event reporter lost num_events=1 " in caplog.text

@@ -26,7 +26,7 @@ from dlrover.protocol.messages import Done, Reply
 from tests.platforms.contract import JOB, launch, remove
 
 SPEC = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=2)})
-QUICK = Patience(call=0.2, first_pause=0.01, longest_pause=0.05, watch=60.0, farewell=1.0)
+QUICK = Patience(call=0.2, first_pause=0.01, longest_pause=0.05, watch=60.0, farewell=20.0)
 
 
 class StandInJob:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
 from dlrover.master.grace import LATE, LONGEST_GRACE, NEVER, PULSE, Grace, StallWatch
 from dlrover.protocol.messages import Micros
 
@@ -15,22 +17,23 @@ async def a_few_rounds() -> None:
 
 
 async def test_a_loop_that_stood_still_is_measured_once() -> None:
-    watch = StallWatch()
+    now = 100.0
+    watch = StallWatch(lambda: now)
     watch.start()
     assert watch.take() == 0
-    time.sleep(PULSE + 2 * LATE)  # noqa: ASYNC251 - nothing runs meanwhile
-    stalled = watch.take()  # before the pulse had a chance to run
-    assert stalled > LATE * 1e6
-    await a_few_rounds()  # the pulse that was due
+    now += PULSE + 2 * LATE
+    assert watch.take() == pytest.approx(2 * LATE * 1e6)  # before the pulse had a chance to run
     assert watch.take() == 0
+    now += PULSE + LATE / 2
+    assert watch.take() == 0, "so late may anybody be"
     watch.stop()
 
 
-async def test_the_pulse_measures_when_nobody_asks() -> None:
+async def test_the_pulse_measures_when_nobody_asks_by_the_time_of_the_loop() -> None:
     watch = StallWatch()
     watch.start()
     time.sleep(PULSE + 2 * LATE)  # noqa: ASYNC251 - nothing runs meanwhile
-    await a_few_rounds()
+    await a_few_rounds()  # the pulse that was due
     watch.stop()
     assert watch.take() > LATE * 1e6
 

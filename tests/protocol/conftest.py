@@ -89,7 +89,7 @@ class PlainDesk:
             stream.send(Push(self.desired(number)))
 
     async def until(self, kind: type | str) -> FromAgent | Unreadable | str:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:
                 seen = await self.seen.get()
                 if seen == kind or (isinstance(kind, type) and isinstance(seen, kind)):
@@ -115,7 +115,7 @@ class Agent:
     async def attached(self) -> Attached:
         """The next attach, or what ended the channel."""
         waiting = asyncio.ensure_future(self.attachments.get())
-        await asyncio.wait({waiting, self.running}, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({waiting, self.running}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
         if self.running.done():
             waiting.cancel()
             self.running.result()
@@ -135,10 +135,12 @@ Serve = Callable[..., Awaitable[tuple[MasterServer, str]]]
 
 
 @pytest_asyncio.fixture
-async def serve(desk: PlainDesk) -> AsyncIterator[Serve]:
+async def serve(desk: PlainDesk, reserved_port: int) -> AsyncIterator[Serve]:
     servers: list[MasterServer] = []
 
-    async def start(port: int = 0, *, token: str = TOKEN, tls: TlsConfig | None = None) -> tuple[MasterServer, str]:
+    async def start(
+        port: int = reserved_port, *, token: str = TOKEN, tls: TlsConfig | None = None
+    ) -> tuple[MasterServer, str]:
         server = MasterServer(token=token, tls=tls)
         bound = server.bind("127.0.0.1", port)
         await server.start(desk)
