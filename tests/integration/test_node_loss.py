@@ -5,28 +5,19 @@ none can have been read.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-import signal
 import socket
 import weakref
 from pathlib import Path
 
-import psutil
 import pytest
 
 from dlrover.snapshot.segment import Segment
 from dlrover.snapshot.segment_format import SegmentInvalid
-from tests.integration.jobs import SCRIPTS, JobFactory, Launched, kill, wait_until
+from tests.integration.jobs import SCRIPTS, JobFactory, Launched, freeze, kill_together, wait_until
 
 SCRIPT = SCRIPTS / "flash.py"
 HELD_AT = 9
-
-
-def signal_all(pids: set[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            kill(pid, number)
 
 
 class Nodes:
@@ -52,16 +43,12 @@ class Nodes:
 
     def lose(self, job: Launched, rank: int) -> None:
         """As when a machine loses its power: every process at once, and what was in its memory."""
-        everything: set[int] = set()
-        # Nobody may see another one die and tidy up; and a worker may be born while we look.
-        while new := {job.pid, *(each.pid for each in psutil.Process(job.pid).children(recursive=True))} - everything:
-            signal_all(new, signal.SIGSTOP)
-            everything |= new
+        everything = freeze(job)
         commands = self._jobs.processes()
         [config] = [Path(commands[pid].split()[-1]) for pid in everything if "dlrover.agent" in commands.get(pid, "")]
-        signal_all(everything, signal.SIGKILL)
+        kill_together(*everything)
         job.process.wait()
-        wait_until(lambda: not everything & self._jobs.processes().keys())
+        wait_until(lambda: not set(everything) & self._jobs.processes().keys())
         homes = [path for path in self._jobs.shared_memory.glob(f"*/*.node-{rank}") if path.is_dir()]
         assert homes, "it had snapshots"
         for directory in (*homes, config.parent):
