@@ -27,7 +27,7 @@ from dlrover.agent.failover import Failover
 from dlrover.agent.failures import fit_into_report
 from dlrover.agent.node_check import CheckOutcome, CheckRunner, RunTask
 from dlrover.agent.preemption import wait_for_notice
-from dlrover.agent.relay import Call, Relay
+from dlrover.agent.relay import Ask, Relay
 from dlrover.agent.worker_group import Failed, Finished, PortOffer
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.check_messages import ExitClass, ReportCheck
@@ -140,7 +140,7 @@ class Exchange(Protocol):
         *,
         node: NodeId,
         node_rank: NodeRank,
-        ask: Call,
+        ask: Ask,
     ) -> None: ...
 
 
@@ -476,7 +476,7 @@ class Agent:
 
     async def _prepare(self, world: WorldSpec) -> None:
         if self._exchange is not None:
-            await self._exchange.enter(world, node=self._node, node_rank=self._node_rank, ask=self._channel.call)
+            await self._exchange.enter(world, node=self._node, node_rank=self._node_rank, ask=self.relay)
 
     async def _end(self, wish: End) -> AgentResult:
         self._is_leaving = True

@@ -1,5 +1,5 @@
 """
-Workers' requests, and the saver's, on their way to the master, in the name of this node.
+Workers' requests, and those of the saver and of the exchange of snapshots, on their way to the master, in the name of this node.
 
 All workers of a node share the agent's one stream. A command gets the agent's number there, so one that is sent again
 after a broken stream is applied once; it names the life of the agent that took it on, so it is refused and not applied
@@ -20,15 +20,25 @@ from dlrover.protocol.data_messages import AnyDataCommand, DataCommand
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.kv_messages import AnyKvCommand, KvCommand
 from dlrover.protocol.messages import AgentCommand, Incarnation, NodeId, Query, Reply, WorkerRequest
+from dlrover.protocol.peer_messages import AskPeers
 from dlrover.protocol.sync_messages import AnySyncCommand, SyncCommand
 
 MAX_RELAYED = 32
 """Commands that may be on their way at a time. The master stores 64 replies for who has to send again, and the agent's
 own commands need some of them."""
 
+_Named = AnyKvCommand | AnySyncCommand | AnyDataCommand | AnyCheckpointCommand | AwaitSaveDuties | AskPeers
+"""What says of which node it is."""
+
 
 class Call(Protocol):
     async def __call__(self, command: AgentCommand | Query, *, timeout: float) -> Reply: ...
+
+
+class Ask(Protocol):
+    """What the exchange of snapshots needs of a relay."""
+
+    async def __call__(self, question: AskPeers, /, *, timeout: float) -> Reply: ...
 
 
 class Relay:
@@ -38,20 +48,26 @@ class Relay:
         self._under_way = asyncio.Semaphore(MAX_RELAYED)
 
     async def __call__(
-        self, request: WorkerRequest | AnyCheckpointCommand | AwaitSaveDuties, *, timeout: float
+        self, request: WorkerRequest | AnyCheckpointCommand | AwaitSaveDuties | AskPeers, *, timeout: float
     ) -> Reply:
         """Raises Rejected, or Unavailable: then a command may still be applied."""
-        if isinstance(request, AwaitSaveDuties):
-            node, incarnation = self._who()
-            return await self._call(replace(request, node=node, incarnation=incarnation), timeout=timeout)
+        end_at = time.monotonic() + timeout
+        if isinstance(request, AwaitSaveDuties | AskPeers):
+            return await self._send_named(request, end_at)
         if not isinstance(request, KvCommand | SyncCommand | DataCommand | CheckpointCommand):
             return await self._call(request, timeout=timeout)
-        end_at = time.monotonic() + timeout
         try:
             async with asyncio.timeout(timeout):
                 await self._under_way.acquire()
         except TimeoutError:
             raise Unavailable(f"{MAX_RELAYED} commands of this node wait for the master already") from None
+        try:
+            return await self._send_named(request, end_at)
+        finally:
+            self._under_way.release()
+
+    async def _send_named(self, request: _Named, end_at: float) -> Reply:
+        """Once more, where the refusal concerns the sending and not what was asked for."""
         former = self._who()
         try:
             return await self._send(request, end_at)
@@ -63,16 +79,16 @@ class Relay:
             if not was_refused and not is_renamed:
                 raise
             return await self._send(request, end_at)
-        finally:
-            self._under_way.release()
 
     def _is_renamed(self, former: tuple[NodeId, Incarnation]) -> bool:
         node, incarnation = self._who()
         return incarnation == former[1] and node != former[0]
 
-    async def _send(
-        self, command: AnyKvCommand | AnySyncCommand | AnyDataCommand | AnyCheckpointCommand, end_at: float
-    ) -> Reply:
+    async def _send(self, request: _Named, end_at: float) -> Reply:
         node, incarnation = self._who()
-        named = replace(command, node=node, incarnation=incarnation)
+        named = (
+            replace(request, node=node)
+            if isinstance(request, AskPeers)
+            else replace(request, node=node, incarnation=incarnation)
+        )
         return await self._call(named, timeout=max(end_at - time.monotonic(), 0.0))

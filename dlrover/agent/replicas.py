@@ -29,7 +29,7 @@ from dlrover.agent.editions import editions, shards_of_node
 from dlrover.agent.fetching import Errand
 from dlrover.agent.parity_work import Group, await_group, give_pieces
 from dlrover.agent.peers import Connection, PeerServer, RateLimit, Secret, be_nice, connect
-from dlrover.agent.relay import Call
+from dlrover.agent.relay import Ask
 from dlrover.agent.replica_config import ReplicaConfig
 from dlrover.agent.replica_store import ReplicaStore, header_of, meta_of
 from dlrover.agent.saver import Saver
@@ -81,7 +81,7 @@ class Replicas:
         self._rate = RateLimit(config.bytes_per_second)
         self._pusher = ThreadPoolExecutor(1, thread_name_prefix="dlrover-copies", initializer=be_nice)
         self._waiter = ThreadPoolExecutor(64, thread_name_prefix="dlrover-parity")
-        self._ask: Call | None = None
+        self._ask: Ask | None = None
         self._node = NodeId(-1)
         self._world: WorldSpec | None = None
         self._members: tuple[NodeId, ...] = ()
@@ -104,7 +104,7 @@ class Replicas:
 
     # Towards the agent.
 
-    async def enter(self, world: WorldSpec, *, node: NodeId, node_rank: NodeRank, ask: Call) -> None:
+    async def enter(self, world: WorldSpec, *, node: NodeId, node_rank: NodeRank, ask: Ask) -> None:
         """Workers of this world are about to start here: have their snapshots ready, as far as that is possible in time."""
         try:
             await self._enter(world, node, node_rank, ask)
@@ -199,7 +199,7 @@ class Replicas:
         former = self._protected.get(request.shard)
         try:
             peers = await self._peers_for(self._config.copies)
-            position = next((index for index, peer in enumerate(peers.group) if peer.node == self._node), -1)
+            position = next((index for index, peer in enumerate(peers.group) if peer.address == self.address), -1)
             shards = shards_of_node(request.num_shards, world.group_rank, world.group_world_size)
             if position < 0 or request.shard not in shards:
                 wanted = f"{self._config.num_data}+{self._config.num_parity}"
@@ -291,7 +291,7 @@ class Replicas:
 
     # Getting back what another node keeps.
 
-    async def _enter(self, world: WorldSpec, node: NodeId, node_rank: NodeRank, ask: Call) -> None:
+    async def _enter(self, world: WorldSpec, node: NodeId, node_rank: NodeRank, ask: Ask) -> None:
         home = self._home_for(node_rank)
         self._ask, self._node, self._world = ask, node, world
         self._peers, self._num_pushed, self._copied = {}, 0, {}

@@ -20,6 +20,7 @@ from dlrover.master.events import EventLog
 from dlrover.master.roster import Line
 from dlrover.master.tray import Tray
 from dlrover.master.work import Work
+from dlrover.protocol.checkpoint_messages import AwaitSaveDuties
 from dlrover.protocol.codec import Codec, Question
 from dlrover.protocol.encoding import UNENCODABLE
 from dlrover.protocol.errors import Rejected, Unavailable
@@ -27,6 +28,7 @@ from dlrover.protocol.frames import Answer, Refusal, Request
 from dlrover.protocol.goodput_messages import AskEvents
 from dlrover.protocol.kv_messages import MAX_WAIT
 from dlrover.protocol.messages import MAX_FAILURE_BYTES, Attach, Command, Micros, Query, Reply, ReportFailure
+from dlrover.protocol.peer_messages import AskPeers
 
 
 class Reception:
@@ -61,6 +63,11 @@ class Reception:
             return
         if isinstance(request.body, AskEvents):
             self._errands.run(self._tell_events(line, request.id, request.body))
+            return
+        if isinstance(request.body, AwaitSaveDuties | AskPeers) and request.body.node != line.node:
+            # Asked before our journal was lost: then that node had the number which another has now.
+            text = f"node {line.node} may not ask for node {request.body.node}"
+            line.stream.send(Refusal(id=request.id, code="wrong-sender", message=text))
             return
         if isinstance(request.body, Query):
             self._tray.offer(Work(request.body, line=line, id=request.id, waits_until=self._waits_until(request.body)))

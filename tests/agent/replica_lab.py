@@ -84,6 +84,8 @@ class Lab:
         """Somebody has taken a copy or a piece."""
         self.strangers: list[Peer] = []
         """Who else is named as a neighbour."""
+        self.numbered_from = 0
+        """Greater: a master without its journal has given the nodes other numbers."""
 
     def start(self, node: int, **config: Any) -> Replicas:
         patient = {"stall": 10.0, "ask_limit": DEADLINE, "fetch_limit": DEADLINE, "parity_limit": DEADLINE}
@@ -150,7 +152,7 @@ class Lab:
         )
 
     def _peer(self, node: int) -> Peer:
-        return Peer(NodeId(node), NodeRank(node), self.nodes[node].address)
+        return Peer(NodeId(self.numbered_from + node), NodeRank(node), self.nodes[node].address)
 
 
 def states_in(home: Path, shard: int) -> dict[int, Any]:

@@ -473,6 +473,15 @@ async def test_parity_costs_its_share_of_memory_twice(lab):
             assert len(list(home.glob("parity-*"))) == min(step, 2)
 
 
+async def test_parity_is_made_though_the_nodes_have_other_numbers_by_now(lab):
+    """A master lost its journal after the round had begun, and before anybody had asked who is in the group."""
+    trainers = await group_of(lab, 3, (2, 1))
+    lab.numbered_from = 10
+    await save_everywhere(lab, trainers, 1)
+    for replicas in lab.nodes.values():
+        assert [held.step for held in replicas._store.parity.list()] == [1]
+
+
 async def test_a_member_that_skipped_a_save_does_not_stop_the_others(lab):
     """Two of them gave their pieces of the first save, the third only has the second: all go on to that one."""
     trainers = await group_of(lab, 3, (2, 1))

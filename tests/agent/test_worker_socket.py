@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from dlrover.agent.relay import MAX_RELAYED, Relay
 from dlrover.agent.worker_socket import MAX_ASKED, WorkerSocket
+from dlrover.protocol.checkpoint_messages import AwaitSaveDuties
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.kv_messages import KvAdd, KvGet, KvNumber, KvSet, KvValues
 from dlrover.protocol.local import pack, read_frame
@@ -31,6 +32,7 @@ from dlrover.protocol.messages import (
     Round,
     WorkerRequest,
 )
+from dlrover.protocol.peer_messages import AskPeers
 from dlrover.protocol.sync_messages import JoinSync, SyncJoined
 from tests.agent.lab import until
 
@@ -230,6 +232,14 @@ class TestRelay:
         self.renamed = NodeId(8), Incarnation(1)
         assert await relay(JoinSync(name="x", round=Round(3)), timeout=1) == SyncJoined(generation=1)
         assert [command.node for command in self.sent if isinstance(command, JoinSync)] == [7, 8]
+
+    @pytest.mark.parametrize("question", [AwaitSaveDuties(), AskPeers(node=NodeId(-1), round=Round(3))])
+    async def test_so_do_questions_about_this_node(self, question: AwaitSaveDuties | AskPeers) -> None:
+        """The old number may be that of another node now."""
+        relay = self.relay(Rejected("?", code="wrong-sender"), Done())
+        self.renamed = NodeId(8), Incarnation(1)
+        assert await relay(question, timeout=1) == Done()
+        assert [asked.node for asked in self.sent if isinstance(asked, AwaitSaveDuties | AskPeers)] == [7, 8]
 
     async def test_what_a_former_life_asked_for_is_not_asked_by_the_new_one(self) -> None:
         relay = self.relay(Rejected("?", code="wrong-sender"))

@@ -15,6 +15,7 @@ from dlrover.core.job import Job
 from dlrover.core.sequence import decode_record
 from dlrover.core.turn import NotYet, Origin, Outcome
 from dlrover.master import journal
+from dlrover.protocol.checkpoint_messages import AwaitSaveDuties, SaveDuties
 from dlrover.protocol.codec import decode_from_master, encode_frame
 from dlrover.protocol.data_messages import DatasetSpec, DatasetState, RegisterDataset
 from dlrover.protocol.errors import Rejected, Unavailable
@@ -49,6 +50,7 @@ from dlrover.protocol.messages import (
     MasterStarted,
     Micros,
     NodeDisconnected,
+    NodeId,
     NodeSilent,
     Ping,
     PlatformId,
@@ -60,6 +62,7 @@ from dlrover.protocol.messages import (
     Run,
     StopJob,
 )
+from dlrover.protocol.peer_messages import AskPeers, Peers
 from dlrover.protocol.precheck_messages import OperatorResult, PreCheckNoted, PreCheckStage
 from dlrover.protocol.rpc import ask
 from dlrover.protocol.steering_messages import RelaunchNode
@@ -306,6 +309,25 @@ async def test_a_command_that_breaks_the_core_changes_nothing_and_is_refused_fro
     with pytest.raises(Rejected, match="broke the master once"):
         await ask(again.address, StopJob(message="break"), token=TOKEN, timeout=10)
     assert isinstance(await ask(again.address, StopJob(message="other"), token=TOKEN, timeout=10), Done)
+
+
+async def test_what_concerns_one_node_is_told_to_no_other(start_master: StartMaster, connect: Connect) -> None:
+    """Who asks again under the number that a lost journal had given it asks for another node."""
+    master = await start_master()
+    agents = [connect(master.address, launch=launch) for launch in "ab"]
+    own, other = [await agent.attached() for agent in agents]
+    await asyncio.gather(*(agent.join() for agent in agents))
+    await agents[0].wish(Run)
+
+    def questions(node: NodeId) -> list[AwaitSaveDuties | AskPeers]:
+        return [AwaitSaveDuties(node=node, incarnation=own.incarnation), AskPeers(node=node, round=Round(1))]
+
+    answers = [await agents[0].channel.call(question, timeout=20) for question in questions(own.node)]
+    assert [type(answer) for answer in answers] == [SaveDuties, Peers]
+    for question in questions(other.node):
+        with pytest.raises(Rejected, match=f"node {own.node} may not ask for node {other.node}") as refused:
+            await agents[0].channel.call(question, timeout=20)
+        assert refused.value.code == "wrong-sender"
 
 
 async def test_a_stream_attaches_first_and_once_and_numbers_its_commands(start_master: StartMaster) -> None:
