@@ -396,13 +396,12 @@ class _Pump:
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._thread: threading.Thread | None = None
         self._is_closing = False
-        self._seconds = 0.0
-        self._since: float | None = None
-        """For how long, and since when just now, bytes are passed on. The other thread only reads both."""
+        self._passing_on: tuple[float, float | None] = (0.0, None)
+        """For how long, and since when just now, bytes are passed on. The other thread only reads it."""
 
     def seconds_passing_on(self) -> float:
         """How much of its time consoles and disks have taken so far."""
-        seconds, since = self._seconds, self._since
+        seconds, since = self._passing_on
         return seconds if since is None else seconds + time.monotonic() - since
 
     def add(self, copy: _Copy) -> None:
@@ -519,12 +518,12 @@ class _Pump:
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        self._since = since = time.monotonic()
+        seconds, since = self._passing_on[0], time.monotonic()
+        self._passing_on = seconds, since
         try:
             yield
         finally:
-            self._since = None
-            self._seconds += time.monotonic() - since
+            self._passing_on = seconds + time.monotonic() - since, None
 
 
 def _read_tail(path: str) -> bytes:
