@@ -7,7 +7,7 @@ A process of its own, because it forks: torch is imported once, and it has no th
 to storage, by a thread of its own, so that kills hit copies, files, commits and the deletion of old checkpoints alike. A state is a function of its step in
 every number, so a mixture of two steps cannot look like one. With `lazy` the state is that of an optimizer, which steps while it is copied.
 
-Prints NUM_KILLS, how many of them hit a slot in writing, and how many a checkpoint being staged.
+Prints NUM_KILLS, how many of them hit a slot in writing, how many a checkpoint being staged, and the newest step in storage.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class StandingOutlet:
 
     fallback = None
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, announce: int) -> None:
         self.home = home
+        self._announce = announce
         self._writer = ThreadPoolExecutor(1)
 
     def saved(self, name: SlotName, request: SaveRequest) -> None:
@@ -56,6 +57,7 @@ class StandingOutlet:
         finally:
             release(pinned)
         finish(request)
+        os.write(self._announce, b"stored %d\n" % request.step)
 
     def poll(self) -> None: ...
     def close(self) -> None:
@@ -83,7 +85,9 @@ def check(state: dict[str, Any]) -> int:
 
 
 def train(home: Path, directory: Path, announce: int) -> None:
-    engine = CheckpointEngine(str(directory), outlet=StandingOutlet(home), num_slots=3, deletion_strategy=KeepLatest(2))
+    engine = CheckpointEngine(
+        str(directory), outlet=StandingOutlet(home, announce), num_slots=3, deletion_strategy=KeepLatest(2)
+    )
     state = engine.load(PART)
     step = 0 if state is None else check(state) + 1
     os.write(announce, b"restored %d\n" % (step - 1))
@@ -130,7 +134,7 @@ def check_counting(state: dict[str, Any]) -> int:
 
 def train_lazily(home: Path, directory: Path, announce: int) -> None:
     engine = CheckpointEngine(
-        str(directory), outlet=StandingOutlet(home), num_slots=3, deletion_strategy=KeepLatest(2), lazy=True
+        str(directory), outlet=StandingOutlet(home, announce), num_slots=3, deletion_strategy=KeepLatest(2), lazy=True
     )
     model = Counting()
     state = engine.load(PART)
@@ -155,7 +159,7 @@ class Life:
     def __init__(self, home: Path, directory: Path, *, is_lazy: bool) -> None:
         self._heard, announce = os.pipe()
         self._rest = b""
-        self.restored = self.begun = self.done = -1
+        self.restored = self.begun = self.done = self.stored = -1
         self.blocking = 0.0
         self.pid = os.fork()
         if self.pid == 0:
@@ -166,10 +170,10 @@ class Life:
             os._exit(1)
         os.close(announce)
 
-    def read_until(self, num_begun: int) -> None:
-        """Until it has begun so many saves."""
+    def read_until(self, num_begun: int, *, is_stored: bool) -> None:
+        """Until it has begun so many saves, and if wanted until one of them is in storage."""
         seen = 0
-        while seen < num_begun:
+        while seen < num_begun or (is_stored and self.stored < 0):
             seen += self._take(self._wait())
 
     def kill(self, after: float) -> None:
@@ -224,7 +228,8 @@ def main(home: Path, directory: Path, num_kills: int, seed: int, *, is_lazy: boo
     num_in_slot = num_staged = newest_stored = 0
     for number in range(num_kills):
         life = Life(home, directory, is_lazy=is_lazy)
-        life.read_until(2 + dice.randrange(4))
+        # Where the disk is slow next to the memory, kills after some saves would leave no checkpoint to be looked at.
+        life.read_until(2 + dice.randrange(4), is_stored=number % 10 == 9)
         if last is not None:
             # A lazy save is in memory when the next step of the optimizer begins, so the one before the last certainly is.
             possible = (last.done - 1, last.done, last.begun) if is_lazy else (last.done, last.begun)
