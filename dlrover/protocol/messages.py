@@ -809,9 +809,6 @@ class Heartbeat(Struct, tag=True, frozen=True, kw_only=True):
     """The newest of which other nodes keep copies or parity of all local shards; None also where nobody is to keep any."""
 
 
-Observation = Heartbeat
-
-
 # Effects: what the core asks of the shell.
 
 
