@@ -23,6 +23,7 @@ from dlrover.master.grace import PULSE, StallWatch
 from dlrover.master.journal import Fenced
 from dlrover.master.keeper import Keeper
 from dlrover.master.service import end_job
+from dlrover.master.watch import WatchKeeper
 from dlrover.protocol.errors import Unavailable
 from dlrover.protocol.frames import Answer, Beat, FromMaster, Push, Refusal, Request
 from dlrover.protocol.messages import (
@@ -633,3 +634,20 @@ async def test_a_deadline_that_breaks_the_core_neither_spins_nor_stops_the_other
     room.watch.move(5.05)
     await room.turn()
     assert [node.status for node in (await room.status()).nodes] == ["disconnected", "gone"]
+
+
+async def test_the_watch_is_woken_by_a_new_world_and_not_by_who_only_comes(make_room: MakeRoom, tmp_path: Path) -> None:
+    """It looks at all ranks when it is woken, and after a restart of the master thousands come."""
+    room = await make_room()
+    keeper = WatchKeeper(room.desk, room.desk._clock, job_name="job", directory=tmp_path)
+    first, second = room.stream(), room.stream()
+    await first.attach("a")
+    keeper._step()
+    keeper._wake.clear()
+    assert isinstance(await soon(first.ask(first.a_join())), Answer)
+    assert keeper._wake.is_set()
+    keeper._step()
+    keeper._wake.clear()
+    assert keeper.watch.picture.scene.round == 1
+    await second.attach("b")
+    assert not keeper._wake.is_set()
