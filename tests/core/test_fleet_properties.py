@@ -57,24 +57,28 @@ PEOPLE = (DefineFleet, NodesListed, ScaleJob, ScaleReplicas, MigrateNode, Restar
 
 @dataclass
 class CountedScene(FleetScene):
-    """Counts once more, from outside, which nodes were paid by a rank's budget."""
+    """
+    Counts once more, from outside, which nodes were paid by a rank's budget.
+
+    A new node replaces the node of its rank that this command ended. The newest node of the rank is another one where an
+    exchange is under way: its failure ends the exchange, and the node that was to be exchanged keeps the rank.
+    """
 
     paid: dict[tuple[NodeType, int], int] = field(default_factory=dict)
 
     def do(self, command: Command, origin: Origin | None = None) -> Outcome:
         before = {} if self.job.state.fleet is None else dict(self.job.state.fleet.nodes)
+        live = {id_ for id_, node in before.items() if node.is_live}
         outcome = super().do(command, origin)
         if isinstance(command, PEOPLE) or self.job.state.fleet is None:
             return outcome
         for node in self.fleet.nodes.values():
-            former = [
-                other for other in before.values() if (other.node_type, other.rank) == (node.node_type, node.rank)
-            ]
+            key = (node.node_type, node.rank)
+            former = [other for other in before.values() if (other.node_type, other.rank) == key]
             if node.id in before or not former:
                 continue
-            newest = max(former, key=lambda other: other.id)
-            if not newest.is_live and is_failure(newest.exit_reason):
-                key = (node.node_type, node.rank)
+            replaced = max(former, key=lambda other: (other.id in live and not other.is_live, other.id))
+            if not replaced.is_live and is_failure(replaced.exit_reason):
                 self.paid[key] = self.paid.get(key, 0) + 1
                 assert self.paid[key] <= self.fleet.replicas[node.node_type].budget(node.rank), f"I7: {key}"
         return outcome

@@ -8,12 +8,24 @@ import pytest
 
 from dlrover.protocol.check_messages import CheckTerms
 from dlrover.protocol.data_messages import DatasetSpec
-from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec, Strategy
-from dlrover.protocol.messages import RestartPolicy
+from dlrover.protocol.fleet_messages import (
+    FleetSpec,
+    MigrateNode,
+    NodeExit,
+    NodePhase,
+    NodeType,
+    ReplicaSpec,
+    Resource,
+    Strategy,
+)
+from dlrover.protocol.messages import PlatformId, RestartPolicy
 from dlrover.simulator.campaign import run_plan
 from dlrover.simulator.faults import Fault
 from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.shapes import Shape
+from tests.core.fleet_scene import workers
+from tests.core.scene import terms
+from tests.core.test_fleet_properties import CountedScene
 
 WORKERS = {NodeType.WORKER: ReplicaSpec(count=3, max_relaunches=5)}
 PAIR = {NodeType.WORKER: ReplicaSpec(count=2, max_relaunches=5)}
@@ -316,3 +328,33 @@ FOUND = {
 def test_what_broke_once_holds(name: str) -> None:
     outcome = run_plan(FOUND[name])
     assert isinstance(outcome, Result), outcome
+
+
+@pytest.mark.parametrize("taken_away", [NodeExit.NONE, NodeExit.KILLED])
+def test_a_node_taken_away_after_its_exchange_failed_is_replaced_at_no_cost(taken_away: NodeExit) -> None:
+    """
+    The check of I7 was wrong, not the core: it charged the new node to the failed exchange.
+
+    Node 2 was to take the place of node 1 and failed, so node 1 kept its rank. Then the platform took node 1 away, and an
+    eviction is replaced at no cost, whatever the budget.
+    """
+    scene = _an_exchange_that_failed()
+    scene.vanish(1, exit_reason=taken_away)
+    assert scene.launched == [0, 1, 2, 3]
+    assert scene.paid == {} and scene.fleet.replicas[NodeType.WORKER].spent == {}
+
+
+def test_a_node_that_fails_after_its_exchange_failed_needs_the_budget() -> None:
+    scene = _an_exchange_that_failed()
+    scene.vanish(1, exit_reason=NodeExit.HARDWARE)
+    assert scene.launched == [0, 1, 2], "the budget is 0"
+
+
+def _an_exchange_that_failed() -> CountedScene:
+    scene = CountedScene(terms(1, 1))
+    scene.begin(FleetSpec(replicas=workers(1, max_relaunches=0), standby=1, failure_window=0.0))
+    scene.show(0, NodePhase.SUCCEEDED)
+    scene.list()
+    scene.do(MigrateNode(node=PlatformId(1), resource=Resource(cpu=9)))
+    scene.fail(2, exit_reason=NodeExit.HARDWARE)
+    return scene
