@@ -147,6 +147,7 @@ class VirtualAgent:
             return
         if isinstance(command, JoinRendezvous) and code == "offer-used":
             self.sim.note(f"{self.node.label} offered a used port")
+            self.wishes.offer_another(command)
             return
         if is_of_the_store(command) or is_of_saves(command):
             return

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from dlrover.core.data_audit import Audit
+from dlrover.core.data_books import state_for_manifest
 from dlrover.core.data_checkpoint import write_states
 from dlrover.core.data_commands import new_dataset
 from dlrover.core.data_leases import Reader as CoreReader
@@ -432,6 +433,10 @@ class DataTraffic:
         """The ranks of a round have told their model: it and the books must fit."""
         assert isinstance(command, RestoreAgreed), "no model is told by anything else"
         self._check_fits(job.state.data.datasets[self._spec.name], self._models[command.round])
+        if not state_for_manifest(job.state, command.step + 1, command.round):
+            raise Violation(
+                "I3", f"the ranks went back to step {command.step}, and their next checkpoint has no data state"
+            )
 
     @property
     def num_records(self) -> int:

@@ -8,9 +8,12 @@ Those of checkpoints (I4), data (I3), parameter servers, suspensions and sync po
 
 * I1 one world is active, and a node is in at most one.
 * I2 a world has at least the minimum, at most the maximum, a multiple of the unit, and distinct ranks.
+* I1 also: the coordinator of a world has a port that the last rounds did not have.
+* I4 also: the newest checkpoint of a directory, and with it the tracker, never goes back.
 * I5 the state after a replay is the state before the crash, bit for bit.
 * I6 a message of an older incarnation or an older master changes nothing, and no command is applied twice.
 * I7 restarts are charged for failures only, and never beyond the budget.
+* call: a repeated join never prolongs the last call.
 * goodput: the classes of each node rank sum to the time it was there.
 * I8 when faults stop and enough nodes exist, the job makes progress within a bounded time, and ends for a reason.
 """
@@ -20,7 +23,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from dlrover.core.checkpoints import Committed
 from dlrover.core.job import Job
+from dlrover.core.rendezvous import Opening, Rendezvous
 from dlrover.core.turn import Origin
 from dlrover.core.wishes import wish_of
 from dlrover.protocol.fleet_messages import (
@@ -37,12 +42,15 @@ from dlrover.protocol.fleet_messages import (
     SuspendJob,
 )
 from dlrover.protocol.messages import (
+    TRAINING_RENDEZVOUS,
     Attach,
     Command,
     DeadlinePassed,
     ExitReason,
     JobEnd,
+    JoinRendezvous,
     MasterStarted,
+    Micros,
     Run,
     StopJob,
 )
@@ -94,6 +102,12 @@ class Touched(NamedTuple):
     had_end: bool
     num_checks: int
     """Checks that had a verdict."""
+    committed: dict[str, Committed]
+    """The newest checkpoint of each directory."""
+    call: tuple[Micros, Opening | None]
+    """When the call of the open round began, and what opened it."""
+    has_joined: bool
+    """It is a join of a node that waits already, or is absent."""
 
 
 _OF_NO_NODE = (
@@ -120,6 +134,13 @@ def is_stale(job: Job, command: Command) -> bool:
         return False
     node = job.state.nodes.live.get(getattr(command, "node", None))  # type: ignore[arg-type]
     return node is None or node.incarnation != getattr(command, "incarnation", None)
+
+
+def is_joined(rdzv: Rendezvous, command: Command) -> bool:
+    """Whether the command is a join of a node that has joined the training before."""
+    if not isinstance(command, JoinRendezvous) or command.name != TRAINING_RENDEZVOUS:
+        return False
+    return command.node in rdzv.waiting or command.node in rdzv.absent
 
 
 def _old_lives_change_nothing(sim: Simulation, job: Job, touched: Touched) -> str | None:
@@ -159,6 +180,28 @@ def _new_world_is_right(sim: Simulation, job: Job, touched: Touched) -> str | No
     if rdzv.world.world_size != first:
         return f"the world of round {rdzv.round} has {first} workers and says {rdzv.world.world_size}"
     return None
+
+
+def _coordinator_is_fresh(sim: Simulation, job: Job, touched: Touched) -> str | None:
+    """A socket of an old round may still live; whoever connects to it would meet the wrong world."""
+    rdzv = job.state.rendezvous
+    if rdzv.round == touched.round or rdzv.world is None:
+        return None
+    former = sim.ledger.coordinators.get(rdzv.world.coordinator, rdzv.round)
+    if former != rdzv.round:  # a world that is taken up after its journal was lost keeps both
+        return f"{rdzv.world.coordinator} was the coordinator of round {former}, and is that of round {rdzv.round}"
+    return None
+
+
+def _repeated_joins_prolong_nothing(sim: Simulation, job: Job, touched: Touched) -> str | None:
+    rdzv, (began_at, opening) = job.state.rendezvous, touched.call
+    if touched.has_joined and rdzv.opening is opening and rdzv.call_began_at != began_at:
+        return f"the call of round {rdzv.next_round} began at {began_at}, and a repeated join moved it to {rdzv.call_began_at}"
+    return None
+
+
+def _tracker_never_goes_back(sim: Simulation, job: Job, touched: Touched) -> str | None:
+    return sim.saves.explain_step_back(job, touched.committed)
 
 
 def _budget_is_kept(sim: Simulation, job: Job, touched: Touched) -> str | None:
@@ -378,6 +421,9 @@ CommandCheck = Callable[["Simulation", Job, Touched], str | None]
 AFTER_COMMAND: list[tuple[str, CommandCheck]] = [
     ("I6", _old_lives_change_nothing),
     ("I2", _new_world_is_right),
+    ("I1", _coordinator_is_fresh),
+    ("call", _repeated_joins_prolong_nothing),
+    ("I4", _tracker_never_goes_back),
     ("I7", _budget_is_kept),
     ("I7", _relaunches_are_kept),
     ("fleet", _ranks_have_one_node),

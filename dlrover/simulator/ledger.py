@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dlrover.protocol.fleet_messages import NodeType
-from dlrover.protocol.messages import Incarnation, NodeId, NodeRank
+from dlrover.protocol.messages import Incarnation, NodeId, NodeRank, Round
 
 if TYPE_CHECKING:
     from dlrover.simulator.agents import VirtualAgent
@@ -30,8 +30,11 @@ class Ledger:
         self.passed: dict[tuple[str, Incarnation], int] = {}
         """Agent process and incarnation to when it last passed a run of the node check."""
         self.num_ports_taken = 0
-        self.worlds: dict[str, dict[NodeId, int]] = {}
-        """Durable ones, by coordinator: member to group rank. Outlives a journal, as what was sent does."""
+        self.worlds: dict[tuple[Round, str], dict[NodeId, int]] = {}
+        """Durable ones, by round and coordinator: member to group rank. Outlives a journal, as what was sent does."""
+        self.has_lost_journal = False
+        self.coordinators: dict[str, Round] = {}
+        """Of the last durable rounds of this journal."""
         self.lives: dict[tuple[NodeRank, Incarnation], str] = {}
         """Which agent process each incarnation was given to."""
         self.applied: dict[tuple[NodeId, Incarnation], int] = {}
@@ -48,6 +51,8 @@ class Ledger:
 
     def journal_lost(self) -> None:
         """What only the journal could know is held against nobody."""
+        self.has_lost_journal = True
+        self.coordinators.clear()
         self.lives.clear()
         self.applied.clear()
         self.answered.clear()

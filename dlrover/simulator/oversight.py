@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from dlrover.core.job import Job
+from dlrover.core.rendezvous import NUM_USED_OFFERS
 from dlrover.core.sequence import Batch
 from dlrover.protocol.data_messages import RestoreAgreed
 from dlrover.protocol.errors import Rejected
@@ -20,7 +21,7 @@ from dlrover.protocol.messages import (
     ReportFailure,
     TellNode,
 )
-from dlrover.simulator.invariants import Touched, Violation, check_command, check_in_full, is_stale
+from dlrover.simulator.invariants import Touched, Violation, check_command, check_in_full, is_joined, is_stale
 
 if TYPE_CHECKING:
     from dlrover.simulator.master import VirtualMaster, Work
@@ -49,6 +50,9 @@ def stage(sim: Simulation, master: VirtualMaster, work: Work, now: Micros) -> in
         num_checks=state.check.num_checks,
         is_repeated=is_repeated,
         had_end=job.end is not None,
+        committed=dict(state.checkpoints.committed),
+        call=(state.rendezvous.call_began_at, state.rendezvous.opening),
+        has_joined=is_joined(state.rendezvous, command),
     )
     is_new_model = isinstance(command, RestoreAgreed) and command.round not in state.data.restored
     try:
@@ -162,8 +166,14 @@ def _follow_limits(sim: Simulation, job: Job) -> None:
 
 
 def _note_world(sim: Simulation, job: Job) -> None:
-    world = job.state.rendezvous.world
-    if world is not None and world.coordinator not in sim.ledger.worlds:
-        sim.ledger.worlds[world.coordinator] = {member.node: place for place, member in enumerate(world.members)}
-        if len(sim.ledger.worlds) > NUM_KEPT_WORLDS:
-            del sim.ledger.worlds[next(iter(sim.ledger.worlds))]
+    world, ledger = job.state.rendezvous.world, sim.ledger
+    if world is None:
+        return
+    ledger.coordinators.setdefault(world.coordinator, world.round)
+    if len(ledger.coordinators) > NUM_USED_OFFERS:
+        del ledger.coordinators[next(iter(ledger.coordinators))]
+    key = (world.round, world.coordinator)
+    if key not in ledger.worlds:
+        ledger.worlds[key] = {member.node: place for place, member in enumerate(world.members)}
+        if len(ledger.worlds) > NUM_KEPT_WORLDS:
+            del ledger.worlds[next(iter(ledger.worlds))]

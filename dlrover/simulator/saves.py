@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+from dlrover.core.checkpoints import Committed
 from dlrover.core.job import Job
 from dlrover.protocol.checkpoint_messages import (
     AwaitSaveDuties,
@@ -34,6 +35,9 @@ DIRECTORY = "/shared/run"
 MOST_WRITERS = 3
 WRITING = (0.0, 0.02)
 """Seconds: short, because what shall be hit is the talk about it."""
+SLOW_WRITING = (1.0, 60.0)
+SLOW_ODDS = 0.1
+"""Of a shard: a later save may be complete before this one."""
 LOOKS = (0.02, 1.0, 30.0)
 """Seconds after its shard at which a writer looks for its duty. The real one waits at the master; here each wait is an event."""
 COMMITTING = (0.0, 0.05)
@@ -51,6 +55,8 @@ class SaveTraffic:
         """Step and round of each attempt; round 0: that of whoever writes."""
         self._shards: dict[str, int] = {}
         """How many each attempt has."""
+        self._orders: dict[str, tuple[Round, int]] = {}
+        """Round and step of each attempt of which a shard is written. An attempt of two rounds is never complete."""
         self._written: dict[str, dict[int, None]] = {}
         self._committed: dict[str, None] = {}
         """Attempts that are checkpoints in the storage."""
@@ -81,14 +87,17 @@ class SaveTraffic:
         self._shards[attempt] = len(chosen)
         self._written[attempt] = {}
         for shard, agent in enumerate(chosen):
-            self._sim.events.after(span(self._chance, *WRITING), self._write, agent, attempt, shard)
+            writing = SLOW_WRITING if self._chance.random() < SLOW_ODDS else WRITING
+            self._sim.events.after(span(self._chance, *writing), self._write, agent, attempt, shard)
         return attempt
 
     def _write(self, agent: VirtualAgent, attempt: str, shard: int) -> None:
         if not agent.is_alive or agent.workers.group is None:
             return
         self._written[attempt][shard] = None
-        step, round_ = self._steps[attempt]
+        step, asked_round = self._steps[attempt]
+        round_ = asked_round or agent.workers.group.world.round
+        self._orders[attempt] = (round_, step)
         agent.outbox.tell_soon(
             ShardWritten(
                 node=agent.id,
@@ -99,7 +108,7 @@ class SaveTraffic:
                 attempt=attempt,
                 shard=shard,
                 num_shards=self._shards[attempt],
-                round=round_ or agent.workers.group.world.round,
+                round=round_,
                 digest="d",
             )
         )
@@ -162,6 +171,20 @@ class SaveTraffic:
             raise Violation("I4", "a node that is gone shall commit")
         if self._is_any_confirmed and newest is None:
             raise Violation("I4", "a committed checkpoint was forgotten")
+
+    def explain_step_back(self, job: Job, former: dict[str, Committed]) -> str | None:
+        """Nothing if neither the newest checkpoint nor a tracker goes back to an older round or step."""
+        room = job.state.checkpoints
+        for directory, newest in room.committed.items():
+            before = former.get(directory, newest)
+            if self._orders[newest.attempt] < self._orders[before.attempt]:
+                return f"step {newest.step} became the newest checkpoint after step {before.step}"
+        for attempt in room.attempts.values():
+            last = room.committed.get(attempt.directory)
+            is_tracked = attempt.committer is not None and attempt.is_newest and last is not None
+            if is_tracked and last is not None and self._orders[attempt.attempt] < self._orders[last.attempt]:
+                return f"the tracker would go back from step {last.step} to step {attempt.step}"
+        return None
 
     def journal_lost(self) -> None:
         self._is_any_confirmed = False

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from dlrover.protocol.messages import (
     NODE_CHECK_RENDEZVOUS,
     TRAINING_RENDEZVOUS,
@@ -22,9 +24,16 @@ from dlrover.protocol.messages import (
     StopCause,
     Wait,
 )
+from dlrover.simulator.events import span
 
 if TYPE_CHECKING:
     from dlrover.simulator.agents import VirtualAgent
+
+
+SAME_PORT_ODDS = 0.05
+LOST_PORT_ODDS = 0.05
+LOSING = (0.1, 20.0)
+"""Seconds after a join until the offered port turns out to be taken."""
 
 
 class Wishes:
@@ -88,18 +97,38 @@ class Wishes:
             return
         if agent.workers.is_wanted:
             agent.workers.want_none(join.cause)
-        agent.node.num_ports += 1
         self._has_offer = True
         self._joined_name, self._joined_round = name, join.round
         if isinstance(join, JoinCheck) and join.round <= self._checked_round:
             self._checked_round = Round(join.round - 1)
-        agent.outbox.tell(
-            JoinRendezvous(
-                node=agent.id,
-                incarnation=agent.incarnation,
-                round=join.round,
-                local_world_size=self._sim.shape.local_world_size,
-                offer=f"host-{agent.node.number}:{agent.node.num_ports}",
-                name=name,
-            )
+        command = JoinRendezvous(
+            node=agent.id,
+            incarnation=agent.incarnation,
+            round=join.round,
+            local_world_size=self._sim.shape.local_world_size,
+            offer=self._bind(),
+            name=name,
         )
+        agent.outbox.tell(command)
+        if self._sim.chance.nodes.random() < LOST_PORT_ODDS:
+            self._sim.events.after(span(self._sim.chance.nodes, *LOSING), self.offer_another, command)
+
+    def offer_another(self, join: JoinRendezvous) -> None:
+        """The port served a former round, or was taken by another process. Another one does, if the round is still wanted."""
+        agent = self._agent
+        is_same_life = agent.is_alive and (agent.id, agent.incarnation) == (join.node, join.incarnation)
+        is_wanted = self._has_offer and (self._joined_name, self._joined_round) == (join.name, join.round)
+        if is_same_life and is_wanted and not agent.departure.has_begun:
+            agent.node.num_ports += 1
+            agent.outbox.tell(replace(join, offer=self._offer))
+
+    def _bind(self) -> str:
+        """Ports are new, but now and then the kernel gives the last one again. Without its journal no master could tell."""
+        is_same = self._sim.chance.nodes.random() < SAME_PORT_ODDS and not self._sim.ledger.has_lost_journal
+        if not is_same or not self._agent.node.num_ports:
+            self._agent.node.num_ports += 1
+        return self._offer
+
+    @property
+    def _offer(self) -> str:
+        return f"host-{self._agent.node.number}:{self._agent.node.num_ports}"

@@ -24,7 +24,7 @@ OVERLAP = 60 * SECOND
 
 def workers_starting(sim: Simulation, agent: VirtualAgent, world: WorldSpec) -> None:
     """Only in a world that is durable and has a place for this node."""
-    members = sim.ledger.worlds.get(world.coordinator)
+    members = sim.ledger.worlds.get((world.round, world.coordinator))
     if members is None or members.get(agent.id) != world.group_rank:
         raise Violation("I1", f"{agent.node.label} starts round {world.round}, in which it has no such place")
     if sim.shape.check is not None and (agent.life, agent.incarnation) not in sim.ledger.passed:

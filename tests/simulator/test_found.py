@@ -341,7 +341,8 @@ def test_a_node_taken_away_after_its_exchange_failed_is_replaced_at_no_cost(take
     scene = _an_exchange_that_failed()
     scene.vanish(1, exit_reason=taken_away)
     assert scene.launched == [0, 1, 2, 3]
-    assert scene.paid == {} and scene.fleet.replicas[NodeType.WORKER].spent == {}
+    assert scene.paid == {}
+    assert scene.fleet.replicas[NodeType.WORKER].spent == {}
 
 
 def test_a_node_that_fails_after_its_exchange_failed_needs_the_budget() -> None:

@@ -19,6 +19,7 @@ from dlrover.core import (
     course,
     data_checkpoint,
     data_commands,
+    data_restoring,
     early_stop,
     fleet_settling,
     fleet_wishes,
@@ -305,6 +306,30 @@ def dead_nodes_shall_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(checkpoints, "lose", lambda course, node: None)
 
 
+def trackers_go_back(patch: pytest.MonkeyPatch) -> None:
+    """A late save of an older step becomes the newest."""
+    patch.setattr(SaveAttempt, "order", property(lambda attempt: (attempt.round, -attempt.step, -attempt.number)))
+
+
+def ports_serve_two_rounds(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Rendezvous, "is_offer_used", lambda rdzv, node, offer: False)
+
+
+def repeated_joins_prolong_the_call(patch: pytest.MonkeyPatch) -> None:
+    original = Rendezvous.join
+
+    def join(rdzv: Rendezvous, node: NodeId, joined: Any, now: Any, *, is_connected: bool) -> None:
+        original(rdzv, node, joined, now, is_connected=is_connected)
+        rdzv.call_began_at = now
+
+    patch.setattr(Rendezvous, "join", join)
+
+
+def a_step_back_leaves_manifests_empty(patch: pytest.MonkeyPatch) -> None:
+    """What storage has is taken for a part of the older model."""
+    patch.setattr(data_restoring, "min", max, raising=False)
+
+
 def a_model_keeps_its_future(patch: pytest.MonkeyPatch) -> None:
     """What was read after the restored step counts as seen."""
     patch.setattr(Dataset, "restore", lambda dataset, step, claims=(), *, round_=None: [])
@@ -383,6 +408,10 @@ def barriers_stay_closed(patch: pytest.MonkeyPatch) -> None:
         (commands_are_applied_twice, {"I6", "core"}),
         (masters_are_not_fenced, {"I6", "I5"}),
         (lost_nodes_are_charged, {"I7"}),
+        (ports_serve_two_rounds, {"I1"}),
+        (repeated_joins_prolong_the_call, {"call"}),
+        (trackers_go_back, {"I4"}),
+        (a_step_back_leaves_manifests_empty, {"I3"}),
         (worlds_ignore_the_unit, {"I2"}),
         (worlds_ignore_the_maximum, {"I2"}),
         (nobody_is_told, {"I1", "I8"}),
