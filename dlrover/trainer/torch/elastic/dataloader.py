@@ -219,7 +219,9 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
     def _take_batch_size(self, batch_size: int) -> None:
         self.batch_sampler.batch_size = batch_size
         if self.batch_size is not None:
-            self.__dict__["batch_size"] = batch_size  # torch lets nobody set it, and takes the length of a stream from it
+            self.__dict__["batch_size"] = (
+                batch_size  # torch lets nobody set it, and takes the length of a stream from it
+            )
 
     def _set_workers(self, num_workers: int, pin_memory: int) -> None:
         """From the next epoch on: processes that read ahead for this one are not disturbed."""
