@@ -176,6 +176,17 @@ def get_checkpoint_storage(deletion_strategy: CheckpointDeletionStrategy | None 
     return PosixStorageWithDeletion(TRACKER, deletion_strategy)
 
 
+def shown_storage(directory: str, storage: object, deletion_strategy: object) -> Any:
+    """What a script finds as `checkpointer.storage`: its own, or one for this directory. None: the directory is a URL."""
+    if storage is not None:
+        return storage
+    if "://" in directory:
+        return None
+    return get_checkpoint_storage(
+        deletion_strategy if isinstance(deletion_strategy, CheckpointDeletionStrategy) else None
+    )
+
+
 def meta_for(storage: object) -> tuple[ClassMeta | None, CheckpointDeletionStrategy | None]:
     """
     How the agent shall build a `storage=` of the user's, and the strategy that came with it. None: our own storage does the same, better.
