@@ -88,12 +88,16 @@ class PosixDiskStorage(CheckpointStorage):
 
     def write(self, content: str | bytes | memoryview, path: AnyPath) -> None:
         data = content.encode() if isinstance(content, str) else bytes(content)
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         LocalStorage().write_atomic(os.path.abspath(path), data)
 
-    def write_state_dict(self, state_dict: Any, path: AnyPath, write_func: Callable[[Any, Any], Any]) -> None:
+    def write_state_dict(
+        self, state_dict: Any, path: AnyPath, write_func: Callable[[Any, Any], Any] | None = None
+    ) -> None:
+        """Without `write_func` only the directory is made, as in the original."""
         target = os.path.abspath(path)
         os.makedirs(os.path.dirname(target), exist_ok=True)
+        if write_func is None:
+            return
         temporary = f"{target}.new-{os.getpid()}"
         try:
             write_func(state_dict, temporary)

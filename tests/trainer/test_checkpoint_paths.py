@@ -119,6 +119,7 @@ def test_the_storage_is_the_one_that_was_given_or_one_that_deletes_as_the_strate
 ) -> None:
     with closing(kind(directory)) as checkpointer:
         assert type(checkpointer.storage) is PosixDiskStorage
+        checkpointer.storage.safe_makedirs(directory)
         checkpointer.storage.write("here", directory / "note.txt")
         assert checkpointer.storage.read(directory / "note.txt") == "here"
         assert checkpointer.checkpoint_dir == str(directory)
