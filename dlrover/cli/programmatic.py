@@ -37,6 +37,7 @@ from dlrover.cli.settings import (
 )
 from dlrover.protocol.errors import ConfigError, JobError
 from dlrover.protocol.messages import JobTerms, Limits, RestartPolicy
+from dlrover.snapshot.class_meta import found_in
 
 EXIT_USAGE = 2
 MAX_INTERRUPTS = 2
@@ -76,6 +77,8 @@ class ElasticLaunchConfig:
     is_warm: bool = True
     preload: Sequence[str] = ()
     master_grace: float = 600.0
+    dynamic_failover_extension: Any = None
+    """An object of a class derived from `DynamicAgentFailoverExtension`, or `module::Class`. None: as the environment says."""
 
 
 _DEFAULTS = ElasticLaunchConfig()
@@ -117,22 +120,24 @@ def launch_agent(
         settings = _settings(config, environment, entry=entry, outcome_file=outcome_file)
         probe_log_dir(settings.log.log_dir, option="log_dir")
         settings_file = directory.write("settings.json", encode_settings(settings))
-        exit_code = _run_launcher(settings_file)
+        exit_code = _run_launcher(settings_file, _search_path(_ask(config, "dynamic_failover_extension")))
         _raise_if_failed(exit_code, outcome_file)
         return _return_values(directory.path, target)
     finally:
         directory.remove()
 
 
-def _run_launcher(settings_file: str) -> int:
+def _run_launcher(settings_file: str, search_path: str) -> int:
     """
-    The launcher's exit code.
+    The launcher's exit code. It and the agent look for modules of the user's in `search_path` too, after all others of PYTHONPATH.
 
     It has a session of its own, so that the terminal's Ctrl-C reaches only us: whoever interrupts us, the launcher
     hears of it exactly once. The first ends the job in good order, the second kills everything at once.
     """
     argv = [sys.executable, "-P", "-m", "dlrover.cli.launcher", settings_file]
-    child = subprocess.Popen(argv, start_new_session=True)
+    paths = [path for path in (os.environ.get("PYTHONPATH", ""), search_path) if path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)} if search_path else None
+    child = subprocess.Popen(argv, start_new_session=True, env=env)
     num_interrupts = 0
     try:
         while True:
@@ -223,9 +228,7 @@ def _settings(config: ElasticLaunchConfig, environment: Environment, *, entry: E
         ),
         shutdown_timeout=usual_shutdown_timeout(environment) if shutdown_timeout is None else float(shutdown_timeout),
         preemption_file=absolute(environment.preemption_file),
-        failover_extension=check_plugin(
-            environment.failover_extension, option="The variable DLROVER_EXTENSION_DYNAMIC_FAILOVER"
-        ),
+        failover_extension=_failover(ask("dynamic_failover_extension"), environment),
         topology_querier=check_plugin(environment.topology_querier, option="The variable DLROVER_TOPOLOGY_QUERIER"),
         topology_sorter=check_plugin(environment.topology_sorter, option="The variable DLROVER_TOPOLOGY_SORTER"),
         master_grace=ask("master_grace"),
@@ -237,6 +240,26 @@ def _settings(config: ElasticLaunchConfig, environment: Environment, *, entry: E
         environment=environment,
         outcome_file=outcome_file,
     )
+
+
+def _failover(given: Any, environment: Environment) -> str:
+    """The extension by its name: the agent is another process and builds it there, without arguments."""
+    if given is None:
+        return check_plugin(environment.failover_extension, option="The variable DLROVER_EXTENSION_DYNAMIC_FAILOVER")
+    if isinstance(given, str):
+        return check_plugin(given, option="dynamic_failover_extension")
+    kind = type(given)
+    if kind.__module__ == "__main__":
+        raise ConfigError(
+            f"dynamic_failover_extension: {kind.__name__} is defined in the script itself, which the agent cannot import. Put it into a "
+            "module beside the script and import it from there."
+        )
+    return check_plugin(f"{kind.__module__}::{kind.__qualname__}", option="dynamic_failover_extension")
+
+
+def _search_path(given: Any) -> str:
+    """Where this process has found the class of an extension; the agent does not know the script's own directory."""
+    return "" if given is None or isinstance(given, str) else found_in(type(given).__module__)
 
 
 def _ask(config: ElasticLaunchConfig, name: str) -> Any:

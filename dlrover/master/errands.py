@@ -77,11 +77,13 @@ class Errands:
         live = sorted(self._durable.job.state.nodes.live.values(), key=lambda node: node.rank)
         return [
             NodeTopologyMeta(
+                node_id=node.id,
                 node_rank=node.rank,
                 process_num=node.local_world_size,
                 node_ip=node.host,
                 asw=node.place[-1] if node.place else "",
                 psw=node.place[0] if len(node.place) > 1 else "",
+                node_group=node.group,
             )
             for node in live
         ]

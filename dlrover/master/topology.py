@@ -43,13 +43,16 @@ MAX_NAME = 256
 class NodeTopologyMeta:
     """A node as sorters see it; the original's name and fields."""
 
-    node_rank: int
-    process_num: int
+    node_id: int = 0
+    node_rank: int = 0
+    process_num: int = 0
     node_ip: str = ""
     asw: str = ""
     """Access switch: the inner one."""
     psw: str = ""
     """The outer one."""
+    node_group: int = -1
+    """Its scheduling group; -1: none."""
 
 
 class DefaultTopologyQuerier:

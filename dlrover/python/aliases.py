@@ -58,11 +58,15 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.common.multi_process": {
         name: f"{_SHARED}:{name}"
         for name in (
+            "ERROR_CODE",
+            "LockedResponse",
             "SOCKET_TMP_DIR",
+            "SUCCESS_CODE",
             "SharedDict",
             "SharedLock",
             "SharedMemory",
             "SharedQueue",
+            "SocketResponse",
             "clear_sock_dir",
             "create_shared_memory",
             "retry_socket",

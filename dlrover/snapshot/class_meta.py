@@ -95,7 +95,7 @@ def describe(thing: object) -> ClassMeta:
         kwargs=kwargs,
         search_path=given.search_path
         if isinstance(given, ClassMeta) and given.search_path
-        else _found_in(given.module_path),
+        else found_in(given.module_path),
     )
     find_class(meta)
     return meta
@@ -147,7 +147,7 @@ def _not_importable(meta: ClassMeta, error: BaseException) -> ConfigError:
     )
 
 
-def _found_in(module_path: str) -> str:
+def found_in(module_path: str) -> str:
     """The directory that has to be searched to find a module that is imported already."""
     top = sys.modules.get(module_path.split(".")[0])
     file: str | None = getattr(top, "__file__", None)

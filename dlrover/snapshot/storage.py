@@ -94,6 +94,12 @@ def join(*parts: str) -> str:
     return posixpath.join(*parts)
 
 
+def full_path(path: str | os.PathLike[str]) -> str:
+    """Independent of the working directory. A URL is that already."""
+    text = os.fspath(path)
+    return text if "://" in text else os.path.abspath(text)
+
+
 def parent_of(path: str) -> str:
     return posixpath.dirname(path)
 

@@ -88,12 +88,16 @@ class PosixDiskStorage(CheckpointStorage):
 
     def write(self, content: str | bytes | memoryview, path: AnyPath) -> None:
         data = content.encode() if isinstance(content, str) else bytes(content)
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         LocalStorage().write_atomic(os.path.abspath(path), data)
 
-    def write_state_dict(self, state_dict: Any, path: AnyPath, write_func: Callable[[Any, Any], Any]) -> None:
+    def write_state_dict(
+        self, state_dict: Any, path: AnyPath, write_func: Callable[[Any, Any], Any] | None = None
+    ) -> None:
+        """Without `write_func` only the directory is made, as in the original."""
         target = os.path.abspath(path)
         os.makedirs(os.path.dirname(target), exist_ok=True)
+        if write_func is None:
+            return
         temporary = f"{target}.new-{os.getpid()}"
         try:
             write_func(state_dict, temporary)
@@ -174,6 +178,17 @@ def get_checkpoint_storage(deletion_strategy: CheckpointDeletionStrategy | None 
     if deletion_strategy is None:
         return PosixDiskStorage()
     return PosixStorageWithDeletion(TRACKER, deletion_strategy)
+
+
+def shown_storage(directory: str, storage: object, deletion_strategy: object) -> Any:
+    """What a script finds as `checkpointer.storage`: its own, or one for this directory. None: the directory is a URL."""
+    if storage is not None:
+        return storage
+    if "://" in directory:
+        return None
+    return get_checkpoint_storage(
+        deletion_strategy if isinstance(deletion_strategy, CheckpointDeletionStrategy) else None
+    )
 
 
 def meta_for(storage: object) -> tuple[ClassMeta | None, CheckpointDeletionStrategy | None]:

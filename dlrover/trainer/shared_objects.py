@@ -15,15 +15,17 @@ import contextlib
 import errno
 import functools
 import hashlib
+import logging
 import mmap
 import os
-import random
+import queue
 import secrets
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -34,22 +36,44 @@ from dlrover.protocol.errors import DLRoverError, Rejected
 from dlrover.protocol.local import pack, peer_credentials, receive_frame
 from dlrover.snapshot.index import make_private
 
+log = logging.getLogger("dlrover.trainer.shared_objects")
+
 SOCKET_TMP_DIR = f"/tmp/dlrover-sockets-{os.getuid()}"
+SUCCESS_CODE = "OK"
+ERROR_CODE = "ERROR"
+RETRIES = 30
+"""How often a client looks again for a server that is not there yet."""
+PAUSE = 1.0
+"""Seconds between two looks."""
 PATIENCE = 30.0
-"""Seconds that a client looks for a server that is not there yet."""
+"""Seconds that a client waits for one answer of a server."""
 _SLICE = 1.0
 """Longest wait of one request at the server."""
 _MAX_PATH = 100
 """Bytes of a socket's path; the kernel takes 108."""
 _MEMORY_DIR = Path("/dev/shm")
-_DELAYS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class SharedObjectFailed(DLRoverError):
-    """The server of a shared object refused a request, or is gone."""
+class SharedObjectFailed(DLRoverError, RuntimeError):
+    """The server of a shared object refused a request. A `RuntimeError`, as scripts of the original expect it."""
+
+
+@dataclass(frozen=True)
+class SocketResponse:
+    status: str = ""
+
+
+@dataclass(frozen=True)
+class LockedResponse(SocketResponse):
+    """What a client's `locked` gives: the answer as `locked`, and as its truth."""
+
+    locked: bool = False
+
+    def __bool__(self) -> bool:
+        return self.locked
 
 
 class _Request(Struct, array_like=True):
@@ -66,19 +90,19 @@ _REQUEST_DECODER, _REPLY_DECODER = msgspec.msgpack.Decoder(_Request), msgspec.ms
 
 
 def retry_socket(func: Callable[P, R]) -> Callable[P, R]:
-    """Call again while the server's socket is not there or refuses, for `PATIENCE` seconds; then let the error out."""
+    """
+    Call again while the server's socket is not there or refuses: `RETRIES` times, or as often as the function's own argument `retry` says. The
+    error of the last call comes out.
+    """
 
     @functools.wraps(func)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        deadline = time.monotonic() + PATIENCE
-        for delay in _growing():
+        for _ in range(int(kwargs.get("retry", RETRIES))):  # type: ignore[call-overload]  # the function's own
             try:
                 return func(*args, **kwargs)
             except (FileNotFoundError, ConnectionRefusedError):
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(delay * random.uniform(0.5, 1.0))
-        raise AssertionError("the delays never end")
+                time.sleep(PAUSE)
+        return func(*args, **kwargs)
 
     return wrapped
 
@@ -202,7 +226,7 @@ class _Shared:
             self._open.add(connection)
         try:
             while (frame := receive_frame(connection)) is not None:
-                connection.sendall(pack(msgspec.msgpack.encode(self._reply(frame[0], connection))))
+                connection.sendall(pack(self._reply(frame[0], connection)))
         except (OSError, Rejected):
             pass  # the client is gone or speaks nonsense; either way its connection ends here
         finally:
@@ -212,12 +236,12 @@ class _Shared:
                 self._changed.notify_all()
             connection.close()
 
-    def _reply(self, frame: bytes, who: socket.socket) -> _Reply:
+    def _reply(self, frame: bytes, who: socket.socket) -> bytes:
         try:
             request = _REQUEST_DECODER.decode(frame)
-            return _Reply(self._handle(request.method, request.args, who))
+            return msgspec.msgpack.encode(_Reply(self._handle(request.method, request.args, who)))
         except (msgspec.MsgspecError, TypeError, ValueError, DLRoverError) as error:
-            return _Reply(error=f"{type(error).__name__}: {error}")
+            return msgspec.msgpack.encode(_Reply(error=f"{type(error).__name__}: {error}"))
 
 
 class SharedLock(_Shared):
@@ -225,19 +249,27 @@ class SharedLock(_Shared):
 
     _SERVER = "server"
 
-    def __init__(self, name: str = "", create: bool = False) -> None:
+    def __init__(self, name: str = "", create: bool = False, owner: str = "") -> None:
+        """`owner` is accepted and not needed: the connection owns the lock."""
         self._holder: object = None
         super().__init__(name, create)
 
     def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
-        return bool(self._ask_until(timeout if blocking else 0.0, "acquire"))
+        """False: another holds it, or, with a warning, the server cannot be asked."""
+        try:
+            return bool(self._ask_until(timeout if blocking else 0.0, "acquire"))
+        except (OSError, SharedObjectFailed) as error:
+            log.warning("the lock %s was not acquired: %s", self.name, error)
+            return False
 
     def release(self) -> bool:
         """False, and nothing changes, when this side does not hold it."""
         return bool(self._ask("release"))
 
-    def locked(self) -> bool:
-        return bool(self._ask("locked"))
+    def locked(self) -> bool | LockedResponse:
+        """A client gets an object with the attribute `locked`, which is true if the lock is held."""
+        is_locked = bool(self._ask("locked"))
+        return is_locked if self.is_server else LockedResponse(SUCCESS_CODE, is_locked)
 
     def __enter__(self) -> SharedLock:
         self.acquire()
@@ -277,13 +309,15 @@ class SharedQueue(_Shared):
         super().__init__(name, create)
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Raises TimeoutError when the queue stays full."""
+        """Raises `queue.Full` when the queue stays full."""
         if self._ask_until(timeout if block else 0.0, "put", obj) is None:
-            raise TimeoutError(f"the queue {self.name} is full")
+            raise queue.Full(f"the queue {self.name} is full")
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """None when nothing comes."""
+        """When nothing comes, a client gets None, and the server's own process `queue.Empty`."""
         found = self._ask_until(timeout if block else 0.0, "get")
+        if found is None and self.is_server:
+            raise queue.Empty(f"the queue {self.name} is empty")
         return None if found is None else found[0]
 
     def qsize(self) -> int:
@@ -322,13 +356,17 @@ class SharedDict(_Shared):
         super().__init__(name, create)
 
     def set(self, new_dict: Mapping[Any, Any]) -> None:
+        """Raises `SharedObjectFailed`, which is a RuntimeError, when the server does not take it."""
         self._content = dict(new_dict)
         self._ask("set", self._content)
 
     def get(self, local: bool = False) -> dict[Any, Any]:
-        """`local`: what this side saw last."""
+        """`local`: what this side saw last. That is the answer, too, with a warning, when the server refuses its own."""
         if not local:
-            self._content = dict(self._ask("get"))
+            try:
+                self._content = dict(self._ask("get"))
+            except SharedObjectFailed as error:
+                log.warning("the dictionary may be old: %s", error)
         return self._content
 
     def _handle(self, method: str, args: list[Any], who: object) -> Any:
@@ -352,6 +390,8 @@ class SharedMemory:
     def __init__(self, name: str | None = None, create: bool = False, size: int = 0) -> None:
         if size < 0 or (create and size == 0):
             raise ValueError(f"shared memory cannot have a size of {size}")
+        if name is None and not create:
+            raise ValueError("name can only be None if create=True")
         self.name = (name or f"dlrover_{secrets.token_hex(6)}").lstrip("/")
         self._path = _MEMORY_DIR / self.name
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
@@ -426,9 +466,3 @@ def _connect(path: Path) -> socket.socket:
         connection.close()
         raise
     return connection
-
-
-def _growing() -> Iterator[float]:
-    yield from _DELAYS
-    while True:
-        yield _DELAYS[-1]

@@ -14,6 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dlrover.python.elastic_agent.torch.dynamic_failover import (
+    AgentFailureInfo,
+    DynamicAgentFailoverExtension,
+    FailoverStrategy,
+)
 
 from dlrover.agent.config import Entry, EntryKind, LogConfig, WatchConfig
 from dlrover.cli.command_line import parse
@@ -100,6 +105,29 @@ def test_a_launch_from_python_reads_the_variables_of_the_command(
     assert getattr(settings, field) == expected
     from_command = build_settings(parse(["--nnodes=1:2", "-m", "job"], {}), environment)
     assert getattr(from_command, field) == expected
+
+
+class Extension(DynamicAgentFailoverExtension):
+    def get_user_failover_strategy(self, failure_info: AgentFailureInfo) -> FailoverStrategy:
+        return FailoverStrategy.NORMAL_FAILOVER
+
+
+def test_a_failover_extension_is_named_for_the_agent() -> None:
+    environment = read_environment({"DLROVER_EXTENSION_DYNAMIC_FAILOVER": "mine::Failover"})
+    entry = Entry.of(EntryKind.PROGRAM, "true")
+
+    def named(extension: object) -> str:
+        config = ElasticLaunchConfig(dynamic_failover_extension=extension)
+        return _settings(config, environment, entry=entry, outcome_file="").failover_extension
+
+    assert named(Extension()) == "tests.cli.test_programmatic::Extension"
+    assert named("other::Failover") == "other::Failover"
+    assert named(None) == "mine::Failover"
+    with pytest.raises(ConfigError, match="give module::Class"):
+        named("other.Failover")
+    local = type("Local", (Extension,), {"__module__": "__main__"})
+    with pytest.raises(ConfigError, match="Local is defined in the script itself"):
+        named(local())
 
 
 def test_the_configuration_wins_over_variables() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from pathlib import Path
 
@@ -91,3 +92,48 @@ def test_scripts_of_frameworks_crash_and_end_where_undisturbed_ones_do(jobs, tmp
     undisturbed = jobs.run(*options, "--save_dir", tmp_path / "other", timeout=200)
     assert undisturbed.process.returncode == 0, undisturbed.err[-5000:]
     assert loss_of(undisturbed.out) == loss_of(job.out)
+
+
+def used_in(directory: Path) -> dict[int, tuple[int, list[int]]]:
+    """By step: its epoch, and the records of both ranks, as the life used them whose step counted."""
+    steps: dict[int, tuple[int, list[int]]] = {}
+    by_rank = [
+        {line[0]: line[1:] for line in map(json.loads, (directory / f"used-{rank}").read_text().splitlines())}
+        for rank in range(2)
+    ]
+    for step, (epoch, records) in by_rank[0].items():
+        assert by_rank[1][step][0] == epoch
+        steps[step] = epoch, records + by_rank[1][step][1]
+    return steps
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param([], id="ddp"),
+        pytest.param(["--num_workers", "1"], id="ddp-reading-ahead", marks=pytest.mark.chaos),
+        pytest.param(["--fsdp"], id="fsdp", marks=pytest.mark.chaos),
+    ],
+)
+def test_a_script_in_epochs_is_killed_in_each_and_ends_where_an_undisturbed_one_does(jobs, tmp_path, words):
+    """12 steps in each of 3 epochs, a save every 5 steps; the kills come 3 steps after a save."""
+    options = ["--nproc-per-node=2", SCRIPTS / "original_epochs.py", *words]
+    job = jobs.run(*options, "--save_dir", tmp_path / "run", "--kill_at", "8", "18", "33", timeout=200)
+    assert job.process.returncode == 0, job.err[-5000:]
+    assert starts_of(job.out) == [
+        "start at step 0 in epoch 0",
+        "start at step 5 in epoch 0",
+        "start at step 15 in epoch 1",
+        "start at step 30 in epoch 2",
+    ]
+    undisturbed = jobs.run(*options, "--save_dir", tmp_path / "other", timeout=200)
+    assert undisturbed.process.returncode == 0, undisturbed.err[-5000:]
+    assert loss_of(undisturbed.out) == loss_of(job.out)
+    used = used_in(tmp_path / "run")
+    assert used == used_in(tmp_path / "other"), "after each kill the records of a step are those that it had before"
+    for epoch in range(3):
+        seen = [record for its, records in used.values() if its == epoch for record in records]
+        assert sorted(seen) == list(range(96)), "each record once in each epoch"
+    assert (tmp_path / "run" / "dlrover_latest.txt").read_text() == "30"

@@ -30,14 +30,28 @@ def work(offset):
     return Answer(rank + offset)
 
 if __name__ == "__main__":
-    answers = ElasticLaunch(ElasticLaunchConfig(nproc_per_node=2), work)(40)
+    from beside import Asked
+
+    config = ElasticLaunchConfig(nproc_per_node=2, dynamic_failover_extension=Asked())
+    answers = ElasticLaunch(config, work)(40)
     print({rank: answer.value for rank, answer in answers.items()})
+"""
+
+BESIDE = """
+from dlrover.python.elastic_agent.torch import dynamic_failover
+
+class Asked(dynamic_failover.DynamicAgentFailoverExtension):
+    def get_user_failover_strategy(self, failure_info):
+        with open("asked", "a") as file:
+            file.write(failure_info.log_content)
+        return dynamic_failover.FailoverStrategy.NORMAL_FAILOVER
 """
 
 
 def test_return_values_of_a_scripts_function_survive_a_crash(jobs, tmp_path):
     script = tmp_path / "launches.py"
     script.write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text(BESIDE)
     done = subprocess.run(
         [sys.executable, script],
         env=jobs.env(),
@@ -49,6 +63,7 @@ def test_return_values_of_a_scripts_function_survive_a_crash(jobs, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "{0: 40, 1: 41}"
+    assert '"exit_code": 5' in (tmp_path / "asked").read_text(), "the extension of the configuration was asked"
 
 
 def test_a_failed_function_raises_with_the_cause(jobs, monkeypatch):

@@ -63,10 +63,14 @@ async def test_the_world_follows_the_switches_that_the_querier_names(
 
 
 async def test_the_world_follows_the_sorter(start_master: StartMaster, connect: Connect) -> None:
+    ids = set()
+
     def backwards(nodes: dict[int, NodeTopologyMeta]) -> list[int]:
+        ids.update((node.node_id, node.node_group) for node in nodes.values())
         return sorted(nodes, reverse=True)
 
     assert await world_of(start_master, connect, Topology(sort=backwards)) == [3, 2, 1, 0]
+    assert ids == {(number, -1) for number in range(1, 5)}, "each launch has an id of its own"
 
 
 async def test_who_is_refused_lets_nobody_wait_for_an_order(
@@ -161,7 +165,7 @@ class TestCalls:
 
 
 def test_the_sorter_of_the_original_keeps_neighbours_together() -> None:
-    nodes = {rank: NodeTopologyMeta(rank, 8, asw="ab"[rank % 2], psw="p") for rank in range(4)}
+    nodes = {rank: NodeTopologyMeta(node_rank=rank, process_num=8, asw="ab"[rank % 2], psw="p") for rank in range(4)}
     assert list(DpTopologySorter().sort(nodes)) == [0, 2, 1, 3]
 
 
@@ -171,7 +175,7 @@ def test_the_sorter_of_the_original_keeps_neighbours_together() -> None:
         ("no-separator", "module::Class"),
         ("no_such_module::Class", "ModuleNotFoundError"),
         ("dlrover.master.topology::Nothing", "AttributeError"),
-        ("dlrover.master.topology::NodeTopologyMeta", "TypeError"),
+        ("dlrover.core.nodes::Node", "TypeError"),
         ("dlrover.master.topology::DpTopologySorter", "query"),
     ],
 )

@@ -75,6 +75,9 @@ def test_a_failed_commit_deletes_nothing(tmp_path):
 
 def test_the_posix_storage_does_what_its_interface_says(tmp_path):
     storage = PosixDiskStorage()
+    with pytest.raises(FileNotFoundError):
+        storage.write("text", tmp_path / "a" / "b.txt")
+    storage.safe_makedirs(tmp_path / "a")
     storage.write("text", tmp_path / "a" / "b.txt")
     assert storage.read(tmp_path / "a" / "b.txt") == "text"
     storage.write(memoryview(b"\x00\xff"), str(tmp_path / "raw"))
@@ -87,6 +90,8 @@ def test_the_posix_storage_does_what_its_interface_says(tmp_path):
         "w": 1
     }
     assert storage.read_state_dict(tmp_path / "none", json.loads) == {}
+    storage.write_state_dict({"w": 1}, tmp_path / "deep" / "nothing")
+    assert storage.listdir(tmp_path / "deep") == ["s.json"]
     storage.safe_move(tmp_path / "raw", tmp_path / "moved")
     storage.safe_move(tmp_path / "a", tmp_path / "moved")  # the target exists: nothing happens
     assert storage.exists(tmp_path / "a")

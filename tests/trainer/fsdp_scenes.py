@@ -44,9 +44,22 @@ class Net(torch.nn.Module):
         return self.second(torch.tanh(self.first(data)))
 
 
-def fsdp2(seed: int = 1, mesh: DeviceMesh | None = None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+class SmallEnd(Net):
+    """Of the last layer only one rank gets a piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.nn.Linear(9, 1)
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.last(super().forward(data))
+
+
+def fsdp2(
+    seed: int = 1, mesh: DeviceMesh | None = None, net: type[Net] = Net
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = Net()
+    model = net()
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model.first, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -225,7 +238,7 @@ _FULL = StateDictOptions(full_state_dict=True)
 
 def fsdp1(seed: int = 1) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    model = FullyShardedDataParallel(SmallEnd(), device_id=torch.device("cpu"), use_orig_params=True)
     return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
@@ -265,7 +278,7 @@ def round_trip_of_fsdp1(rank: Rank) -> list[bool]:
             other = fsdp1(7)
             checkpointer.load_checkpoint(*other, resume_path=path)
             found.append(whole(*other) == expected)
-        newer = fsdp2(7)
+        newer = fsdp2(7, net=SmallEnd)
         checkpointer.load_checkpoint(*newer)
         one, two = (get_model_state_dict(each, options=_FULL) for each in (model, newer[0]))
         found.append(all(torch.equal(one[name], two[name]) for name in two))

@@ -358,3 +358,19 @@ def test_a_stream_has_no_end_to_look_for() -> None:
     twos = Twos(loader)
     assert [twos.takes_step() for _ in loader] == [False, True, False, True, False]
     assert [twos.takes_step() for _ in loader] == [True, False, True, False, True]
+
+
+def test_scripts_read_what_they_gave_and_whether_gradients_are_whole() -> None:
+    net, loader = model(), DataLoader(range(6))
+    trainer = ElasticTrainer(net, dataloader=loader, max_workers=3)
+    state = trainer.gradient_state
+    assert (trainer.model, trainer.dataloader) == (net, loader)
+    seen = []
+    for _ in loader:
+        with trainer.step(fix_total_batch_size=True):
+            net(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+            seen.append(state.sync_gradients)
+    assert seen == [False, False, True] * 2
+    assert (state.num_backward_steps, state.num_steps) == (6, 2)
+    trainer.reset()
+    assert state.num_steps == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -22,8 +23,10 @@ from dlrover.trainer.shared_objects import (
     SharedMemory,
     SharedObjectFailed,
     SharedQueue,
+    SocketResponse,
     clear_sock_dir,
     create_shared_memory,
+    retry_socket,
 )
 
 HOLDER = """
@@ -99,16 +102,87 @@ def test_a_killed_holder_loses_the_lock(pair, place):
         holder.communicate(timeout=20)
 
 
+def test_a_client_reads_the_answer_from_an_attribute_too(pair):
+    server, one, other = pair(SharedLock, owner="trainer 0")
+    assert (one.locked().locked, bool(one.locked()), server.locked()) == (False, False, False)
+    assert one.acquire()
+    for asker in (one, other):
+        assert isinstance(asker.locked(), SocketResponse)
+        assert (asker.locked().locked, asker.locked().status, bool(asker.locked())) == (True, "OK", True)
+    assert server.locked() is True
+
+
+@pytest.fixture
+def hangs_up(place):
+    """A server of that name that ends every connection at once."""
+    place.mkdir(mode=0o700)
+
+    def serve(name):
+        listener.bind(str(place / f"{name}.sock"))
+        listener.listen(8)
+        thread.start()
+
+    def end_each():
+        with contextlib.suppress(OSError):
+            while True:
+                listener.accept()[0].close()
+
+    listener, thread = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), threading.Thread(target=end_each)
+    yield serve
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join(20)
+
+
+def test_a_lock_whose_server_does_not_answer_is_not_acquired(hangs_up, caplog):
+    hangs_up("sharedlock_l")
+    lock = SharedLock("l")
+    assert lock.acquire() is False
+    assert "the lock l was not acquired" in caplog.text
+    lock.close()
+
+
+@pytest.mark.parametrize("retry", [0, 1])
+def test_a_call_is_tried_again_as_often_as_its_argument_says(retry):
+    tried = []
+
+    class Asking:
+        @retry_socket
+        def ask(self, what, retry):
+            tried.append((what, retry))
+            raise FileNotFoundError(what)
+
+    with pytest.raises(FileNotFoundError, match="socket"):
+        Asking().ask("socket", retry=retry)
+    assert tried == [("socket", retry)] * (1 + retry)
+
+
+def test_a_call_that_succeeds_later_is_not_tried_again():
+    answers = [ConnectionRefusedError(), 7]
+
+    @retry_socket
+    def ask():
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    assert ask() == 7
+
+
 def test_a_queue_keeps_the_order_and_its_size(pair):
     server, one, other = pair(SharedQueue, maxsize=2)
     one.put({"step": 1, "paths": {"a": "b"}})
     other.put([2])
-    with pytest.raises(TimeoutError):
-        one.put(3, timeout=0.05)
+    for side in (one, server):
+        with pytest.raises(queue.Full):
+            side.put(3, timeout=0.05)
     assert (one.qsize(), one.empty()) == (2, False)
     assert server.get() == {"step": 1, "paths": {"a": "b"}}
     assert one.get() == [2]
     assert one.get(block=False) is None
+    with pytest.raises(queue.Empty):
+        server.get(block=False)
     assert server.empty()
 
 
@@ -125,8 +199,21 @@ def test_only_plain_data_is_shared_and_nothing_is_unpickled(pair):
     _server, one, _ = pair(SharedDict)
     with pytest.raises(SharedObjectFailed, match="only plain data"):
         one.set({"thing": object()})
+    with pytest.raises(RuntimeError):  # what a script of the original catches
+        one.set({"thing": object()})
     one.set({"fine": 1})
     assert one.get() == {"fine": 1}
+
+
+def test_a_client_keeps_what_it_has_when_the_server_cannot_send_its_own(pair, caplog):
+    server, one, other = pair(SharedDict)
+    one.set({"fine": 1})
+    server.set({"thing": object()})
+    assert one.get() == {"fine": 1}
+    assert other.get() == {}
+    assert "may be old" in caplog.text
+    server.set({"fine": 2})
+    assert one.get() == {"fine": 2}
 
 
 def test_nonsense_on_the_socket_harms_nobody(pair, place):
@@ -197,6 +284,11 @@ def test_a_view_outlives_the_close_of_its_memory():
     finally:
         memory.close()
         memory.unlink()
+
+
+def test_memory_to_open_needs_a_name():
+    with pytest.raises(ValueError, match="name can only be None"):
+        SharedMemory()
 
 
 @pytest.mark.parametrize(("create", "size"), [(True, 0), (True, -1), (False, -1)])

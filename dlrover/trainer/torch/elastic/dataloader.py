@@ -1,9 +1,9 @@
 """
 `ElasticDataLoader`: a DataLoader whose batch size can change while it runs, and which knows where it stands.
 
-The parallel-config file (JSON) says what somebody wants; `load_config` reads it, and only a newer version counts. A new batch size takes effect with
-the next batch that is put together, with `drop_last` or without; batches that worker processes have ahead keep the old one. The ranks of
-a job agree on the version first, so that all change at the same batch.
+It takes the arguments of torch's DataLoader and has its attributes. The parallel-config file (JSON) says which batch size is wanted; `load_config` reads
+it, and only a newer version counts. A new batch size takes effect with the next batch that is put together, with `drop_last` or without; batches that
+worker processes have ahead keep the old one. The ranks of a job agree on the version first, so that all change at the same batch.
 
 With an `ElasticDistributedSampler` the loader counts the batches that were used: `loader.state_dict()` in the middle of an
 epoch is enough to go on there, with any number of ranks.
@@ -17,13 +17,13 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from msgspec import Struct
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader
 
 from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler
 
@@ -48,13 +48,14 @@ class _Wish(Struct, frozen=True):
 class _Pass:
     """What one iteration over the batches has put together so far."""
 
-    sizes: deque[int] = field(default_factory=deque)
-    """Records of its batches, in order, as long as nobody takes them away."""
+    sizes: deque[int] | None
+    """Records of its batches, in order, until the loader hands them out. None: the loader does not count."""
     num_batches: int = 0
     num_records: int = 0
 
     def note(self, size: int) -> None:
-        self.sizes.append(size)
+        if self.sizes is not None:
+            self.sizes.append(size)
         self.num_batches += 1
         self.num_records += size
 
@@ -68,10 +69,11 @@ class ElasticBatchSampler(BatchSampler):  # type: ignore[misc]  # torch is not f
 
     def __init__(self, sampler: Iterable[int], batch_size: int, drop_last: bool) -> None:
         super().__init__(sampler, batch_size, drop_last)
-        self.newest = _Pass()
+        self._is_counted = isinstance(sampler, ElasticDistributedSampler)
+        self.newest = self._begin()
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.newest = _Pass()  # at once and not with the first batch: who iterates takes it
+        self.newest = self._begin()  # at once and not with the first batch: who iterates takes it
         return self._put_together(self.newest)
 
     @property
@@ -79,6 +81,9 @@ class ElasticBatchSampler(BatchSampler):  # type: ignore[misc]  # torch is not f
         """Of the newest iteration: what is put together, and what is left in batches of today's size. TypeError: the sampler does not know its length."""
         left = max(0, len(self.sampler) - self.newest.num_records)  # type: ignore[arg-type]
         return self.newest.num_batches + (left // self.batch_size if self.drop_last else -(-left // self.batch_size))
+
+    def _begin(self) -> _Pass:
+        return _Pass(deque() if self._is_counted else None)
 
     def _put_together(self, newest: _Pass) -> Iterator[list[int]]:
         batch: list[int] = []
@@ -93,55 +98,84 @@ class ElasticBatchSampler(BatchSampler):  # type: ignore[misc]  # torch is not f
             yield batch
 
 
+class _Counting:
+    """
+    torch's iterator, and a count of the records that it hands out.
+
+    What a batch looks like is the business of `collate_fn`: it does not show its size. Batches come in the order in which they were put
+    together, however far processes read ahead.
+    """
+
+    def __init__(self, inner: Any, sampler: ElasticDistributedSampler, sizes: deque[int] | None) -> None:
+        self.inner = inner
+        self.sizes = sizes
+        """None: every item is one record, because the loader makes no batches."""
+        self._sampler = sampler
+
+    def __iter__(self) -> _Counting:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self.inner)
+        self._sampler.count_batch(1 if self.sizes is None else self.sizes.popleft())
+        return batch
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
 class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not followed
+    batch_size: int | None
+    batch_sampler: Any
     num_workers: int
     prefetch_factor: int | None
+    sampler: Any
 
     def __init__(
-        self,
-        dataset: Any,
-        batch_size: int = 1,
-        shuffle: bool = False,
-        sampler: Sampler[int] | None = None,
-        *,
-        drop_last: bool = False,
-        config_file: str | None = None,
-        **options: Any,
+        self, dataset: Any, *args: Any, config_file: str | os.PathLike[str] | None = None, **options: Any
     ) -> None:
         """As torch's; `config_file` overrides DLROVER_PARAL_CONFIG_PATH. A file that exists is read at once."""
-        self.config_file = config_file or os.environ.get("DLROVER_PARAL_CONFIG_PATH") or CONFIG_FILE
+        super().__init__(dataset, *args, **options)
+        self.config_file = os.fspath(config_file or os.environ.get("DLROVER_PARAL_CONFIG_PATH") or CONFIG_FILE)
         self._version = 0
-        if sampler is None:
-            sampler = RandomSampler(dataset) if shuffle else SequentialSampler(dataset)
-        elif shuffle:
-            raise ValueError("A sampler decides the order itself: leave out shuffle.")
-        batches = ElasticBatchSampler(sampler, batch_size, drop_last)
-        super().__init__(dataset, batch_sampler=batches, **options)
+        self._batches: ElasticBatchSampler | None = None
+        """Puts the batches together, unless the caller has given a batch sampler or wants no batches."""
+        if self.batch_size is not None:
+            self._batches = ElasticBatchSampler(self.sampler, self.batch_size, self.drop_last)
+            self.__dict__["batch_sampler"] = self._batches  # torch lets nobody set it; nobody has seen torch's own yet
+        elif isinstance(self.batch_sampler, ElasticBatchSampler):  # frameworks make loaders like one that they got
+            self._batches = self.batch_sampler
+        sampler = self.sampler if self._batches is None else self._batches.sampler
         self._elastic_sampler = sampler if isinstance(sampler, ElasticDistributedSampler) else None
         if self._elastic_sampler is not None:
             self._elastic_sampler.is_counted = True
-        self._batches = batches
+        self._counting: _Counting | None = None
+        """Around the one iterator of a loader whose worker processes stay."""
         self.load_config(self.config_file)
         self._write_back()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         batches = super().__iter__()
-        # What a batch looks like is the business of `collate_fn`: it does not show its size. Batches come in the order in which they were put
-        # together, however far processes read ahead.
-        sizes = self._batches.newest.sizes
-        for batch in batches:
-            size = sizes.popleft()
-            if self._elastic_sampler is not None:
-                self._elastic_sampler.count_batch(size)
-            yield batch
+        if self._elastic_sampler is None:
+            return batches
+        sizes = None if self._batches is None else self._batches.newest.sizes
+        if self._counting is not None and self._counting.inner is batches:
+            self._counting.sizes = sizes
+            return self._counting
+        counting = _Counting(batches, self._elastic_sampler, sizes)
+        if self.persistent_workers:
+            self._counting = counting
+        return counting
 
     @property
     def num_batches(self) -> int:
         """Of the epoch that runs, as its batches were and are; `len` is what an epoch with batches of today's size would have."""
-        return self._batches.num_batches
+        return len(self) if self._batches is None else self._batches.num_batches
 
-    def get_batch_size(self) -> int:
-        return self._batches.batch_size
+    def get_batch_size(self) -> int | None:
+        """Of the batches that are put together now. None: the loader makes no batches, or its batch sampler does not tell."""
+        size: int | None = getattr(self.batch_sampler, "batch_size", None)
+        return size
 
     def update_batch_size(self, batch_size: int | None = None) -> None:
         """Directly, or as the file says. All ranks call it at the same step."""
@@ -149,10 +183,14 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
             self.load_config(self.config_file)
         elif batch_size < 1:
             raise ValueError(f"A batch has at least 1 record, not {batch_size}.")
+        elif self.get_batch_size() is None:
+            raise ValueError(
+                "This loader has no batch size: it makes no batches, or its batch sampler has no batch_size."
+            )
         else:
-            self._batches.batch_size = batch_size
+            self._take_batch_size(batch_size)
 
-    def load_config(self, config_file: str | None = None) -> None:
+    def load_config(self, config_file: str | os.PathLike[str] | None = None) -> None:
         """
         Take over what is newer in the file than what was taken before. A file that is not there or broken changes nothing. All ranks call it
         at the same step: they take what rank 0 has read.
@@ -162,20 +200,28 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
             wish = _agreed(wish)
         if wish.version > self._version:
             self._version = wish.version
-            self._set_batch_size(wish.batch_size)
+            self._follow_batch_size(wish.batch_size)
             self._set_workers(wish.num_workers, wish.pin_memory)
 
-    def _set_batch_size(self, batch_size: int) -> None:
-        if batch_size <= 0 or batch_size == self._batches.batch_size:
+    def _follow_batch_size(self, batch_size: int) -> None:
+        size = self.get_batch_size()
+        if batch_size <= 0 or batch_size == size:
+            return
+        if size is None:
+            log.warning("the wanted batch size %d changes nothing: this loader has none", batch_size)
             return
         if self._elastic_sampler is not None and self._elastic_sampler.is_played:
-            log.warning(
-                "batches keep their %d records: the trainer holds the batch of the full world constant",
-                self.get_batch_size(),
-            )
+            log.warning("batches keep their %d records: the trainer holds the batch of the full world constant", size)
             return
         log.info("batches have %d records from now on, version %d", batch_size, self._version)
-        self._batches.batch_size = batch_size
+        self._take_batch_size(batch_size)
+
+    def _take_batch_size(self, batch_size: int) -> None:
+        self.batch_sampler.batch_size = batch_size
+        if self.batch_size is not None:
+            self.__dict__["batch_size"] = (
+                batch_size  # torch lets nobody set it, and takes the length of a stream from it
+            )
 
     def _set_workers(self, num_workers: int, pin_memory: int) -> None:
         """From the next epoch on: processes that read ahead for this one are not disturbed."""
@@ -190,21 +236,23 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
         """Where the epoch stands: everything that was yielded counts as used."""
         if self._elastic_sampler is None:
             raise TypeError("Only a loader with an ElasticDistributedSampler knows where it stands.")
-        return {"sampler": self._elastic_sampler.state_dict(), "batch_size": self._batches.batch_size}
+        return {"sampler": self._elastic_sampler.state_dict(), "batch_size": self.get_batch_size()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._elastic_sampler is None:
             raise TypeError("Only a loader with an ElasticDistributedSampler can go on in the middle of an epoch.")
         self._elastic_sampler.load_state_dict(state["sampler"])
-        self._batches.batch_size = int(state["batch_size"])
+        if self._batches is not None and state["batch_size"] is not None:
+            self._take_batch_size(int(state["batch_size"]))
 
     def _write_back(self) -> None:
         """Tell the tuner which batch size runs: one rank of the node writes, whole or not at all."""
         folder = os.path.dirname(self.config_file)
-        if int(os.environ.get("LOCAL_RANK") or 0) or not os.path.isdir(folder):
+        size = self.get_batch_size()
+        if size is None or int(os.environ.get("LOCAL_RANK") or 0) or not os.path.isdir(folder):
             return
         config = _read(self.config_file)
-        config["dataloader"] = {**(config.get("dataloader") or {}), "batch_size": self._batches.batch_size}
+        config["dataloader"] = {**(config.get("dataloader") or {}), "batch_size": size}
         config["dataloader"].setdefault("version", self._version)
         try:
             with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
@@ -214,7 +262,7 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
             log.warning("the batch size cannot be told to the tuner: %s", error)
 
 
-def _read(path: str) -> dict[str, Any]:
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         with open(path) as file:
             config = json.load(file)

@@ -174,8 +174,11 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
         return self._num_batches // len(self.roles) * self._batch_size * self.num_replicas
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there, with the replicas of today. States of the original are read, too. Raises ConfigError for another dataset."""
-        epoch, completed = int(state["epoch"]), int(state["completed_num"])
+        """
+        Go on there, with the replicas of today. States of the original are read, too; an empty one is the very beginning. Raises ConfigError
+        for another dataset.
+        """
+        epoch, completed = int(state.get("epoch", 0)), int(state.get("completed_num", 0))
         if state.get("version", 1) >= VERSION:
             for name, ours in (("dataset_size", self.dataset_size), ("seed", self.seed), ("shuffle", self.shuffle)):
                 if state[name] != ours:

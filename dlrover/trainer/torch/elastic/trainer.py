@@ -41,6 +41,25 @@ LOOK_EVERY = 20
 """Steps after which the parallel-config file is looked at: the ranks tell each other then, which costs a message."""
 
 
+class GradientState:
+    """What the original's scripts read from `trainer.gradient_state`; always as it is now."""
+
+    def __init__(self, trainer: ElasticTrainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def sync_gradients(self) -> bool:
+        return self._trainer.is_last_micro_batch
+
+    @property
+    def num_steps(self) -> int:
+        return self._trainer.num_steps
+
+    @property
+    def num_backward_steps(self) -> int:
+        return self._trainer.num_micro_batches
+
+
 class ElasticTrainer:
     def __init__(self, model: torch.nn.Module, dataloader: Any = None, *, max_workers: int | None = None) -> None:
         """
@@ -53,8 +72,8 @@ class ElasticTrainer:
         self._rank = dist.get_rank() if is_grouped else 0
         wanted = _configured_workers() if max_workers is None else max_workers
         self.max_workers = max(wanted, self._world_size)
-        self._model = model
-        self._dataloader = dataloader
+        self.model = model
+        self.dataloader = dataloader
         if isinstance(dataloader, DataLoader):
             _watch_epochs(dataloader, self._note_epoch)
         self._micro_step = 0
@@ -71,6 +90,9 @@ class ElasticTrainer:
         self._hooks: list[Any] = []
         self.num_steps = 0
         """Steps of the optimizer so far; a restored state counts on."""
+        self.num_micro_batches = 0
+        """That this process has begun."""
+        self.gradient_state = GradientState(self)
         self._num_in_epoch = 0
         self._sampler: ElasticDistributedSampler | None = None
         self._micro_batch_size = 0
@@ -119,8 +141,9 @@ class ElasticTrainer:
             self._num_micro_steps = min(self.gradient_accumulation_steps, num_left or sys.maxsize)
         self._scale_gradients(is_wanted=fix_total_batch_size and self.max_workers != self._world_size)
         self._micro_step += 1
+        self.num_micro_batches += 1
         self._is_last = not fix_total_batch_size or self._micro_step >= self._num_micro_steps
-        no_sync = getattr(self._model, "no_sync", None)
+        no_sync = getattr(self.model, "no_sync", None)
         with contextlib.nullcontext() if self._is_last or no_sync is None else no_sync():
             yield
         if self._sampler is not None and not self._sampler.is_counted:
@@ -130,15 +153,15 @@ class ElasticTrainer:
             self._is_accumulating = False
             self.num_steps += 1
             report(self.num_steps)
-            if self.num_steps % LOOK_EVERY == 0 and isinstance(self._dataloader, ElasticDataLoader):
-                self._dataloader.load_config()
+            if self.num_steps % LOOK_EVERY == 0 and isinstance(self.dataloader, ElasticDataLoader):
+                self.dataloader.load_config()
 
     def _count_in_epoch(self) -> int:
         """Micro-batches that the loader has left, with the one that begins: a step at the end is taken with what there is. 0: nobody knows."""
-        if self._sampler is not None or not isinstance(self._dataloader, Sized):
+        if self._sampler is not None or not isinstance(self.dataloader, Sized):
             return 0
         try:
-            loader = self._dataloader
+            loader = self.dataloader
             num_batches = loader.num_batches if isinstance(loader, ElasticDataLoader) else len(loader)
         except TypeError:  # a stream
             return 0
@@ -205,7 +228,7 @@ class ElasticTrainer:
             hook.remove()
         self._hooks = []
         if is_wanted:
-            parameters = [each for each in self._model.parameters() if each.requires_grad]
+            parameters = [each for each in self.model.parameters() if each.requires_grad]
             if not parameters:
                 raise ConfigError("The model has no parameters to train.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import os
 from typing import Any
 
 from msgspec import Struct
@@ -57,10 +58,14 @@ class SaveResult(Struct, kw_only=True):
 class Checkpointer(abc.ABC):
     @abc.abstractmethod
     def save_checkpoint(
-        self, step: int, state_dict: dict[str, Any], path: str = "", storage_type: StorageType = StorageType.DISK
+        self,
+        step: int,
+        state_dict: dict[str, Any],
+        path: str | os.PathLike[str] = "",
+        storage_type: StorageType = StorageType.DISK,
     ) -> SaveResult:
         """Copy the state into memory; with DISK have it written to storage in the background."""
 
     @abc.abstractmethod
-    def load_checkpoint(self, resume_path: str = "") -> dict[str, Any]:
+    def load_checkpoint(self, resume_path: str | os.PathLike[str] = "") -> dict[str, Any]:
         """The newest state that all ranks have; empty when there is none."""

@@ -9,7 +9,6 @@ older than what is final in the books, for a job that begins with another's chec
 from __future__ import annotations
 
 import logging
-import os
 import sys
 
 import msgspec
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from dlrover.protocol.data_messages import Claim
 from dlrover.snapshot.class_meta import ClassMeta
 from dlrover.snapshot.commit import committed_checkpoints, read_global_manifest
-from dlrover.snapshot.storage import parent_of
+from dlrover.snapshot.storage import full_path, parent_of
 from dlrover.snapshot.user_storage import storage_of
 from dlrover.trainer import data_steps, environment
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement
@@ -97,7 +96,7 @@ def tell_resumed(agreement: Agreement, path: str, user_storage: ClassMeta | None
     if not uses_shards():
         return
     storage = storage_of(path, user_storage)
-    full = path if "://" in path else os.path.abspath(path)
+    full = full_path(path)
     manifest = read_global_manifest(storage, full) or read_global_manifest(storage, parent_of(full))
     if manifest is None:
         log.warning("%s has no manifest: nothing tells what its model has read of the data", path)

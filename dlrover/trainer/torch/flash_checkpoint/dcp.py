@@ -146,7 +146,7 @@ class FlashStorageReader(PieceReader):
     All ranks make it together. `step` says which state it is; None: there is none, and reading raises FileNotFoundError.
     """
 
-    def __init__(self, checkpointer: Any, resume_path: str = "") -> None:
+    def __init__(self, checkpointer: Any, resume_path: str | os.PathLike[str] = "") -> None:
         engine = _engine_of(checkpointer)
         reader = engine.get_storage_reader(resume_path)
         self.step: int | None = None

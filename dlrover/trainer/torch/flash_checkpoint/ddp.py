@@ -17,6 +17,7 @@ from typing import Any
 
 from dlrover.core.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
+from dlrover.snapshot.storage import full_path
 from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer, SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
@@ -57,7 +58,7 @@ class DdpCheckpointer(Checkpointer):
             raise ConfigError(f"replica_count is the number of copies in other nodes' memory, not {replica_count}.")
         read_interval(checkpoint_interval, overhead_budget)  # before anything exists that would have to be closed
         self._engine = CheckpointEngine(
-            os.fspath(checkpoint_dir),
+            checkpoint_dir,
             local_shard_num=local_shard_num,
             global_shard_num=global_shard_num,
             deletion_strategy=deletion_strategy,
@@ -67,13 +68,14 @@ class DdpCheckpointer(Checkpointer):
             storage=storage,
             lazy=lazy,
         )
+        self.checkpoint_dir, self.storage = os.fspath(checkpoint_dir), self._engine.storage
         self.cadence = SaveCadence(self._engine, checkpoint_interval, overhead_budget)
 
     def save_checkpoint(
         self,
         step: int,
         state_dict: dict[str, Any],
-        path: str = "",
+        path: str | os.PathLike[str] = "",
         storage_type: StorageType = StorageType.DISK,
         *,
         on_busy: str = "skip",
@@ -115,7 +117,9 @@ class DdpCheckpointer(Checkpointer):
             step, lambda storage_type: self.save_checkpoint(step, state_fn(), storage_type=storage_type)
         )
 
-    def load_checkpoint(self, resume_path: str = "", *, into: dict[str, Any] | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, resume_path: str | os.PathLike[str] = "", *, into: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """
         The newest state that all ranks can have, from memory or storage, on the CPU; {} when there is none.
 
@@ -150,7 +154,7 @@ class DdpCheckpointer(Checkpointer):
         """End the threads. Under `dlrover-run` what was saved stays; elsewhere this waits until it is written."""
         self._engine.close()
 
-    def _place(self, step: int, path: str) -> tuple[str, str, dict[str, str]]:
+    def _place(self, step: int, path: str | os.PathLike[str]) -> tuple[str, str, dict[str, str]]:
         """
         Name of the checkpoint, name of the file in it, and where else the file shall be found.
 
@@ -159,7 +163,7 @@ class DdpCheckpointer(Checkpointer):
         default = f"rank_{self._engine.shard}.pt"
         if not path:
             return str(step), default, {}
-        full = path if "://" in path else os.path.abspath(path)
+        full = full_path(path)
         inside = full.removeprefix(self._engine.checkpoint_dir.rstrip("/") + "/")
         parts = inside.split("/")
         if inside != full and len(parts) >= 2:

@@ -164,6 +164,7 @@ class DeepSpeedCheckpointer:
             num_slots=num_slots,
             replica_count=replica_count,
         )
+        self.checkpoint_dir, self.storage = os.fspath(checkpoint_dir), self._engine.storage
         self._cadence = SaveCadence(self._engine, checkpoint_interval, overhead_budget)
         self._is_model_holder = _is_first_with(_model_file(engine, "", ""))
         self._lock = threading.Lock()

@@ -32,7 +32,7 @@ class FileCheckpointEngine(CheckpointEngine):
 
     def __init__(
         self,
-        checkpoint_dir: str,
+        checkpoint_dir: str | os.PathLike[str],
         *,
         deletion_strategy: object = None,
         save_timeout: float = 600.0,
@@ -172,7 +172,7 @@ class DeepSpeedCheckpointEngine(FileCheckpointEngine):
     ) -> None:
         """The numbers of shards follow from the ranks, so `global_shard_num` and `zero_stage` are accepted and not needed."""
         super().__init__(
-            os.fspath(checkpoint_dir),
+            checkpoint_dir,
             deletion_strategy=deletion_strategy,
             save_timeout=save_timeout,
             storage=storage,

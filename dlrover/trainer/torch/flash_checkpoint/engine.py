@@ -25,9 +25,9 @@ from dlrover.snapshot.manifest import ManifestInvalid
 from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request
 from dlrover.snapshot.segment import SlotName, segment_paths
 from dlrover.snapshot.segment_format import Owner
-from dlrover.snapshot.storage import join
+from dlrover.snapshot.storage import full_path, join
 from dlrover.snapshot.user_deletion import rule_for
-from dlrover.snapshot.user_storage import meta_for, storage_of
+from dlrover.snapshot.user_storage import meta_for, shown_storage, storage_of
 from dlrover.trainer import environment, phases
 from dlrover.trainer.torch.flash_checkpoint import data_return
 from dlrover.trainer.torch.flash_checkpoint.agreed_segments import AgreedSegments
@@ -68,7 +68,7 @@ class CheckpointEngine:
 
     def __init__(
         self,
-        checkpoint_dir: str,
+        checkpoint_dir: str | os.PathLike[str],
         *,
         local_shard_num: int = 1,
         global_shard_num: int = 1,
@@ -91,7 +91,9 @@ class CheckpointEngine:
         if global_shard_num < local_shard_num:
             log.warning("global_shard_num %d is raised to local_shard_num %d", global_shard_num, local_shard_num)
             global_shard_num = local_shard_num
-        self.checkpoint_dir = checkpoint_dir if "://" in checkpoint_dir else os.path.abspath(checkpoint_dir)
+        self.checkpoint_dir = full_path(checkpoint_dir)
+        self.storage = shown_storage(self.checkpoint_dir, storage, deletion_strategy)
+        """For scripts that read and write beside the checkpoints. None: the directory is a URL, which no `CheckpointStorage` knows."""
         self._storage, brought_along = meta_for(storage)
         self._deletion = rule_for(deletion_strategy or brought_along)
         self._save_timeout = save_timeout
@@ -311,8 +313,9 @@ class CheckpointEngine:
         phases.tell_step(restored.step)
         return restored.parts
 
-    def load_file(self, resume_path: str, *, into: object = None) -> Any:
+    def load_file(self, resume_path: str | os.PathLike[str], *, into: object = None) -> Any:
         """A file, or the directory of one checkpoint. Raises FileNotFoundError."""
+        resume_path = os.fspath(resume_path)
         if not os.path.isdir(resume_path):
             state = read_file(resume_path, into=into)
         else:

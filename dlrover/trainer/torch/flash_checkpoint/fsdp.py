@@ -65,7 +65,7 @@ class FsdpShardCheckpointer:
         `save_if_due`: how often, or "auto", and which part of the training time saves may take then.
         """
         self.engine = FsdpCheckpointEngine(
-            os.fspath(checkpoint_dir),
+            checkpoint_dir,
             deletion_strategy=deletion_strategy,
             save_timeout=save_timeout,
             storage=storage,
@@ -73,15 +73,16 @@ class FsdpShardCheckpointer:
             num_slots=num_slots,
             lazy=lazy,
         )
+        self.checkpoint_dir, self.storage = os.fspath(checkpoint_dir), self.engine.storage
         self._cadence = SaveCadence(self.engine, checkpoint_interval, overhead_budget)
 
     def save_checkpoint(
         self,
         step: int,
         model: torch.nn.Module | Mapping[str, Any] | None = None,
-        optimizer: torch.optim.Optimizer | str | None = None,
+        optimizer: torch.optim.Optimizer | str | os.PathLike[str] | None = None,
         extra_sd: Mapping[str, Any] | StorageType | None = None,
-        path: str = "",
+        path: str | os.PathLike[str] = "",
         storage_type: StorageType = StorageType.DISK,
         *,
         state_dict: Mapping[str, Any] | None = None,
@@ -98,7 +99,7 @@ class FsdpShardCheckpointer:
         if state_dict is None and isinstance(model, Mapping):
             state_dict = model
         if state_dict is not None:
-            if isinstance(optimizer, str):
+            if isinstance(optimizer, (str, os.PathLike)):
                 path = optimizer
             if isinstance(extra_sd, StorageType):
                 storage_type = extra_sd
@@ -107,7 +108,7 @@ class FsdpShardCheckpointer:
             )
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"save_checkpoint takes a model or a state dict, not {type(model).__name__}.")
-        if isinstance(optimizer, str) or isinstance(extra_sd, StorageType):
+        if isinstance(optimizer, (str, os.PathLike)) or isinstance(extra_sd, StorageType):
             raise TypeError("With a model, path and storage_type are given by name: save_checkpoint(..., path=...).")
         is_new = _is_new(optimizer)
         state = {**self._state_of(model, optimizer), **_checked_extra(extra_sd, (MODEL, OPTIMIZER))}
@@ -129,7 +130,10 @@ class FsdpShardCheckpointer:
         )
 
     def load_checkpoint(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, resume_path: str = ""
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        resume_path: str | os.PathLike[str] = "",
     ) -> dict[str, Any]:
         """
         Load the newest state that all ranks can have into the model and the optimizer, from memory or storage. Returns what was saved
@@ -154,7 +158,7 @@ class FsdpShardCheckpointer:
                 optimizer.state.clear()
         return {key: value for key, value in state.items() if key not in (MODEL, OPTIMIZER)}
 
-    def get_storage_reader(self, resume_path: str = "") -> PieceReader | None:
+    def get_storage_reader(self, resume_path: str | os.PathLike[str] = "") -> PieceReader | None:
         """
         For scripts that call `torch.distributed.checkpoint.load` themselves: a reader of the newest state that all ranks can have; None
         when there is none. It is good until the next save. All ranks call this.
@@ -229,6 +233,7 @@ class FsdpFullCheckpointer:
             checkpoint_interval=checkpoint_interval,
             overhead_budget=overhead_budget,
         )
+        self.checkpoint_dir, self.storage = self._inner.checkpoint_dir, self._inner.storage
 
     def save_checkpoint(
         self,
@@ -236,7 +241,7 @@ class FsdpFullCheckpointer:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         extra_sd: Mapping[str, Any] | None = None,
-        path: str = "",
+        path: str | os.PathLike[str] = "",
         storage_type: StorageType = StorageType.DISK,
         *,
         on_busy: str = "skip",
@@ -276,7 +281,7 @@ class FsdpFullCheckpointer:
         return self._inner.is_save_requested()
 
     def load_checkpoint(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, resume_path: str = ""
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, resume_path: str | os.PathLike[str] = ""
     ) -> dict[str, Any]:
         """As for `FsdpShardCheckpointer`; `resume_path` is a file, or the directory of a checkpoint."""
         state = self._inner.load_checkpoint(resume_path)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from dlrover.protocol.errors import ConfigError, DLRoverError, Unavailable
 from dlrover.snapshot.commit import committed_checkpoints, read_global_manifest
 from dlrover.snapshot.manifest import DIRECTORY
-from dlrover.snapshot.storage import join
+from dlrover.snapshot.storage import full_path, join
 from dlrover.snapshot.torch_file import torch_file_bytes
 from dlrover.snapshot.user_storage import storage_of
 from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
@@ -90,7 +90,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
 
     keeps_claims = False
 
-    def __init__(self, checkpoint_dir: str, **options: Any) -> None:
+    def __init__(self, checkpoint_dir: str | os.PathLike[str], **options: Any) -> None:
         ranks = own_ranks()
         super().__init__(
             checkpoint_dir,
@@ -113,7 +113,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
         self,
         step: int,
         state_dict: Mapping[str, Any],
-        path: str = "",
+        path: str | os.PathLike[str] = "",
         storage_type: StorageType = StorageType.DISK,
         *,
         on_busy: str = "skip",
@@ -154,7 +154,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
         part: DcpPart,
         metadata: bytes,
         *,
-        path: str = "",
+        path: str | os.PathLike[str] = "",
         storage_type: StorageType = StorageType.DISK,
         on_busy: str = "skip",
         lazy: bool | str | None = None,
@@ -196,11 +196,11 @@ class FsdpCheckpointEngine(CheckpointEngine):
             self._signature = signature
         return self._plan
 
-    def _place(self, step: int, path: str) -> tuple[str, dict[str, str]]:
+    def _place(self, step: int, path: str | os.PathLike[str]) -> tuple[str, dict[str, str]]:
         """Name of the checkpoint, and where else its files shall be found."""
         if not path:
             return str(step), {}
-        full = path if "://" in path else os.path.abspath(path)
+        full = full_path(path)
         inside = full.removeprefix(self.checkpoint_dir.rstrip("/") + "/")
         if inside != full and "/" not in inside:
             return inside, {}
@@ -213,7 +213,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
 
     # Restoring.
 
-    def load_state(self, state: dict[str, Any], resume_path: str = "") -> dict[str, Any] | None:
+    def load_state(self, state: dict[str, Any], resume_path: str | os.PathLike[str] = "") -> dict[str, Any] | None:
         """
         Fill a state with the newest one that every rank can have, and add whatever else was saved with it. None: there is none.
 
@@ -222,20 +222,20 @@ class FsdpCheckpointEngine(CheckpointEngine):
         self._agree_late()
         self.wait_for_staging()
         if resume_path:
-            state = self._load_path(state, resume_path)
-            self.tell_data_of(resume_path)
+            state = self._load_path(state, os.fspath(resume_path))
+            self.tell_data_of(os.fspath(resume_path))
             return state
         restored = _StateRestorer(self, _fill).load(None, state)
         self.tell_data(restored)
         return None if restored is None else self._accept(restored.step, restored.is_from_memory, restored.parts)
 
-    def get_storage_reader(self, resume_path: str = "") -> PieceReader | None:
+    def get_storage_reader(self, resume_path: str | os.PathLike[str] = "") -> PieceReader | None:
         """A reader for `torch.distributed.checkpoint.load`; None: there is nothing to read."""
         self._agree_late()
         self.wait_for_staging()
         if resume_path:
-            reader = self._opened(*self._open_path(resume_path))
-            self.tell_data_of(resume_path)
+            reader = self._opened(*self._open_path(os.fspath(resume_path)))
+            self.tell_data_of(os.fspath(resume_path))
             return reader
         restored = _StateRestorer(self, lambda state, reader: {_READER: reader}).load(None, None)
         self.tell_data(restored)
@@ -261,7 +261,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
 
     def _open_path(self, path: str) -> tuple[Metadata, FilePieces]:
         storage = storage_of(path, self._storage)
-        full = path if "://" in path else os.path.abspath(path)
+        full = full_path(path)
         try:
             return read_directory(storage, full, is_checked=read_global_manifest(storage, full) is not None)
         except FileNotFoundError as error:

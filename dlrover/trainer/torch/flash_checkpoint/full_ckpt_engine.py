@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from dlrover.snapshot.storage import full_path
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
 
@@ -30,7 +31,7 @@ class FullCheckpointEngine:
         deletion_strategy: object = None,
     ) -> None:
         self.engine = CheckpointEngine(
-            os.fspath(checkpoint_dir),
+            checkpoint_dir,
             local_shard_num=local_shard_num,
             global_shard_num=global_shard_num,
             deletion_strategy=deletion_strategy,
@@ -38,6 +39,7 @@ class FullCheckpointEngine:
             storage=storage,
             replica_count=replica_count,
         )
+        self.storage = self.engine.storage
         self._shard_nums = (local_shard_num, max(local_shard_num, global_shard_num))
 
     @property
@@ -45,16 +47,24 @@ class FullCheckpointEngine:
         return self.engine.checkpoint_dir
 
     def save_to_memory(
-        self, step: int, state_dict: Mapping[str, object], paths: Mapping[str, str], blocking: bool = False
+        self,
+        step: int,
+        state_dict: Mapping[str, object],
+        paths: Mapping[str, str | os.PathLike[str]],
+        blocking: bool = False,
     ) -> SaveResult:
         return self._save(step, state_dict, paths, is_storage=False, blocking=blocking)
 
     def save_to_storage(
-        self, step: int, state_dict: Mapping[str, object], paths: Mapping[str, str], blocking: bool = False
+        self,
+        step: int,
+        state_dict: Mapping[str, object],
+        paths: Mapping[str, str | os.PathLike[str]],
+        blocking: bool = False,
     ) -> SaveResult:
         return self._save(step, state_dict, paths, is_storage=True, blocking=blocking)
 
-    def load(self, resume_path: str = "") -> dict[str, Any]:
+    def load(self, resume_path: str | os.PathLike[str] = "") -> dict[str, Any]:
         """The state of the only part; {} when there is none anywhere."""
         if resume_path:
             state = self.engine.load_file(resume_path)
@@ -77,7 +87,13 @@ class FullCheckpointEngine:
         self.engine.close()
 
     def _save(
-        self, step: int, parts: Mapping[str, object], paths: Mapping[str, str], *, is_storage: bool, blocking: bool
+        self,
+        step: int,
+        parts: Mapping[str, object],
+        paths: Mapping[str, str | os.PathLike[str]],
+        *,
+        is_storage: bool,
+        blocking: bool,
     ) -> SaveResult:
         target, files = _inside(self.engine.checkpoint_dir, step, paths)
         return self.engine.save(
@@ -85,12 +101,12 @@ class FullCheckpointEngine:
         )
 
 
-def _inside(directory: str, step: int, paths: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+def _inside(directory: str, step: int, paths: Mapping[str, str | os.PathLike[str]]) -> tuple[str, dict[str, str]]:
     """The checkpoint's name and its files' in it. What lies elsewhere goes below the step by its own file name."""
     files: dict[str, str] = {}
     targets = set()
     for name, path in paths.items():
-        full = path if "://" in path else os.path.abspath(path)
+        full = full_path(path)
         inside = full.removeprefix(directory.rstrip("/") + "/").split("/")
         is_inside = full.startswith(directory.rstrip("/") + "/") and len(inside) > 1
         targets.add(inside[0] if is_inside else str(step))

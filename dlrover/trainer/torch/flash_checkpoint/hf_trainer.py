@@ -81,9 +81,9 @@ class HfFlashCheckpointer:
         """
         read_interval(checkpoint_interval, overhead_budget)  # before anything exists that would have to be closed
         self.async_save_engine = FileCheckpointEngine(
-            os.fspath(checkpoint_dir), save_timeout=save_timeout, storage=storage, **options
+            checkpoint_dir, save_timeout=save_timeout, storage=storage, **options
         )
-        self.checkpoint_dir = self.async_save_engine.checkpoint_dir
+        self.checkpoint_dir, self.storage = self.async_save_engine.checkpoint_dir, self.async_save_engine.storage
         self.cadence = SaveCadence(self.async_save_engine, checkpoint_interval, overhead_budget)
         self.ckpt_agent = FileCollector(self.checkpoint_dir)
         self._ranks = own_ranks()

@@ -54,7 +54,7 @@ class MegatronCheckpointer:
 
     def __init__(
         self,
-        checkpoint_dir: str,
+        checkpoint_dir: str | os.PathLike[str],
         storage: object = None,
         comm_backend: str = "",
         save_timeout: float = 600,
@@ -65,7 +65,7 @@ class MegatronCheckpointer:
         self.engine = MegatronCheckpointEngine(
             checkpoint_dir, storage, comm_backend, save_timeout, replica_count, deletion_strategy=deletion_strategy
         )
-
+        self.checkpoint_dir, self.storage = os.fspath(checkpoint_dir), self.engine.storage
         self._is_checked = False
 
     def check_first(self, written: list[str]) -> None:
@@ -83,10 +83,19 @@ class MegatronCheckpointer:
         self._is_checked = True
 
     @classmethod
-    def singleton_instance(cls, checkpoint_dir: str, *args: Any, **options: Any) -> MegatronCheckpointer:
+    def singleton_instance(
+        cls, checkpoint_dir: str | os.PathLike[str], *args: Any, **options: Any
+    ) -> MegatronCheckpointer:
         if MegatronCheckpointer._instance is None:
             MegatronCheckpointer._instance = cls(checkpoint_dir, *args, **options)
         return MegatronCheckpointer._instance
+
+    def update_tracer_file(self, iteration: int) -> None:
+        """
+        For a script that calls Megatron's own function and keeps the iteration in memory only: remove the directory that Megatron made, and let
+        Megatron's tracker name the newest committed iteration again. A committed iteration stays.
+        """
+        self.engine.forget_directory(iteration)
 
     def wait_latest_checkpoint(self, timeout: float = 1800) -> bool:
         return self.engine.wait_latest_checkpoint(timeout)

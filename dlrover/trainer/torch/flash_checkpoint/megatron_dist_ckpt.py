@@ -65,7 +65,7 @@ class MegatronDistCheckpointer:
 
     def __init__(
         self,
-        checkpoint_dir: str,
+        checkpoint_dir: str | os.PathLike[str],
         storage: object = None,
         comm_backend: str = "",
         use_distributed_optimizer: bool = False,
@@ -75,9 +75,12 @@ class MegatronDistCheckpointer:
     ) -> None:
         kind = MegatronDistCheckpointEngine if use_distributed_optimizer else MegatronCheckpointEngine
         self.engine = kind(checkpoint_dir, storage, comm_backend, save_timeout, deletion_strategy=deletion_strategy)
+        self.storage = self.engine.storage
 
     @classmethod
-    def singleton_instance(cls, checkpoint_dir: str, *args: Any, **options: Any) -> MegatronDistCheckpointer:
+    def singleton_instance(
+        cls, checkpoint_dir: str | os.PathLike[str], *args: Any, **options: Any
+    ) -> MegatronDistCheckpointer:
         if MegatronDistCheckpointer._instance is None:
             MegatronDistCheckpointer._instance = cls(checkpoint_dir, *args, **options)
         return MegatronDistCheckpointer._instance

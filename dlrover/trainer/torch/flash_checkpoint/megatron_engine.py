@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.checksum import Corrupt
+from dlrover.snapshot.commit import latest_step, read_global_manifest
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.manifest import ManifestInvalid
 from dlrover.snapshot.persist import read_request
@@ -101,7 +102,7 @@ class MegatronCheckpointEngine:
         ranks = own_ranks()
         self._storage = meta_for(storage)[0]
         self.engine = CheckpointEngine(
-            os.fspath(checkpoint_dir),
+            checkpoint_dir,
             local_shard_num=max(1, ranks.local_world_size),
             global_shard_num=max(1, ranks.world_size),
             deletion_strategy=deletion_strategy,
@@ -110,6 +111,7 @@ class MegatronCheckpointEngine:
             storage=storage,
             replica_count=replica_count,
         )
+        self.storage = self.engine.storage
         self._rank = ranks.global_rank
         self._group: Any = None
         """For what is more than a few numbers; None: nobody to talk to."""
@@ -140,6 +142,19 @@ class MegatronCheckpointEngine:
             trackers={TRACKER: str(iteration)},
             metric=metric,
         )
+
+    def forget_directory(self, iteration: int) -> None:
+        """What Megatron itself wrote of an iteration, and that its tracker names it."""
+        storage = storage_of(self.checkpoint_dir, self._storage)
+        directory = join(self.checkpoint_dir, iteration_directory(iteration))
+        tracker = join(self.checkpoint_dir, TRACKER)
+        if read_global_manifest(storage, directory) is None:
+            storage.remove_tree(directory)
+        newest = latest_step(storage, self.checkpoint_dir)
+        if newest is None:
+            storage.remove_file(tracker)
+        else:
+            storage.write_atomic(tracker, str(newest).encode())
 
     def delete_by(self, strategy: object) -> None:
         """From the next commit on. A load usually makes the engine, and only the saves say what may go."""

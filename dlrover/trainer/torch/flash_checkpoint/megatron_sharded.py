@@ -66,7 +66,7 @@ class MegatronShardedCheckpointer:
         """The last two are for `save_if_due`: how often, or "auto", and which part of the training time saves may take then."""
         read_interval(checkpoint_interval, overhead_budget)  # before anything exists that would have to be closed
         self.engine = _ShardedEngine(
-            os.fspath(checkpoint_dir),
+            checkpoint_dir,
             deletion_strategy=deletion_strategy,
             save_timeout=save_timeout,
             replica_count=replica_count,

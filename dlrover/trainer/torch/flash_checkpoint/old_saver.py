@@ -29,7 +29,7 @@ from dlrover.snapshot.persist import SaveRequest, finish, is_complete, of_presen
 from dlrover.snapshot.persist import read_request as request_of
 from dlrover.snapshot.segment import Segment, SegmentWriter, SlotName, remove_segment, segment_paths
 from dlrover.snapshot.segment_format import Owner, SegmentInvalid
-from dlrover.snapshot.storage import join
+from dlrover.snapshot.storage import full_path, join
 from dlrover.snapshot.user_storage import storage_of
 from dlrover.trainer import environment
 from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter, load_state
@@ -167,7 +167,7 @@ class AsyncCheckpointSaver:
 
     def __init__(
         self,
-        checkpoint_dir: str,
+        checkpoint_dir: str | os.PathLike[str],
         storage_meta: ClassMeta | None = None,
         local_shard_num: int = 1,
         global_shard_num: int = 1,
@@ -175,7 +175,7 @@ class AsyncCheckpointSaver:
         *,
         home: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.checkpoint_dir = os.path.abspath(checkpoint_dir) if "://" not in checkpoint_dir else checkpoint_dir
+        self.checkpoint_dir = full_path(checkpoint_dir)
         self.local_shard_num, self.global_shard_num = local_shard_num, global_shard_num
         self.save_timeout = save_timeout
         self._storage_meta = storage_meta
