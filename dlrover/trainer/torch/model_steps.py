@@ -1,0 +1,83 @@
+"""
+Steps in the model: those that the script restored, and those that its optimizer has taken since.
+
+A script that restores by itself tells nobody its step, but its state does: most optimizers keep a count of their steps with the state of each parameter, and
+frameworks keep a `global_step`. Both are looked at once, after the first step of a life. A script that loads nothing begins at 0. Of one that
+loads something without any count (SGD, or weights alone) nobody can tell where it goes on: then it is said to be unknown.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from dlrover.trainer import phases
+from dlrover.trainer.phases import DATA, PhaseWriter
+
+
+class ModelSteps:
+    """The greatest count of any optimizer: a model may have several."""
+
+    def __init__(self) -> None:
+        self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._reloaded: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._greatest = 0
+        self._restored: int | None = None
+        self._has_loaded = False
+
+    def loaded(self, optimizer: Any = None) -> None:
+        """The script has read some state. Not where it waits for data: a dataset may be made of saved tensors."""
+        writer = phases.current()
+        if writer is None or writer.phase == DATA:
+            return
+        self._has_loaded = True
+        if optimizer is not None:
+            self._reloaded.add(optimizer)
+
+    def restored(self, step: Any) -> None:
+        """A framework goes on from this step."""
+        if type(step) is int and step >= 0:
+            self._restored = step
+
+    def took_one(self, optimizer: Any, writer: PhaseWriter) -> int | None:
+        """An optimizer has stepped. The number of the step, if it is a new one of the model."""
+        count = self._counts.get(optimizer, 0)
+        if not count or optimizer in self._reloaded:
+            count = self._learn(optimizer, count, writer)
+        else:
+            count += 1
+        self._counts[optimizer] = count
+        if count <= self._greatest:
+            return None
+        self._greatest = count
+        writer.set_model_step(count)
+        return count
+
+    def _learn(self, optimizer: Any, count: int, writer: PhaseWriter) -> int:
+        """The number of the first step of a life, or of the first after a state was loaded into the optimizer."""
+        self._reloaded.discard(optimizer)
+        kept = count_in(optimizer)
+        if kept > 1 and kept != count + 1:
+            self._greatest = min(self._greatest, kept - 1)
+        elif count:
+            return count + 1
+        else:
+            kept = (self._restored or 0) + 1
+        if kept > self._greatest:
+            is_known = kept > 1 or self._restored is not None or not self._has_loaded
+            writer.set_model_start(kept - 1 if is_known else None)
+        return kept
+
+
+def count_in(optimizer: Any) -> int:
+    """The greatest `step` in its state; 0: it keeps none."""
+    greatest = 0
+    try:
+        for state in (*optimizer.state.values(), *optimizer.param_groups):
+            step = state.get("step") if isinstance(state, Mapping) else None
+            if step is not None:
+                greatest = max(greatest, int(step))
+    except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError):
+        return 0  # an optimizer of somebody else, with a state of another form
+    return greatest
