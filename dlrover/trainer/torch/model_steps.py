@@ -36,8 +36,8 @@ class ModelSteps:
             self._reloaded.add(optimizer)
 
     def restored(self, step: Any) -> None:
-        """A framework goes on from this step."""
-        if type(step) is int and step >= 0:
+        """A framework goes on from this step. That it begins at 0 says nothing of weights that were loaded before."""
+        if type(step) is int and step > 0:
             self._restored = step
 
     def took_one(self, optimizer: Any, writer: PhaseWriter) -> int | None:
