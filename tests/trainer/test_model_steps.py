@@ -19,7 +19,7 @@ from dlrover.agent.seats import Seat
 from dlrover.protocol.progress_page import Reading
 from dlrover.protocol.watch_messages import Reach
 
-DEADLINE = 300.0
+DEADLINE = 200.0
 LIVES = Path(__file__).parent / "restoring_lives.py"
 HAS_LIGHTNING = importlib.util.find_spec("lightning") is not None
 
@@ -77,6 +77,7 @@ def test_what_plain_torch_restores(found: dict[str, Reading]) -> None:
     assert place(found["back"]) == (8, 9), "a life that goes back by itself"
 
 
+@pytest.mark.slow
 def test_what_frameworks_restore(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     names = ["accelerate", "transformers", *(["lightning"] if HAS_LIGHTNING else [])]
