@@ -1,9 +1,9 @@
 """
 Steps in the model: those that the script restored, and those that its optimizer has taken since.
 
-A script that restores by itself tells nobody its step, but its state does: most optimizers keep a count of their steps with the state of each parameter, and
-frameworks keep a `global_step`. Both are looked at once, after the first step of a life. A script that loads nothing begins at 0. Of one that
-loads something without any count (SGD, or weights alone) nobody can tell where it goes on: then it is said to be unknown.
+A script that restores by itself does not report its step, but its state tells it: most optimizers keep a count of their steps with each
+parameter, and frameworks keep a `global_step`. Both are looked at once, after the first step of a life. A script that loads nothing begins at 0.
+A script that loads something without any count (SGD, or weights alone) may go on anywhere: then the start is unknown.
 """
 
 from __future__ import annotations
