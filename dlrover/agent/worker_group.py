@@ -119,9 +119,11 @@ class WorkerGroup:
 
     @property
     def step(self) -> int | None:
-        """Greatest step that any of them reported, or took or restored a checkpoint of."""
+        """Greatest step that any of them reported, or took or restored a checkpoint of. Of a script that counts anew: the newest one."""
         reported = self._socket.step(self.world.round)
         named = None if self._watch is None else self._watch.named_step(self.world.round)
+        if named is not None and self.reach.is_counting_anew:
+            return named
         return max((step for step in (reported, named) if step is not None), default=None)
 
     @property

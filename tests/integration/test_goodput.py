@@ -46,6 +46,7 @@ def test_a_script_that_counts_anew_in_each_epoch_is_restarted_and_books_what_it_
     assert len(set(steps)) == 200
     assert len(steps) == 224, "four steps of each epoch with a kill were done twice"
     assert history.num_restarts == len(history.faults) == 6
+    assert all("failed at step 4:" in fault.cause for fault in history.faults)
     assert history.goodput.is_redo_known
     assert history.goodput.highest_step == 200
     # Shares of steps, not of seconds: how busy the machine was in each life is not known here.

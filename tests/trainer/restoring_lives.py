@@ -297,6 +297,7 @@ def sampler() -> None:
 
 def main() -> None:
     global page
+    train(*make(), steps=1)  # torch imports much with its first step: once for all
     failed = []
     for argument in sys.argv[2:]:
         name, _, page = argument.partition("=")

@@ -21,19 +21,19 @@ class ModelSteps:
 
     def __init__(self) -> None:
         self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._reloaded: weakref.WeakSet[Any] = weakref.WeakSet()
+        """By optimizer. Not positive: to be learned with the next step, after so many that it took before a state was loaded into it."""
         self._greatest = 0
         self._restored: int | None = None
         self._has_loaded = False
 
-    def loaded(self, optimizer: Any = None) -> None:
-        """The script has read some state. Not where it waits for data: a dataset may be made of saved tensors."""
+    def loaded(self, what: Any) -> None:
+        """The script has read some state: of an optimizer, a module, a file. Not where it waits for data: samples may be files, too."""
         writer = phases.current()
         if writer is None or writer.phase == DATA:
             return
         self._has_loaded = True
-        if optimizer is not None:
-            self._reloaded.add(optimizer)
+        if what in self._counts:
+            self._counts[what] = -abs(self._counts[what])
 
     def restored(self, step: Any) -> None:
         """A framework goes on from this step. That it begins at 0 says nothing of weights that were loaded before."""
@@ -43,11 +43,7 @@ class ModelSteps:
     def took_one(self, optimizer: Any, writer: PhaseWriter) -> int | None:
         """An optimizer has stepped. The number of the step, if it is a new one of the model."""
         count = self._counts.get(optimizer, 0)
-        if not count or optimizer in self._reloaded:
-            count = self._learn(optimizer, count, writer)
-        else:
-            count += 1
-        self._counts[optimizer] = count
+        count = self._counts[optimizer] = count + 1 if count > 0 else self._learn(optimizer, -count, writer)
         if count <= self._greatest:
             return None
         self._greatest = count
@@ -56,7 +52,6 @@ class ModelSteps:
 
     def _learn(self, optimizer: Any, count: int, writer: PhaseWriter) -> int:
         """The number of the first step of a life, or of the first after a state was loaded into the optimizer."""
-        self._reloaded.discard(optimizer)
         kept = count_in(optimizer)
         if kept > 1 and kept != count + 1:
             self._greatest = min(self._greatest, kept - 1)

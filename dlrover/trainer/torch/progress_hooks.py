@@ -128,8 +128,8 @@ def _install_loading(torch: Any, optimizer: Any, model: ModelSteps) -> None:
 
         return wrap
 
-    loaded = after(lambda _args, _result: model.loaded())
-    _replace(optimizer, "load_state_dict", after(lambda args, _result: model.loaded(args[0] if args else None)))
+    loaded = after(lambda args, _result: model.loaded(args[0] if args else None))
+    _replace(optimizer, "load_state_dict", loaded)
     _replace(torch.nn.Module, "load_state_dict", loaded)
     _replace(torch.serialization, "load", loaded)
     torch.load = torch.serialization.load
