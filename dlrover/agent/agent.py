@@ -636,6 +636,7 @@ class Agent:
             failures=fit_into_report(outcome.failures),
             step=outcome.step,
             lived=outcome.lived,
+            reach=outcome.reach,
         )
         if self._failover is None:
             self._tell(report)

@@ -18,6 +18,7 @@ from typing import Protocol
 from dlrover.agent.worker_group import Failed, Finished, PortOffer
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages import FailureKind, Round, StopCause, WorkerFailure, WorldSpec
+from dlrover.protocol.watch_messages import Reach
 
 log = logging.getLogger("dlrover.agent")
 
@@ -33,6 +34,9 @@ class Group(Protocol):
 
     @property
     def lived(self) -> float: ...
+
+    @property
+    def reach(self) -> Reach: ...
 
     async def start(self, offer: PortOffer | None) -> None: ...
 
@@ -215,7 +219,7 @@ class WorkerDriver:
 
     def _tell_late(self, group: Group, failures: tuple[WorkerFailure, ...]) -> None:
         if failures:
-            self._on_outcome(group.world.round, Failed(failures, group.step, group.lived))
+            self._on_outcome(group.world.round, Failed(failures, group.step, group.lived, group.reach))
 
     def _wake(self) -> None:
         self._settled.clear()

@@ -89,12 +89,17 @@ class Seat:
                 step=told_step,
                 has_hooks=False,
             )
+        is_counting_anew = reading.reach.is_counting_anew
         return WorkerProgress(
             local_rank=self.local_rank,
             global_rank=self.global_rank,
             pid=self.pid,
             step=told_step if reading.step is None else reading.step,
             num_steps=reading.num_steps,
+            is_step_comparable=reading.step is None or (reading.is_step_named and not is_counting_anew),
+            model_step=reading.model_step,
+            # A script that counts anew may well have restored its model in ways that nobody sees.
+            model_start=None if is_counting_anew and not reading.model_start else reading.model_start,
             phase=reading.phase,
             phase_seconds=reading.seconds_in_phase(now_ns),
             seconds={phase: ns / 1e9 for phase, ns in reading.phase_ns.items() if ns},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -25,12 +26,14 @@ from dlrover.agent.native_stacks import NativeStacks
 from dlrover.agent.resources import ResourceMonitor
 from dlrover.agent.seats import Facts, Seat
 from dlrover.core.phases import PhaseBook, Seen, StallWatch
+from dlrover.core.reach import NOTHING_TOLD, furthest
 from dlrover.protocol.messages import MAX_MESSAGE_BYTES, Incarnation, Micros, NodeId, Round, WorldSpec
 from dlrover.protocol.watch_messages import (
     LookTaken,
     NodeEvent,
     Phase,
     ProgressReport,
+    Reach,
     SendTail,
     TailSent,
     TakeLook,
@@ -182,6 +185,11 @@ class Watch:
         readings = [seat.read() for seat in self._seats]
         steps = [reading.step for reading in readings if reading.is_step_named]
         return max((step for step in (*steps, self._told_step) if step is not None), default=None)
+
+    def reach(self, round_: Round) -> Reach:
+        """The furthest of each count that workers of this round told."""
+        readings = [seat.read().reach for seat in self._seats] if round_ == self._round else []
+        return functools.reduce(furthest, readings, NOTHING_TOLD)
 
     def _read_metrics_file(self) -> None:
         if not self._metrics_file:

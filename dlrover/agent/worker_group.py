@@ -26,8 +26,10 @@ from dlrover.agent.process_tree import Exit, ProcessTree
 from dlrover.agent.spawner import Leash, Spawner, StartFailed
 from dlrover.agent.watch import Watch
 from dlrover.agent.worker_socket import WorkerSocket
+from dlrover.core.reach import NOTHING_TOLD
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import Micros, NodeRank, StopCause, WorkerFailure, WorldSpec
+from dlrover.protocol.watch_messages import Reach
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class Failed:
     """Earliest first; never empty."""
     step: int | None
     lived: float
+    reach: Reach = NOTHING_TOLD
 
 
 @dataclass
@@ -116,10 +119,17 @@ class WorkerGroup:
 
     @property
     def step(self) -> int | None:
-        """Greatest step that any of them reported, or took or restored a checkpoint of."""
+        """Greatest step that any of them reported, or took or restored a checkpoint of. Of a script that counts anew: the newest one."""
         reported = self._socket.step(self.world.round)
         named = None if self._watch is None else self._watch.named_step(self.world.round)
+        if named is not None and self.reach.is_counting_anew:
+            return named
         return max((step for step in (reported, named) if step is not None), default=None)
+
+    @property
+    def reach(self) -> Reach:
+        """How far they came by other counts."""
+        return NOTHING_TOLD if self._watch is None else self._watch.reach(self.world.round)
 
     @property
     def lived(self) -> float:
@@ -180,7 +190,7 @@ class WorkerGroup:
         failed = [worker for worker in self._workers if worker.failure or _has_ended_badly(worker)]
         await asyncio.gather(*(self._output.drain(worker.files) for worker in failed))
         failures = sorted((self._describe(worker) for worker in failed), key=lambda failure: failure.exited_at)
-        return Failed(tuple(failures), self.step, lived)
+        return Failed(tuple(failures), self.step, lived, self.reach)
 
     async def stop(self, cause: StopCause, with_signal: int = signal.SIGTERM) -> tuple[WorkerFailure, ...]:
         """

@@ -13,6 +13,7 @@ from html import escape
 
 from dlrover.cli import plots
 from dlrover.cli.history import History
+from dlrover.cli.report import REDO_UNKNOWN, at_most
 from dlrover.protocol.goodput_messages import FaultCost, JobEvent, TimeClass
 
 MAX_EVENTS = 300
@@ -28,7 +29,8 @@ def as_html(history: History) -> str:
     parts = [
         f"<h1>Job {escape(history.job_name)}</h1>",
         f"<p>{escape(_how_it_ended(history))}</p>",
-        f"<p class='figure'>{100 * goodput.goodput_since_start:.2f} %<small> {_figure(history)}</small></p>",
+        f"<p class='figure'>{at_most(goodput)}{100 * goodput.goodput_since_start:.2f} %<small> {_figure(history)}</small></p>",
+        "" if goodput.is_redo_known else f"<p>{escape(REDO_UNKNOWN)}</p>",
         plots.goodput_bar(goodput.seconds),
         plots.legend(classes),
         _html_table(("class", "node-seconds", "share"), _class_rows(goodput.seconds)),
@@ -65,8 +67,9 @@ def as_markdown(history: History) -> str:
         "",
         _md(_how_it_ended(history)),
         "",
-        f"**{100 * goodput.goodput_since_start:.2f} %** {_figure(history)}.",
+        f"**{at_most(goodput)}{100 * goodput.goodput_since_start:.2f} %** {_figure(history)}.",
         "",
+        *([] if goodput.is_redo_known else [_md(REDO_UNKNOWN), ""]),
         *_md_table(
             ("class", "node-seconds", "share", ""),
             [(*row, _bar(goodput.seconds, row[0])) for row in _class_rows(goodput.seconds)],
@@ -93,7 +96,7 @@ def as_markdown(history: History) -> str:
 
 def _figure(history: History) -> str:
     goodput = history.goodput
-    whole = f"{100 * goodput.goodput:.2f} % of all time"
+    whole = f"{at_most(goodput)}{100 * goodput.goodput:.2f} % of all time"
     return (
         f"goodput since the first step ({whole}; {goodput.wall:.1f} s wall, {_total(goodput.seconds):.1f} node-seconds)"
     )
@@ -124,7 +127,9 @@ def _fault_row(fault: FaultCost, begins_at: int) -> tuple[str, ...]:
     rank = "" if fault.node_rank is None else f"node {fault.node_rank}"
     if fault.global_rank is not None:
         rank += f", global {fault.global_rank}"
-    by_class = ", ".join(f"{class_.value} {value:.2f}" for class_, value in fault.seconds.items())
+    costs = [f"{class_.value} {value:.2f}" for class_, value in fault.seconds.items()]
+    by_class = ", ".join(costs if fault.is_redo_known else [*costs, "redo unknown"])
+    recovered = "" if fault.recovered_after is None else f"{fault.recovered_after:.1f} s"
     return (
         str(fault.number),
         f"+{(fault.at - begins_at) / 1e6:.1f} s",
@@ -132,7 +137,7 @@ def _fault_row(fault: FaultCost, begins_at: int) -> tuple[str, ...]:
         rank,
         fault.cause,
         "" if fault.stood_still is None else f"{fault.stood_still:.2f} s",
-        "" if fault.recovered_after is None else f"{fault.recovered_after:.1f} s",
+        recovered if fault.is_redo_known else "unknown",
         f"{sum(fault.seconds.values()):.2f} ({by_class})" if by_class else "0",
     )
 

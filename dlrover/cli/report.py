@@ -17,6 +17,10 @@ from dlrover.protocol.signals import signal_name
 
 WIDTH = 100
 MAX_TAIL_LINES = 30
+REDO_UNKNOWN = (
+    "Redo is unknown: nothing tells from which step the script went on after a fault. Repeated steps count as new ones. "
+    "Call dlrover.trainer.report(step) in the script to tell them apart."
+)
 _KINDS = {
     FailureKind.EXCEPTION: "an exception",
     FailureKind.EXIT_CODE: "it ended by itself",
@@ -60,10 +64,18 @@ def goodput_line(goodput: GoodputStatus) -> str:
         f"{class_.value} {share:.1%}" for share, class_ in others if class_ is not TimeClass.COMPUTE and share >= 0.0005
     ]
     faults = f", {goodput.num_faults} fault{'' if goodput.num_faults == 1 else 's'}" if goodput.num_faults else ""
+    most = at_most(goodput)
     figure = (
-        f"goodput {goodput.goodput:.1%} of {goodput.wall:.1f} s, {goodput.goodput_since_start:.1%} since the first step"
+        f"goodput {most}{goodput.goodput:.1%} of {goodput.wall:.1f} s, {most}{goodput.goodput_since_start:.1%} "
+        "since the first step"
     )
-    return f"{figure}{faults}" + (f"; {', '.join(shown[:5])}" if shown else "")
+    shown = shown[:5] + ([] if goodput.is_redo_known else ["redo unknown"])
+    return f"{figure}{faults}" + (f"; {', '.join(shown)}" if shown else "")
+
+
+def at_most(goodput: GoodputStatus) -> str:
+    """Before a figure in which repeated steps may count as new ones."""
+    return "" if goodput.is_redo_known else "at most "
 
 
 def _first_failure(first: FirstFailure) -> list[str]:

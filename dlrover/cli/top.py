@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from dlrover.cli.report import goodput_line
+from dlrover.cli.report import REDO_UNKNOWN, goodput_line
 from dlrover.protocol.codec import Question
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.goodput_messages import AskEvents, AskGoodput, Events, GoodputStatus, JobEvent
@@ -92,6 +92,7 @@ def view_of(
     lines = [
         head,
         Text(goodput_line(goodput)),
+        *([] if goodput.is_redo_known else [Text(REDO_UNKNOWN)]),
         Text(f"because: {status.verdict}", style="dim"),
     ]
     doing = {node.node_rank: node.doing for node in goodput.nodes}

@@ -249,7 +249,8 @@ def _report_failure(command: ReportFailure, course: Course) -> Reply:
     if command.round > rdzv.round or command.round < 1:
         raise Rejected(f"There was no round {command.round} yet; the newest is {rdzv.round}.", code="unknown-round")
 
-    node.reached(command.step)
+    # A step that begins anew in each epoch is no sign of how far the node came; its accounts tell the model step.
+    node.reached(None if command.reach.is_counting_anew else command.step)
     lived = command.lived if math.isfinite(command.lived) else 0.0
     first = FirstFailure(
         failure=blame.first_of(command.failures),
@@ -260,9 +261,9 @@ def _report_failure(command: ReportFailure, course: Course) -> Reply:
     )
     incident = restarts.incident
     if incident is not None and incident.round == command.round:
-        incidents.hear_more(course, incident, first, lived, command.failures)
+        incidents.hear_more(course, incident, first, lived, command.failures, reach=command.reach)
     elif is_running(course.state, node) and command.round == rdzv.round:
-        incidents.begin(course, first, lived, command.failures)
+        incidents.begin(course, first, lived, command.failures, reach=command.reach)
     elif node.id in rdzv.take_up.claims and command.round == rdzv.round:
         taking_up.give_up_claims(course, f"a worker of {node.label} failed")
     course.advance()

@@ -58,6 +58,11 @@ class DataBooks(Struct):
             )
         return dataset
 
+    @property
+    def num_consumed(self) -> int:
+        """Records of all datasets that are in the model now."""
+        return sum(dataset.num_consumed for dataset in self.datasets.values())
+
     def note_restored(self, round_: Round, step: int) -> None:
         kept = {former: at for former, at in self.restored.items() if at < step}
         self.restored = kept | {round_: step}

@@ -9,6 +9,10 @@ classes, at most as much as there is. Whatever is told, lost or told twice, the 
 What a running place has not told yet (the last moments of killed workers) is split as its newest account was.
 
 A fault is what ends a running world. From then on all time that produces nothing is owed to it, until new steps are computed.
+
+Repeated steps are those up to the furthest point that was reached before the round began. There are two counts of that: the step that the script
+reports, if it means the same in each life, else the steps in the model (`reach`). Where neither tells from where workers went on, repeated steps
+cannot be told from new ones: they are booked as new, and the job and the fault remember that redo is unknown.
 """
 
 from __future__ import annotations
@@ -84,6 +88,7 @@ class Fault(Struct):
     """When the next round began."""
     recovered_at: Micros | None = None
     """When new steps were first told of."""
+    is_redo_known: bool = True
 
 
 class Place(Struct):
@@ -109,6 +114,7 @@ class Place(Struct):
     """How the newest account differed from the one before it."""
     step: int | None = None
     """Of the newest account of this round."""
+    model_step: int | None = None
     fault: int = 0
     """To which lost time is owed now; 0: to none."""
     run_fault: int = 0
@@ -125,6 +131,11 @@ class Goodput(Struct):
     highest_step: int | None = None
     before_round: int | None = None
     """The highest step that was reached before the newest round: up to there steps are done again."""
+    highest_model_step: int | None = None
+    model_before_round: int | None = None
+    """The same by the steps in the model."""
+    is_redo_known: bool = True
+    """Else some workers went on from where nothing tells."""
 
     def enter(self, rank: NodeRank, node: NodeId, doing: TimeClass | None, now: Micros, round_: Round) -> None:
         """From now on the place does this."""
@@ -140,7 +151,7 @@ class Goodput(Struct):
             place.node = node
         if doing is None and (place.doing is not None or place.round != round_):
             self._settle(place)
-            place.round, place.told, place.mix, place.step = round_, (), (), None
+            place.round, place.told, place.mix, place.step, place.model_step = round_, (), (), None, None
             place.fault = place.fault or self._open_fault()
             place.run_fault = place.fault
         place.doing = doing
@@ -148,7 +159,7 @@ class Goodput(Struct):
     def round_began(self, now: Micros, steps: Iterable[int | None], *, is_full: bool) -> None:
         """A world is complete. `is_full`: nobody is missed any more."""
         self.reached(steps)
-        self.before_round = self.highest_step
+        self.before_round, self.model_before_round = self.highest_step, self.highest_model_step
         if self.faults and self.faults[-1].running_at is None:
             self.faults[-1].running_at = now
         if is_full:
@@ -214,9 +225,16 @@ class Goodput(Struct):
         if place is None or place.node != account.node or place.round != account.round or not place.round:
             return  # of workers that nobody asks about any more
         self._catch_up(place, now)
-        self.reached([account.step])
+        self.reached([account.model_step if account.step is None else account.step])
         if account.step is not None:
             place.step = max(account.step, place.step or 0)
+        if account.model_step is not None:
+            place.model_step = account.model_step
+            self.highest_model_step = max(account.model_step, self.highest_model_step or 0)
+        if not account.is_redo_known:
+            self.is_redo_known = False
+            if (fault := self._fault(place.run_fault)) is not None:
+                fault.is_redo_known = False
         told = _padded(account.millis)
         before = place.told or (0,) * len(SPLIT)
         place.told = tuple(map(max, told, before))
@@ -361,7 +379,7 @@ def _account(command: AccountGoodput, course: Course) -> Reply:
     for account in command.accounts:
         node = nodes.live.get(account.node)
         if node is not None and node.incarnation == account.incarnation:
-            node.reached(account.step)
+            node.reached(account.model_step if account.step is None else account.step)
             course.state.goodput.account(account, node.rank, course.now)
     return Done()
 

@@ -55,6 +55,7 @@ def goodput_status(state: JobState, now: Micros) -> GoodputStatus:
         num_faults=goodput.num_faults - sum(_is_end(state, fault) for fault in goodput.faults),
         counterfactuals=_counterfactuals(state, whole),
         booked=_seconds(booked),
+        is_redo_known=goodput.is_redo_known,
     )
 
 
@@ -95,6 +96,7 @@ def _cost(known: tuple[Fault, dict[TimeClass, int]]) -> FaultCost:
         seconds=_seconds(micros),
         stood_still=None if fault.running_at is None else (fault.running_at - fault.at) / MICROS_PER_SECOND,
         recovered_after=None if fault.recovered_at is None else (fault.recovered_at - fault.at) / MICROS_PER_SECOND,
+        is_redo_known=fault.is_redo_known,
     )
 
 
@@ -110,6 +112,8 @@ def _counterfactuals(state: JobState, whole: dict[TimeClass, int]) -> tuple[Coun
             )
         )
     for class_, choice, text in _CHOICES:
+        if class_ is TimeClass.REDO and not state.goodput.is_redo_known:
+            continue  # what is booked is a part of it: advice by a part could be wrong
         if seconds := whole.get(class_, 0) / MICROS_PER_SECOND:
             found.append(Counterfactual(choice=choice, seconds=seconds, text=text.format(seconds=seconds)))
     return tuple(sorted(found, key=lambda each: -each.seconds))

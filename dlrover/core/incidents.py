@@ -13,10 +13,12 @@ from msgspec.structs import replace
 from dlrover.core import life_cycle
 from dlrover.core import restarts as blame
 from dlrover.core.prospects import are_too_few_left
+from dlrover.core.reach import NOTHING_TOLD
 from dlrover.core.restarts import Incident
 from dlrover.core.turn import micros
 from dlrover.protocol.fleet_messages import NodeExit
 from dlrover.protocol.messages import FailureKind, FirstFailure, StopCause, WorkerFailure
+from dlrover.protocol.watch_messages import Reach
 
 if TYPE_CHECKING:
     from dlrover.core.course import Course
@@ -28,11 +30,13 @@ def begin(
     lived: float,
     failures: tuple[WorkerFailure, ...],
     *,
+    reach: Reach = NOTHING_TOLD,
     is_node_suspect: bool = False,
 ) -> None:
     """The first report of a round's failures: decide, and open the next round without waiting for the others."""
     state = course.state
     incident = Incident(round=first.round, first=first, began_at=course.now, step=first.step, lived=lived)
+    incident.reach, incident.num_records = reach, state.data.num_consumed
     incident.is_node_suspect = is_node_suspect
     blame.count(incident, failures, first.node_rank, first.host)
     state.restarts.incident = incident
@@ -44,7 +48,13 @@ def begin(
 
 
 def hear_more(
-    course: Course, incident: Incident, first: FirstFailure, lived: float, failures: tuple[WorkerFailure, ...]
+    course: Course,
+    incident: Incident,
+    first: FirstFailure,
+    lived: float,
+    failures: tuple[WorkerFailure, ...],
+    *,
+    reach: Reach = NOTHING_TOLD,
 ) -> None:
     """A further report of a round that has failed already. It never costs a second restart."""
     state = course.state
@@ -61,7 +71,8 @@ def hear_more(
         if is_better:
             course.say(f"{blame.describe(incident.first)} It was the first failure of the round.")
         return
-    blame.note(incident, first.step, lived)
+    blame.note(incident, first.step, lived, reach)
+    incident.num_records = max(incident.num_records, state.data.num_consumed)
     if state.end is not None:
         if state.end.first_failure is not None and is_better:
             message = f"{blame.describe(incident.first)} {state.end_sentence}"

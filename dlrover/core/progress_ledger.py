@@ -48,7 +48,13 @@ class _Told(Struct):
 
     seconds: dict[Phase, float]
     step: int | None
+    """Only one that means the same in each life."""
     num_steps: int
+    model_step: int | None
+    model_start: int | None
+    has_step: bool
+    """Whether it told any step."""
+    has_hooks: bool
 
 
 class _Book(Struct):
@@ -58,6 +64,8 @@ class _Book(Struct):
     round: Round
     before: int | None
     """The step up to which steps are done again."""
+    model_before: int | None
+    """The same by the steps in the model."""
     workers: dict[int, _Told] = {}
     gap: float = 0.0
     """Seconds from the beginning of the round to that of the workers."""
@@ -68,6 +76,8 @@ class _Book(Struct):
     step: int | None = None
     num_steps: int | None = 0
     """None: a former master heard the beginning."""
+    model_step: int | None = None
+    is_redo_known: bool = True
     collective: float | None = None
     collective_share: float | None = None
     sent: tuple[int, ...] = ()
@@ -92,8 +102,9 @@ class ProgressLedger:
                 class_: booked.get(class_, 0) / 1000
                 for class_ in (TimeClass.COMPUTE, TimeClass.REDO, TimeClass.STRAGGLER_WAIT)
             }
-            book = _Book(report.incarnation, report.round, state.goodput.before_round, steps=steps, sent=place.told)
-            book.booked, book.step = sum(steps.values()), place.step
+            before, model_before = state.goodput.before_round, state.goodput.model_before_round
+            book = _Book(report.incarnation, report.round, before, model_before, steps=steps, sent=place.told)
+            book.booked, book.step, book.model_step = sum(steps.values()), place.step, place.model_step
             book.num_steps = None if book.booked else 0
             self._books[report.node] = book
             if len(self._books) > 2 * len(state.nodes.live) + 8:
@@ -118,7 +129,8 @@ class ProgressLedger:
             millis = self._millis(book)
             if millis != book.sent and _has_told(book):
                 book.sent = millis
-                accounts.append(NodeAccount(node, book.incarnation, book.round, book.step, millis))
+                counts = (book.step, millis, book.model_step, book.is_redo_known)
+                accounts.append(NodeAccount(node, book.incarnation, book.round, *counts))
         self._has_news = False
         period = min(LONGEST_PERIOD, max(SHORTEST_PERIOD, PERIOD_PER_NODE * len(self._books)))
         self._due_at = Micros(now + round(period * MICROS_PER_SECOND))
@@ -136,7 +148,15 @@ class ProgressLedger:
         known = book.workers.get(worker.local_rank)
         if known is not None:
             seconds = {phase: max(seconds.get(phase, 0.0), known.seconds.get(phase, 0.0)) for phase in Phase}
-        book.workers[worker.local_rank] = _Told(seconds, worker.step, worker.num_steps)
+        book.workers[worker.local_rank] = _Told(
+            seconds=seconds,
+            step=worker.step if worker.is_step_comparable else None,
+            num_steps=worker.num_steps,
+            model_step=worker.model_step,
+            model_start=worker.model_start,
+            has_step=worker.step is not None,
+            has_hooks=worker.has_hooks,
+        )
 
     def _split_steps(self, book: _Book) -> None:
         """The seconds in steps since the last look: new ones, repeated ones, or waiting for somebody slower."""
@@ -144,14 +164,18 @@ class ProgressLedger:
         spent = _sum(worker.seconds.get(phase, 0.0) for worker in workers for phase in _STEPS) / len(workers)
         collective = _sum(worker.seconds.get(Phase.COLLECTIVE, 0.0) for worker in workers) / len(workers)
         news = spent - book.booked
-        if news <= 0:
+        is_again = book.before is not None or book.model_before is not None
+        is_in_first = all(worker.has_hooks and not worker.has_step for worker in workers)
+        if news <= 0 or (is_again and is_in_first):  # whether the first step is new is known when it has ended
             return
         step = max((worker.step for worker in workers if worker.step is not None), default=None)
         num_steps = max((worker.num_steps for worker in workers), default=0)
+        model = max(workers, key=lambda worker: -1 if worker.model_step is None else worker.model_step)
         if book.collective is not None or not book.booked:  # else a former master heard the beginning
             book.collective_share = min(1.0, max(0.0, collective - (book.collective or 0.0)) / news)
         waited = self._waited(book) * news
-        redone = self._share_redone(book, step, num_steps) * (news - waited)
+        share = self._share_redone(book, step, num_steps) if step is not None else self._share_in_model(book, model)
+        redone = share * (news - waited)
         for class_, seconds in (
             (TimeClass.STRAGGLER_WAIT, waited),
             (TimeClass.REDO, redone),
@@ -160,9 +184,26 @@ class ProgressLedger:
             book.steps[class_] = book.steps.get(class_, 0.0) + seconds
         book.booked, book.collective = spent, collective
         book.step, book.num_steps = step if step is not None else book.step, num_steps
+        book.model_step = model.model_step if model.model_step is not None else book.model_step
 
-    def _share_redone(self, book: _Book, step: int | None, num_steps: int) -> float:
-        if book.before is None or step is None:
+    def _share_in_model(self, book: _Book, worker: _Told) -> float:
+        """Of workers whose own steps, if they tell any, cannot be compared with those of other lives."""
+        if worker.model_step is None:
+            # Nothing counts what is in the model. Of a script that tells no steps at all this is nothing new.
+            book.is_redo_known = book.is_redo_known and not (worker.has_step and book.round > 1)
+            return 0.0
+        if book.model_before is None:
+            return 0.0
+        if worker.model_start is None:
+            book.is_redo_known = False
+            return 0.0
+        if worker.model_step <= book.model_before:
+            return 1.0
+        start = worker.model_start if book.model_step is None else book.model_step
+        return max(0, book.model_before - start) / (worker.model_step - start) if worker.model_step > start else 0.0
+
+    def _share_redone(self, book: _Book, step: int, num_steps: int) -> float:
+        if book.before is None:
             return 0.0
         if step <= book.before:
             return 1.0

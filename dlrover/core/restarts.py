@@ -6,6 +6,10 @@ peer that lost its connection, a worker that we stopped. Nobody waits for the ca
 the first report, and until that round completes a better first failure may still take the blame. Only at completion the
 restart is charged, once, to the node of the first failure. So the budget is never charged twice, and never to the
 messenger.
+
+Without `--max-restarts` the job is restarted for as long as it makes progress: at most 3 times in a row without, and never more than 3 times after
+the same traceback at the same step. What progress is, and how a crash loop is told from a script that counts its steps anew in each epoch, is
+said in `reach`. Of such a script "the same step" is the same step of the same epoch and model.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import re
 from msgspec import Struct
 from msgspec.structs import replace
 
+from dlrover.core.reach import NOTHING_TOLD, furthest, is_further, is_start_told
 from dlrover.protocol.messages import (
     DistinctFailure,
     ExitReason,
@@ -27,6 +32,7 @@ from dlrover.protocol.messages import (
     Round,
     WorkerFailure,
 )
+from dlrover.protocol.watch_messages import Reach
 
 LATE_FAILURE = 5.0
 """Seconds after an incident during which a late report may still name a better first failure."""
@@ -62,6 +68,9 @@ class Incident(Struct):
     step: int | None
     """Greatest step that any report of the round named."""
     lived: float
+    reach: Reach = NOTHING_TOLD
+    num_records: int = 0
+    """Consumed of all datasets of the job when it failed."""
     is_member_lost: bool = False
     """A member of the world went too: then workers that only lost a peer have told nothing about themselves."""
     is_node_suspect: bool = False
@@ -84,6 +93,9 @@ class Crash(Struct):
     step: int | None
     traceback_digest: str
     num_restarts: int
+    model_step: int = 0
+    data: tuple[int, int] = (0, 0)
+    """Both only of a script that counts its steps anew: for it the step alone is no place."""
 
 
 class Decision(Struct, frozen=True):
@@ -108,6 +120,9 @@ class Restarts(Struct):
     port_taken_round: Round = Round(0)
     best_step: int | None = None
     """Greatest step any report ever named."""
+    best_reach: Reach = NOTHING_TOLD
+    """The greatest of each other count."""
+    best_records: int = 0
     crashes: list[Crash] = []
     """Oldest first."""
 
@@ -135,6 +150,12 @@ class Restarts(Struct):
             self._remember_crash(incident)
         if incident.step is not None and (self.best_step is None or incident.step > self.best_step):
             self.best_step = incident.step
+        self.best_reach = furthest(self.best_reach, incident.reach)
+        self.best_records = max(self.best_records, incident.num_records)
+
+    def is_counting_anew(self, incident: Incident) -> bool:
+        """Whether the script does, as seen in this life or in one before."""
+        return incident.reach.is_counting_anew or self.best_reach.is_counting_anew
 
     def node_replaced(self, incident: Incident) -> None:
         """Its rank begins anew, on another node."""
@@ -153,8 +174,9 @@ class Restarts(Struct):
 
     def _find_crash(self, incident: Incident) -> Crash | None:
         digest = traceback_digest(incident.first.failure)
+        place = self._place(incident)
         for crash in self.crashes:
-            if digest and (crash.step, crash.traceback_digest) == (incident.step, digest):
+            if digest and digest == crash.traceback_digest and (crash.step, crash.model_step, crash.data) == place:
                 return crash
         return None
 
@@ -163,7 +185,12 @@ class Restarts(Struct):
         if crash is not None:
             crash.num_restarts += 1
         elif digest := traceback_digest(incident.first.failure):
-            self.crashes = [*self.crashes, Crash(incident.step, digest, 1)][-NUM_CRASHES:]
+            step, model_step, data = self._place(incident)
+            self.crashes = [*self.crashes, Crash(step, digest, 1, model_step, data)][-NUM_CRASHES:]
+
+    def _place(self, incident: Incident) -> tuple[int | None, int, tuple[int, int]]:
+        reach = incident.reach if self.is_counting_anew(incident) else NOTHING_TOLD
+        return incident.step, reach.model_step, reach.data
 
 
 def is_secondary(failure: WorkerFailure) -> bool:
@@ -183,12 +210,13 @@ def improve(incident: Incident, candidate: FirstFailure) -> bool:
     return True
 
 
-def note(incident: Incident, step: int | None, lived: float) -> None:
+def note(incident: Incident, step: int | None, lived: float, reach: Reach) -> None:
     """Another report of the same round: what counts is how far the furthest worker came."""
     if step is not None and (incident.step is None or step > incident.step):
         incident.step = step
         incident.first = replace(incident.first, step=step)
     incident.lived = max(incident.lived, lived)
+    incident.reach = furthest(incident.reach, reach)
 
 
 def count(incident: Incident, failures: tuple[WorkerFailure, ...], node_rank: NodeRank, host: str) -> bool:
@@ -225,10 +253,16 @@ def is_charged(incident: Incident) -> bool:
 
 
 def made_progress(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> bool:
-    """A greater step than ever before; workers that never told a step have to live long instead."""
-    if incident.step is not None:
-        return restarts.best_step is None or incident.step > restarts.best_step
-    return incident.lived >= policy.lived_long
+    """One count beyond all lives before; workers that never told a step may live long instead."""
+    step, best_step = incident.step, restarts.best_step
+    if step is not None and (best_step is None or step > best_step):
+        return True
+    if is_further(incident.reach, restarts.best_reach) or incident.num_records > restarts.best_records:
+        return True
+    if step is None:
+        return incident.lived >= policy.lived_long
+    is_incomparable = restarts.is_counting_anew(incident) and not is_start_told(incident.reach)
+    return is_incomparable and incident.reach.has_whole_epoch
 
 
 def decide(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> Decision:

@@ -89,6 +89,7 @@ async def gather_goodput(lookout: Lookout) -> None:
             "since_start": round(found.goodput_since_start, 4),
             "seconds": {each.value: round(seconds, 1) for each, seconds in found.seconds.items()},
             "num_faults": found.num_faults,
+            "is_redo_known": found.is_redo_known,
             "counterfactuals": [each.text[:MAX_SENTENCE] for each in found.counterfactuals[:MAX_SAVINGS]],
         },
     )

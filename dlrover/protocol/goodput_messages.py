@@ -65,9 +65,13 @@ class NodeAccount(Struct, frozen=True, array_like=True):
     incarnation: Incarnation
     round: Round
     step: int | None
-    """The greatest that any of its workers told of in this round."""
+    """The greatest that any of its workers told of in this round; None: none that means the same in each life."""
     millis: tuple[int, ...]
     """Milliseconds by class, in the order of `SPLIT`; the mean over the node's workers."""
+    model_step: int | None = None
+    """The greatest number of steps in the model of any of its workers; None: nothing counts them."""
+    is_redo_known: bool = True
+    """Else the workers go on after others, and nothing tells from where: repeated steps are among the new ones."""
 
 
 class AccountGoodput(Struct, tag=True, frozen=True, kw_only=True):
@@ -115,6 +119,8 @@ class FaultCost(Struct, frozen=True, kw_only=True):
     """Seconds until the next round began; None: it has not."""
     recovered_after: float | None = None
     """Seconds until somebody was known to compute new steps; None: nobody was yet."""
+    is_redo_known: bool = True
+    """Else nothing tells from where the workers went on: `seconds` has no repeated steps, and `recovered_after` is the first step of any kind."""
 
 
 class Counterfactual(Struct, frozen=True, kw_only=True):
@@ -145,6 +151,8 @@ class GoodputStatus(Struct, tag=True, frozen=True, kw_only=True):
     counterfactuals: tuple[Counterfactual, ...] = ()
     booked: dict[TimeClass, float] = {}
     """`seconds` without what may still turn out to be something else: each of them only grows."""
+    is_redo_known: bool = True
+    """Else repeated steps are counted as new ones after some of the faults: goodput is at most what it says."""
 
 
 # Events: what happened, for people.

@@ -71,6 +71,7 @@ from dlrover.protocol.watch_messages import (
     AskDiagnosis,
     Diagnosis,
     PastVerdict,
+    Reach,
     WatchCommand,
     WatchTerms,
 )
@@ -123,7 +124,7 @@ class RestartPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_restarts: int | None = None
     """torchrun's meaning when given, per node, 0 included. None: as long as the job makes progress."""
     max_without_progress: int = 3
-    """With `max_restarts` None: so many restarts in a row without a greater step (or `lived_long` of life) in between."""
+    """With `max_restarts` None: so many restarts in a row without progress (`core/reach.py`) in between."""
     max_same_crash: int = 3
     """With `max_restarts` None: so many restarts at the same step with the same traceback."""
     lived_long: float = 60.0
@@ -513,6 +514,7 @@ class ReportFailure(Struct, tag=True, frozen=True, kw_only=True):
     """Greatest step any local worker reported in this round; None if none did."""
     lived: float = 0.0
     """Seconds the workers of this round lived on this node."""
+    reach: Reach = Reach()
 
 
 class ReportFinished(Struct, tag=True, frozen=True, kw_only=True):

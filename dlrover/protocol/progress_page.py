@@ -12,7 +12,7 @@ import mmap
 import os
 from typing import NamedTuple
 
-from dlrover.protocol.watch_messages import MAX_METRICS, Collective, Phase
+from dlrover.protocol.watch_messages import MAX_METRICS, Collective, Phase, Reach
 
 SIZE = 32768
 MAGIC = 0x31_45_47_41_50_52_4C_44  # "DLRPAGE1"
@@ -43,6 +43,8 @@ HAS_RECORDER = 76
 """A word: the worker answers when it is asked for torch's record of collectives."""
 HAS_HOOKS = 77
 """A word: torch is here and hooked, so that the page tells when the start is over."""
+MODEL_STEP, MODEL_START, CHECKPOINT_STEP, DATA_EPOCH, DATA_DONE, HAS_WHOLE_EPOCH, IS_COUNTING_ANEW = range(78, 85)
+"""Words: what `Reach` consists of."""
 METRIC_NAMES = (1024, 40)
 METRIC_VALUES = 2560
 """Doubles."""
@@ -66,6 +68,9 @@ class Reading(NamedTuple):
     is_step_named: bool
     """The script said the number of the step, or it was counted from what a checkpoint said; else from the beginning of the process."""
     num_steps: int
+    model_step: int | None
+    model_start: int | None
+    reach: Reach
     step_seconds: float
     num_changes: int
     """Grows with every change of phase: whoever sees another number has seen progress."""
@@ -102,7 +107,8 @@ class ProgressPage:
         os.ftruncate(self.descriptor, SIZE)
         self._memory = mmap.mmap(self.descriptor, SIZE)
         words = memoryview(self._memory).cast("q")
-        words[STEP] = words[DIGEST_STEP] = NO_STEP
+        for word in (STEP, DIGEST_STEP, MODEL_STEP, MODEL_START, CHECKPOINT_STEP):
+            words[word] = NO_STEP
         words[MAGIC_AT] = MAGIC
         words.release()
 
@@ -148,6 +154,9 @@ def decode(copy: bytes, now_ns: int) -> Reading:
         step=None if words[STEP] == NO_STEP else words[STEP],
         is_step_named=words[STEP_SOURCE] in (TOLD, REPORTED),
         num_steps=max(0, words[NUM_STEPS]),
+        model_step=None if words[MODEL_STEP] < 0 else words[MODEL_STEP],
+        model_start=None if words[MODEL_START] < 0 else words[MODEL_START],
+        reach=_reach(words),
         step_seconds=max(0, words[STEP_NS]) / 1e9,
         num_changes=words[NUM_CHANGES],
         phase_ns=phase_ns,
@@ -166,6 +175,17 @@ def decode(copy: bytes, now_ns: int) -> Reading:
 
 def _word(copy: bytes, index: int) -> int:
     return int.from_bytes(copy[index * 8 : index * 8 + 8], "little", signed=True)
+
+
+def _reach(words: memoryview) -> Reach:
+    return Reach(
+        model_step=max(0, words[MODEL_STEP]),
+        model_start=max(NO_STEP, words[MODEL_START]),
+        checkpoint_step=max(NO_STEP, words[CHECKPOINT_STEP]),
+        data=(max(0, words[DATA_EPOCH]), max(0, words[DATA_DONE])),
+        has_whole_epoch=words[HAS_WHOLE_EPOCH] == 1,
+        is_counting_anew=words[IS_COUNTING_ANEW] == 1,
+    )
 
 
 def _collective(copy: bytes, words: memoryview) -> Collective | None:

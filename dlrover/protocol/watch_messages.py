@@ -74,6 +74,23 @@ class Collective(Struct, frozen=True, kw_only=True):
     """On a device: false while what was queued before it still runs."""
 
 
+class Reach(Struct, frozen=True, kw_only=True):
+    """How far the workers of one life came, by each count there is beside the step that they reported. `core/reach.py` says what it means."""
+
+    model_step: int = 0
+    """Steps in the model: those that the life found in what it restored, as far as that is known, and those that it took."""
+    model_start: int = -1
+    """Steps that were in the model when the life began. 0: it restored nothing. -1: unknown."""
+    checkpoint_step: int = -1
+    """Greatest step of a checkpoint that was restored or taken (Flash Checkpoint); -1: none was."""
+    data: tuple[int, int] = (0, 0)
+    """Where the sampler began or went on last: the data epoch, and the records of it that were done."""
+    has_whole_epoch: bool = False
+    """The life trained a pass over the data to its end."""
+    is_counting_anew: bool = False
+    """The script counts its steps from 0 again, in each epoch for example: they cannot be compared with those of other lives."""
+
+
 class WorkerProgress(Struct, frozen=True, kw_only=True):
     local_rank: int
     global_rank: int
@@ -81,6 +98,12 @@ class WorkerProgress(Struct, frozen=True, kw_only=True):
     step: int | None = None
     num_steps: int = 0
     """Steps done since the worker started; 0 where only the step itself is known. With it, steps that are done again can be told from new ones."""
+    is_step_comparable: bool = True
+    """Whether `step` means the same in each life: not where hooks count it, or where the script counts anew in each epoch."""
+    model_step: int | None = None
+    """Steps in the model, as in `Reach`; None: no hooks count them, or none was taken yet."""
+    model_start: int | None = None
+    """Those of them that the model had when the worker began; None: unknown."""
     phase: Phase = Phase.START
     phase_seconds: float = 0.0
     """How long it has been in this phase."""

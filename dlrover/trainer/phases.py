@@ -67,6 +67,9 @@ class PhaseWriter:
         self.phase = START
         self._since = _now()
         self._step_ended_at = 0
+        self._lowest_step = 0
+        """Of the source that counts now."""
+        self.num_optimizer_steps = 0
         words = self.words
         words[layout.STARTED_AT] = words[_SINCE] = self._since
         words[layout.MAIN_THREAD] = self.main_thread
@@ -112,12 +115,45 @@ class PhaseWriter:
                 words[layout.NUM_STEPS] += 1
                 self._write_step(words[layout.STEP] + 1)
             return
-        if source == layout.REPORTED != words[layout.STEP_SOURCE]:
-            words[layout.NUM_STEPS] = 1  # the hooks may have counted it, too
+        if source != words[layout.STEP_SOURCE]:
+            self._lowest_step = step
+            if source == layout.REPORTED:
+                words[layout.NUM_STEPS] = 1  # the hooks may have counted it, too
+        elif step < words[layout.STEP] and source != layout.INFERRED:
+            self._note_fall(step)
+            words[layout.NUM_STEPS] += source == layout.REPORTED
         elif source != layout.TOLD and words[layout.STEP] != step:
             words[layout.NUM_STEPS] += 1
         words[layout.STEP_SOURCE] = source
         self._write_step(step)
+
+    def _note_fall(self, step: int) -> None:
+        """The script went back. To where it began or before: it counts anew, an epoch is over. Else it takes back its last steps."""
+        if step <= self._lowest_step:
+            self.count_anew(is_epoch_over=True)
+        self._lowest_step = min(step, self._lowest_step)
+
+    def count_anew(self, *, is_epoch_over: bool) -> None:
+        """The script's steps begin again: they say nothing about other lives."""
+        self.words[layout.IS_COUNTING_ANEW] = 1
+        if is_epoch_over:
+            self.end_epoch()
+
+    def end_epoch(self) -> None:
+        """A pass over the data was trained to its end."""
+        self.words[layout.HAS_WHOLE_EPOCH] = 1
+
+    def set_model_step(self, step: int) -> None:
+        self.words[layout.MODEL_STEP] = step
+
+    def set_model_start(self, step: int | None) -> None:
+        """Steps that were in the model before the first of this life; None: nobody can tell."""
+        self.words[layout.MODEL_START] = layout.NO_STEP if step is None else step
+
+    def set_data(self, epoch: int, num_done: int) -> None:
+        words = self.words
+        if (epoch, num_done) > (words[layout.DATA_EPOCH], words[layout.DATA_DONE]):
+            words[layout.DATA_EPOCH], words[layout.DATA_DONE] = epoch, num_done
 
     def _write_step(self, step: int) -> None:
         words = self.words
@@ -224,3 +260,18 @@ def tell_step(step: int) -> None:
     writer = current()
     if writer is not None:
         writer.set_step(step, layout.TOLD)
+        writer.words[layout.CHECKPOINT_STEP] = max(step, writer.words[layout.CHECKPOINT_STEP])
+
+
+def tell_data(epoch: int, num_done: int) -> None:
+    """The sampler begins or goes on here: so many records of the epoch are done."""
+    writer = current()
+    if writer is not None:
+        writer.set_data(epoch, num_done)
+
+
+def tell_count_anew(*, is_epoch_over: bool) -> None:
+    """The steps that are reported begin from 0 again."""
+    writer = current()
+    if writer is not None:
+        writer.count_anew(is_epoch_over=is_epoch_over)

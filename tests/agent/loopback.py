@@ -44,7 +44,7 @@ from dlrover.protocol.messages import (
     WorkerFailure,
     WorldSpec,
 )
-from dlrover.protocol.watch_messages import WatchObservation, WatchOrder
+from dlrover.protocol.watch_messages import Reach, WatchObservation, WatchOrder
 
 DEADLINE = 60.0
 AN_INSTANT = 1e-6
@@ -376,6 +376,7 @@ class StandInGroup:
         self.world = world
         self.step: int | None = None
         self.lived = 1.0
+        self.reach = Reach()
         self.is_started = False
         self.is_start_cancelled = False
         self.is_stopped = False
@@ -449,7 +450,7 @@ class StandInGroup:
         self._outcome.set_result(Finished(self.step))
 
     def fail(self, *failures: WorkerFailure) -> None:
-        self._outcome.set_result(Failed(failures or (a_failure(),), self.step, self.lived))
+        self._outcome.set_result(Failed(failures or (a_failure(),), self.step, self.lived, self.reach))
 
     def break_down(self, bug: Exception) -> None:
         """A bug in `wait`."""

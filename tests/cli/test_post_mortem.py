@@ -18,9 +18,9 @@ from rich.console import Console
 from dlrover.cli import top
 from dlrover.cli.connection import Connection
 from dlrover.cli.events_command import asked
-from dlrover.cli.history import read_history
+from dlrover.cli.history import History, read_history
 from dlrover.cli.post_mortem import as_html, as_markdown
-from dlrover.cli.report import goodput_line
+from dlrover.cli.report import REDO_UNKNOWN, goodput_line
 from dlrover.cli.trace import build_trace
 from dlrover.core.event_words import event
 from dlrover.core.job import DECISION_VERSION
@@ -179,6 +179,24 @@ def test_report_writes_by_the_name_of_the_file(journal: Path, tmp_path: Path) ->
     refused = run("report", str(tmp_path / "text"))
     assert refused.returncode == 1
     assert "Traceback" not in refused.stderr
+
+
+def test_redo_that_is_unknown_is_said_in_top_and_in_the_report(scene: Scene) -> None:
+    known = scene.job.goodput(scene.now)
+    fault = replace(known.faults[0], is_redo_known=False)
+    unknown = replace(known, is_redo_known=False, faults=(fault, *known.faults[1:]))
+    assert goodput_line(unknown).startswith("goodput at most ")
+    assert goodput_line(unknown).endswith("redo unknown")
+    assert "at most" not in goodput_line(known)
+    output = StringIO()
+    status = scene.job.status()
+    Console(file=output, width=400).print(top.view_of(status, unknown, Activity(nodes=()), (), most_nodes=10))
+    assert REDO_UNKNOWN in output.getvalue()
+    history = History(job_name="a-job", goodput=unknown, faults=list(unknown.faults), events=[])
+    for text in (as_html(history), as_markdown(history)):
+        assert "Redo is unknown" in text
+        assert "at most" in text
+        assert "redo unknown)" in text, "what the fault cost"
 
 
 async def test_top_prints_once_without_a_terminal_and_ends_cleanly_on_ctrl_c(scene: Scene) -> None:

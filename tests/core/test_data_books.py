@@ -34,8 +34,8 @@ from dlrover.protocol.data_messages import (
     last_shared,
 )
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import ExitReason, MasterStarted, Round
-from tests.core.scene import Scene, terms
+from dlrover.protocol.messages import ExitReason, FailureKind, MasterStarted, Round
+from tests.core.scene import Scene, failure, terms
 
 SPEC = DatasetSpec(name="d", size=100, shard_size=10)
 
@@ -721,3 +721,29 @@ def test_a_replay_gives_the_same_books(scene: Reading) -> None:
     scene.restored("a", 2)
     scene.take("b", 3)
     assert replay(None, scene.journal).job.digest() == scene.job.digest()
+
+
+def test_records_that_were_consumed_are_progress_of_the_job(scene: Reading) -> None:
+    """However the script counts its steps: what was read is not read again."""
+    for _ in range(8):
+        (shard,) = scene.take("a")
+        scene.consume("a", shard)
+        die_at_step_ten(scene)
+    assert scene.world("a").restart_count == 8
+
+
+def test_records_that_are_read_again_after_each_restart_are_none(scene: Reading) -> None:
+    """A crash loop: the restored model has not seen them."""
+    for _ in range(4):
+        scene.restored("a", step=9)
+        (shard,) = scene.take("a")
+        scene.consume("a", shard, step=10)
+        die_at_step_ten(scene)
+    assert scene.end.reason is ExitReason.RESTART_OVER_LIMIT
+
+
+def die_at_step_ten(scene: Reading) -> None:
+    scene.fail("a", failure(FailureKind.SIGNAL, signal=9), step=10)
+    for node in ("a", "b"):
+        if scene.job.end is None:
+            scene.join(node)

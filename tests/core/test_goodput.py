@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -219,6 +220,7 @@ def progress(
     *,
     step: int | None = None,
     num_steps: int = 0,
+    model: tuple[int, int | None] | None = None,
     **details: float,
 ) -> ProgressReport:
     agent = scene.agents[name]
@@ -227,6 +229,9 @@ def progress(
         global_rank=agent.node_rank,
         step=step,
         num_steps=num_steps,
+        is_step_comparable=bool(details.get("is_step_comparable", True)),
+        model_step=None if model is None else model[0],
+        model_start=None if model is None else model[1],
         seconds=seconds,
         phase=Phase.FORWARD,
         phase_seconds=details.get("phase_seconds", 0.0),
@@ -287,6 +292,74 @@ class TestProgress:
             hear(scene.at(30), ledger, name, {Phase.FORWARD: 10.0}, step=16, num_steps=10)
         for rank in (0, 1):
             assert seconds_of(scene, rank) == {T.START_UP: 10, T.COMPUTE: 16, T.REDO: 4}
+
+    def again(self, model: tuple[int, int | None] | None, **told: Any) -> Scene:
+        """A life of 10 s and 10 steps in the model, and one of 10 s that the hooks count or that counts anew in each epoch."""
+        scene, ledger = a_job("a"), ProgressLedger()
+        told = {"is_step_comparable": False, "step": 4, "num_steps": 10} | told
+        hear(scene.at(20), ledger, "a", {Phase.FORWARD: 10.0}, **told, model=(10, 0))
+        scene.at(20).fail("a", failure(at=20))
+        scene.join("a")
+        hear(scene.at(30), ledger, "a", {Phase.FORWARD: 10.0}, **told, model=model)
+        return scene
+
+    def test_steps_in_the_model_tell_what_is_done_again_where_the_steps_of_the_script_cannot(self) -> None:
+        scene = self.again((16, 6))
+        assert seconds_of(scene) == {T.START_UP: 10, T.COMPUTE: 16, T.REDO: 4}
+        assert scene.job.goodput(scene.now).is_redo_known
+        assert scene.job.goodput(scene.now).highest_step == 16
+        assert seconds_of(self.again((20, 10))) == {T.START_UP: 10, T.COMPUTE: 20}
+        assert seconds_of(self.again((10, 0))) == {T.START_UP: 10, T.COMPUTE: 10, T.REDO: 10}
+
+    def test_redo_is_unknown_where_nothing_tells_from_where_the_workers_went_on(self) -> None:
+        for model in ((10, None), None):
+            scene = self.again(model)
+            assert seconds_of(scene) == {T.START_UP: 10, T.COMPUTE: 20}
+            status = scene.job.goodput(scene.now)
+            assert (status.is_redo_known, status.faults[0].is_redo_known) == (False, False)
+            assert Job.decode(scene.job.encode()).goodput(scene.now) == status
+
+    def test_no_advice_is_given_from_redo_that_is_known_in_part(self) -> None:
+        scene, ledger = self.again((16, 6)), ProgressLedger()
+        assert [each.choice for each in scene.job.goodput(scene.now).counterfactuals] == ["save-every-step"]
+        scene.at(30).fail("a", failure(at=30))
+        scene.join("a")
+        told = {"is_step_comparable": False, "step": 4}
+        hear(scene.at(40), ledger, "a", {Phase.FORWARD: 10.0}, **told, model=(10, None))
+        status = scene.job.goodput(scene.now)
+        assert status.counterfactuals == ()
+        assert [fault.is_redo_known for fault in status.faults] == [True, False]
+
+    def test_what_the_first_step_of_a_life_is_shows_when_it_has_ended(self) -> None:
+        """Else a look in the middle of it would take it for new, and the fault for over."""
+        scene, ledger = a_job("a"), ProgressLedger()
+        hear(scene.at(20), ledger, "a", {Phase.FORWARD: 10.0}, step=10, num_steps=10, model=(10, 0))
+        scene.at(20).fail("a", failure(at=20))
+        scene.join("a")
+        hear(scene.at(22), ledger, "a", {Phase.START: 1.0, Phase.FORWARD: 1.0})
+        told = {"is_step_comparable": False, "step": 16, "num_steps": 10}
+        hear(scene.at(31), ledger, "a", {Phase.START: 1.0, Phase.FORWARD: 10.0}, **told, model=(16, 6))
+        assert seconds_of(scene) == {T.START_UP: 11, T.COMPUTE: 16, T.REDO: 4}
+        assert scene.job.goodput(scene.now).faults[0].seconds[T.REDO] == 4
+
+    def test_the_script_s_own_steps_win_and_are_compared_among_themselves(self) -> None:
+        """It counts samples, say. Until its first report only the hooks tell."""
+        scene, ledger = a_job("a"), ProgressLedger()
+        hear(scene.at(20), ledger, "a", {Phase.FORWARD: 10.0}, step=640, num_steps=10, model=(10, 0))
+        scene.at(20).fail("a", failure(at=20), step=640)
+        scene.join("a")
+        told = {"is_step_comparable": False, "step": 11, "num_steps": 1}
+        hear(scene.at(21), ledger, "a", {Phase.FORWARD: 1.0}, **told, model=(11, 10))
+        hear(scene.at(30), ledger, "a", {Phase.FORWARD: 10.0}, step=1280, num_steps=10, model=(20, 10))
+        assert seconds_of(scene) == {T.START_UP: 10, T.COMPUTE: 20}
+
+    def test_a_new_master_goes_on_with_the_steps_in_the_model(self) -> None:
+        scene = self.again((5, 0))
+        scene.at(31).restart_master()
+        scene.attach("a")
+        told = {"is_step_comparable": False, "step": 4}
+        hear(scene.at(45), ProgressLedger(), "a", {Phase.FORWARD: 25.0}, **told, model=(20, 0))
+        assert seconds_of(scene)[T.REDO] == pytest.approx(15, abs=0.01)
 
     def test_a_new_master_goes_on_where_the_old_one_booked(self) -> None:
         scene, ledger = a_job("a"), ProgressLedger()

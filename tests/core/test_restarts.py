@@ -17,6 +17,7 @@ from dlrover.protocol.messages import (
     Run,
     StopCause,
 )
+from dlrover.protocol.watch_messages import Reach
 from tests.core.scene import Scene, failure, terms
 
 PEER_LOST = FailureKind.PEER_LOST
@@ -214,6 +215,106 @@ class TestAsLongAsThereIsProgress:
             crash(scene)
         assert scene.end.reason is ExitReason.CODE_ERROR
         assert "before any step was reported" in scene.end.message
+
+
+class TestWhatProgressIs:
+    """Decision 48, both ways: what grows from life to life, and what a crash loop does again and again."""
+
+    def die(self, scene: Scene, step: int | None, lives: int = 10, **counts: Any) -> None:
+        """Killed at the same reported step each time, which tells no traceback. A list has the counts of one life after the other."""
+        for number in range(lives):
+            told = {name: each[number] if isinstance(each, list) else each for name, each in counts.items()}
+            scene.fail("b", failure(SIGNAL, signal=9), step=step, reach=Reach(**told))
+            rejoin(scene)
+            if scene.job.end is not None:
+                return
+
+    @pytest.mark.parametrize(
+        "counts",
+        [
+            {"model_step": list(range(20, 120, 10)), "model_start": list(range(10, 110, 10))},
+            {"model_step": list(range(20, 120, 10))},
+            {"data": [(epoch, 0) for epoch in range(1, 11)]},
+            {"data": [(1, done) for done in range(100, 1100, 100)]},
+            {"checkpoint_step": list(range(1, 11))},
+        ],
+        ids=["model step", "model step at least", "data epoch", "records of an epoch", "checkpoint"],
+    )
+    def test_a_script_that_counts_anew_goes_on_while_another_count_grows(self, counts: dict[str, Any]) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        self.die(scene, step=10, is_counting_anew=True, **counts)
+        assert scene.world("a").restart_count == 10
+
+    @pytest.mark.parametrize(
+        "counts",
+        [
+            {},
+            {"model_step": 105, "model_start": 100, "has_whole_epoch": True},
+            {"data": (3, 200), "has_whole_epoch": True},
+            {"checkpoint_step": 100},
+        ],
+        ids=["nothing", "model step", "data", "checkpoint"],
+    )
+    def test_a_crash_loop_that_restores_the_same_state_ends_after_three_restarts(self, counts: dict[str, Any]) -> None:
+        """It restores step 100, trains to 105 and dies: its step grew in each life, and nothing was gained."""
+        for is_counting_anew in (False, True):
+            scene = Scene(terms(2)).gather("a", "b")
+            self.die(scene, step=105, is_counting_anew=is_counting_anew, **counts)
+            assert scene.end.reason is ExitReason.RESTART_OVER_LIMIT
+            assert scene.end.num_restarts == 3
+            assert "3 restarts in a row brought no progress" in scene.end.message
+
+    def test_a_whole_epoch_is_progress_where_nothing_tells_where_the_life_began(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        self.die(scene, step=10, is_counting_anew=True, has_whole_epoch=True, model_step=10)
+        assert scene.world("a").restart_count == 10
+        self.die(scene, step=10, is_counting_anew=True, model_step=10)
+        assert scene.end.num_restarts == 12, "and a part of one is not"
+
+    def test_but_not_of_a_script_whose_steps_can_be_compared(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        self.die(scene, step=10, has_whole_epoch=True)
+        assert scene.end.reason is ExitReason.RESTART_OVER_LIMIT
+
+    def test_that_a_script_counts_anew_is_remembered(self) -> None:
+        """A life that ends in its first epoch cannot tell."""
+        scene = Scene(terms(2)).gather("a", "b")
+        self.die(scene, step=10, lives=1, is_counting_anew=True, has_whole_epoch=True)
+        self.die(scene, step=10, has_whole_epoch=True)
+        assert scene.world("a").restart_count == 11
+
+    def test_the_same_traceback_at_the_same_step_of_one_epoch_is_a_loop_although_epochs_are_trained(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        reach = Reach(is_counting_anew=True, has_whole_epoch=True, model_step=10)
+        for _ in range(4):
+            crash(scene, step=10, reach=reach)
+        assert scene.end.reason is ExitReason.CODE_ERROR
+        assert "the same traceback at step 10, 4 times" in scene.end.message
+
+    def test_the_same_step_of_another_epoch_is_another_step(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        for epoch in range(10):
+            crash(scene, step=10, reach=Reach(is_counting_anew=True, model_step=10 * epoch + 10, data=(epoch, 0)))
+        assert scene.world("a").restart_count == 10
+
+    def test_a_count_of_the_optimizer_never_ends_a_job_that_reports_nothing(self) -> None:
+        """As before it only has to live long; to have got further helps it."""
+        scene = Scene(terms(2)).gather("a", "b")
+        for _ in range(6):
+            scene.fail("b", failure(SIGNAL, signal=9), lived=60.0, reach=Reach(model_step=5, model_start=0))
+            rejoin(scene)
+        for model_step in range(6, 16):
+            scene.fail("b", failure(SIGNAL, signal=9), lived=1.0, reach=Reach(model_step=model_step, model_start=0))
+            rejoin(scene)
+        assert scene.world("a").restart_count == 16
+
+    def test_what_any_node_tells_of_the_round_counts(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        for epoch in range(1, 8):
+            scene.fail("a", failure(SIGNAL, signal=9), step=10, reach=Reach(is_counting_anew=True))
+            scene.fail("b", failure(PEER_LOST), step=10, reach=Reach(data=(epoch, 0)))
+            rejoin(scene)
+        assert scene.world("a").restart_count == 7
 
 
 class TestKinds:

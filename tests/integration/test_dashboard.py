@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from dlrover.protocol.goodput_messages import GoodputStatus, TimeClass
 from dlrover.protocol.steering_messages import RelaunchNode
 from tests.integration.browser import Tab, needs_browser, open_browser
 from tests.integration.jobs import SCRIPTS, kill, wait_until
-from tests.master.page_lab import TOKEN, Page, a_failure, a_status, populate, serve_page
+from tests.master.page_lab import NOW, TOKEN, Page, a_failure, a_status, populate, serve_page
 
 pytestmark = needs_browser
 SCRIPT = SCRIPTS / "shown.py"
@@ -32,6 +33,17 @@ SHOWN = {
     "#diagnosis": "nothing was ever wrong",
     "#failures": "none",
 }
+
+GOODPUT = GoodputStatus(
+    now=NOW,
+    wall=20.0,
+    seconds={TimeClass.COMPUTE: 15.0, TimeClass.START_UP: 5.0},
+    beginning={},
+    goodput=0.75,
+    goodput_since_start=0.75,
+    num_faults=1,
+    is_redo_known=False,
+)
 
 
 def link_of(jobs, *options: str) -> str:
@@ -115,6 +127,7 @@ def thousand() -> Iterator[Thousand]:
     async def serve() -> None:
         async with serve_page() as page:
             populate(page, 1000)
+            page.job.goodput = GOODPUT
             await page.update()
             served.append(Thousand(page, asyncio.get_running_loop()))
             ready.set()
@@ -135,6 +148,8 @@ def test_a_thousand_nodes_in_the_dark_on_a_phone_and_by_keyboard(thousand: Thous
         assert tab.page.get_attribute("#grid", "data-count") == "1000"
         render = tab.page.evaluate("performance.getEntriesByName('render')[0].duration")
         print(f"1,000 nodes rendered in {render:.0f} ms")
+        assert "at most 75 %" in tab.text("#tiles")
+        assert "Redo is unknown" in tab.text("#goodput")
         assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 19, 29)"
 
         tab.page.keyboard.press("Tab")

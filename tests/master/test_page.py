@@ -11,14 +11,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
-from dlrover.master.gathering import gather_diagnosis
+from dlrover.master.gathering import gather_diagnosis, gather_goodput
 from dlrover.master.lookout import Lookout
 from dlrover.master.web import stream
 from dlrover.master.web.access import one_time_link, read_only_token
 from dlrover.master.web.app import MAX_BODY, MAX_VIEWERS
 from dlrover.protocol.checkpoint_messages import RequestSave
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.goodput_messages import TimeClass
 from dlrover.protocol.messages import Micros, NodeId, Round, StopJob
 from dlrover.protocol.steering_messages import RelaunchNode, RestartWorkers
 from dlrover.protocol.watch_messages import (
@@ -31,7 +33,19 @@ from dlrover.protocol.watch_messages import (
     Verdict,
     WatchOrder,
 )
-from tests.master.page_lab import NOW, TOKEN, Page, StandInJob, a_failure, a_status, bearer, fetch, populate, serve_page
+from tests.master.page_lab import (
+    NO_GOODPUT,
+    NOW,
+    TOKEN,
+    Page,
+    StandInJob,
+    a_failure,
+    a_status,
+    bearer,
+    fetch,
+    populate,
+    serve_page,
+)
 
 READS = [
     "/api/v1/view",
@@ -274,6 +288,17 @@ async def test_a_verdict_of_each_of_many_nodes_has_its_place_on_the_page() -> No
     await lookout.look()
     views = [msgspec.to_builtins(view) for view in lookout.board.section("verdicts").values()]
     assert {view["culprits"] for view in views} == {f"node {node}" for node in range(5)}
+
+
+async def test_the_page_is_told_that_redo_is_unknown() -> None:
+    seconds = {TimeClass.COMPUTE: 15.0, TimeClass.START_UP: 5.0}
+    found = replace(NO_GOODPUT, wall=20.0, seconds=seconds, goodput=0.75, goodput_since_start=0.75)
+    for is_redo_known in (True, False):
+        lookout = Lookout(StandInJob(goodput=replace(found, is_redo_known=is_redo_known)))
+        lookout.gatherers.append(gather_goodput)
+        await lookout.look()
+        (view,) = lookout.board.section("goodput").values()
+        assert view["is_redo_known"] is is_redo_known
 
 
 async def test_old_paths_and_pages_of_nodes_answer_with_the_job_s_own_data() -> None:

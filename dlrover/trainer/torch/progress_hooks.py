@@ -8,6 +8,7 @@ the same, does its work around the call, and steps aside while dynamo traces, in
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -31,6 +32,7 @@ from dlrover.trainer.phases import (
     OPTIMIZER,
     START,
 )
+from dlrover.trainer.torch.model_steps import ModelSteps
 
 COLLECTIVES = (
     "all_reduce",
@@ -60,10 +62,11 @@ DigestSink = Callable[[Any, int], None]
 
 def install(torch: Any, *, on_step: DigestSink | None = None) -> None:
     """After `import torch`, in a worker that has a page. `on_step` gets each optimizer and its number of steps so far."""
-    steps = _StepHooks(torch, on_step)
+    steps = _StepHooks(torch, ModelSteps(), on_step)
     optimizer: Any = sys.modules["torch.optim.optimizer"]
     optimizer.register_optimizer_step_pre_hook(steps.before)
     optimizer.register_optimizer_step_post_hook(steps.after)
+    _install_loading(torch, optimizer.Optimizer, steps.model)
     _replace(torch.autograd, "backward", _around(torch, BACKWARD, AFTER_WORK))
     _replace(torch.nn.Module, "eval", functools.partial(_noting_eval, torch))
     loading: Any = sys.modules["torch.utils.data.dataloader"]
@@ -79,6 +82,11 @@ def install(torch: Any, *, on_step: DigestSink | None = None) -> None:
 def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(wrap(original)))
+
+
+def _replace_class_method(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = owner.__dict__[name].__func__
+    setattr(owner, name, classmethod(functools.wraps(original)(wrap(original))))
 
 
 def _around(
@@ -105,6 +113,44 @@ def _around(
     return wrap
 
 
+def _install_loading(torch: Any, optimizer: Any, model: ModelSteps) -> None:
+    """Whatever a script may restore its state with, and who tells the step of that state."""
+
+    def after(note: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def replacement(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                with contextlib.suppress(AttributeError, IndexError, TypeError):  # of another version: not understood
+                    note(args, result)
+                return result
+
+            return replacement
+
+        return wrap
+
+    loaded = after(lambda args, _result: model.loaded(args[0] if args else None))
+    _replace(optimizer, "load_state_dict", loaded)
+    _replace(torch.nn.Module, "load_state_dict", loaded)
+    _replace(torch.serialization, "load", loaded)
+    torch.load = torch.serialization.load
+    when_imported("torch.distributed.checkpoint.state_dict_loader", lambda module: _replace(module, "load", loaded))
+    of_sampler = after(lambda args, _result: phases.tell_data(args[0].epoch, 0))
+    when_imported(
+        "torch.utils.data.distributed", lambda module: _replace(module.DistributedSampler, "set_epoch", of_sampler)
+    )
+    of_state = after(lambda _args, state: model.restored(state.global_step))
+    when_imported(
+        "transformers.trainer_callback",
+        lambda module: _replace_class_method(module.TrainerState, "load_from_json", of_state),
+    )
+    of_loops = after(lambda args, _result: model.restored(args[0].trainer.global_step))
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        when_imported(
+            f"{package}.trainer.connectors.checkpoint_connector",
+            lambda module: _replace(module._CheckpointConnector, "restore_loops", of_loops),
+        )
+
+
 def _around_batches(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def next_batch(self: Any) -> Any:
         writer = phases.current()
@@ -115,9 +161,16 @@ def _around_batches(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         before = writer.enter(DATA)
         try:
             batch = original(self)
-        except BaseException:
-            writer.leave(before)  # most often the end of the data, which is no batch
+        except StopIteration:
+            writer.leave(before)
+            if _steps_before.pop(self, writer.num_optimizer_steps) < writer.num_optimizer_steps:
+                writer.end_epoch()
             raise
+        except BaseException:
+            writer.leave(before)
+            raise
+        if self._num_yielded == 1:
+            _steps_before[self] = writer.num_optimizer_steps
         writer.leave(before, AFTER_DATA)
         writer.count_batch()
         return batch
@@ -125,6 +178,8 @@ def _around_batches(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return next_batch
 
 
+_steps_before: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Steps that were taken before an iterator gave its first batch: one that ends without a step since then was no epoch of training."""
 _is_evaluating: dict[int, bool] = {}
 """`eval()` was called on some module. A frozen part of the model may be meant; a batch that follows without a step says it is not."""
 
@@ -147,12 +202,11 @@ def _noting_eval(torch: ModuleType, original: Callable[..., Any]) -> Callable[..
 
 
 class _StepHooks:
-    """Around the step of every optimizer. The step number is the greatest count of any of them: a model may have several."""
+    """Around the step of every optimizer."""
 
-    def __init__(self, torch: ModuleType, on_step: DigestSink | None) -> None:
+    def __init__(self, torch: ModuleType, model: ModelSteps, on_step: DigestSink | None) -> None:
         self._is_compiling = torch.compiler.is_compiling
-        self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._greatest = 0
+        self.model = model
         self._before = START
         self._on_step = on_step
 
@@ -170,11 +224,11 @@ class _StepHooks:
         if writer is None:
             return
         _is_evaluating.pop(writer.main_thread, None)
-        count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        writer.num_optimizer_steps += 1
+        count = self.model.took_one(optimizer, writer)
         if writer.phase == OPTIMIZER:
             writer.leave(self._before, AFTER_WORK)
-        if count > self._greatest:
-            self._greatest = count
+        if count is not None:
             writer.set_step(count, layout.INFERRED)
             if self._on_step is not None:
                 self._on_step(optimizer, count)

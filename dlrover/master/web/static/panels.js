@@ -15,7 +15,7 @@ export function summary(store) {
   const tiles = [
     ["Step", number(job.step), data ? `${percent(data.share)} of the data` : ""],
     ["Speed", job.steps_per_second === null ? "–" : `${number(job.steps_per_second, 3)} /s`, "steps per second"],
-    ["Goodput", goodput ? percent(goodput.share) : "–", goodput ? `${percent(goodput.since_start)} since the first step` : "no data yet"],
+    ["Goodput", goodput ? `${atMost(goodput)}${percent(goodput.share)}` : "–", goodput ? `${atMost(goodput)}${percent(goodput.since_start)} since the first step` : "no data yet"],
     ["Nodes", `${job.num_nodes - unwell} / ${job.num_nodes}`, unwell ? `${unwell} unwell or lost` : `well; wanted ${job.min_nodes} to ${job.max_nodes}`],
     ["Round", number(job.round), `${counted(job.num_restarts, "restart")}, ${counted(job.world_size, "worker")}`],
     ["Checkpoint", committed ? number(committed.step) : number(saved?.memory_step), committed ? "in storage" : saved?.memory_step !== null && saved ? "in memory" : "none yet"],
@@ -67,6 +67,9 @@ export function tick(store) {
   events(store);
 }
 
+// Where redo is unknown, repeated steps count as new ones.
+const atMost = (found) => (found.is_redo_known === false ? "at most " : "");
+
 export function goodput(store) {
   const found = store.one("goodput");
   fill(byId("goodput"), JSON.stringify(found), () => {
@@ -87,7 +90,10 @@ export function goodput(store) {
       rows.append(make("span", { text: name }), make("div", { class: "meter" }, swatch), make("span", { text: `${seconds(time)}, ${percent(time / total)}` }));
     });
     const saved = (found.counterfactuals ?? []).map((each) => make("li", { text: each }));
-    return [bar, rows, ...(saved.length ? [make("details", {}, make("summary", { text: "What would have saved time" }), make("ul", {}, ...saved))] : [])];
+    const unknown = found.is_redo_known === false
+      ? [make("p", { class: "hint", text: "Redo is unknown: nothing tells from which step the script went on after a fault. Repeated steps count as new ones." })]
+      : [];
+    return [bar, rows, ...unknown, ...(saved.length ? [make("details", {}, make("summary", { text: "What would have saved time" }), make("ul", {}, ...saved))] : [])];
   });
 }
 

@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from dlrover.protocol.errors import ConfigError
+from dlrover.trainer import phases
 
 VERSION = 2
 
@@ -197,6 +198,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
         self._countings, self._newest = _COUNTINGS, None
         self._num_batches = self._num_used = 0
         self._recount()
+        phases.tell_data(epoch, self._completed)
 
     def _steps_of_epoch(self, iter_step: int, batch_size: int) -> int:
         """How many steps of the running epoch were done since the restored state, however the caller counts."""

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from dlrover.protocol.errors import ConfigError
-from dlrover.trainer import environment
+from dlrover.trainer import environment, phases
 from dlrover.trainer.progress import report
 from dlrover.trainer.torch.elastic.dataloader import ElasticDataLoader
 from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler
@@ -174,7 +174,8 @@ class ElasticTrainer:
         self._num_in_epoch = 0
 
     def reset(self) -> None:
-        """Count steps from 0 again; an accumulation that was begun is forgotten."""
+        """Count steps from 0 again, as scripts do at the start of each epoch; an accumulation that was begun is forgotten."""
+        phases.tell_count_anew(is_epoch_over=self.num_steps > 0)
         self.num_steps = self._micro_step = self._num_in_epoch = 0
         self._is_last, self._is_accumulating = True, False
 
