@@ -181,12 +181,12 @@ class Opener(Settled):
     async def run(self) -> None:
         stream = 1
         while not self.closed.is_set():
-            batch = bytearray()
+            batch = bytearray()  # a few hundred streams in one write
             for _ in range(BATCH):
                 batch += self.head(stream) + self.tail(stream)
                 stream += 2
             self.transport.write(batch)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # for the answers
             await self.has_room.wait()
 
 

@@ -85,6 +85,7 @@ class Door:
     @contextlib.contextmanager
     def inside(self, place: Place) -> Iterator[None]:
         """While a call lasts that has shown the token."""
+        place = _plain(place)
         if not self._calls[place]:
             address = _address_of(place)
             self._room[address] = self._room.get(address, 0.0) + ROOM
@@ -99,6 +100,7 @@ class Door:
 
     def refuse(self, place: Place) -> None:
         """A call has shown no token, or a wrong one. Its connection is closed when the caller has had time to read why."""
+        place = _plain(place)
         self._refused.setdefault(place, 0)
         self._suspects[_address_of(place)] = 0
 
@@ -187,7 +189,7 @@ class Door:
             host, port, *_ = sock.getpeername()
         except OSError:  # it listens, or its peer is gone
             return None
-        return _plain(host), port
+        return _plain((host, port))
 
     def _close(self, each: _Connection, reason: str) -> None:
         """By a shutdown, which its owner sees as if the peer had gone."""
@@ -210,13 +212,13 @@ class Door:
 def place_of(peer: str) -> Place:
     """As gRPC names a peer: `ipv4:10.0.0.1:80` or `ipv6:%5Bfe80::1%25eth0%5D:80`."""
     host, _, port = unquote(peer).partition(":")[2].rpartition(":")
-    return _plain(host.strip("[]")), int(port) if port.isdigit() else 0  # `unknown`: the connection is gone
+    return host.strip("[]"), int(port) if port.isdigit() else 0  # `unknown`: the connection is gone
 
 
-def _plain(host: str) -> str:
-    """One spelling for an address: without the interface, and IPv4 also where a socket takes both kinds."""
-    host = host.partition("%")[0]
-    return host.removeprefix("::ffff:") if "." in host else host
+def _plain(place: Place) -> Place:
+    """One spelling for an address: without the interface, and IPv4 as such also where a socket takes both kinds."""
+    host = place[0].partition("%")[0]
+    return host.removeprefix("::ffff:") if "." in host else host, place[1]
 
 
 def _address_of(place: Place) -> str:
