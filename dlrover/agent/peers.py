@@ -30,6 +30,7 @@ from typing import Any, Self, TypeVar, overload
 
 import msgspec
 
+from dlrover.agent.handshakes import HANDSHAKE, Caller, Handshakes
 from dlrover.protocol.addresses import Address, TlsConfig, is_loopback, parse_address
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.peer_messages import (
@@ -41,6 +42,7 @@ from dlrover.protocol.peer_messages import (
     Refused,
     Welcome,
 )
+from dlrover.protocol.rarely import Rarely
 
 log = logging.getLogger("dlrover.agent")
 
@@ -49,7 +51,11 @@ STALL = 5.0
 WORK_PATIENCE = 60.0
 """Seconds for a peer to get the memory for a copy, or to add a piece to a parity."""
 MAX_MESSAGE_BYTES = 1024 * 1024
+MAX_HANDSHAKE_BYTES = 4 * 1024
 MAX_CONNECTIONS = 64
+"""Conversations with other nodes at a time. Who has not proved to be one has slots of its own."""
+MAX_REASON = 200
+"""Characters of what a stranger may make us log."""
 NICENESS = 5
 _PAUSE = 1.0
 """Seconds until a connection is taken again after there was no descriptor or thread for one."""
@@ -107,6 +113,8 @@ class Connection:
         self._socket = sock
         self.deadline = deadline
         self._stall = stall
+        self.max_message_bytes = MAX_HANDSHAKE_BYTES
+        """More once both have proved themselves: the memory for a message is taken when its length is known."""
 
     def send(self, message: PeerMessage) -> None:
         body = msgspec.msgpack.encode(message)
@@ -128,8 +136,8 @@ class Connection:
         head = bytearray(_HEAD.size)
         self.receive_into(memoryview(head))
         length, crc = _HEAD.unpack(head)
-        if length > MAX_MESSAGE_BYTES:
-            raise Rejected(f"a message of {length} bytes: the limit is {MAX_MESSAGE_BYTES}", code="too-large")
+        if length > self.max_message_bytes:
+            raise Rejected(f"a message of {length} bytes: the limit is {self.max_message_bytes}", code="too-large")
         body = bytearray(length)
         self.receive_into(memoryview(body))
         if zlib.crc32(body) != crc:
@@ -227,6 +235,7 @@ def connect(
     except BaseException:
         connection.close()
         raise
+    connection.max_message_bytes = MAX_MESSAGE_BYTES
     return connection
 
 
@@ -243,6 +252,7 @@ class PeerServer:
         ports: tuple[int, ...] = (),
         patience: float = 600.0,
         stall: float = STALL,
+        handshake: float = HANDSHAKE,
     ) -> None:
         """`serve` reads requests until the connection ends. Raises OSError and ConfigError when we cannot listen."""
         self._secret = secret
@@ -250,8 +260,11 @@ class PeerServer:
         self._patience = patience
         self._stall = stall
         self._context = None if tls is None else _server_context(tls)
+        self._handshake = handshake
         self._slots = threading.Semaphore(MAX_CONNECTIONS)
-        self._open: set[socket.socket] = set()
+        self._handshakes = Handshakes()
+        self._refusals = Rarely()
+        self._open: set[Caller] = set()
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._socket = _listen(host, ports)
@@ -263,11 +276,8 @@ class PeerServer:
         self._is_closed.set()
         with self._lock:
             open_, self._open = self._open, set()
-        for sock in (self._socket, *open_):
-            try:
-                sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue  # it was not connected
+        for caller in (Caller(self._socket, ""), *open_):
+            caller.shut_down()
         self._socket.close()
 
     def _accept(self) -> None:
@@ -285,28 +295,23 @@ class PeerServer:
 
     def _take_next(self) -> None:
         """Raises OSError, and RuntimeError where no thread can be started."""
-        sock, _ = self._socket.accept()
-        if not self._slots.acquire(blocking=False):
-            sock.close()
-            return
+        sock, (host, *_) = self._socket.accept()
+        caller = Caller(sock, host)
+        self._handshakes.begin(caller)
         try:
-            threading.Thread(target=self._converse, args=(sock,), name="dlrover-peer", daemon=True).start()
+            threading.Thread(target=self._converse, args=(caller,), name="dlrover-peer", daemon=True).start()
         except RuntimeError:
             sock.close()
-            self._slots.release()
+            self._handshakes.end(caller)
             raise
 
-    def _converse(self, sock: socket.socket) -> None:
+    def _converse(self, caller: Caller) -> None:
+        with self._lock:
+            self._open.add(caller)
         try:
-            sock.settimeout(self._stall)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._context is not None:
-                sock = self._context.wrap_socket(sock, server_side=True)
-            with self._lock:
-                self._open.add(sock)
-            with Connection(sock, deadline=time.monotonic() + self._patience, stall=self._stall) as connection:
-                self._prove(connection)
-                self._serve(connection)
+            connection = self._prove_each_other(caller)
+            if connection is not None:
+                self._serve_peer(connection)
         except (OSError, Unavailable) as error:
             log.debug("a peer's connection ended: %s", error)
         except Rejected as error:
@@ -315,8 +320,36 @@ class PeerServer:
             log.exception("bug while a peer was served")
         finally:
             with self._lock:
-                self._open.discard(sock)
-            sock.close()
+                self._open.discard(caller)
+            self._handshakes.end(caller)
+            caller.socket.close()
+
+    def _prove_each_other(self, caller: Caller) -> Connection | None:
+        """None: it is a stranger. Raises OSError and Unavailable."""
+        deadline = time.monotonic() + self._handshake
+        caller.socket.settimeout(self._handshake)
+        caller.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._context is not None:
+            caller.socket = self._context.wrap_socket(caller.socket, server_side=True)
+        connection = Connection(caller.socket, deadline=deadline, stall=self._handshake)
+        try:
+            self._prove(connection)
+        except Rejected as error:
+            if self._refusals.now():
+                reason = str(error)[:MAX_REASON]
+                log.warning("strangers refused num=%d newest=%s reason=%r", self._refusals.num, caller.address, reason)
+            return None
+        self._handshakes.succeed(caller)
+        proven = Connection(caller.socket, deadline=time.monotonic() + self._patience, stall=self._stall)
+        proven.max_message_bytes = MAX_MESSAGE_BYTES
+        return proven
+
+    def _serve_peer(self, connection: Connection) -> None:
+        if not self._slots.acquire(blocking=False):
+            raise Unavailable(f"{MAX_CONNECTIONS} other nodes are served already")
+        try:
+            self._serve(connection)
+        finally:
             self._slots.release()
 
     def _prove(self, connection: Connection) -> None:

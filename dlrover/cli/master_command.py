@@ -212,6 +212,7 @@ def _watching(options: argparse.Namespace) -> Watching:
         is_enabled=word in _YES,
         port=options.dashboard_port,
         host=options.dashboard_host,
+        url=options.dashboard_url,
         metrics_port=options.metrics_port,
         metrics_host=options.metrics_host,
     )
@@ -299,6 +300,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dashboard-port", type=_port, default=8080, help="port of the page (8080; 0, or if it is taken: any free one)"
     )
     add("--dashboard-host", default=LOOPBACK, help=f"address of the page ({LOOPBACK}; :: or 0.0.0.0 for all)")
+    add("--dashboard-url", default="", metavar="URL", help="URL of a reverse proxy before the page")
     add("--metrics-port", type=_port, default=-1, help="port of /metrics for Prometheus (only on the page's port)")
     add("--metrics-host", default=LOOPBACK, help=f"address of /metrics ({LOOPBACK})")
     for name, harmless in _LATER:

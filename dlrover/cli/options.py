@@ -368,6 +368,15 @@ OUR_OPTIONS: tuple[Option, ...] = (
         metavar="HOST",
     ),
     _option(
+        "--dashboard-url",
+        Kind.TEXT,
+        "",
+        "URL under which a reverse proxy shows the page, such as https://jobs.example.com; several are separated by commas. "
+        "The page refuses browsers that ask for it under another name.",
+        group=OURS,
+        metavar="URL",
+    ),
+    _option(
         "--metrics-port",
         Kind.INTEGER,
         None,

@@ -452,6 +452,7 @@ def _watching(parsed: Parsed) -> Watching:
         is_enabled=is_enabled,
         port=parsed.integer("dashboard_port"),
         host=parsed.text("dashboard_host"),
+        url=parsed.text("dashboard_url"),
         metrics_port=metrics,
         metrics_host=parsed.text("metrics_host"),
     )

@@ -13,20 +13,26 @@ class Watching(Struct, frozen=True, kw_only=True):
 
     dashboard_port: int = -1
     dashboard_host: str = LOOPBACK
+    dashboard_url: str = ""
     metrics_port: int = -1
     metrics_host: str = LOOPBACK
 
     @classmethod
-    def of(cls, *, is_enabled: bool, port: int, host: str, metrics_port: int, metrics_host: str) -> Watching:
+    def of(cls, *, is_enabled: bool, port: int, host: str, url: str, metrics_port: int, metrics_host: str) -> Watching:
         """Raises `ConfigError`. `metrics_port`: -1 for none."""
         for option, number in (("--dashboard-port", port), ("--metrics-port", max(metrics_port, 0))):
             if not 0 <= number <= 65535:
                 raise ConfigError(f"{option} {number}: give a port from 0 to 65535.")
         if is_enabled:
             check_extra()
+        if url:
+            from dlrover.master.web.hosts import parse_urls  # here: most jobs have no proxy before their page
+
+            parse_urls(url)
         return cls(
             dashboard_port=port if is_enabled else -1,
             dashboard_host=host,
+            dashboard_url=url,
             metrics_port=metrics_port,
             metrics_host=metrics_host,
         )

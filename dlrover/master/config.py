@@ -74,6 +74,8 @@ class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Of the page; 0: any free one; -1: there is none. Needs a token file, and the extra `dashboard`."""
     dashboard_host: str = LOOPBACK
     """Address of the page. Loopback by default: who wants to see it from elsewhere forwards the port, or says so."""
+    dashboard_url: str = ""
+    """URLs of reverse proxies before the page, separated by commas: browsers may ask for it under these names."""
     metrics_port: int = -1
     """Of /metrics for Prometheus alone; 0: any free one; -1: it is only on the page's port, if there is a page."""
     metrics_host: str = LOOPBACK

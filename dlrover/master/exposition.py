@@ -14,6 +14,7 @@ import ssl
 from collections.abc import Awaitable, Callable
 
 from dlrover.master.meters import CONTENT_TYPE
+from dlrover.protocol.door import Door
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,9 @@ MAX_HEAD = 8 * 1024
 TIMEOUT = 10.0
 """Seconds for one scrape, from the first byte to the last."""
 MAX_SCRAPES = 16
-"""At the same time."""
+"""At the same time, of those who show the token."""
+MAX_CONNECTIONS = 128
+"""At the same time, of which an address has `door.MAX_OF_ADDRESS`."""
 
 
 class Exposition:
@@ -30,19 +33,23 @@ class Exposition:
         self._render = render
         self._may_read = may_read
         self._server: asyncio.Server | None = None
+        self._watching: asyncio.Future[None] | None = None
         self._num_scrapes = 0
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
         """Gives the port. Raises OSError."""
         self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD, ssl=tls)
-        return int(self._server.sockets[0].getsockname()[1])
+        bound = int(self._server.sockets[0].getsockname()[1])
+        self._watching = asyncio.ensure_future(Door(bound, max_outside=MAX_CONNECTIONS).run())
+        return bound
 
     def stop(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         if self._server is not None:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_scrapes += 1
         try:
             async with asyncio.timeout(TIMEOUT):
                 status, body = await self._answer(reader)
@@ -51,15 +58,12 @@ class Exposition:
         except (TimeoutError, OSError, asyncio.IncompleteReadError):
             pass  # whoever asked does not want it any more
         finally:
-            self._num_scrapes -= 1
             writer.close()
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(1.0):
                     await writer.wait_closed()
 
     async def _answer(self, reader: asyncio.StreamReader) -> tuple[str, bytes]:
-        if self._num_scrapes > MAX_SCRAPES:
-            return "503 Service Unavailable", b"too many scrapes at once\n"
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         except asyncio.LimitOverrunError:
@@ -72,7 +76,13 @@ class Exposition:
         kind, _, token = headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or not self._may_read(token.strip()):
             return "401 Unauthorized", b"give the job's token, or its read-only one, as a bearer token\n"
-        return "200 OK", await self._render()
+        if self._num_scrapes >= MAX_SCRAPES:
+            return "503 Service Unavailable", b"too many scrapes at once\n"
+        self._num_scrapes += 1
+        try:
+            return "200 OK", await self._render()
+        finally:
+            self._num_scrapes -= 1
 
 
 def _response(status: str, body: bytes) -> bytes:

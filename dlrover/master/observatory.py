@@ -78,6 +78,7 @@ class Observatory:
 
     def _start_page(self) -> None:
         from dlrover.master.web.app import Web
+        from dlrover.master.web.hosts import Hosts
         from dlrover.master.web.server import PageServer
 
         config = self._config
@@ -88,9 +89,10 @@ class Observatory:
             logs=self._logs,
             metrics=self.meters.render,
             metrics_type=CONTENT_TYPE,
+            hosts=Hosts(config.dashboard_host, config.dashboard_url),
         )
         try:
-            page = PageServer(web.app(), config.tls)
+            page = PageServer(web.app(), config.tls, is_known=web.is_known)
             port = _start_anywhere(page, config.dashboard_host, config.dashboard_port)
         except OSError as error:
             log.error("no dashboard address=%s port=%d reason=%s", config.dashboard_host, config.dashboard_port, error)

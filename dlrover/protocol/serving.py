@@ -12,6 +12,7 @@ import contextlib
 import errno
 import hmac
 import logging
+import resource
 import socket
 from collections.abc import Sequence
 from typing import Protocol
@@ -21,10 +22,12 @@ import grpc.aio
 
 from dlrover.protocol.addresses import Address, TlsConfig
 from dlrover.protocol.codec import QUESTION, Question, Unreadable, decode_from_agent, encode_verdict
+from dlrover.protocol.door import MAX_OUTSIDE, Door, place_of
 from dlrover.protocol.encoding import UNENCODABLE
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.frames import Answer, FromAgent, FromMaster, Refusal
 from dlrover.protocol.messages import PROTOCOL_VERSION, Reply
+from dlrover.protocol.rarely import Rarely
 from dlrover.protocol.transport import (
     AGENT_METHOD,
     ASK_METHOD,
@@ -42,6 +45,8 @@ from dlrover.protocol.transport import (
 log = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT = 1.0
+MAX_RESERVE = 512
+"""Descriptors that connections never take: the journal, the page and the door itself need some."""
 
 
 class PortTaken(ConfigError):
@@ -91,19 +96,22 @@ class MasterServer:
         self._tls = tls
         self._streams: list[AgentStream] = []
         self._server: grpc.aio.Server | None = None
-        self._num_strangers = 0
+        self._door: Door | None = None
+        self._watching: asyncio.Future[None] | None = None
+        self._refusals = Rarely()
 
     def bind(self, host: str, port: int) -> int:
         """Gives the port, which matters if 0 was asked for. Raises PortTaken or ConfigError."""
         credentials = None if self._tls is None else server_credentials(self._tls)
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        max_connections = _max_connections()
+        server = grpc.aio.server(options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections)))
         server.add_generic_rpc_handlers(
             (
                 grpc.method_handlers_generic_handler(
                     SERVICE,
                     {
                         AGENT_METHOD: grpc.stream_stream_rpc_method_handler(self._serve_agent),
-                        ASK_METHOD: grpc.unary_unary_rpc_method_handler(self._serve_ask),
+                        ASK_METHOD: grpc.stream_unary_rpc_method_handler(self._serve_ask),
                     },
                 ),
             )
@@ -118,24 +126,31 @@ class MasterServer:
         except RuntimeError as error:
             raise _bind_error(host, port, error) from error
         self._server = server
+        self._door = Door(int(bound), max_outside=min(MAX_OUTSIDE, max_connections // 4))
         return int(bound)
 
     async def start(self, desk: Desk) -> None:
         assert self._server is not None, "bind first"
         self._desk = desk
         await self._server.start()
+        self._watching = asyncio.ensure_future(self._behind()[1].run())
 
     async def stop(self) -> None:
         """End the streams after what was sent has left, then close the port."""
+        if self._watching is not None:
+            self._watching.cancel()
         for stream in self._streams:
             stream.end()
         if self._server is not None:
             await self._server.stop(FLUSH_TIMEOUT)
 
     async def _serve_agent(self, _: object, call: grpc.aio.ServicerContext) -> None:
-        desk = self._desk
-        assert desk is not None, "served before start"
-        await self._admit(call)
+        desk, door = self._behind()
+        await self._admit(call, door)
+        with door.inside(place_of(call.peer())):
+            await self._converse(call, desk)
+
+    async def _converse(self, call: grpc.aio.ServicerContext, desk: Desk) -> None:
         await call.send_initial_metadata(())
         stream = AgentStream(call.peer())
         self._streams.append(stream)
@@ -162,32 +177,26 @@ class MasterServer:
                 task.cancel()
             await asyncio.gather(reader, writer, ended, return_exceptions=True)
 
-    async def _serve_ask(self, data: bytes, call: grpc.aio.ServicerContext) -> bytes:
-        desk = self._desk
-        assert desk is not None, "served before start"
-        await self._admit(call)
-        try:
-            question = QUESTION.decode(data)
-        except Rejected as error:
-            await call.abort(_status_of(error), str(error))
-        try:
-            return _encode(Answer(id=0, body=await desk.ask(question)))
-        except Rejected as error:
-            return _encode(Refusal(id=0, code=error.code, message=str(error)))
-        except Unavailable as error:
-            retry_after = 1.0 if error.retry_after is None else error.retry_after
-            return _encode(Refusal(id=0, code="unavailable", message=str(error), retry_after=retry_after))
+    async def _serve_ask(self, _: object, call: grpc.aio.ServicerContext) -> bytes:
+        """A stream of one message: for a unary method gRPC would read the whole message before we see the token."""
+        desk, door = self._behind()
+        await self._admit(call, door)
+        with door.inside(place_of(call.peer())):
+            return await _answer(call, desk)
 
-    async def _admit(self, call: grpc.aio.ServicerContext) -> None:
+    def _behind(self) -> tuple[Desk, Door]:
+        assert self._desk is not None, "served before start"
+        assert self._door is not None, "served before bind"
+        return self._desk, self._door
+
+    async def _admit(self, call: grpc.aio.ServicerContext, door: Door) -> None:
         """Token first: a stranger learns nothing else about us."""
         said = dict(call.invocation_metadata())
         token = said.get(TOKEN_KEY, b"")
         if self._token and not hmac.compare_digest(token if isinstance(token, bytes) else b"", self._token):
-            self._num_strangers += 1
-            if (
-                self._num_strangers & (self._num_strangers - 1) == 0
-            ):  # rarer and rarer: strangers shall not fill our disk
-                log.warning("strangers refused num=%d newest=%s reason=token", self._num_strangers, call.peer())
+            door.refuse(place_of(call.peer()))
+            if self._refusals.now():
+                log.warning("strangers refused num=%d newest=%s reason=token", self._refusals.num, call.peer())
             await call.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
                 "the job token is missing or wrong. Give the job's token with DLROVER_JOB_TOKEN or its token file; if this is "
@@ -201,6 +210,21 @@ class MasterServer:
             await call.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, explain_versions(protocol, str(said.get(VERSION_KEY, "unknown")))
             )
+
+
+async def _answer(call: grpc.aio.ServicerContext, desk: Desk) -> bytes:
+    data = await call.read()
+    try:
+        question = QUESTION.decode(b"" if data is grpc.aio.EOF else data)
+    except Rejected as error:
+        await call.abort(_status_of(error), str(error))
+    try:
+        return _encode(Answer(id=0, body=await desk.ask(question)))
+    except Rejected as error:
+        return _encode(Refusal(id=0, code=error.code, message=str(error)))
+    except Unavailable as error:
+        retry_after = 1.0 if error.retry_after is None else error.retry_after
+        return _encode(Refusal(id=0, code="unavailable", message=str(error), retry_after=retry_after))
 
 
 def _encode(verdict: Answer | Refusal) -> bytes:
@@ -232,6 +256,12 @@ def explain_versions(protocol: str, version: str) -> str:
 
 def _status_of(error: Rejected) -> grpc.StatusCode:
     return grpc.StatusCode.RESOURCE_EXHAUSTED if error.code == "too-large" else grpc.StatusCode.INVALID_ARGUMENT
+
+
+def _max_connections() -> int:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = 2**30 if limit == resource.RLIM_INFINITY else limit
+    return limit - min(MAX_RESERVE, limit // 4)
 
 
 def _bind_error(host: str, port: int, error: RuntimeError) -> ConfigError:

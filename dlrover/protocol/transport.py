@@ -60,6 +60,9 @@ CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
 MAX_CALLS_WAITING = 65_536
 """Calls that were opened and that the master has not looked at yet: agents by the ten thousand may come at once."""
 
+MAX_STREAMS = 16
+"""Of one connection at a time. Without this bound gRPC queues as many calls as a stranger opens, 10 KB each."""
+
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *_COMMON_OPTIONS,
     ("grpc.so_reuseport", 0),  # by default two masters would share one port, silently
@@ -67,6 +70,12 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # master. Who is sent away comes again, and is one more who waits.
     ("grpc.server.max_pending_requests", MAX_CALLS_WAITING),
     ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS_WAITING),
+    # What a connection may cost before it has shown the token, see docs/protocol.md. An agent needs one stream.
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    # By default gRPC takes megabytes of a stream that we do not read, if they come quickly; so it takes 64 KiB.
+    ("grpc.http2.bdp_probe", 0),
+    # We never compress. With grpcio 1.66 a megabyte grows to a gigabyte before its length is compared with the limit.
+    ("grpc.per_message_decompression", 0),
     # Together not faster than the 40 s after which a silent node counts as gone.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),

@@ -1,4 +1,4 @@
-"""The server of an agent for other agents, on a node that runs out of something."""
+"""The server of an agent for other agents: on a node that runs out of something, and beside strangers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from dlrover.agent.peers import Connection, PeerServer, Secret
+from dlrover.agent.handshakes import MAX_HANDSHAKES
+from dlrover.agent.peers import MAX_CONNECTIONS, Connection, PeerServer, Secret, connect
 from dlrover.protocol.addresses import parse_address
+from dlrover.protocol.errors import Rejected
 from dlrover.protocol.peer_messages import Challenge
 from tests.agent.lab import DEADLINE
 
@@ -75,3 +77,63 @@ def test_a_shortage_does_not_end_the_service_for_other_nodes(shortage) -> None:
         logging.getLogger("dlrover.agent").removeHandler(listening)
     accepting.join(DEADLINE)
     assert not accepting.is_alive()
+
+
+SECRET = Secret("token", "job")
+
+
+@contextlib.contextmanager
+def serving(serve=lambda connection: None, **options: float) -> Iterator[tuple[PeerServer, Listening]]:
+    listening = Listening()
+    logging.getLogger("dlrover.agent").addHandler(listening)
+    server = PeerServer("127.0.0.1", SECRET, None, serve, **options)
+    try:
+        yield server, listening
+    finally:
+        server.close()
+        logging.getLogger("dlrover.agent").removeHandler(listening)
+
+
+@contextlib.contextmanager
+def callers(server: PeerServer, count: int) -> Iterator[list[socket.socket]]:
+    """Connections that hold a slot: each has been challenged and has said nothing yet."""
+    place = parse_address(server.address)
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for _ in range(count):
+            opened.append(stack.enter_context(socket.create_connection((place.host, place.port), timeout=DEADLINE)))
+            assert opened[-1].recv(4096), "a challenge"
+        yield opened
+
+
+def test_strangers_who_keep_all_slots_do_not_keep_other_nodes_out() -> None:
+    with serving(patience=DEADLINE) as (server, _), callers(server, MAX_HANDSHAKES + MAX_CONNECTIONS):
+        connect(server.address, SECRET, None, deadline=time.monotonic() + DEADLINE, stall=DEADLINE).close()
+
+
+def test_a_proof_that_comes_byte_by_byte_comes_too_late() -> None:
+    """Each byte alone comes in time."""
+    ends_at = time.monotonic() + DEADLINE
+    with serving(handshake=0.5) as (server, _), callers(server, 1) as [stranger]:
+        stranger.settimeout(0.05)
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall((4000).to_bytes(4, "little") + bytes(4))
+            while time.monotonic() < ends_at:
+                stranger.sendall(b"x")
+                with contextlib.suppress(TimeoutError):
+                    assert not stranger.recv(1)
+                    break
+        assert time.monotonic() < ends_at, "it was never closed"
+
+
+def test_wrong_proofs_are_told_ever_more_rarely_and_large_ones_are_not_read() -> None:
+    with serving() as (server, listening):
+        with callers(server, 1) as [stranger]:
+            stranger.sendall((1024 * 1024).to_bytes(4, "little") + bytes(4))
+            assert not stranger.recv(1)
+        assert "the limit is 4096" in listening.heard[0]
+        for _ in range(40):
+            with pytest.raises(Rejected, match="does not know this job's token"):
+                guessed = Secret("guessed", "job")
+                connect(server.address, guessed, None, deadline=time.monotonic() + DEADLINE, stall=DEADLINE)
+        assert len(listening.heard) <= 6

@@ -37,6 +37,13 @@ def test_what_is_no_port_is_refused(argv: tuple[str, str]) -> None:
         watching(*argv)
 
 
+@pytest.mark.parametrize("url", ["jobs.example.com", "https://example.com/jobs", "ftp://example.com", "https://"])
+def test_the_url_of_a_proxy_has_a_scheme_and_no_path(url: str) -> None:
+    assert watching("--dashboard-url", "https://a.example, http://b").dashboard_url == "https://a.example, http://b"
+    with pytest.raises(ConfigError, match="--dashboard-url"):
+        watching("--dashboard-url", url)
+
+
 def test_a_missing_extra_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))

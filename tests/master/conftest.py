@@ -211,8 +211,10 @@ async def start_master(tmp_path: Path, reserved_port: int) -> AsyncIterator[Star
 class MasterProcess:
     """A master as users have it. `start` returns when it serves."""
 
-    def __init__(self, directory: Path, *, token: str = TOKEN, **options: object) -> None:
+    def __init__(self, directory: Path, *, token: str = TOKEN, max_descriptors: int = 0, **options: object) -> None:
+        """`max_descriptors`: as many as an administrator allows; 0: as this process has it."""
         self._directory = directory
+        self._limit = ["/bin/sh", "-c", f'ulimit -n {max_descriptors}; exec "$@"', "sh"] if max_descriptors else []
         self._seat = Seat("127.0.0.1", 0)  # keeps the port between two lives, as that of a launcher does
         self.journal = directory / "journal.sqlite"
         token_file = directory / "token"
@@ -256,7 +258,7 @@ class MasterProcess:
         config.write_bytes(msgspec.json.encode(msgspec.convert(fields, MasterConfig)))
         with open(self._directory / f"master-{id(self)}.log", "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "dlrover.master", "--config", str(config)],
+                [*self._limit, sys.executable, "-m", "dlrover.master", "--config", str(config)],
                 stdout=log,
                 stderr=log,
                 pass_fds=() if write_fd is None else (write_fd,),

@@ -14,6 +14,7 @@ from dlrover.master.lookout import Lookout
 from dlrover.master.meters import CONTENT_TYPE, Meters
 from dlrover.master.web.access import Access
 from dlrover.master.web.app import Web
+from dlrover.master.web.hosts import Hosts
 from dlrover.master.web.logs import LogReader
 from dlrover.master.web.server import PageServer
 from dlrover.protocol.checkpoint_messages import CheckpointStatus, CommittedCheckpoint
@@ -180,7 +181,9 @@ class Page:
 
 
 @contextlib.asynccontextmanager
-async def serve_page(job: StandInJob | None = None, *, master_log: str = "", token: str = TOKEN) -> AsyncIterator[Page]:
+async def serve_page(
+    job: StandInJob | None = None, *, master_log: str = "", token: str = TOKEN, urls: str = ""
+) -> AsyncIterator[Page]:
     job = StandInJob() if job is None else job
     lookout = Lookout(job)
     lookout.gatherers += [gather_data, gather_events, gather_goodput, gather_diagnosis]
@@ -188,8 +191,16 @@ async def serve_page(job: StandInJob | None = None, *, master_log: str = "", tok
     access = Access(token)
     workers = lambda: {each.global_rank: node for node, report in lookout.progress.items() for each in report.workers}  # noqa: E731
     logs = LogReader(master_log, order=lambda node, order: job.order(node, order), workers=workers)
-    web = Web(lookout, access=access, ask=job.ask, logs=logs, metrics=meters.render, metrics_type=CONTENT_TYPE)
-    server = PageServer(web.app(), None)
+    web = Web(
+        lookout,
+        access=access,
+        ask=job.ask,
+        logs=logs,
+        metrics=meters.render,
+        metrics_type=CONTENT_TYPE,
+        hosts=Hosts("127.0.0.1", urls),
+    )
+    server = PageServer(web.app(), None, is_known=web.is_known)
     port = server.start("127.0.0.1", 0)
     try:
         yield Page(f"http://127.0.0.1:{port}", job, lookout, meters, access, logs)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from dlrover.core.turn import Outcome
-from dlrover.master.exposition import MAX_HEAD, Exposition
+from dlrover.master.exposition import MAX_HEAD, MAX_SCRAPES, Exposition
 from dlrover.master.lookout import Lookout
 from dlrover.master.meters import MAX_NODES, METRICS, Meters
 from dlrover.protocol.checkpoint_messages import CheckpointCommitted, ShardWritten
@@ -172,3 +172,25 @@ async def test_a_scrape_needs_the_token_and_rubbish_gets_an_answer(sent: bytes, 
         exposition.stop()
     assert answer.split(b" ")[1] == status
     assert (b"numbers" in answer) == (status == b"200")
+
+
+async def test_half_scrapes_do_not_keep_others_out() -> None:
+    async def render() -> bytes:
+        return b"numbers\n"
+
+    exposition = Exposition(render, lambda token: token == "yes")
+    port = await exposition.start("127.0.0.1", 0)
+    halves = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2 * MAX_SCRAPES)]
+    try:
+        for _, writer in halves:
+            writer.write(b"GET /metrics HTTP/1.1\r\n")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /metrics HTTP/1.1\r\nAuthorization: Bearer yes\r\n\r\n")
+        assert b"numbers" in await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+        for reader, _ in halves:
+            assert await asyncio.wait_for(reader.read(), 60) == b""
+    finally:
+        for _, writer in halves:
+            writer.transport.abort()
+        exposition.stop()

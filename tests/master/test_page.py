@@ -319,3 +319,54 @@ async def test_old_paths_and_pages_of_nodes_answer_with_the_job_s_own_data() -> 
         assert [node["rank"] for node in part["nodes"]] == list(range(190, 200))
         assert json.loads((await fetch(page, "/api/v1/nodes?health=lost", headers=bearer())).body)["total"] == 2
         assert (await fetch(page, "/api/v1/nodes?offset=-1", headers=bearer())).status == 400
+
+
+async def test_half_requests_do_not_keep_readers_out_and_do_not_stay() -> None:
+    async with serve_page() as page, asyncio.timeout(60):
+        host, port = page.url.removeprefix("http://").split(":")
+        halves = [await asyncio.open_connection(host, int(port)) for _ in range(300)]
+        try:
+            for _, writer in halves:
+                writer.write(b"GET /api/v1/view HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
+            await asyncio.gather(*(writer.drain() for _, writer in halves), return_exceptions=True)
+            while (await fetch(page, "/api/v1/view", headers=bearer())).status == 503:
+                pass  # uvicorn's answer to too many connections
+            for reader, _ in halves:
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+        finally:
+            for _, writer in halves:
+                writer.transport.abort()
+
+
+async def test_a_page_is_opened_by_address_or_by_a_name_that_was_given() -> None:
+    """A stranger's site may let its name point here: its browser sends that name."""
+    async with serve_page(urls="https://jobs.example.com") as page:
+        port = page.url.rsplit(":", 1)[1]
+
+        async def status(host: str, path: str = "/", **headers: str) -> int:
+            return (await fetch(page, path, headers={"Host": host, **headers})).status
+
+        for host in (
+            "localhost",
+            f"localhost:{port}",
+            f"127.0.0.1:{port}",
+            "[::1]:80",
+            "192.0.2.7",
+            "JOBS.example.com",
+        ):
+            assert await status(host) == 401, host
+        for host in ("rebound.example.net", "rebound.example.net:8080", "jobs.example.com.example.net", "", "[::1"):
+            assert await status(host) == 421, host
+        assert await status("anything", "/api/v1/view", **bearer()) == 200, "who shows the token is a program"
+        cookie = (
+            await fetch(page, f"/?token={one_time_link(TOKEN, time.time())}", headers={"Host": "jobs.example.com"})
+        ).headers["set-cookie"]
+        assert "Secure" in cookie
+        headers = {"Cookie": cookie.split(";")[0], "Host": "jobs.example.com"}
+        act = b'{"confirm": "save"}'
+        for origin, expected in (("https://jobs.example.com", 200), ("https://rebound.example.net", 403)):
+            answer = await fetch(
+                page, "/api/v1/actions/save", method="POST", body=act, headers={**headers, "Origin": origin}
+            )
+            assert answer.status == expected, origin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -548,8 +549,11 @@ async def test_a_master_too_busy_to_take_the_stream_is_waited_for(connect: Conne
 async def test_of_thousands_who_come_at_once_nobody_is_sent_away(serve: Serve) -> None:
     """As after a restart of the master. By itself gRPC would cancel many of them, who would come again and make it worse."""
     _, address = await serve()
-    async with open_channel(address, None) as channel:
-        method = channel.unary_unary(f"/{SERVICE}/{ASK_METHOD}")
-        calls = [method(QUESTION.encode(Ping()), metadata=call_metadata(TOKEN)) for _ in range(3000)]
+    async with contextlib.AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(open_channel(address, None)) for _ in range(200)]
+        methods = [channel.unary_unary(f"/{SERVICE}/{ASK_METHOD}") for channel in channels]
+        calls = [
+            method(QUESTION.encode(Ping()), metadata=call_metadata(TOKEN)) for _ in range(15) for method in methods
+        ]
         answers = [VERDICT.decode(data) for data in await asyncio.gather(*calls)]
     assert answers == [Answer(id=0, body=Pong(job_name="job", master_epoch=1))] * 3000

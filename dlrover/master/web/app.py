@@ -28,6 +28,7 @@ from starlette.types import Scope as AsgiScope
 from dlrover.master.lookout import Lookout
 from dlrover.master.web.access import SESSION_SECONDS, Access, Scope, is_own_origin
 from dlrover.master.web.actions import ACTIONS, BadWish, read_wish
+from dlrover.master.web.hosts import Hosts
 from dlrover.master.web.logs import BadName, LogReader, NoLog
 from dlrover.master.web.old_paths import OldPaths
 from dlrover.master.web.stream import EventStream
@@ -71,6 +72,7 @@ class Web:
         logs: LogReader,
         metrics: Callable[[], Awaitable[bytes]],
         metrics_type: str,
+        hosts: Hosts | None = None,
     ) -> None:
         self._lookout = lookout
         self._access = access
@@ -78,7 +80,12 @@ class Web:
         self._logs = logs
         self._metrics = metrics
         self._metrics_type = metrics_type
+        self._hosts = Hosts() if hosts is None else hosts
         self._files = _load_files()
+
+    def is_known(self, scope: AsgiScope) -> bool:
+        """Whether a request shows the token or what was given for it."""
+        return scope["type"] == "http" and self._scope(Request(scope)) is not None
 
     def app(self) -> ASGIApp:
         reads: list[tuple[str, Handler]] = [
@@ -100,7 +107,24 @@ class Web:
             *(Route(path, self._guarded(handler)) for path, handler in reads),
             Route("/api/v1/actions/{name}", self._act, methods=["POST"]),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _refused, Exception: _broken})
+        inner = Starlette(routes=routes, exception_handlers={HTTPException: _refused, Exception: _broken})
+
+        async def app(scope: AsgiScope, receive: Receive, send: Send) -> None:
+            refusal = self._wrong_host(Request(scope)) if scope["type"] == "http" else None
+            await (inner if refusal is None else refusal)(scope, receive, send)
+
+        return app
+
+    def _wrong_host(self, request: Request) -> Response | None:
+        """Programs that show the token may use any name: a site of a stranger cannot show it."""
+        host = request.headers.get("host", "")
+        if self._hosts.is_known(host) or self._access.scope_of_token(_bearer(request)) is not None:
+            return None
+        message = (
+            "This page is not served under the name in your request. Open it by its IP address or as localhost, or "
+            "start the job with --dashboard-url and the URL that you use."
+        )
+        return _json(421, {"error": message})
 
     # The page.
 
@@ -142,7 +166,7 @@ class Web:
             self._access.cookie(scope),
             max_age=SESSION_SECONDS,
             path="/",
-            secure=request.url.scheme == "https",
+            secure=request.url.scheme == "https" or self._hosts.is_encrypted(request.headers.get("host", "")),
             httponly=True,
             samesite="strict",
         )
@@ -245,7 +269,10 @@ class Web:
         return self._access.scope_of_cookie(request.cookies.get(self._access.cookie_name, ""))
 
     def _is_ours(self, request: Request) -> bool:
-        return is_own_origin(request.headers.get("origin", ""), request.headers.get("host", ""), request.url.scheme)
+        origin = request.headers.get("origin", "")
+        return origin in self._hosts.origins or is_own_origin(
+            origin, request.headers.get("host", ""), request.url.scheme
+        )
 
 
 class _Endpoint:

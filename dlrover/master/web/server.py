@@ -6,27 +6,39 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dlrover.protocol.addresses import TlsConfig
+from dlrover.protocol.door import Door
 
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT = 1
 """Seconds that open pages have when the master ends."""
-MAX_CONNECTIONS = 256
+MAX_STRANGERS = 256
+"""Connections that show no token, at a time: half requests, TLS handshakes, and people with the form for the token."""
+MAX_CONNECTIONS = 1024
+"""All together. Beyond it the page answers 503."""
 MAX_HEAD = 16 * 1024
 
 
 class PageServer:
-    def __init__(self, app: ASGIApp, tls: TlsConfig | None) -> None:
+    """`is_known`: whether a request shows the token. All other connections have the limits of `Door`: uvicorn has none for half requests."""
+
+    def __init__(self, app: ASGIApp, tls: TlsConfig | None, *, is_known: Callable[[Scope], bool]) -> None:
+        self._app = app
+        self._is_known = is_known
+        self._door: Door | None = None
+        self._watching: asyncio.Future[None] | None = None
         config = uvicorn.Config(
-            app,
+            self._answer,
             log_config=None,
+            log_level="error",  # it warns of each bad request
             access_log=False,  # links carry tokens
+            interface="asgi3",
             lifespan="off",
             server_header=False,
             proxy_headers=False,
@@ -47,16 +59,26 @@ class PageServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=128)
         listener.setblocking(False)
+        bound = int(listener.getsockname()[1])
+        self._door = Door(bound, max_outside=MAX_STRANGERS)
+        self._watching = asyncio.ensure_future(self._door.run())
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
         self._serving.add_done_callback(_ended)
-        return int(listener.getsockname()[1])
+        return bound
 
     async def stop(self) -> None:
         if self._serving is None:
             return
+        if self._watching is not None:
+            self._watching.cancel()
         self._server.should_exit = True
         await asyncio.wait({self._serving}, timeout=STOP_TIMEOUT + 1)
         self._serving.cancel()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self._door is not None, "served before start"
+        with self._door.inside(scope["client"]) if self._is_known(scope) else contextlib.nullcontext():
+            await self._app(scope, receive, send)
 
 
 class _Server(uvicorn.Server):

@@ -1,0 +1,227 @@
+"""
+The door of a port: connections that have not shown the job's token are few, and do not stay.
+
+gRPC bounds the streams of a connection, but not the connections of an address, and it has no deadline for a connection without calls. The
+server of the page has neither. A relay before them could have both, for the price of a copy and a wake-up for each message of each agent.
+The door looks from behind instead: all connections are descriptors of this process, so it can see them and shut them down.
+
+A connection is *inside* while a call that has shown the token lasts, else *outside*. The door does not look at connections inside.
+An address may have few connections outside, and all addresses together some more. Ten thousand agents may come from one address at once
+and wait outside until the master has read their calls: each agent that is admitted makes room for others of its address, for a moment.
+
+Time is counted in looks. A master that was stopped or is busy looks less often, and no connection ends for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import socket
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from urllib.parse import unquote
+
+from dlrover.protocol.rarely import Rarely
+
+log = logging.getLogger(__name__)
+
+PERIOD = 0.1
+"""Seconds between two looks."""
+PATIENCE = 50
+"""Looks (5 s) within which a connection must show the token."""
+LONG_PATIENCE = 300
+"""The same (30 s, as long as an agent waits) while other connections show it: there may be many calls to read before the next one."""
+LINGER = 2
+"""Looks after which a refused connection is closed. The refusal must reach the caller: it may be a person with an old token."""
+SPARED = 5
+"""Looks for which the bound of its address does not count for a new connection, unless a call of that address was refused lately."""
+MAX_OF_ADDRESS = 64
+MAX_OF_REFUSED = 16
+"""Instead, if a call of that address was refused in the last 50 looks."""
+MAX_OUTSIDE = 2048
+"""Of all addresses together. A connection that says nothing costs 10 to 15 KB."""
+ROOM = 64
+"""How many more of its address may be outside for each connection that is admitted."""
+FADING = 0.9
+"""The part of that room that a look leaves: half of it is gone after 0.7 s."""
+
+Place = tuple[str, int]
+"""The other end of a connection: its address and port."""
+
+
+@dataclass(eq=False)
+class _Connection:
+    """A descriptor of this process that is not inside."""
+
+    number: int
+    inode: int
+    place: Place | None = None
+    """None: this is not a connection of our port."""
+    address: str = ""
+    """Who counts as one."""
+    num_looks: int = 0
+
+
+class Door:
+    """For one event loop: the one that handles the calls of the port."""
+
+    def __init__(self, port: int, *, max_outside: int = MAX_OUTSIDE) -> None:
+        self._port = port
+        self._max_outside = max_outside
+        self._calls: Counter[Place] = Counter()  # admitted and not over
+        self._inside: dict[Place, int] = {}  # descriptors of those that were seen since then
+        self._seen: dict[int, _Connection] = {}  # all other descriptors, as of the last look
+        self._refused: dict[Place, int] = {}  # and the looks since the first refusal
+        self._suspects: dict[str, int] = {}  # addresses, and the looks since the last refusal
+        self._room: dict[str, float] = {}  # by address
+        self._rarely = Rarely()
+
+    @contextlib.contextmanager
+    def inside(self, place: Place) -> Iterator[None]:
+        """While a call lasts that has shown the token."""
+        place = _plain(place)
+        if not self._calls[place]:
+            address = _address_of(place)
+            self._room[address] = self._room.get(address, 0.0) + ROOM
+        self._calls[place] += 1
+        try:
+            yield
+        finally:
+            self._calls[place] -= 1
+            if not self._calls[place]:
+                del self._calls[place]
+                self._inside.pop(place, None)  # its descriptor may soon be that of another connection
+
+    def refuse(self, place: Place) -> None:
+        """A call has shown no token, or a wrong one. Its connection is closed when the caller has had time to read why."""
+        place = _plain(place)
+        self._refused.setdefault(place, 0)
+        self._suspects[_address_of(place)] = 0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        is_told = False
+        while True:
+            await asyncio.sleep(PERIOD)
+            try:
+                self._look()
+                is_told = False
+            except OSError as error:  # there is no descriptor left for the look itself
+                if not is_told:
+                    log.warning("cannot look at connections port=%d reason=%s", self._port, error)
+                is_told = True
+
+    def _look(self) -> None:
+        outside = self._outside()
+        for places in (self._refused, self._suspects):
+            for place in places:
+                places[place] += 1  # type: ignore[index]
+        num_of = Counter(each.address for each in outside)
+        num_outside, max_outside = len(outside), self._max_outside + sum(self._room.values())
+        for each in sorted(outside, key=attrgetter("num_looks"), reverse=True):
+            reason = self._reason(each, num_of[each.address])
+            if not reason and num_outside > max_outside:
+                reason = "too-many"
+            if reason:
+                num_of[each.address] -= 1
+                num_outside -= 1
+                self._close(each, reason)
+        self._refused = {place: looks for place, looks in self._refused.items() if looks <= LINGER}
+        self._suspects = {address: looks for address, looks in self._suspects.items() if looks <= PATIENCE}
+        self._room = {address: room * FADING for address, room in self._room.items() if room > 1}
+
+    def _reason(self, each: _Connection, num_of_address: int) -> str:
+        """Why this one is to be closed; empty: it is not."""
+        assert each.place is not None, "a connection of our port"
+        if self._refused.get(each.place, 0) > LINGER:
+            return "no-token"
+        if each.num_looks > (LONG_PATIENCE if self._room else PATIENCE):
+            return "silent"
+        if each.address in self._suspects:
+            return "too-many-of-address" if num_of_address > MAX_OF_REFUSED else ""
+        limit = MAX_OF_ADDRESS + self._room.get(each.address, 0.0)
+        return "too-many-of-address" if each.num_looks > SPARED and num_of_address > limit else ""
+
+    def _outside(self) -> list[_Connection]:
+        inside = set(self._inside.values())
+        seen: dict[int, _Connection] = {}
+        outside: list[_Connection] = []
+        for name in os.listdir("/proc/self/fd"):
+            number = int(name)
+            each = None if number in inside else self._recognise(number)
+            if each is None:
+                continue
+            if each.place is not None and self._calls.get(each.place):
+                self._inside[each.place] = number
+                continue
+            seen[number] = each
+            if each.place is not None:
+                each.num_looks += 1
+                outside.append(each)
+        self._seen = seen
+        return outside
+
+    def _recognise(self, number: int) -> _Connection | None:
+        """None: it was closed since it was listed."""
+        try:
+            status = os.fstat(number)
+            known = self._seen.get(number)
+            if known is not None and known.inode == status.st_ino:
+                return known
+            place = None
+            if stat.S_ISSOCK(status.st_mode):
+                with socket.socket(fileno=os.dup(number)) as sock:
+                    place = self._place(sock)
+        except OSError:
+            return None
+        return _Connection(number, status.st_ino, place, _address_of(place) if place is not None else "")
+
+    def _place(self, sock: socket.socket) -> Place | None:
+        if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.getsockname()[1] != self._port:
+            return None
+        try:
+            host, port, *_ = sock.getpeername()
+        except OSError:  # it listens, or its peer is gone
+            return None
+        return _plain((host, port))
+
+    def _close(self, each: _Connection, reason: str) -> None:
+        """By a shutdown, which its owner sees as if the peer had gone."""
+        try:
+            with socket.socket(fileno=os.dup(each.number)) as sock:
+                if os.fstat(sock.fileno()).st_ino == each.inode:
+                    sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it is gone
+        if self._rarely.now():
+            log.warning(
+                "connections of strangers closed num=%d port=%d newest=%s reason=%s",
+                self._rarely.num,
+                self._port,
+                each.address,
+                reason,
+            )
+
+
+def place_of(peer: str) -> Place:
+    """As gRPC names a peer: `ipv4:10.0.0.1:80` or `ipv6:%5Bfe80::1%25eth0%5D:80`."""
+    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+    return host.strip("[]"), int(port) if port.isdigit() else 0  # `unknown`: the connection is gone
+
+
+def _plain(place: Place) -> Place:
+    """One spelling for an address: without the interface, and IPv4 as such also where a socket takes both kinds."""
+    host = place[0].partition("%")[0]
+    return host.removeprefix("::ffff:") if "." in host else host, place[1]
+
+
+def _address_of(place: Place) -> str:
+    """An IPv4 address, or an IPv6 network of 64 bits: one machine may use all addresses of that."""
+    host = place[0]
+    return str(ipaddress.ip_network(f"{host}/64", strict=False)) if ":" in host else host

@@ -1,0 +1,45 @@
+"""A stranger who floods a port, as a process of its own: `benchmarks/floods.py`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "floods.py"
+STRANGER = "127.0.0.2"
+"""An address of this machine that no honest caller of a test has."""
+
+
+class Flooding:
+    """From the beginning of the block to its end, or for so many seconds."""
+
+    def __init__(self, kind: str, address: str, *, seconds: float, connections: int = 0) -> None:
+        argv = [sys.executable, str(SCRIPT), kind, address, "--seconds", f"{seconds:g}", "--source", STRANGER]
+        self._process = subprocess.Popen(
+            [*argv, "--connections", str(connections)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    def end(self) -> dict[str, int]:
+        """What it has done."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        with self._process.stdout as output:
+            told = output.read()
+        assert self._process.wait(60) == 0
+        count: dict[str, int] = json.loads(told.splitlines()[-1])
+        return count
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait(60)
