@@ -37,6 +37,7 @@ from dlrover.protocol.messages import Hello
 from dlrover.snapshot.commit import ANOTHER_JOB
 from dlrover.snapshot.index import Home, make_private, remove_empty_root
 from dlrover.snapshot.persist import SaveRequest, finish, give_up, persist, pin_newest, release, wait_until_complete
+from dlrover.snapshot.places import Place, encode_place
 from dlrover.snapshot.segment import PinnedSlot, SlotName
 from dlrover.trainer.environment import WorkerEnvironment, snapshot_dir
 
@@ -54,6 +55,9 @@ class Outlet(Protocol):
     fallback: Path | None
     settled: dict[str, CheckpointSettled]
     """What became of storage saves, by attempt, as far as it was heard here; the newest few."""
+
+    def open(self, place: Place) -> None:
+        """Before the first save: who writes it gets to know where, and with which classes. Again when that changes."""
 
     def saved(self, name: SlotName, request: SaveRequest) -> None:
         """A snapshot is complete."""
@@ -88,7 +92,9 @@ class AgentOutlet:
         """What became of storage saves, by attempt; the newest few."""
         self.save_request: SaveRequested | None = None
         """Somebody wants a storage save; the newest request that was heard of."""
-        self._send(OpenSnapshots(home=str(self.home)))
+
+    def open(self, place: Place) -> None:
+        self._send(OpenSnapshots(home=str(self.home), place=encode_place(place)))
 
     def saved(self, name: SlotName, request: SaveRequest) -> None:
         is_storage = request.is_storage and request.is_writer
@@ -208,6 +214,9 @@ class ThreadOutlet:
         self._is_other_job_reported = False
         self._pid = os.getpid()
         atexit.register(self.close)
+
+    def open(self, place: Place) -> None:
+        """This process is both: it follows its own words."""
 
     def saved(self, name: SlotName, request: SaveRequest) -> None:
         if not (request.is_storage and request.is_writer):
