@@ -59,7 +59,11 @@ def test_a_users_strategy_gets_neither_the_newest_nor_what_is_not_ours(tmp_path,
     storage = fill(directory, 1, 2)
     (directory / "notes").mkdir()
     (tmp_path / "elsewhere" / "7").mkdir(parents=True)
-    apply_retention(storage, str(directory), UserDeletion(describe(DeleteEverything(str(directory)), CheckpointDeletionStrategy), str(directory)))
+    apply_retention(
+        storage,
+        str(directory),
+        UserDeletion(describe(DeleteEverything(str(directory)), CheckpointDeletionStrategy), str(directory)),
+    )
     assert committed(directory) == [2]
     assert (directory / "notes").is_dir()
     assert (tmp_path / "elsewhere" / "7").is_dir()
@@ -70,6 +74,7 @@ def test_a_users_strategy_gets_neither_the_newest_nor_what_is_not_ours(tmp_path,
     ("meta", "said"),
     [
         (describe(Raising(), CheckpointDeletionStrategy), "cannot decide"),
+        (ClassMeta("subprocess", "Popen", {"args": ["false"]}), "subprocess.Popen is no CheckpointDeletionStrategy"),
         (ClassMeta("no_such_module", "Thing"), "cannot be imported here"),
     ],
 )
@@ -82,7 +87,9 @@ def test_a_strategy_that_fails_deletes_nothing_and_says_why(tmp_path, caplog, me
 
 
 def test_directories_of_other_layouts_are_found_by_their_number(tmp_path):
-    strategy = UserDeletion(describe(KeepEven(str(tmp_path), pattern="iter_{:07d}"), CheckpointDeletionStrategy), str(tmp_path))
+    strategy = UserDeletion(
+        describe(KeepEven(str(tmp_path), pattern="iter_{:07d}"), CheckpointDeletionStrategy), str(tmp_path)
+    )
     assert strategy.expendable([1, 2, 3, 4]) == [1, 3]
 
 

@@ -232,6 +232,21 @@ def test_a_class_that_is_not_there_is_named():
         build(ClassMeta("tests.snapshot.user_classes", "KeepEven", {"wrong": 1}), CheckpointDeletionStrategy)
 
 
+def test_only_a_storage_is_called_as_one(tmp_path):
+    mark = tmp_path / "mark"
+    with pytest.raises(ConfigError, match=r"subprocess\.Popen is no CheckpointStorage\. It lacks commit"):
+        storage_of(str(tmp_path), ClassMeta("subprocess", "Popen", {"args": ["touch", str(mark)]}))
+    with pytest.raises(ConfigError, match=r"os\.system is not a class"):
+        storage_of(str(tmp_path), ClassMeta("os", "system", {"command": f"touch {mark}"}))
+    nested = {
+        "tracker_file": "x",
+        "deletion_strategy": {"$class": ClassMeta("subprocess", "Popen", {"args": ["touch"]})},
+    }
+    with pytest.raises(ConfigError, match=r"subprocess\.Popen is no Rebuildable"):
+        build(ClassMeta("dlrover.snapshot.user_storage", "PosixStorageWithDeletion", nested), CheckpointStorage)
+    assert not mark.exists()
+
+
 # URLs.
 
 
