@@ -25,6 +25,7 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
+from dlrover.host.ownership import check_directory, open_checked
 from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler
 
 log = logging.getLogger("dlrover.trainer.data")
@@ -207,6 +208,7 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
         config["dataloader"] = {**(config.get("dataloader") or {}), "batch_size": self._batches.batch_size}
         config["dataloader"].setdefault("version", self._version)
         try:
+            check_directory(folder)
             with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
                 json.dump(config, file)
             os.replace(file.name, self.config_file)
@@ -216,7 +218,7 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        with open(path) as file:
+        with open(open_checked(path, os.O_RDONLY)) as file:
             config = json.load(file)
     except FileNotFoundError:
         return {}

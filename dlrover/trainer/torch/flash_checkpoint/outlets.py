@@ -22,6 +22,7 @@ from typing import Protocol
 
 import msgspec
 
+from dlrover.host.ownership import NotOurs, check_server, make_private
 from dlrover.protocol.checkpoint_messages import (
     CheckpointSettled,
     OpenSnapshots,
@@ -35,7 +36,7 @@ from dlrover.protocol.errors import DLRoverError, Rejected
 from dlrover.protocol.local import FrameBuffer, pack
 from dlrover.protocol.messages import Hello
 from dlrover.snapshot.commit import ANOTHER_JOB
-from dlrover.snapshot.index import Home, make_private, remove_empty_root
+from dlrover.snapshot.index import Home, remove_empty_root
 from dlrover.snapshot.persist import SaveRequest, finish, give_up, persist, pin_newest, release, wait_until_complete
 from dlrover.snapshot.places import Place, encode_place
 from dlrover.snapshot.segment import PinnedSlot, SlotName
@@ -182,11 +183,14 @@ class AgentOutlet:
         try:
             sock.settimeout(_CONNECT_TIMEOUT)
             sock.connect(self._where.agent_socket)
+            check_server(sock)
             hello = Hello(local_rank=self._where.local_rank, round=self._where.round, pid=os.getpid())
             sock.sendall(pack(msgspec.msgpack.encode(hello)))
             sock.setblocking(False)
-        except OSError:
+        except OSError as error:
             sock.close()
+            if isinstance(error, NotOurs):
+                log.error("snapshots are not told to the agent: %s", error.strerror)
             raise
         self._socket, self._frames = sock, FrameBuffer()
 
