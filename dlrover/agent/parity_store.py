@@ -24,6 +24,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dlrover.agent.peers import Connection
+from dlrover.host.ownership import make_private
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.peer_messages import (
     LARGEST_GROUP,
@@ -35,7 +36,6 @@ from dlrover.protocol.peer_messages import (
     PullPiece,
 )
 from dlrover.snapshot.checksum import Algorithm, best_algorithm, checksum_function
-from dlrover.snapshot.index import make_private
 from dlrover.snapshot.parity import Add, coefficient, piece_range, table
 from dlrover.snapshot.room import find_room
 

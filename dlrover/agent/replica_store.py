@@ -17,6 +17,7 @@ from dlrover.agent.arithmetic import fastest_add
 from dlrover.agent.holdings import Holdings
 from dlrover.agent.parity_store import MOST_PULLED_BYTES, ParityStore, send_piece
 from dlrover.agent.peers import Connection, be_nice
+from dlrover.host.ownership import make_private
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.identity import Round
 from dlrover.protocol.peer_messages import (
@@ -31,7 +32,6 @@ from dlrover.protocol.peer_messages import (
     SlotHeader,
 )
 from dlrover.snapshot.image import Image
-from dlrover.snapshot.index import make_private
 from dlrover.snapshot.mirror import ArrivingSlot, copy_path, copy_paths, read_transfer, remove_copies
 from dlrover.snapshot.persist import SaveRequest, release
 from dlrover.snapshot.segment import PinnedSlot, Segment

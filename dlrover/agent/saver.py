@@ -49,6 +49,7 @@ from dlrover.snapshot.persist import (
     read_request,
     release,
 )
+from dlrover.snapshot.places import NotNamed, Places
 from dlrover.snapshot.segment import PinnedSlot, SlotName
 from dlrover.snapshot.summing import Summer
 
@@ -98,6 +99,11 @@ class Saver:
         self._promised: Held = []
         self._newest: dict[str, int] = {}
         """By segment: newest step that this round's workers saved."""
+        self._places = Places()
+        self._own_from: dict[str, int] = {}
+        """By segment: the first generation that a worker of this node told us of. What is older may have come from another node."""
+        self._has_refused = False
+        """Whether something of another node waits for a worker of this node to name the same."""
         self._stop = threading.Event()
         self._hurry = threading.Event()
         self._writer = nice_pool("dlrover-persist")
@@ -140,11 +146,13 @@ class Saver:
     def on_open(self, message: OpenSnapshots) -> None:
         if self._path is not None and message.home == str(self._path):
             self._own_home(int(self._path.name.rsplit("-", 1)[1]))
+            self._name_place(message.place)
         self._settling.greet()
 
     def on_saved(self, message: SnapshotSaved) -> SnapshotTaken | None:
         if self._path is None or Path(message.path).parent != self._path:
             return None  # not of our directory: whoever it is, it is not our worker
+        self._own_from.setdefault(message.path, message.generation)
         taken = None
         if message.is_storage:
             pinned = pin_newest(message.path, message.slot, message.generation)
@@ -291,12 +299,31 @@ class Saver:
             return
         self._start(pinned, request, is_adopted)
 
+    def _name_place(self, place: bytes) -> None:
+        """A worker of this node says where it saves. What another node sent before may be allowed by that."""
+        try:
+            if place and self._places.add(place) and self._has_refused:
+                self._has_refused = False
+                self._adopt()
+        except DLRoverError as error:
+            log.warning("%s", error)
+
     def _read(self, pinned: PinnedSlot) -> SaveRequest | None:
         try:
-            return read_request(decode_contents(pinned.sections()))
+            request = read_request(decode_contents(pinned.sections()))
+            return self._places.restrict(request) if request is not None and self._is_foreign(pinned) else request
+        except NotNamed as error:
+            self._has_refused = True
+            self._report(f"not named {error}", f"step {pinned.record.step} is not written by this node: {error}")
+            return None
         except DLRoverError as error:
             self._report("unreadable", f"a snapshot cannot be written: {error}")
             return None
+
+    def _is_foreign(self, pinned: PinnedSlot) -> bool:
+        """Whether the slot came from another node. A worker may have saved into the file since: it told us from which generation on."""
+        own_from = self._own_from.get(str(pinned.segment.path))
+        return pinned.segment.owner.local_rank < 0 and (own_from is None or pinned.record.generation < own_from)
 
     def _start(self, pinned: PinnedSlot, request: SaveRequest, is_adopted: bool) -> None:
         self._known.add(_key(request))
@@ -319,8 +346,10 @@ class Saver:
                     limit = self._config.bytes_per_second or None
                     options = WriteOptions(nice=NICENESS, bytes_per_second=limit, hurry=self._hurry)
                     round_ = Round(pinned.record.round)
+                    is_foreign = self._is_foreign(pinned)
                     digest = await loop.run_in_executor(
-                        self._writer, lambda: persist(pinned, request, options=options, stop=self._stop)
+                        self._writer,
+                        lambda: persist(pinned, request, options=options, stop=self._stop, is_foreign=is_foreign),
                     )
                 finally:
                     release(pinned)

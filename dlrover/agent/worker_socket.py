@@ -19,6 +19,7 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
+from dlrover.host.ownership import make_private, peer_credentials
 from dlrover.protocol.checkpoint_messages import (
     OpenSnapshots,
     SnapshotFailed,
@@ -28,7 +29,7 @@ from dlrover.protocol.checkpoint_messages import (
 )
 from dlrover.protocol.data_messages import DataCommand
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
-from dlrover.protocol.local import pack, peer_credentials, read_frame
+from dlrover.protocol.local import pack, read_frame
 from dlrover.protocol.messages import (
     AgentMessage,
     AskMaster,
@@ -91,7 +92,7 @@ class WorkerSocket:
                 f"The socket {path} would have a name of over {_MAX_PATH_BYTES} bytes, more than Linux allows. "
                 "Set TMPDIR to a directory with a shorter name."
             )
-        os.makedirs(runtime_dir, mode=0o700, exist_ok=True)
+        make_private(runtime_dir)
         if os.path.exists(path):
             os.unlink(path)  # of an agent that was killed; the directory belongs to one agent at a time
         self = cls(path)

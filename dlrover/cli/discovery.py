@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from dlrover.cli.runtime_dir import NodeDirectory
 from dlrover.cli.settings import Settings
+from dlrover.host.ownership import open_checked
 from dlrover.protocol.addresses import LOOPBACK, Address, is_local, is_loopback, parse_address
 from dlrover.protocol.errors import ConfigError
 
@@ -150,7 +151,7 @@ def find_token(settings: Settings, place: MasterPlace, directory: NodeDirectory)
 
 def read_token_file(path: str) -> str:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(open_checked(path, os.O_RDONLY), encoding="utf-8") as file:
             token = file.read().strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"

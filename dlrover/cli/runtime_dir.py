@@ -19,7 +19,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import stat
 import time
 from collections.abc import Iterator
 
@@ -27,6 +26,7 @@ import msgspec
 
 from dlrover.cli.console import say
 from dlrover.cli.environment import Environment
+from dlrover.host.ownership import NotOurs, make_private
 from dlrover.host.processes import look_up
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import ConfigError
@@ -521,15 +521,8 @@ def _is_usable(path: str) -> bool:
 def _make_private(path: str) -> None:
     with explained(path):
         try:
-            os.mkdir(path, 0o700)
-        except FileExistsError:
-            pass
-        found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise ConfigError(
-            f"The runtime directory {path} belongs to somebody else (uid {found.st_uid}) or is no directory; what is "
-            "in it cannot be trusted. Remove it, or point TMPDIR elsewhere."
-        )
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        with explained(path):
-            os.chmod(path, 0o700)
+            make_private(path)
+        except NotOurs as error:
+            raise ConfigError(
+                f"The runtime directory {path} cannot be used: {error.strerror}. Remove it, or point TMPDIR elsewhere."
+            ) from error

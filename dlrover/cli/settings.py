@@ -22,6 +22,7 @@ from dlrover.cli.environment import Environment, read_environment
 from dlrover.cli.piped_script import is_read_once
 from dlrover.cli.watch_settings import watch_config
 from dlrover.cli.watching import Watching
+from dlrover.host.ownership import make_directory
 from dlrover.protocol.check_messages import CheckTerms
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import Detection, JobTerms, Limits, RestartPolicy
@@ -337,7 +338,7 @@ def probe_directory(path: str, *, option: str, purpose: str) -> None:
     created = _missing_parents(path)
     probe = os.path.join(path, f".dlrover-probe-{os.getpid()}")
     try:
-        os.makedirs(path, exist_ok=True)
+        make_directory(path)
         os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         os.unlink(probe)
     except OSError as error:

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dlrover.host.ownership import NotOurs, open_checked
 from dlrover.master.filesystem import network_filesystem
 from dlrover.protocol.errors import DLRoverError, Unavailable
 
@@ -177,7 +178,7 @@ class Journal:
     def _connect(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # It contains what users' programs logged: for its owner only. SQLite gives its side files the same mode.
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        os.close(open_checked(str(self.path), os.O_RDWR | os.O_CREAT))
         connection = sqlite3.connect(
             self.path, timeout=BUSY_TIMEOUT, isolation_level=None, check_same_thread=False, cached_statements=32
         )
@@ -278,6 +279,8 @@ class Journal:
             yield
         except sqlite3.Error as error:
             raise explain(error, self.path) from error
+        except NotOurs as error:
+            raise JournalError(f"The journal cannot be used: {error.strerror}. Choose another directory.") from error
         except OSError as error:
             raise Unavailable(f"The journal {self.path} cannot be written: {error.strerror}.", RETRY_AFTER) from error
 

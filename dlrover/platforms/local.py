@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 import msgspec
 from msgspec import Struct
 
+from dlrover.host.ownership import check_server
 from dlrover.platforms.base import Capabilities, Intent, LaunchNotTaken, Sight, StaleMaster
 from dlrover.platforms.host_messages import (
     ANSWER,
@@ -114,9 +115,15 @@ class LocalPlatform:
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
-            return await asyncio.open_unix_connection(self._socket)
+            reader, writer = await asyncio.open_unix_connection(self._socket)
         except OSError as error:
             raise Unavailable(f"The node host at {self._socket} cannot be reached: {error.strerror}.") from error
+        try:
+            check_server(writer.get_extra_info("socket"))
+        except OSError as error:
+            writer.close()
+            raise Unavailable(f"The node host at {self._socket} is not asked: {error.strerror}.") from error
+        return reader, writer
 
     async def _receive(self, reader: asyncio.StreamReader) -> HostAnswer | None:
         try:

@@ -27,6 +27,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.host.neighbours import Neighbours
+from dlrover.host.ownership import peer_credentials
 from dlrover.host.processes import all_processes
 from dlrover.platforms.base import (
     Intent,
@@ -66,7 +67,7 @@ from dlrover.protocol.fleet_messages import (
 )
 from dlrover.protocol.identity import PlatformId
 from dlrover.protocol.lifeline import follow_parent
-from dlrover.protocol.local import pack, peer_credentials, read_frame
+from dlrover.protocol.local import pack, read_frame
 
 log = logging.getLogger(__name__)
 

@@ -30,6 +30,11 @@ class OpenSnapshots(Struct, tag=True, frozen=True, kw_only=True):
     """This worker is going to save: own the directory of the segments."""
 
     home: str
+    place: bytes = b""
+    """
+    Where it saves and with which classes, as `dlrover.snapshot.places` reads it. The agent follows a copy of another node only as
+    far as a worker of its own has named the same.
+    """
 
 
 class SnapshotSaved(Struct, tag=True, frozen=True, kw_only=True):

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 HEADER = struct.Struct("!I")
 MAX_DESCRIPTORS = 16
-_CREDENTIALS = struct.Struct("3i")
 
 
 def pack(payload: bytes) -> bytes:
@@ -129,10 +128,3 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
             return None
         payload += piece
     return payload
-
-
-def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """pid, uid and gid of the process at the other end, as the kernel knows them."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, gid = _CREDENTIALS.unpack(raw)
-    return pid, uid, gid

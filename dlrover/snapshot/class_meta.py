@@ -63,9 +63,9 @@ class Rebuildable:
         return ClassMeta(module_path=type(self).__module__, class_name=type(self).__qualname__, kwargs=named)
 
 
-def describe(thing: object) -> ClassMeta:
+def describe(thing: object, interface: type) -> ClassMeta:
     """
-    Words for an object with a `get_class_meta`, checked: another process will be able to build it from them.
+    Words for an object with a `get_class_meta`, checked: another process will be able to build it from them, as an `interface`.
 
     Raises ConfigError with what to change.
     """
@@ -97,13 +97,13 @@ def describe(thing: object) -> ClassMeta:
         if isinstance(given, ClassMeta) and given.search_path
         else found_in(given.module_path),
     )
-    find_class(meta)
+    find_class(meta, interface)
     return meta
 
 
-def build(meta: ClassMeta) -> Any:
-    """Import the class and make the object. Raises ConfigError."""
-    cls = find_class(meta)
+def build(meta: ClassMeta, interface: type) -> Any:
+    """Import the class, check that it is an `interface`, and make the object. Raises ConfigError."""
+    cls = find_class(meta, interface)
     kwargs = {key: _object(value) for key, value in meta.kwargs.items()}
     try:
         return cls(**kwargs)
@@ -113,7 +113,8 @@ def build(meta: ClassMeta) -> Any:
         ) from error
 
 
-def find_class(meta: ClassMeta) -> Any:
+def find_class(meta: ClassMeta, interface: type) -> Any:
+    """A subclass of `interface`, or a class that has all of its abstract methods."""
     found: Any = _import(meta)
     try:
         for part in meta.class_name.split("."):
@@ -122,6 +123,14 @@ def find_class(meta: ClassMeta) -> Any:
         raise ConfigError(
             f"The module {meta.module_path} has no class {meta.class_name} at its top level; the agent finds only such ones."
         ) from error
+    name = f"{meta.module_path}.{meta.class_name}"
+    if not isinstance(found, type):
+        raise ConfigError(f"{name} is not a class. Name a class derived from {interface.__name__}.")
+    wanted = sorted(getattr(interface, "__abstractmethods__", ()))
+    missing = [method for method in wanted if not callable(getattr(found, method, None))]
+    if not issubclass(found, interface) and (missing or not wanted):
+        lacks = f" It lacks {', '.join(missing)}." if missing else ""
+        raise ConfigError(f"{name} is no {interface.__name__}.{lacks} Derive it from {interface.__name__}.")
     return found
 
 
@@ -160,7 +169,7 @@ def found_in(module_path: str) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Rebuildable):
-        return {_NESTED: describe(value)}
+        return {_NESTED: describe(value, Rebuildable)}
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value
@@ -168,5 +177,5 @@ def _plain(value: Any) -> Any:
 
 def _object(value: Any) -> Any:
     if isinstance(value, dict) and list(value) == [_NESTED]:
-        return build(msgspec.convert(value[_NESTED], ClassMeta))
+        return build(msgspec.convert(value[_NESTED], ClassMeta), Rebuildable)
     return value

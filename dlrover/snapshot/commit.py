@@ -68,7 +68,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in (self.target, self.attempt):
-            if not name or "/" in name or _STAGED in name or _SET_ASIDE in name:
+            if name in ("", ".", "..") or "/" in name or _STAGED in name or _SET_ASIDE in name:
                 raise ValueError(f"{name!r} cannot name a checkpoint or an attempt: give a plain file name")
 
     @property

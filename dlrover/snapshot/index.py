@@ -22,6 +22,7 @@ from typing import Self
 import msgspec
 from msgspec import Struct
 
+from dlrover.host.ownership import make_private
 from dlrover.protocol.errors import Unavailable
 from dlrover.snapshot.locks import ByteLocks
 from dlrover.snapshot.segment import Segment, SlotName, boot_id, remove_segment, segment_paths
@@ -30,7 +31,6 @@ from dlrover.snapshot.segment_format import SegmentInvalid
 OWNER_FILE = "owner.json"
 ORPHAN_GRACE = 600.0
 """Seconds without a sign of life after which a dead owner's segments are removed."""
-_MAX_REMOVALS = 100
 _OWNER_BYTE = 0
 _TRY_AGAIN_AFTER = 0.01
 
@@ -165,27 +165,6 @@ def remove_empty_root(root: str | os.PathLike[str]) -> None:
     """The directory above the homes goes with the last of them."""
     with contextlib.suppress(OSError):  # not empty, or not there
         os.rmdir(root)
-
-
-def make_private(path: Path) -> None:
-    """Only this user may look in; a directory that somebody else prepared is refused."""
-    for num_left in range(_MAX_REMOVALS, -1, -1):
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = path.lstat()
-            if status.st_uid != os.geteuid() or path.is_symlink():
-                raise PermissionError(
-                    f"{path} belongs to another user; snapshots are not put where others can change them"
-                )
-            if status.st_mode & 0o077:
-                path.chmod(0o700)
-            return
-        except FileNotFoundError:  # it was empty, and somebody who ended has removed it between two of our steps
-            if not num_left:
-                raise
-        except FileExistsError:
-            if not num_left or (os.path.lexists(path) and not path.is_dir()):
-                raise  # something else has the name
 
 
 def _reap(home: Path, now: float, grace: float) -> bool:

@@ -22,7 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.protocol.data_messages import Claim
-from dlrover.protocol.errors import DLRoverError
+from dlrover.protocol.errors import DLRoverError, Rejected
 from dlrover.snapshot.checksum import best_algorithm, chunk_checksums
 from dlrover.snapshot.class_meta import ClassMeta
 from dlrover.snapshot.commit import (
@@ -44,7 +44,7 @@ from dlrover.snapshot.manifest import FileRecord, GlobalManifest, RankManifest, 
 from dlrover.snapshot.retention import KeepInterval, KeepLatest, MoreRules, apply_retention
 from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName
 from dlrover.snapshot.segment_format import SegmentInvalid, Sums, encode_sums
-from dlrover.snapshot.storage import LocalStorage, Storage, join, parent_of
+from dlrover.snapshot.storage import LocalStorage, Renaming, Storage, join, parent_of
 from dlrover.snapshot.user_deletion import UserDeletion
 from dlrover.snapshot.user_storage import announce, storage_of
 
@@ -197,9 +197,11 @@ def persist(
     *,
     options: WriteOptions | None = None,
     stop: threading.Event | None = None,
+    is_foreign: bool = False,
 ) -> str:
     """
-    Write this shard's files into the staging directory of its attempt, and its manifest, whose digest is returned.
+    Write this shard's files into the staging directory of its attempt, and its manifest, whose digest is returned. A snapshot that
+    `is_foreign` came from another node: it replaces nothing but checkpoints.
 
     What was summed before is compared with the sums once more, after it was read: a bit that flipped in memory meanwhile must not become a
     file whose manifest calls it right.
@@ -210,7 +212,10 @@ def persist(
     has_sums = pinned.sums() is not None
     storage = request.open_storage()
     attempt = request.as_attempt()
+    _check_paths(contents)
     before = read_global_manifest(storage, attempt.target_path)
+    if is_foreign and before is None and isinstance(storage, Renaming):
+        _check_free(storage, attempt)
     staging = stage(storage, attempt)
     is_synced = not isinstance(storage, LocalStorage)
     options = replace(options or WriteOptions(), is_synced=is_synced)  # all files together, at the end
@@ -340,6 +345,21 @@ def _manifest(
         metric=request.metric,
         replaces="" if before is None else before.attempt,
     )
+
+
+def _check_paths(contents: Contents) -> None:
+    """Every file stays inside the checkpoint, whoever wrote its name."""
+    for entry in contents.files:
+        if entry.path.startswith("/") or ".." in entry.path.split("/"):
+            raise SegmentInvalid(f"The snapshot has a file {entry.path!r}, which lies outside of its checkpoint.")
+
+
+def _check_free(storage: Storage, attempt: Attempt) -> None:
+    if any(entry.name == attempt.target for entry in storage.list(attempt.directory)):
+        raise Rejected(
+            f"{attempt.target_path} exists and is not a checkpoint. A snapshot from another node does not replace it.",
+            code="not-a-checkpoint",
+        )
 
 
 def _forget_shard(storage: Storage, attempt: Attempt, request: SaveRequest) -> None:

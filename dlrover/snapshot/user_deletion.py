@@ -109,7 +109,7 @@ def rule_for(strategy: object) -> DeletionRule:
             f"deletion_strategy {type(strategy).__name__} cannot be used: give KeepLatestStepStrategy, KeepStepIntervalStrategy, or a "
             "class of your own derived from CheckpointDeletionStrategy, all of dlrover.python.common.storage."
         )
-    return DeletionRule(custom=describe(strategy))
+    return DeletionRule(custom=describe(strategy, CheckpointDeletionStrategy))
 
 
 class UserDeletion:
@@ -169,7 +169,7 @@ def _delete(delete_func: Callable[[str], object], path: str) -> None:
 
 def _answer(question: bytes) -> list[str]:
     asked = _DECODER.decode(question)
-    strategy: Any = build(asked.meta)
+    strategy: Any = build(asked.meta, CheckpointDeletionStrategy)
     wanted: list[str] = []
     for step in asked.older_steps:
         strategy.clean_up(step, lambda path: wanted.append(os.fspath(path)))

@@ -209,7 +209,7 @@ def meta_for(storage: object) -> tuple[ClassMeta | None, CheckpointDeletionStrat
             f"storage={type(storage).__name__} lacks {', '.join(missing)}. Derive it from CheckpointStorage or PosixDiskStorage of "
             "dlrover.python.common.storage."
         )
-    return describe(storage), None
+    return describe(storage, CheckpointStorage), None
 
 
 def storage_of(directory: str, meta: ClassMeta | None = None) -> Storage:
@@ -223,7 +223,7 @@ def storage_of(directory: str, meta: ClassMeta | None = None) -> Storage:
     key = msgspec.msgpack.encode(meta)
     with _building:
         if key not in _built:
-            _built[key] = UserStorage(build(meta))
+            _built[key] = UserStorage(build(meta, CheckpointStorage))
         return _built[key]
 
 

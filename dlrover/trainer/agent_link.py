@@ -27,6 +27,7 @@ from typing import Protocol
 
 import msgspec
 
+from dlrover.host.ownership import check_server
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.kv_messages import KvQuery
 from dlrover.protocol.local import FrameBuffer, pack
@@ -219,6 +220,7 @@ class _Connection:
         try:
             sock.settimeout(max(0.001, min(_CONNECT_TIMEOUT, end_at - time.monotonic())))
             sock.connect(where.agent_socket)
+            check_server(sock)
             sock.settimeout(None)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT, 0))
             hello = Hello(local_rank=where.local_rank, round=where.round, pid=os.getpid())

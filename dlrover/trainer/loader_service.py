@@ -11,7 +11,6 @@ import contextlib
 import os
 import selectors
 import socket
-import struct
 import threading
 import uuid
 from typing import BinaryIO, Generic, TypeVar
@@ -19,6 +18,7 @@ from typing import BinaryIO, Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
+from dlrover.host.ownership import check_server, peer_credentials
 from dlrover.trainer.shard_feed import DataUnavailable
 
 _MOST_BYTES = 1 << 16
@@ -89,8 +89,7 @@ class LoaderService(Generic[AskT]):
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         connection, _ = self._listener.accept()
-        _pid, user, _group = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if user != os.getuid():
+        if peer_credentials(connection)[1] != os.getuid():
             connection.close()
             return
         self._buffers[connection] = b""
@@ -134,7 +133,9 @@ class LoaderClient(Generic[AnswerT]):
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.connect("\0" + address)
+            check_server(self._socket)
         except OSError as error:
+            self._socket.close()
             raise DataUnavailable(f"The process that trains does not answer its DataLoader: {error}.") from error
         self._lines: BinaryIO = self._socket.makefile("rb")
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from dlrover.host.ownership import check_server
 from dlrover.protocol.local import pack
 from dlrover.protocol.messages import Hello, ReportStep
 from dlrover.protocol.progress_page import REPORTED
@@ -74,6 +75,7 @@ class ProgressReporter:
         try:
             sock.settimeout(_CONNECT_TIMEOUT)
             sock.connect(where.agent_socket)
+            check_server(sock)
             hello = Hello(local_rank=where.local_rank, round=where.round, pid=os.getpid())
             sock.sendall(pack(msgspec.msgpack.encode(hello)))
             sock.setblocking(False)

@@ -32,9 +32,9 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 from msgspec import Struct
 
+from dlrover.host.ownership import check_directory, check_server, make_private, open_checked, peer_credentials
 from dlrover.protocol.errors import DLRoverError, Rejected
-from dlrover.protocol.local import pack, peer_credentials, receive_frame
-from dlrover.snapshot.index import make_private
+from dlrover.protocol.local import pack, receive_frame
 
 log = logging.getLogger("dlrover.trainer.shared_objects")
 
@@ -109,6 +109,10 @@ def retry_socket(func: Callable[P, R]) -> Callable[P, R]:
 
 def clear_sock_dir() -> None:
     """Remove the sockets of this user's shared objects, of this run and of others."""
+    try:
+        check_directory(SOCKET_TMP_DIR)
+    except FileNotFoundError:
+        return
     for path in sorted(Path(SOCKET_TMP_DIR).rglob("*"), reverse=True):
         with contextlib.suppress(OSError):
             path.rmdir() if path.is_dir() else path.unlink()
@@ -395,7 +399,7 @@ class SharedMemory:
         self.name = (name or f"dlrover_{secrets.token_hex(6)}").lstrip("/")
         self._path = _MEMORY_DIR / self.name
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
-        descriptor = os.open(self._path, flags, 0o600)
+        descriptor = open_checked(str(self._path), flags)
         try:
             if create:
                 os.posix_fallocate(descriptor, 0, size)
@@ -428,7 +432,7 @@ class SharedMemory:
 
 
 def create_shared_memory(name: str, create: bool, size: int = 0) -> SharedMemory | None:
-    """Open, or create with exactly this size. None: there is none, or none was wanted."""
+    """Open, or create with exactly this size. None: there is none, or none was wanted. Raises NotOurs for another user's."""
     if not create:
         try:
             return SharedMemory(name)
@@ -462,6 +466,7 @@ def _connect(path: Path) -> socket.socket:
     try:
         connection.settimeout(PATIENCE)
         connection.connect(str(path))
+        check_server(connection)
     except BaseException:
         connection.close()
         raise

@@ -39,26 +39,34 @@ class Trainer:
         self._writer = StateWriter(self._segments, self._copier)
 
     def save(
-        self, step: int, *, num_shards: int, round_: int = 1, attempt: str = "", size: int = 1000, **more: Any
+        self,
+        step: int,
+        *,
+        num_shards: int,
+        round_: int = 1,
+        attempt: str = "",
+        size: int = 1000,
+        path: str = "file",
+        **more: Any,
     ) -> SlotName:
-        request = SaveRequest(
-            directory="/nowhere",
-            target=str(step),
-            step=step,
-            attempt=attempt or f"save-{step}",
-            shard=self.shard,
-            num_shards=num_shards,
-            world_size=num_shards,
-            is_storage=False,
-            is_writer=True,
-            is_committer=False,
-            **more,
-        )
+        fields: dict[str, Any] = {
+            "directory": "/nowhere",
+            "target": str(step),
+            "step": step,
+            "attempt": attempt or f"save-{step}",
+            "shard": self.shard,
+            "num_shards": num_shards,
+            "world_size": num_shards,
+            "is_storage": False,
+            "is_writer": True,
+            "is_committer": False,
+        }
+        request = SaveRequest(**fields | more)
         name = self._writer.save(
             {"part": {"tensor": torch.arange(size) + step * 1000 + self.shard, "step": step}},
             step=step,
             round_=round_,
-            paths={"part": "file"},
+            paths={"part": path},
             extra={REQUEST: encode_request(request)},
         )
         assert name is not None

@@ -62,8 +62,9 @@ def test_a_runtime_directory_is_private_and_ours(short_dir: Path, monkeypatch: p
     assert root.parent == short_dir
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
     monkeypatch.setattr(os, "getuid", lambda: 4711)
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
     root.rename(short_dir / "dlrover-4711")
-    with pytest.raises(ConfigError, match="belongs to somebody else"):
+    with pytest.raises(ConfigError, match="belongs to another user"):
         user_root(Environment(temp_dir=str(short_dir)))
 
 

@@ -12,7 +12,6 @@ from dlrover.protocol.local import (
     HEADER,
     FrameBuffer,
     pack,
-    peer_credentials,
     read_frame,
     receive_frame,
     send_frame,
@@ -82,6 +81,3 @@ async def test_reading_frames_asynchronously() -> None:
     reader.feed_eof()
     assert await read_frame(reader) is None
 
-
-def test_the_kernel_names_the_peer(pair: Pair) -> None:
-    assert peer_credentials(pair[0]) == (os.getpid(), os.getuid(), os.getgid())

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from dlrover.host.ownership import make_private
 from dlrover.protocol.errors import Unavailable
-from dlrover.snapshot.index import Home, home_path, make_private, reap_orphans, remove_empty_root
+from dlrover.snapshot.index import Home, home_path, reap_orphans, remove_empty_root
 from dlrover.snapshot.segment import SegmentWriter
 from tests.snapshot.conftest import owner_of
 from tests.snapshot.states import newest_step, save

@@ -13,6 +13,7 @@ from dlrover.snapshot.commit import committed_checkpoints
 from dlrover.snapshot.retention import KeepInterval, KeepLatest, apply_retention
 from dlrover.snapshot.storage import LocalStorage
 from dlrover.snapshot.user_deletion import (
+    CheckpointDeletionStrategy,
     DeletionRule,
     KeepLatestStepStrategy,
     KeepStepIntervalStrategy,
@@ -48,7 +49,7 @@ def test_strategies_become_the_rules_of_a_save_request(tmp_path):
 
 def test_a_users_strategy_decides_in_a_child_process(tmp_path):
     storage = fill(tmp_path / "c", 1, 2, 3, 4, 5)
-    strategy = UserDeletion(describe(KeepEven(str(tmp_path / "c"))), str(tmp_path / "c"))
+    strategy = UserDeletion(describe(KeepEven(str(tmp_path / "c")), CheckpointDeletionStrategy), str(tmp_path / "c"))
     assert apply_retention(storage, str(tmp_path / "c"), strategy) == [1, 3]
     assert committed(tmp_path / "c") == [2, 4, 5]  # the newest is not even asked about
 
@@ -58,7 +59,11 @@ def test_a_users_strategy_gets_neither_the_newest_nor_what_is_not_ours(tmp_path,
     storage = fill(directory, 1, 2)
     (directory / "notes").mkdir()
     (tmp_path / "elsewhere" / "7").mkdir(parents=True)
-    apply_retention(storage, str(directory), UserDeletion(describe(DeleteEverything(str(directory))), str(directory)))
+    apply_retention(
+        storage,
+        str(directory),
+        UserDeletion(describe(DeleteEverything(str(directory)), CheckpointDeletionStrategy), str(directory)),
+    )
     assert committed(directory) == [2]
     assert (directory / "notes").is_dir()
     assert (tmp_path / "elsewhere" / "7").is_dir()
@@ -68,7 +73,8 @@ def test_a_users_strategy_gets_neither_the_newest_nor_what_is_not_ours(tmp_path,
 @pytest.mark.parametrize(
     ("meta", "said"),
     [
-        (describe(Raising()), "cannot decide"),
+        (describe(Raising(), CheckpointDeletionStrategy), "cannot decide"),
+        (ClassMeta("subprocess", "Popen", {"args": ["false"]}), "subprocess.Popen is no CheckpointDeletionStrategy"),
         (ClassMeta("no_such_module", "Thing"), "cannot be imported here"),
     ],
 )
@@ -81,7 +87,9 @@ def test_a_strategy_that_fails_deletes_nothing_and_says_why(tmp_path, caplog, me
 
 
 def test_directories_of_other_layouts_are_found_by_their_number(tmp_path):
-    strategy = UserDeletion(describe(KeepEven(str(tmp_path), pattern="iter_{:07d}")), str(tmp_path))
+    strategy = UserDeletion(
+        describe(KeepEven(str(tmp_path), pattern="iter_{:07d}"), CheckpointDeletionStrategy), str(tmp_path)
+    )
     assert strategy.expendable([1, 2, 3, 4]) == [1, 3]
 
 

@@ -13,7 +13,9 @@ from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.snapshot.class_meta import ClassMeta, build, describe
 from dlrover.snapshot.commit import Attempt, Tracker, commit, committed_checkpoints, find_damage, latest_step
 from dlrover.snapshot.storage import FsspecStorage, LocalStorage, Renaming, storage_for
+from dlrover.snapshot.user_deletion import CheckpointDeletionStrategy
 from dlrover.snapshot.user_storage import (
+    CheckpointStorage,
     KeepLatestStepStrategy,
     KeepStepIntervalStrategy,
     PosixDiskStorage,
@@ -147,7 +149,7 @@ def test_a_storage_that_calls_exit_fails_and_takes_nobody_along(tmp_path, monkey
     (tmp_path / "leaving_storage.py").write_text("import sys; sys.exit(3)")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="cannot be imported here: SystemExit: 3"):
-        build(ClassMeta("leaving_storage", "Mine"))
+        build(ClassMeta("leaving_storage", "Mine"), CheckpointStorage)
 
 
 def test_the_state_dict_of_a_users_storage_cannot_be_pickled_by_mistake(tmp_path):
@@ -170,7 +172,7 @@ def test_a_storage_travels_as_words(tmp_path):
     assert meta is not None
     assert (meta.module_path, meta.class_name) == ("tests.snapshot.user_classes", "DrawerStorage")
     assert meta.kwargs == {"drawer": str(tmp_path / "d"), "label": "mine"}
-    again = build(meta)
+    again = build(meta, CheckpointStorage)
     assert (type(again), again.label) == (DrawerStorage, "mine")
 
 
@@ -190,8 +192,8 @@ def test_the_storages_that_come_with_the_interface_become_our_own(tmp_path):
 
 
 def test_a_strategy_inside_a_storages_arguments_travels_too(tmp_path):
-    class_meta = describe(PosixStorageWithDeletion(TRACKER, KeepEven(str(tmp_path))))
-    again = build(class_meta)
+    class_meta = describe(PosixStorageWithDeletion(TRACKER, KeepEven(str(tmp_path))), CheckpointStorage)
+    again = build(class_meta, CheckpointStorage)
     assert type(again.deletion_strategy) is KeepEven
 
 
@@ -201,7 +203,7 @@ def test_what_the_agent_could_not_build_is_refused_in_the_trainer(tmp_path, monk
     with pytest.raises(ConfigError, match="cannot be handed to the agent as JSON"):
         meta_for(DrawerStorage(str(tmp_path / "d"), label=object()))
     with pytest.raises(ConfigError, match="without a name"):
-        describe(TakingAnything(1, 2))
+        describe(TakingAnything(1, 2), CheckpointDeletionStrategy)
 
     class Local(PosixDiskStorage): ...
 
@@ -219,20 +221,35 @@ def test_a_class_beside_the_script_is_found_in_a_process_that_does_not_know_the_
     monkeypatch.syspath_prepend(str(tmp_path))
     import beside_the_script
 
-    meta = describe(beside_the_script.Mine())
+    meta = describe(beside_the_script.Mine(), CheckpointStorage)
     assert meta.search_path == str(tmp_path)
     monkeypatch.undo()
     del sys.modules["beside_the_script"]
-    assert type(build(meta)).__name__ == "Mine"
+    assert type(build(meta, CheckpointStorage)).__name__ == "Mine"
     sys.path.remove(str(tmp_path))
     del sys.modules["beside_the_script"]
 
 
 def test_a_class_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match=r"no_such_module\.Thing cannot be imported here"):
-        build(ClassMeta("no_such_module", "Thing"))
+        build(ClassMeta("no_such_module", "Thing"), CheckpointStorage)
     with pytest.raises(ConfigError, match="cannot be built with"):
-        build(ClassMeta("tests.snapshot.user_classes", "KeepEven", {"wrong": 1}))
+        build(ClassMeta("tests.snapshot.user_classes", "KeepEven", {"wrong": 1}), CheckpointDeletionStrategy)
+
+
+def test_only_a_storage_is_called_as_one(tmp_path):
+    mark = tmp_path / "mark"
+    with pytest.raises(ConfigError, match=r"subprocess\.Popen is no CheckpointStorage\. It lacks commit"):
+        storage_of(str(tmp_path), ClassMeta("subprocess", "Popen", {"args": ["touch", str(mark)]}))
+    with pytest.raises(ConfigError, match=r"os\.system is not a class"):
+        storage_of(str(tmp_path), ClassMeta("os", "system", {"command": f"touch {mark}"}))
+    nested = {
+        "tracker_file": "x",
+        "deletion_strategy": {"$class": ClassMeta("subprocess", "Popen", {"args": ["touch"]})},
+    }
+    with pytest.raises(ConfigError, match=r"subprocess\.Popen is no Rebuildable"):
+        build(ClassMeta("dlrover.snapshot.user_storage", "PosixStorageWithDeletion", nested), CheckpointStorage)
+    assert not mark.exists()
 
 
 # URLs.

@@ -27,6 +27,7 @@ from dlrover.snapshot.commit import find_damage, locate
 from dlrover.snapshot.persist import SaveRequest, finish, persist, pin_newest, release
 from dlrover.snapshot.retention import KeepLatest
 from dlrover.snapshot.segment import Segment, SlotName, segment_paths
+from dlrover.snapshot.places import Place
 from dlrover.snapshot.segment_format import SlotState
 from dlrover.snapshot.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
@@ -59,6 +60,7 @@ class StandingOutlet:
         finish(request)
         os.write(self._announce, b"stored %d\n" % request.step)
 
+    def open(self, place: Place) -> None: ...
     def poll(self) -> None: ...
     def close(self) -> None:
         self._writer.shutdown()

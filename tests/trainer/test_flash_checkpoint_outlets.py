@@ -9,11 +9,12 @@ import msgspec
 import pytest
 import torch
 
-from dlrover.protocol.checkpoint_messages import CheckpointSettled, SnapshotSaved, SnapshotTaken
+from dlrover.protocol.checkpoint_messages import CheckpointSettled, OpenSnapshots, SnapshotSaved, SnapshotTaken
 from dlrover.protocol.local import pack, receive_frame
 from dlrover.protocol.messages import Round
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.persist import pin_newest, read_request, release
+from dlrover.snapshot.places import Place, encode_place
 from dlrover.trainer.environment import WorkerEnvironment
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
 from dlrover.trainer.torch.flash_checkpoint.outlets import AgentOutlet
@@ -26,6 +27,7 @@ class ToldAgent:
 
     def __init__(self, path: str, *, is_committed: bool) -> None:
         self._is_committed = is_committed
+        self.opened: OpenSnapshots | None = None
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(path)
         self._server.listen()
@@ -44,6 +46,8 @@ class ToldAgent:
             return
         with connection:
             while (frame := receive_frame(connection)) is not None:
+                if b"OpenSnapshots" in frame[0]:
+                    self.opened = msgspec.msgpack.decode(frame[0], type=OpenSnapshots)
                 if b"SnapshotSaved" in frame[0]:
                     self._answer(connection, msgspec.msgpack.decode(frame[0], type=SnapshotSaved))
 
@@ -72,6 +76,9 @@ def test_the_agents_word_ends_the_wait(tmp_path, caplog, is_committed):
         assert engine.save(5, {"model": state}, {"model": "model.pt"}, is_storage=True)
         assert engine.wait_for_storage(DEADLINE) is is_committed  # nothing is written: only the agent's word counts
         assert ("the disk is full" in caplog.text) is not is_committed
+        assert agent.opened.place == encode_place(Place(directory=str(tmp_path / "checkpoints"))), (
+            "named before it saves"
+        )
     finally:
         engine.close()
         agent.close()

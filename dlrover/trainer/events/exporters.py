@@ -16,8 +16,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from io import TextIOWrapper
 from typing import IO, Protocol
 
+from dlrover.host.ownership import make_directory, open_checked
 from dlrover.trainer.events.event import Event
 from dlrover.trainer.events.settings import EventSettings
 
@@ -71,7 +73,7 @@ class TextFileExporter:
             self._file = None
 
     def _open(self) -> None:
-        os.makedirs(self._settings.file_dir, exist_ok=True)
+        make_directory(self._settings.file_dir)
         path = self.path
         self._file = _appending(path)
         self._size = os.fstat(self._file.fileno()).st_size
@@ -92,8 +94,8 @@ class TextFileExporter:
 
 
 def _appending(path: str) -> IO[bytes]:
-    """Without a buffer: a line is one write, also when the process is killed in the next moment."""
-    return open(path, "ab", buffering=0)
+    """Without a buffer: a line is one write, also when the process is killed in the next moment. Raises NotOurs."""
+    return open(open_checked(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), "ab", buffering=0)
 
 
 class ConsoleExporter:
@@ -187,7 +189,15 @@ def configure_own_log(settings: EventSettings) -> None:
         return
     name = f"events_sys_{settings.rank}_{os.getpid()}.log"
     path = os.path.join(settings.file_dir, name)
-    handler = logging.FileHandler(path, encoding="utf-8", delay=True, errors="backslashreplace")
+    handler = _CheckedFileHandler(path, encoding="utf-8", delay=True, errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.DEBUG if settings.debug_mode else logging.INFO)
+
+
+class _CheckedFileHandler(logging.FileHandler):
+    """Writes only to a file that is ours."""
+
+    def _open(self) -> TextIOWrapper:
+        descriptor = open_checked(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        return open(descriptor, "a", encoding=self.encoding, errors=self.errors)

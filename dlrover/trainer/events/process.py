@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import atexit
 import functools
-import os
+import logging
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
+from dlrover.host.ownership import NotOurs, make_directory
 from dlrover.trainer.events.event import Event, EventType, new_id
 from dlrover.trainer.events.exporters import Exporter, build_exporter, configure_own_log, own_log
 from dlrover.trainer.events.settings import EventSettings, read_settings
+
+log = logging.getLogger("dlrover.trainer.events")
 
 MAX_TRACEBACK = 8192
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -89,7 +93,8 @@ class Outlet:
                 if self._settings is None:
                     settings = read_settings()
                     if settings.enable:
-                        os.makedirs(settings.file_dir, exist_ok=True)
+                        settings = _with_directory(settings)
+                    if settings.enable:
                         configure_own_log(settings)
                         for trouble in settings.troubles:
                             own_log().warning("%s", trouble)
@@ -101,6 +106,16 @@ class Outlet:
 
                         hook_errors(Process("ErrorReporter", self))
         return self._settings
+
+
+def _with_directory(settings: EventSettings) -> EventSettings:
+    """Without events, and said once, where the directory is another user's."""
+    try:
+        make_directory(settings.file_dir)
+    except NotOurs as error:
+        log.error("no events are written: %s. Set DLROVER_EVENT_FILE_DIR to a directory of your own.", error.strerror)
+        return replace(settings, enable=False)
+    return settings
 
 
 OUTLET = Outlet()

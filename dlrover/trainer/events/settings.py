@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from dlrover.host.ownership import open_checked
+
 EXPORTERS = ("TEXT_FILE", "CONSOLE", "OTLP")
 FORMATS = ("LOG", "JSON")
 _TRUE = ("true", "1", "yes", "y", "on", "enable", "enabled")
@@ -50,7 +52,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> EventSettings:
 
 def _read_file(path: str, troubles: list[str]) -> dict[str, object]:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(open_checked(path, os.O_RDONLY), encoding="utf-8") as file:
             values = json.load(file)
         if isinstance(values, dict):
             return {str(key).lower(): value for key, value in values.items()}

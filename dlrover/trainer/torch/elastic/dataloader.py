@@ -25,6 +25,7 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch.utils.data import BatchSampler, DataLoader
 
+from dlrover.host.ownership import check_directory, open_checked
 from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler
 
 log = logging.getLogger("dlrover.trainer.data")
@@ -255,6 +256,7 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
         config["dataloader"] = {**(config.get("dataloader") or {}), "batch_size": size}
         config["dataloader"].setdefault("version", self._version)
         try:
+            check_directory(folder)
             with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
                 json.dump(config, file)
             os.replace(file.name, self.config_file)
@@ -264,7 +266,7 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
-        with open(path) as file:
+        with open(open_checked(path, os.O_RDONLY)) as file:
             config = json.load(file)
     except FileNotFoundError:
         return {}

@@ -23,6 +23,7 @@ from dlrover.snapshot.commit import latest_step, read_global_manifest
 from dlrover.snapshot.copying import Copier
 from dlrover.snapshot.manifest import ManifestInvalid
 from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request
+from dlrover.snapshot.places import Place
 from dlrover.snapshot.segment import SlotName, segment_paths
 from dlrover.snapshot.segment_format import Owner
 from dlrover.snapshot.storage import full_path, join
@@ -110,6 +111,7 @@ class CheckpointEngine:
             self.outlet = AgentOutlet(where)
         else:
             self.outlet = ThreadOutlet()
+        self._open_place()
         self._copier = Copier()
         self._segments: AgreedSegments | None = None
         self._writer: StateWriter | None = None
@@ -143,6 +145,17 @@ class CheckpointEngine:
         if self._agreement.share.is_saving:
             has_segments = bool(segment_paths(self.outlet.home, self.shard))
             self._preparation = Preparation(self._reserve_in_turn, has_segments=has_segments)
+
+    def delete_by(self, strategy: object) -> None:
+        """From the next commit on."""
+        rule = rule_for(strategy)
+        if rule != self._deletion:
+            self._deletion = rule
+            with self._writing:
+                self._open_place()
+
+    def _open_place(self) -> None:
+        self.outlet.open(Place(directory=self.checkpoint_dir, storage=self._storage, deletion=self._deletion))
 
     @property
     def agreement(self) -> Agreement:

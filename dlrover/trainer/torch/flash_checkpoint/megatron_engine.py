@@ -26,7 +26,6 @@ from dlrover.snapshot.persist import read_request
 from dlrover.snapshot.segment import Segment, SlotName, segment_paths
 from dlrover.snapshot.segment_format import SegmentInvalid
 from dlrover.snapshot.storage import join
-from dlrover.snapshot.user_deletion import rule_for
 from dlrover.snapshot.user_storage import meta_for, storage_of
 from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
@@ -158,7 +157,7 @@ class MegatronCheckpointEngine:
 
     def delete_by(self, strategy: object) -> None:
         """From the next commit on. A load usually makes the engine, and only the saves say what may go."""
-        self.engine._deletion = rule_for(strategy)
+        self.engine.delete_by(strategy)
 
     def restore_memory(self) -> Memory | None:
         """The newest iteration in all ranks' memory, if the storage has none that is newer. All ranks call this."""

@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from dlrover.host.ownership import make_private
 from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.class_meta import ClassMeta
 from dlrover.snapshot.commit import TRACKER
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.copying import Copier
-from dlrover.snapshot.index import make_private
 from dlrover.snapshot.persist import SaveRequest, finish, is_complete, of_present_history, persist, pin_newest, release
 from dlrover.snapshot.persist import read_request as request_of
 from dlrover.snapshot.segment import Segment, SegmentWriter, SlotName, remove_segment, segment_paths

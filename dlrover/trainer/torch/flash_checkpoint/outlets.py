@@ -22,6 +22,7 @@ from typing import Protocol
 
 import msgspec
 
+from dlrover.host.ownership import NotOurs, check_server, make_private
 from dlrover.protocol.checkpoint_messages import (
     CheckpointSettled,
     OpenSnapshots,
@@ -35,8 +36,9 @@ from dlrover.protocol.errors import DLRoverError, Rejected
 from dlrover.protocol.local import FrameBuffer, pack
 from dlrover.protocol.messages import Hello
 from dlrover.snapshot.commit import ANOTHER_JOB
-from dlrover.snapshot.index import Home, make_private, remove_empty_root
+from dlrover.snapshot.index import Home, remove_empty_root
 from dlrover.snapshot.persist import SaveRequest, finish, give_up, persist, pin_newest, release, wait_until_complete
+from dlrover.snapshot.places import Place, encode_place
 from dlrover.snapshot.segment import PinnedSlot, SlotName
 from dlrover.trainer.environment import WorkerEnvironment, snapshot_dir
 
@@ -54,6 +56,9 @@ class Outlet(Protocol):
     fallback: Path | None
     settled: dict[str, CheckpointSettled]
     """What became of storage saves, by attempt, as far as it was heard here; the newest few."""
+
+    def open(self, place: Place) -> None:
+        """Before the first save: who writes it gets to know where, and with which classes. Again when that changes."""
 
     def saved(self, name: SlotName, request: SaveRequest) -> None:
         """A snapshot is complete."""
@@ -88,7 +93,9 @@ class AgentOutlet:
         """What became of storage saves, by attempt; the newest few."""
         self.save_request: SaveRequested | None = None
         """Somebody wants a storage save; the newest request that was heard of."""
-        self._send(OpenSnapshots(home=str(self.home)))
+
+    def open(self, place: Place) -> None:
+        self._send(OpenSnapshots(home=str(self.home), place=encode_place(place)))
 
     def saved(self, name: SlotName, request: SaveRequest) -> None:
         is_storage = request.is_storage and request.is_writer
@@ -176,11 +183,14 @@ class AgentOutlet:
         try:
             sock.settimeout(_CONNECT_TIMEOUT)
             sock.connect(self._where.agent_socket)
+            check_server(sock)
             hello = Hello(local_rank=self._where.local_rank, round=self._where.round, pid=os.getpid())
             sock.sendall(pack(msgspec.msgpack.encode(hello)))
             sock.setblocking(False)
-        except OSError:
+        except OSError as error:
             sock.close()
+            if isinstance(error, NotOurs):
+                log.error("snapshots are not told to the agent: %s", error.strerror)
             raise
         self._socket, self._frames = sock, FrameBuffer()
 
@@ -208,6 +218,9 @@ class ThreadOutlet:
         self._is_other_job_reported = False
         self._pid = os.getpid()
         atexit.register(self.close)
+
+    def open(self, place: Place) -> None:
+        """This process is both: it follows its own words."""
 
     def saved(self, name: SlotName, request: SaveRequest) -> None:
         if not (request.is_storage and request.is_writer):
