@@ -288,7 +288,7 @@ class Agent:
         self._reports: set[asyncio.Task[None]] = set()
         """On their way to the master."""
         self._news = asyncio.Event()
-        self.relay = Relay(self._channel.call, lambda: (self._node, self._incarnation))
+        self.relay = Relay(self._channel.call, lambda: (self._node, self._incarnation), self._channel.observe)
         """For the requests of our workers."""
 
     async def run(self) -> AgentResult:

@@ -15,19 +15,45 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from dlrover.protocol.checkpoint_messages import AnyCheckpointCommand, AwaitSaveDuties, CheckpointCommand
-from dlrover.protocol.data_messages import AnyDataCommand, DataCommand
+from dlrover.protocol.checkpoint_messages import AnyCheckpointCommand, AwaitSaveDuties
+from dlrover.protocol.data_messages import AnyDataCommand
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.kv_messages import AnyKvCommand, KvCommand
-from dlrover.protocol.messages import AgentCommand, Incarnation, NodeId, Query, Reply, WorkerRequest
+from dlrover.protocol.fleet_messages import ReportNodeError
+from dlrover.protocol.kv_messages import AnyKvCommand
+from dlrover.protocol.messages import (
+    AgentCommand,
+    AskStatus,
+    BlockRendezvous,
+    Done,
+    Incarnation,
+    NodeId,
+    Query,
+    Reply,
+    UnblockRendezvous,
+    WorkerNews,
+    WorkerRequest,
+)
 from dlrover.protocol.peer_messages import AskPeers
-from dlrover.protocol.sync_messages import AnySyncCommand, SyncCommand
+from dlrover.protocol.sync_messages import AnySyncCommand
 
 MAX_RELAYED = 32
 """Commands that may be on their way at a time. The master stores 64 replies for who has to send again, and the agent's
 own commands need some of them."""
 
-_Named = AnyKvCommand | AnySyncCommand | AnyDataCommand | AnyCheckpointCommand | AwaitSaveDuties | AskPeers
+STATUS_FRESH = 1.0
+"""Seconds for which all workers of the node share one answer about the job: it is the largest that the master gives."""
+
+_Named = (
+    AnyKvCommand
+    | AnySyncCommand
+    | AnyDataCommand
+    | AnyCheckpointCommand
+    | BlockRendezvous
+    | UnblockRendezvous
+    | ReportNodeError
+    | AwaitSaveDuties
+    | AskPeers
+)
 """What says of which node it is."""
 
 
@@ -42,19 +68,35 @@ class Ask(Protocol):
 
 
 class Relay:
-    def __init__(self, call: Call, who: Callable[[], tuple[NodeId, Incarnation]]) -> None:
+    def __init__(
+        self,
+        call: Call,
+        who: Callable[[], tuple[NodeId, Incarnation]],
+        observe: Callable[[WorkerNews], None] = lambda _news: None,
+    ) -> None:
         self._call = call
         self._who = who
+        self._observe = observe
         self._under_way = asyncio.Semaphore(MAX_RELAYED)
+        self._asking_status = asyncio.Lock()
+        """Guards the next two: of workers that ask at a time, one asks for all."""
+        self._status: Reply | None = None
+        self._status_at = 0.0
 
     async def __call__(
         self, request: WorkerRequest | AnyCheckpointCommand | AwaitSaveDuties | AskPeers, *, timeout: float
     ) -> Reply:
         """Raises Rejected, or Unavailable: then a command may still be applied."""
         end_at = time.monotonic() + timeout
+        if isinstance(request, WorkerNews):
+            node, incarnation = self._who()
+            self._observe(replace(request, node=node, incarnation=incarnation))
+            return Done()
         if isinstance(request, AwaitSaveDuties | AskPeers):
             return await self._send_named(request, end_at)
-        if not isinstance(request, KvCommand | SyncCommand | DataCommand | CheckpointCommand):
+        if isinstance(request, AskStatus):
+            return await self._ask_status(end_at)
+        if isinstance(request, Query):
             return await self._call(request, timeout=timeout)
         try:
             async with asyncio.timeout(timeout):
@@ -62,9 +104,21 @@ class Relay:
         except TimeoutError:
             raise Unavailable(f"{MAX_RELAYED} commands of this node wait for the master already") from None
         try:
-            return await self._send_named(request, end_at)
+            if isinstance(request, _Named):
+                return await self._send_named(request, end_at)
+            return await self._call(request, timeout=max(end_at - time.monotonic(), 0.0))
         finally:
             self._under_way.release()
+
+    async def _ask_status(self, end_at: float) -> Reply:
+        try:
+            async with asyncio.timeout(max(end_at - time.monotonic(), 0.0)), self._asking_status:
+                if self._status is None or time.monotonic() - self._status_at > STATUS_FRESH:
+                    self._status = await self._call(AskStatus(), timeout=max(end_at - time.monotonic(), 0.0))
+                    self._status_at = time.monotonic()
+                return self._status
+        except TimeoutError:
+            raise Unavailable("The master did not answer in time how the job is.") from None
 
     async def _send_named(self, request: _Named, end_at: float) -> Reply:
         """Once more, where the refusal concerns the sending and not what was asked for."""

@@ -209,9 +209,10 @@ class WorkerSocket:
     def _checked(self, hello: Hello | None, request: WorkerRequest) -> WorkerRequest:
         if hello is None:
             raise Rejected("Say hello first: who asks?", code="malformed")
-        if hello.round != self._round or request.round not in (0, hello.round):
+        named_round = getattr(request, "round", Round(0))  # what concerns the whole job names none
+        if hello.round != self._round or named_round not in (0, hello.round):
             raise Rejected(
-                f"A worker of round {hello.round} asks for round {request.round}; this node runs round {self._round}. "
+                f"A worker of round {hello.round} asks for round {named_round}; this node runs round {self._round}. "
                 "Workers of former rounds, and in the name of other rounds, are not heard.",
                 code="stale-round",
             )

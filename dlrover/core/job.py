@@ -240,6 +240,7 @@ class Job:
             wish=type(node.desired.wish).__name__.lower(),
             step=node.step,
             check=self._check_result(node),
+            local_world_size=self._state.rendezvous.num_workers(node.id),
         )
 
     def _check_result(self, node: Node) -> CheckResult | None:

@@ -183,6 +183,12 @@ class Rendezvous(Struct):
         """Whether the node belongs to the newest world and has not been lost from it."""
         return node in self.group_ranks and node not in self.lost
 
+    def num_workers(self, node: NodeId) -> int:
+        """Of the node in the newest world; 0: it is not a member."""
+        if self.world is None or not self.is_member(node):
+            return 0
+        return self.world.members[self.group_ranks[node]].local_world_size
+
     def has_spare(self) -> bool:
         """Whether somebody outside the newest world waits, warm."""
         return self.world is not None and any(node not in self.group_ranks for node in self.waiting)

@@ -23,6 +23,7 @@ MAX_QUEUED = 1000
 class DiagnosisConstant:
     MASTER_INSTANCE = -1
     ANY_INSTANCE = -2
+    ANY_WORKER_INSTANCE = ANY_INSTANCE
     LOCAL_INSTANCE = -3
 
 
@@ -51,8 +52,10 @@ _PRIORITY = {
 """Who changes more goes first: what comes after it may be needless by then."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DiagnosisAction:
+    """What all actions have is given by name, so that positions are those of each action's own fields."""
+
     action_type: str = DiagnosisActionType.NONE
     instance: int = DiagnosisConstant.MASTER_INSTANCE
     """Who shall run it: a node's id, the master, any node, or whoever holds it."""
@@ -104,7 +107,7 @@ class DiagnosisAction:
         return cls(**{key: value for key, value in said.items() if key in known})
 
 
-@dataclass
+@dataclass(kw_only=True)
 class NoAction(DiagnosisAction):
     instance: int = DiagnosisConstant.LOCAL_INSTANCE
 
@@ -113,7 +116,7 @@ class NoAction(DiagnosisAction):
 class EventAction(DiagnosisAction):
     """Tell people."""
 
-    action_type: str = DiagnosisActionType.EVENT
+    action_type: str = field(default=DiagnosisActionType.EVENT, kw_only=True)
     event_type: str = "info"
     event_instance: str = ""
     event_action: str = ""
@@ -133,7 +136,7 @@ class EventAction(DiagnosisAction):
 
 @dataclass
 class NodeAction(DiagnosisAction):
-    action_type: str = DiagnosisActionType.MASTER_RELAUNCH_WORKER
+    action_type: str = field(default=DiagnosisActionType.MASTER_RELAUNCH_WORKER, kw_only=True)
     node_id: int = -1
     node_type: str = "worker"
     node_status: str = ""
@@ -141,17 +144,23 @@ class NodeAction(DiagnosisAction):
 
 
 @dataclass
-class JobAbortionAction(DiagnosisAction):
-    action_type: str = DiagnosisActionType.JOB_ABORT
+class JobAction(DiagnosisAction):
     reason: str = ""
     msg: str = ""
 
 
 @dataclass
-class JobRestartAction(DiagnosisAction):
-    action_type: str = DiagnosisActionType.JOB_RESTART
-    reason: str = ""
-    msg: str = ""
+class JobAbortionAction(JobAction):
+    action_type: str = field(default=DiagnosisActionType.JOB_ABORT, kw_only=True)
+
+
+@dataclass
+class JobRestartAction(JobAction):
+    action_type: str = field(default=DiagnosisActionType.JOB_RESTART, kw_only=True)
+
+
+def is_same_action(action1: DiagnosisAction, action2: DiagnosisAction) -> bool:
+    return action1.is_same(action2)
 
 
 class DiagnosisActionQueue:

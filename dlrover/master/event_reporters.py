@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import json
 import logging
 import queue
@@ -17,7 +18,7 @@ import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -197,6 +198,24 @@ class _Guarded(_Apart):
             self._has_failed = True
 
 
+class _Historical:
+    """A reporter of the original's: `report(event_type, instance, action, msg, labels)`, and no end."""
+
+    def __init__(self, reporter: Any) -> None:
+        self._reporter = reporter
+
+    def report(self, event: JobEvent) -> None:
+        self._reporter.report(event.level, instance_of(event), event.name, event.text, dict(event.labels))
+
+    def close(self) -> None:
+        """It was never told."""
+
+
+def _translated(reporter: Any) -> EventReporter:
+    is_historical = len(inspect.signature(reporter.report).parameters) == 5
+    return _Historical(reporter) if is_historical else reporter
+
+
 def build_reporters(names: Sequence[str]) -> list[EventReporter]:
     """`log`, `file:PATH`, `http://...`, `https://...` or `module::Class`. Raises ConfigError."""
     return [_build(name) for name in names]
@@ -213,16 +232,19 @@ def _build(name: str) -> EventReporter:
     if not class_name:
         raise ConfigError(f"event reporter {_receiver(name)!r}: give log, file:PATH, a URL, or module::Class.")
     try:
-        return _Guarded(getattr(importlib.import_module(module), class_name)(), name)
+        return _Guarded(_translated(getattr(importlib.import_module(module), class_name)()), name)
     except (Exception, SystemExit) as error:  # an extension
         raise ConfigError(f"event reporter {name}: {error}") from error
 
 
+def instance_of(event: JobEvent) -> str:
+    return "job" if event.node is None else f"node-{event.node}"
+
+
 def as_line(event: JobEvent) -> str:
-    instance = "job" if event.node is None else f"node-{event.node}"
     at = datetime.fromtimestamp(event.at / 1e6, UTC).isoformat(timespec="milliseconds")
     text = event.text.replace("\n", " ")
-    return f"[{at}][{event.level}][{instance}][{event.name}][{text}][{json.dumps(event.labels)}]"
+    return f"[{at}][{event.level}][{instance_of(event)}][{event.name}][{text}][{json.dumps(event.labels)}]"
 
 
 _LEVELS = {"info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}

@@ -63,15 +63,17 @@ from dlrover.protocol.identity import Round as Round
 from dlrover.protocol.kv_messages import AnyKvCommand, AnyKvQuery, KvReply
 from dlrover.protocol.peer_messages import AskPeers, Peers
 from dlrover.protocol.precheck_messages import PreCheckCommand, PreCheckStatus
-from dlrover.protocol.steering_messages import SteeringCommand
+from dlrover.protocol.steering_messages import RestartWorkers, SteeringCommand
 from dlrover.protocol.sync_messages import AnySyncCommand, AnySyncQuery, SyncReply
 from dlrover.protocol.watch_messages import (
     Activity,
     AskActivity,
     AskDiagnosis,
     Diagnosis,
+    NodeEvent,
     PastVerdict,
     Reach,
+    SampleTaken,
     WatchCommand,
     WatchTerms,
 )
@@ -731,6 +733,8 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     step: int | None = None
     check: CheckResult | None = None
     """What the newest check found out about it; None: it was not checked."""
+    local_world_size: int = 0
+    """Workers that it runs in the newest world; 0: it is not a member."""
 
 
 class LeftOut(Struct, frozen=True, kw_only=True):
@@ -859,7 +863,31 @@ class ReportStep(Struct, tag=True, frozen=True, kw_only=True):
     step: int
 
 
-WorkerRequest = AnyKvCommand | AnyKvQuery | AnySyncCommand | AnySyncQuery | AnyDataCommand | AnyDataQuery
+WorkerOrder = (
+    BlockRendezvous
+    | UnblockRendezvous
+    | ReportNodeError
+    | UpdateClusterVersion
+    | PsReady
+    | RestartJob
+    | RestartWorkers
+    | StopJob
+)
+"""Commands about the whole job, of scripts that direct it."""
+WorkerNews = NodeEvent | SampleTaken
+"""Observations that the agent passes on in the name of its node."""
+WorkerRequest = (
+    AnyKvCommand
+    | AnyKvQuery
+    | AnySyncCommand
+    | AnySyncQuery
+    | AnyDataCommand
+    | AnyDataQuery
+    | WorkerOrder
+    | WorkerNews
+    | AskStatus
+    | FleetQuery
+)
 """What workers may ask of the master, through their agent."""
 
 
@@ -881,7 +909,7 @@ WorkerMessage = Hello | ReportStep | AskMaster | OpenSnapshots | SnapshotSaved |
 
 class MasterAnswer(Struct, tag=True, frozen=True, kw_only=True):
     id: int
-    reply: Done | KvReply | SyncReply | DataReply
+    reply: Done | KvReply | SyncReply | DataReply | JobStatus | FleetReply
 
 
 class MasterRefusal(Struct, tag=True, frozen=True, kw_only=True):

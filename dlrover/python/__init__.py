@@ -2,8 +2,9 @@
 The import paths of the original DLRover that users have in their scripts.
 
 One finder, one table (`aliases`): an old module is made on demand from the names that it had, each taken from where it lives
-now, at first use. Importing this package (Python does it for every path below) puts the finder in place. A path that is not in
-the table does not exist; a name whose part of the software is not there yet says so.
+now, at first use. Importing this package (Python does it for every path below, and the small packages below `dlrover.trainer` that have
+nothing of their own do it) puts the finder in place. A path that is not in the table does not exist; a name whose part of the
+software is not there yet says so.
 """
 
 from __future__ import annotations
@@ -17,18 +18,15 @@ from types import CodeType, ModuleType
 
 from dlrover.python.aliases import ALIASES, MISSING
 
-_MODULES = sorted({*ALIASES, *MISSING})
+_MODULES = {*ALIASES, *MISSING}
+_PACKAGES = {
+    ".".join(parts[:end]) for module in _MODULES if (parts := module.split(".")) for end in range(1, len(parts))
+}
 
 
 class _OldModule(ModuleType):
     def __getattr__(self, name: str) -> object:
-        missing = MISSING.get(self.__name__, {}).get(name)
-        if missing is not None:
-            raise ImportError(
-                f"{self.__name__}.{name} is not available in this version of DLRover: it belongs to {missing}. "
-                "Leave out what uses it, or run this script with the original.",
-                name=self.__name__,
-            )
+        _refuse_if_missing(self.__name__, name)
         target = ALIASES.get(self.__name__, {}).get(name)
         if target is None:
             raise AttributeError(f"{self.__name__} has no {name!r} in this implementation of DLRover")
@@ -50,6 +48,7 @@ class _OldModuleLoader(InspectLoader):
 
     def get_code(self, fullname: str) -> CodeType | None:
         """For `python -m`."""
+        _refuse_if_missing(fullname, "main")
         target = ALIASES.get(fullname, {}).get("main")
         if target is None:
             raise ImportError(f"{fullname} cannot be run", name=fullname)
@@ -60,7 +59,17 @@ class _OldModuleLoader(InspectLoader):
         return None
 
     def is_package(self, fullname: str) -> bool:
-        return fullname not in _MODULES
+        return fullname in _PACKAGES
+
+
+def _refuse_if_missing(module: str, name: str) -> None:
+    missing = MISSING.get(module, {}).get(name)
+    if missing is not None:
+        raise ImportError(
+            f"{module}.{name} is not available in this version of DLRover: it belongs to {missing}. "
+            "Leave out what uses it, or run this script with the original.",
+            name=module,
+        )
 
 
 class OldPathFinder(MetaPathFinder):
@@ -69,9 +78,7 @@ class OldPathFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not fullname.startswith((f"{__name__}.", "dlrover.proto.")):
-            return None
-        is_package = any(old.startswith(f"{fullname}.") for old in _MODULES)
+        is_package = fullname in _PACKAGES
         if not is_package and fullname not in _MODULES:
             return None
         return ModuleSpec(fullname, _OldModuleLoader(), origin="alias table", is_package=is_package)

@@ -15,7 +15,7 @@ _ACTIONS = "dlrover.master.diagnosis_actions"
 _DATA = "dlrover.agent.old_diagnosis_data"
 _SHARED = "dlrover.trainer.shared_objects"
 _SAVER = "dlrover.trainer.torch.flash_checkpoint.old_saver"
-_CONSTANTS = "dlrover.trainer.old_constants"
+_COMPAT = "dlrover.compat"
 _DELETION = {
     "CheckpointDeletionStrategy": "dlrover.snapshot.user_deletion:CheckpointDeletionStrategy",
     "KeepLatestStepStrategy": "dlrover.snapshot.user_deletion:KeepLatestStepStrategy",
@@ -26,35 +26,107 @@ _STORAGES = {
     for name in ("CheckpointStorage", "PosixDiskStorage", "PosixStorageWithDeletion", "get_checkpoint_storage")
 } | _DELETION
 
+
+def _in(room: str, names: str) -> dict[str, str]:
+    """Names that live in one module of `dlrover.compat`."""
+    return {name: f"{_COMPAT}.{room}:{name}" for name in names.split()}
+
+
+_CONSTANTS = _in(
+    "constants",
+    "Accelerators AscendConstants BackendType BasicClass CheckpointConstant CommunicationReqMeta CommunicationReqType "
+    "CommunicationType ConfigPath CustomMetricKeys DatasetType DefaultNodeResource DefaultResourceLimits DictKey "
+    "DistributionStrategy ElasticJobApi ElasticJobLabel EventReportConstants ExitCode GRPC GpuMetricEnum "
+    "GroupNodeCheckPhase HangDetectionStrategy JobConstant JobExitReason JobOptStage JobStage KeyValueOps MemoryUnit "
+    "MthreadsGPUMetricEnum NetworkFailureReason NodeEnv NodeErrorMessage NodeEventType NodeExitDescription "
+    "NodeExitReason NodeResourceLimit NodeStatus NodeType NpuMetricEnum OptimizeMode OptimizeWorkerPhase "
+    "PSClusterVersionType PendingTimeoutStrategyType PlatformType PreCheckStatus PriorityClass RendezvousErrorType "
+    "RendezvousName ReporterType ResourceOptimizerName ScalePlanLabel SchedulingLabel ScriptPath TaskType "
+    "TrainingExceptionLevel TrainingLoopStatus UserEnv k8sAPIExceptionReason",
+)
+_MESSAGES = _in(
+    "comm",
+    "AtorchEvent BaseRequest BaseResponse CheckHardwareResetRequest ClusterVersion ClusterVersionRequest "
+    "CommWorldRequest DataLoaderConfig DatasetShardParams DiagnosisAction DiagnosisReportData ElasticRunConfig "
+    "ElasticRunConfigRequest Event GPUStats GlobalStep HeartBeat HeartbeatResponse JoinRendezvousRequest KeyValuePair "
+    "KeyValuePairs Message ModelInfo NetworkCheckResult NetworkReadyRequest NodeAddress NodeCheckpointState NodeEvent "
+    "NodeFailure NodeMeta OpStats OptimizerConfig ParallelConfig ParallelConfigRequest PreCheckRequest "
+    "PreCheckResponse PsNodes PsNodesRequest PsReady RdzvBlocked RendezvousParams RendezvousRequest RendezvousState "
+    "ResourceStats Response RunningNodes RunningNodesRequest Shard ShardCheckpoint ShardCheckpointRequest "
+    "StragglerExistRequest SyncBarrier SyncFinish SyncJoin SyncTrainingPort TIMEOUT_SEC Task TaskRequest TaskResult "
+    "TaskType TensorStats TrainingStatus TrainingStatusRequest WaitingNodeNumRequest addr_connected "
+    "deserialize_message serialize_message",
+)
+_EVENTS = {
+    "": _in("training_events", "DLRoverAgentEvent DLRoverMasterEvent TrainerProcess WarningType"),
+    ".config": _in(
+        "event_export",
+        "Config DEFAULT_EVENT_EXPORTER DEFAULT_FILE_DIR DEFAULT_TEXT_FORMATTER ENV_PREFIX get_default_logger "
+        "get_env_key get_pid get_rank is_dlrover_event_enabled parse_bool parse_int parse_str",
+    ),
+    ".emitter": {
+        **_in("training_events", "EventEmitter Process SafeAttribute SafeCallable generate_event_id safe_call"),
+        "DurationSpan": "dlrover.trainer.events.process:DurationSpan",
+    },
+    ".event": {
+        **_in("training_events", "Event EventTargetName EventTypeName"),
+        "EventType": "dlrover.trainer.events.event:EventType",
+    },
+    ".exporter": _in(
+        "event_export",
+        "AsyncExporter Config ConsoleExporter EventExporter Formater JsonFormatter LogFormatter TextFileExporter "
+        "close_default_exporter get_default_exporter get_default_logger init_default_exporter",
+    ),
+    ".predefined._dlrover": _in(
+        "training_events",
+        "DLRoverAgentEvent DLRoverAgentEventName DLRoverCommonEvent DLRoverCommonEventName DLRoverMasterEvent "
+        "DLRoverMasterEventName",
+    ),
+    ".predefined.common": _in("training_events", "CommonEventName CommonPredefined WarningType"),
+    ".predefined.trainer": _in("training_events", "TrainInitSpan TrainerEventName TrainerProcess"),
+}
+_REFLECTION = _in("reflection", "Importer get_class import_callable new_instance")
+_LOGGER = _in("log", "default_logger")
+
 ALIASES: Mapping[str, Mapping[str, str]] = {
     # old module: {old name: "new module:new name"}
     "dlrover.proto.elastic_training_pb2": {
-        name: f"{_CONSTANTS}:{name}"
-        for name in ("EVALUATION", "NONE", "PREDICTION", "TRAINING", "TRAIN_END_CALLBACK", "TaskType", "WAIT")
+        **_in("task_types", "EVALUATION NONE PREDICTION TRAINING TRAIN_END_CALLBACK TaskType WAIT"),
+        **_in("comm", "Response"),
     },
-    "dlrover.python.common.constants": {"CheckpointConstant": f"{_CONSTANTS}:CheckpointConstant"},
-    "dlrover.python.common.env_utils": {
-        name: f"{_CONSTANTS}:{name}"
-        for name in (
-            "get_env",
-            "get_group_rank",
-            "get_group_world_size",
-            "get_local_rank",
-            "get_local_world_size",
-            "get_node_id",
-            "get_node_num",
-            "get_node_rank",
-            "get_node_type",
-            "get_torch_restart_count",
-        )
+    "dlrover.python.common.comm": _MESSAGES,
+    "dlrover.python.common.constants": _CONSTANTS,
+    "dlrover.python.common.env_utils": _in(
+        "environment",
+        "get_all_child_pids get_env get_group_rank get_group_world_size get_hostname_and_ip get_job_uid "
+        "get_kernel_stack get_local_rank get_local_world_size get_node_id get_node_num get_node_rank get_node_type "
+        "get_proc_env get_rank get_torch_restart_count get_user_stack_pyspy is_ray_mode is_worker_process "
+        "print_process_list set_env",
+    ),
+    "dlrover.python.common.enums": {
+        "FailoverStrategy": f"{_FAILOVER}:FailoverStrategy",
+        **_in("constants", "ResourceType"),
     },
-    "dlrover.python.common.enums": {"FailoverStrategy": f"{_FAILOVER}:FailoverStrategy"},
-    "dlrover.python.common.failover": {"DynamicFailoverExtension": f"{_FAILOVER}:DynamicAgentFailoverExtension"},
-    "dlrover.python.common.log": {"default_logger": f"{_CONSTANTS}:default_logger"},
-    "dlrover.python.training_event": {
-        name: f"dlrover.trainer.events:{name}"
-        for name in ("DLRoverAgentEvent", "DLRoverMasterEvent", "TrainerProcess", "WarningType")
+    "dlrover.python.common.error": _in("serialize", "ProcessError"),
+    "dlrover.python.common.event.reporter": _in("event_reporter", "EventReporter"),
+    "dlrover.python.common.failover": {
+        "DynamicFailoverExtension": f"{_FAILOVER}:DynamicAgentFailoverExtension",
+        "FailureInfo": f"{_FAILOVER}:AgentFailureInfo",
+        "USER_FAILOVER_TRIGGER_JOB_ABORTION": f"{_FAILOVER}:ABORTION_REASON",
+        "USER_FAILOVER_TRIGGER_JOB_RESTART": f"{_FAILOVER}:GLOBAL_REASON",
     },
+    "dlrover.python.common.global_context": _in("global_context", "ConfigKeys Context DefaultValues"),
+    "dlrover.python.common.grpc": _MESSAGES,  # as the module was called up to 0.4
+    "dlrover.python.common.log": {
+        **_LOGGER,
+        **_in(
+            "log",
+            "get_agent_log_dir get_base_log_dir get_base_log_file get_file_handler_backup_count "
+            "get_file_handler_max_bytes get_log_level get_logger",
+        ),
+    },
+    "dlrover.python.common.singleton": _in("singleton", "Singleton singleton"),
+    **{f"dlrover.python.training_event{module}": names for module, names in _EVENTS.items()},
     "dlrover.python.common.multi_process": {
         name: f"{_SHARED}:{name}"
         for name in (
@@ -72,16 +144,25 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
             "retry_socket",
         )
     },
-    "dlrover.python.common.serialize": {"ClassMeta": "dlrover.snapshot.class_meta:ClassMeta"},
+    "dlrover.python.common.serialize": {
+        "ClassMeta": "dlrover.snapshot.class_meta:ClassMeta",
+        **_in("serialize", "JsonSerializable to_dict"),
+    },
     "dlrover.python.common.storage": _STORAGES,
     # The original's own guide names this module for the strategies; it never had one.
     "dlrover.python.common.store": _STORAGES,
     "dlrover.python.diagnosis.common.constants": {
-        name: f"{_ACTIONS}:{name}" for name in ("DiagnosisActionType", "DiagnosisConstant")
+        **{name: f"{_ACTIONS}:{name}" for name in ("DiagnosisActionType", "DiagnosisConstant")},
+        "DiagnosisDataType": f"{_DATA}:DiagnosisDataType",
+        **_in("diagnosis", "DiagnosisErrorConstant DiagnosticianType"),
     },
     "dlrover.python.common.diagnosis": {
         name: f"{_DATA}:{name}" for name in ("ChipMetrics", "CudaLog", "DiagnosisDataType", "TrainingLog")
     },
+    "dlrover.python.diagnosis.datacollector.data_collector": _in(
+        "diagnosis", "CollectorType DataCollector SimpleDataCollector"
+    ),
+    "dlrover.python.diagnosis.datacollector.training_log_collector": _in("diagnosis", "TrainingLogCollector"),
     "dlrover.python.diagnosis.common.diagnosis_data": {
         name: f"{_DATA}:{name}"
         for name in ("DiagnosisData", "DiagnosisDataType", "TrainingLog", "WorkerTrainingMetric")
@@ -109,11 +190,29 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
             "DiagnosisActionQueue",
             "EventAction",
             "JobAbortionAction",
+            "JobAction",
             "JobRestartAction",
             "NoAction",
             "NodeAction",
+            "is_same_action",
         )
     },
+    "dlrover.python.elastic_agent.datacollector.chip_metrics_collector": _in("diagnosis", "ChipMetricsCollector"),
+    "dlrover.python.elastic_agent.datacollector.cuda_log_collector": _in("diagnosis", "CudaLogCollector"),
+    "dlrover.python.elastic_agent.datacollector.data_collector": _in("diagnosis", "CollectorType DataCollector"),
+    "dlrover.python.elastic_agent.datacollector.log_collector": {
+        "LogCollector": f"{_COMPAT}.diagnosis:TrainingLogCollector"
+    },
+    "dlrover.python.elastic_agent.master_client": {
+        **_in("building", "GlobalMasterClient build_master_client"),
+        **_in("local_master", "LocalDataset LocalMasterClient"),
+        **_in("master_client", "MasterClient"),
+    },
+    "dlrover.python.elastic_agent.monitor.diagnosis": _in("diagnosis", "DiagnosisMonitor"),
+    "dlrover.python.elastic_agent.monitor.resource": _in(
+        "resource_monitor",
+        "ResourceMonitor get_gpu_stats get_process_cpu_percent get_used_cpu get_used_disk get_used_memory",
+    ),
     "dlrover.python.elastic_agent.sharding.client": {
         name: f"dlrover.trainer.sharding_client:{name}" for name in ("IndexShardingClient", "ShardingClient")
     },
@@ -163,38 +262,136 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         "NodeTopologyMeta": "dlrover.master.topology:NodeTopologyMeta",
     },
     "dlrover.python.master.main": {"main": "dlrover.cli.master_command:main"},
+    "dlrover.python.master.shard.dataset_splitter": _in("partitions", "PartitionOffsets"),
+    "dlrover.python.util.actor_util.parse_actor": _in("actors", "parse_index parse_type parse_type_id_from_actor_name"),
+    "dlrover.python.util.args_util": _in(
+        "arguments", "parse_dict parse_group_affinity parse_tuple_dict parse_tuple_list pos_int str2bool"
+    ),
+    "dlrover.python.util.common_util": {
+        **_in("arguments", "print_args"),
+        **_in(
+            "ports",
+            "find_free_port find_free_port_for_hccl find_free_port_from_env find_free_port_from_env_and_bind "
+            "find_free_port_in_range find_free_port_in_set is_port_in_use",
+        ),
+        **_in(
+            "reflection",
+            "get_class_by_module_and_class_name get_dlrover_version get_installed_version get_methods_by_class "
+            "get_version_from_setup",
+        ),
+    },
+    "dlrover.python.util.file_util": _in("files", "find_file_in_parents is_same_path read_last_n_lines"),
+    "dlrover.python.util.function_util": _in(
+        "functions", "TIMEOUT_MAX TimeoutException ignore_exceptions retry threading_timeout timeout"
+    ),
+    "dlrover.python.util.reflect_util": _REFLECTION,
+    "dlrover.python.util.store_util": _in("store_barrier", "barrier"),
+    "dlrover.python.util.time_util": _in("times", "get_pending_timeout has_expired timestamp_diff_in_seconds"),
+    "dlrover.trainer.constants.constants": _in("trainer_constants", "Constant Constants"),
+    "dlrover.trainer.constants.platform_constants": _in("trainer_constants", "PlatformConstants"),
+    "dlrover.trainer.constants.tf_constants": _in("trainer_constants", "TFConstants"),
+    "dlrover.trainer.util.log_util": _LOGGER,
+    "dlrover.trainer.util.net_util": _in("ports", "get_available_port"),
+    "dlrover.trainer.util.reflect_util": _REFLECTION,
 }
 
-_CLIENT = "a client of the master for scripts; workers reach the master through their agent"
 _INSIDE = "a class of the original's inside; this implementation is built differently and has no such part"
+_BRAIN = "the optimiser service for several jobs (Brain)"
+_KUBERNETES = "jobs on Kubernetes"
+_RAY = "jobs on Ray"
+_SCALING = "scaling and tuned settings"
 _TENSORFLOW = "training with TensorFlow"
+_UNIFIED = "jobs of several roles (the unified API)"
+
+
+def _all(reason: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), reason)
+
 
 MISSING: Mapping[str, Mapping[str, str]] = {
     # old module: {old name: what it belongs to}
-    "dlrover.python.brain.client": dict.fromkeys(
-        ("BrainClient", "GlobalBrainClient", "build_brain_client"), "the optimiser service for several jobs"
+    "dlrover.python.brain.client": _all(_BRAIN, "BrainClient GlobalBrainClient build_brain_client"),
+    "dlrover.python.common.comm": _all(_INSIDE, "build_grpc_channel grpc_server_ready"),
+    "dlrover.python.common.event.context": _all(_INSIDE, "JobEventContext StepEvents"),
+    "dlrover.python.common.event.train_event": _all(_INSIDE, "TrainEvent TrainEventName TrainEventState"),
+    "dlrover.python.common.node": _all(_KUBERNETES, "Node NodeEvent NodeGroupResource NodeResource"),
+    "dlrover.python.common.resource": _all(_UNIFIED, "Resource"),
+    "dlrover.python.common.serialize": _all(_INSIDE, "PickleSerializable"),
+    "dlrover.python.diagnosis.common.diagnosis_manager": _all(_INSIDE, "DiagnosisManager"),
+    "dlrover.python.diagnosis.datacollector.atorch_event_collector": _all(_INSIDE, "AtorchEventCollector"),
+    "dlrover.python.diagnosis.datacollector.resource_collector": _all(_INSIDE, "ResourceCollector"),
+    "dlrover.python.diagnosis.datacollector.xpu_timer_metric_collector": _all(_INSIDE, "XpuTimerMetricsCollector"),
+    "dlrover.python.elastic_agent.config.paral_config_tuner": _all(_SCALING, "ParalConfigTuner"),
+    "dlrover.python.elastic_agent.context": _all(_INSIDE, "AgentContext get_agent_context"),
+    "dlrover.python.elastic_agent.diagnosis.diagnosis_agent": _all(_INSIDE, "DiagnosisAgent"),
+    "dlrover.python.elastic_agent.master_client": _all(_INSIDE, "GrpcMasterClient HttpMasterClient RayMasterClient"),
+    "dlrover.python.elastic_agent.monitor.training": _all(
+        _TENSORFLOW, "TFTrainingReporter TrainingProcessReporter is_tf_chief"
     ),
-    "dlrover.python.elastic_agent.config.paral_config_tuner": {"ParalConfigTuner": "tuning of parallel settings"},
-    "dlrover.python.elastic_agent.master_client": dict.fromkeys(
-        ("GlobalMasterClient", "LocalDataset", "LocalMasterClient", "MasterClient", "build_master_client"), _CLIENT
+    "dlrover.python.elastic_agent.tensorflow.elastic_ps": _all(_TENSORFLOW, "ElasticPsClient"),
+    "dlrover.python.elastic_agent.tensorflow.hooks": _all(
+        _TENSORFLOW, "ElasticDataShardReportHook ReportModelInfoHook ReportModelMetricHook"
     ),
-    "dlrover.python.elastic_agent.monitor.diagnosis": {
-        "DiagnosisMonitor": "the original's inside; your own collector is an entry point of the group dlrover.collectors"
-    },
-    "dlrover.python.elastic_agent.monitor.resource": {"ResourceMonitor": "reports of used resources"},
-    "dlrover.python.elastic_agent.monitor.training": dict.fromkeys(
-        ("TFTrainingReporter", "TrainingProcessReporter", "is_tf_chief"), _TENSORFLOW
-    ),
-    "dlrover.python.elastic_agent.tensorflow.elastic_ps": {"ElasticPsClient": _TENSORFLOW},
-    "dlrover.python.elastic_agent.tensorflow.hooks": {"ElasticDataShardReportHook": _TENSORFLOW},
-    "dlrover.python.elastic_agent.torch.training": dict.fromkeys(
-        (
-            "ElasticTrainingAgent",
-            "MasterRendezvousHandler",
-            "NetworkCheckElasticAgent",
-            "NodeCheckElasticAgent",
-            "RendezvousOutSyncError",
-        ),
+    "dlrover.python.elastic_agent.tensorflow.profile_extractor": _all(_TENSORFLOW, "OperationStats ProfileExtracter TensorStats"),
+    "dlrover.python.elastic_agent.torch.training": _all(
         _INSIDE,
+        "ElasticTrainingAgent MasterRendezvousHandler NetworkCheckElasticAgent NodeCheckElasticAgent "
+        "RendezvousOutSyncError",
+    ),
+    "dlrover.python.master.shard.dataset_splitter": _all(
+        _INSIDE, "DatasetSplitter StreamingDatasetSplitter TableDatasetSplitter TextDatasetSplitter"
+    ),
+    "dlrover.python.scheduler.job": _all(_KUBERNETES, "ElasticJob JobArgs LocalJobArgs NodeArgs"),
+    "dlrover.python.training_event.error_handler": _all(_INSIDE, "ErrorHandler init_error_handler"),
+    "dlrover.python.unified.api.builder": _all(_UNIFIED, "DLJob DLJobBuilder RLJobBuilder RLRoleType"),
+    "dlrover.python.unified.api.builder.base": _all(_UNIFIED, "DLJob DLJobBuilder"),
+    "dlrover.python.unified.api.builder.rl": _all(_UNIFIED, "RLJob RLJobBuilder"),
+    "dlrover.python.unified.api.base": _all(_UNIFIED, "DLJob DLJobBuilder"),
+    "dlrover.python.unified.api.rl": _all(_UNIFIED, "RLJob RLJobBuilder"),
+    "dlrover.python.unified.api.runtime": _all(
+        _UNIFIED,
+        "ActorInfo DataQueue FutureSequence JobInfo PrimeMasterApi RayDataLoaderIter RoleActor RoleGroup UserRpcProxy "
+        "Worker create_rpc_proxy current_worker export_rpc_instance export_rpc_method patch_dataloader_ray rpc",
+    ),
+    "dlrover.python.unified.api.runtime.queue": _all(_UNIFIED, "DataQueue"),
+    "dlrover.python.unified.api.runtime.ray_dataloader_iter": _all(_UNIFIED, "RayDataLoaderIter patch_dataloader_ray"),
+    "dlrover.python.unified.api.runtime.rpc_helper": _all(
+        _UNIFIED,
+        "FutureSequence RoleActor RoleGroup UserRpcProxy create_rpc_proxy export_rpc_instance export_rpc_method rpc",
+    ),
+    "dlrover.python.unified.api.runtime.worker": _all(_UNIFIED, "Worker current_worker"),
+    "dlrover.python.unified.common.config": _all(_UNIFIED, "DLConfig JobConfig"),
+    "dlrover.python.unified.common.enums": _all(
+        _UNIFIED,
+        "ACCELERATOR_TYPE DLStreamType DiagnosticInfoType DiagnosticResponsibility ExecutionResultType MasterStage "
+        "MasterStateBackendType RLRoleType WorkloadEntrypointType",
+    ),
+    "dlrover.python.unified.common.workload_desc": _all(
+        _UNIFIED, "CustomWorkloadDesc ElasticWorkloadDesc NodeGroupFailoverDesc ResourceDesc SimpleWorkloadDesc"
+    ),
+    "dlrover.python.unified.controller.extension": _all(_UNIFIED, "ManagerExtension"),
+    "dlrover.python.unified.controller.master": _all(_UNIFIED, "PrimeMaster"),
+    "dlrover.python.unified.driver.main": _all(_UNIFIED, "main submit"),
+    "dlrover.python.unified.util.config_util": _all(_UNIFIED, "args_2_omega_conf omega_conf_2_args"),
+    "dlrover.python.util.k8s_util": _all(
+        _KUBERNETES, "gen_dict_from_k8s_label_selector gen_k8s_label_selector_from_dict is_target_labels_equal"
+    ),
+    "dlrover.python.util.queue.queue": _all(_RAY, "ConcurrentQueue RayEventQueue"),
+    "dlrover.python.util.state.memory_store": _all(_RAY, "MemoryStore"),
+    "dlrover.python.util.state.stats_backend": _all(_RAY, "LocalFileStateBackend"),
+    "dlrover.python.util.state.store_mananger": _all(_RAY, "MemoryStoreManager StoreManager"),
+    "dlrover.trainer.entry.local_entry": _all(_TENSORFLOW, "main"),
+    "dlrover.trainer.tensorflow.estimator": _all(
+        _TENSORFLOW, "Estimator EstimatorSpec EvalSpec ModeKeys RunConfig TrainSpec train_and_evaluate"
+    ),
+    "dlrover.trainer.tensorflow.hooks.elastic_data_shard_report_hook": _all(_TENSORFLOW, "ElasticDataShardReportHook"),
+    "dlrover.trainer.tensorflow.hooks.global_step_hook": _all(_TENSORFLOW, "GlobalStepHook"),
+    "dlrover.trainer.tensorflow.reader": _all(_TENSORFLOW, "FileReader"),
+    "dlrover.trainer.tensorflow.reader.base_reader": _all(_TENSORFLOW, "ElasticReader"),
+    "dlrover.trainer.tensorflow.reader.file_reader": _all(_TENSORFLOW, "FileReader"),
+    "dlrover.trainer.tensorflow.util.column_info": _all(_TENSORFLOW, "Column"),
+    "dlrover.trainer.util.args_util": _all(_TENSORFLOW, "build_parser get_parsed_args"),
+    "dlrover.trainer.util.conf_util": _all(
+        _TENSORFLOW, "Configuration ConfigurationManagerInterface ConfigurationManagerMeta get_conf"
     ),
 }

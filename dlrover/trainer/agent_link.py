@@ -29,10 +29,17 @@ import msgspec
 
 from dlrover.host.ownership import check_server
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.kv_messages import KvQuery
 from dlrover.protocol.local import FrameBuffer, pack
-from dlrover.protocol.messages import AgentMessage, AskMaster, Hello, MasterAnswer, MasterRefusal, Reply, WorkerRequest
-from dlrover.protocol.sync_messages import SyncQuery
+from dlrover.protocol.messages import (
+    AgentMessage,
+    AskMaster,
+    Hello,
+    MasterAnswer,
+    MasterRefusal,
+    Query,
+    Reply,
+    WorkerRequest,
+)
 from dlrover.trainer import environment
 
 _CONNECT_TIMEOUT = 5.0
@@ -103,7 +110,7 @@ class AgentLink:
             try:
                 return self._exchange(request, end_at)
             except _LostError as lost:
-                if lost.may_have_arrived and not isinstance(request, KvQuery | SyncQuery):
+                if lost.may_have_arrived and not isinstance(request, Query):
                     raise Unavailable(
                         f"The connection to the agent broke before {type(request).__name__} was answered; it may have "
                         "been applied."

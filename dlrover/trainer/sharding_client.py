@@ -20,7 +20,7 @@ import multiprocessing
 import os
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -39,6 +39,7 @@ log = logging.getLogger("dlrover.trainer.data")
 _STORAGES = {
     "": Storage.TABLE,
     "table": Storage.TABLE,
+    "maxcompute_table": Storage.TABLE,
     "text": Storage.TEXT,
     "stream": Storage.STREAM,
     "streaming": Storage.STREAM,
@@ -46,6 +47,8 @@ _STORAGES = {
     "kafka": Storage.STREAM,
 }
 
+MINIBATCHES_PER_SHARD = 100
+"""Where a script gives 0."""
 _LOOK = 0.5
 """Seconds after which a thread that waits for others looks whether it shall stop."""
 
@@ -72,6 +75,28 @@ class Task(Struct, frozen=True):
     epoch: int = 0
 
 
+def storage_named(name: str) -> Storage:
+    if name not in _STORAGES:
+        raise ConfigError(
+            f"storage_type {name!r} is not known; it is one of {', '.join(repr(known) for known in _STORAGES)}."
+        )
+    return _STORAGES[name]
+
+
+def shard_of(spec: DatasetSpec, lease: Lease) -> Shard:
+    """The records behind the places that the master has given."""
+    indices = lease.indices
+    if not indices and spec.shuffle and spec.storage is Storage.TEXT:
+        order = Permutation(spec.size, spec.seed, lease.epoch)
+        indices = tuple(order.at(place) for place in range(lease.start, lease.end))
+    return Shard(lease.partition or spec.name, lease.start, lease.end, indices)
+
+
+def beginning_of(dataset_name: str) -> str:
+    """The dataset checkpoint before the first record of the first epoch."""
+    return json.dumps({"dataset_name": dataset_name, "todo": [], "doing": [], "epoch": 0, "splitter": None})
+
+
 class ShardingClient:
     """One per dataset and process. Registers the dataset at once; the first registration of a name counts, another cut is refused."""
 
@@ -87,7 +112,7 @@ class ShardingClient:
         storage_type: str = "",
         *,
         seed: int = 0,
-        partitions: dict[str, int] | None = None,
+        partitions: Mapping[str, int] | None = None,
         ahead: int = 0,
         must_finish: bool | None = None,
         skip_bad_data: bool = False,
@@ -97,22 +122,18 @@ class ShardingClient:
         `must_finish`: whether a job that leaves records unread has failed; None: if they are for training. `skip_bad_data`: the job may
         complete although some records could not be read.
         """
-        if storage_type not in _STORAGES:
-            raise ConfigError(
-                f"storage_type {storage_type!r} is not known; it is one of {', '.join(repr(name) for name in _STORAGES)}."
-            )
         self._batch_size = batch_size
         self._spec = DatasetSpec(
             name=dataset_name,
             size=dataset_size,
-            shard_size=batch_size * (num_minibatches_per_shard or 100),
+            shard_size=batch_size * (num_minibatches_per_shard or MINIBATCHES_PER_SHARD),
             num_epochs=num_epochs,
             batch_size=batch_size,
             shuffle=shuffle,
             seed=seed,
-            storage=_STORAGES[storage_type],
+            storage=storage_named(storage_type),
             task_type=TaskType(task_type),
-            partitions=partitions or {},
+            partitions=dict(partitions or {}),
             is_required=must_finish,
             is_bad_data_skipped=skip_bad_data,
         )
@@ -146,7 +167,7 @@ class ShardingClient:
         lease = self._feed.take(timeout)
         if lease is None:
             return None
-        task = Task(lease.id, self._spec.task_type, self._shard_of(lease), lease.epoch)
+        task = Task(lease.id, self._spec.task_type, shard_of(self._spec, lease), lease.epoch)
         with self._lock:
             self._num_fetched += 1
             self._pending[lease.id] = (lease, task)
@@ -251,9 +272,8 @@ class ShardingClient:
 
     def reset_dataset(self) -> None:
         """Begin anew, from the first record of the first epoch. Raises Rejected for a stream, which goes on as before."""
-        text = json.dumps({"dataset_name": self._spec.name, "todo": [], "doing": [], "epoch": 0, "splitter": None})
         with self.going_back():
-            self.restore_books(text)
+            self.restore_books(beginning_of(self._spec.name))
 
     def stop_early(self, reason: str = "training stopped early") -> None:
         """The rest of the data is left unread on purpose: the job completes without it."""
@@ -290,13 +310,6 @@ class ShardingClient:
             lease, _task = self._pending.pop(id_)
             del self._left[id_]
             self._feed.failed(lease, message)
-
-    def _shard_of(self, lease: Lease) -> Shard:
-        indices = lease.indices
-        if not indices and self._spec.shuffle and self._spec.storage is Storage.TEXT:
-            order = Permutation(self._spec.size, self._spec.seed, lease.epoch)
-            indices = tuple(order.at(place) for place in range(lease.start, lease.end))
-        return Shard(lease.partition or self._spec.name, lease.start, lease.end, indices)
 
 
 class IndexShardingClient(ShardingClient):

@@ -20,8 +20,10 @@ from dlrover.core.kv_store import KvStore
 from dlrover.core.turn import NotYet
 from dlrover.protocol.data_messages import AskDataCheckpoint, AskDataset, DataCommand
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.fleet_messages import AskClusterVersion, AskPsNodes
 from dlrover.protocol.kv_messages import KvCommand, KvQuery
 from dlrover.protocol.messages import (
+    AskStatus,
     Attach,
     Attached,
     Done,
@@ -31,11 +33,15 @@ from dlrover.protocol.messages import (
     NodeId,
     Reply,
     Round,
+    WorkerNews,
+    WorkerOrder,
     WorkerRequest,
 )
 from dlrover.protocol.sync_messages import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncState
 
 _ALONE = NodeId(0)
+_JobQuery = AskDataset | AskDataCheckpoint | AskStatus | AskClusterVersion | AskPsNodes
+_OF_THE_JOB = DataCommand | _JobQuery
 
 
 class StandIn:
@@ -44,16 +50,23 @@ class StandIn:
     def __init__(self) -> None:
         self._kv = KvStore()
         self._sync = sync_points.SyncPoints()
-        self._data: _LonelyJob | None = None
+        self._job: _LonelyJob | None = None
         self._changed = threading.Condition()
         """Guards all rooms."""
 
     def ask(self, request: WorkerRequest, *, timeout: float) -> Reply:
         end_at = time.monotonic() + min(timeout, getattr(request, "wait", 0.0))
         with self._changed:
-            if isinstance(request, DataCommand | AskDataset | AskDataCheckpoint):
-                self._data = _LonelyJob() if self._data is None else self._data
-                return self._data.ask(request)
+            if isinstance(request, _OF_THE_JOB):
+                self._job = _LonelyJob() if self._job is None else self._job
+                return self._job.ask(request)
+            if isinstance(request, WorkerNews):
+                return Done()
+            if isinstance(request, WorkerOrder):
+                name = type(request).__name__
+                raise Rejected(
+                    f"No job runs here, so {name} has no effect. Start the script with `dlrover-run`.", "no-job"
+                )
             if isinstance(request, KvCommand | JoinSync | NotifyBarrier):
                 reply = self._apply(request)
                 self._changed.notify_all()
@@ -102,7 +115,7 @@ class _LonelyJob:
         assert isinstance(attached, Attached), attached
         self._me = attached
 
-    def ask(self, request: DataCommand | AskDataset | AskDataCheckpoint) -> Reply:
+    def ask(self, request: DataCommand | _JobQuery) -> Reply:
         if isinstance(request, DataCommand):
             me = self._me
             named = replace(request, node=me.node, incarnation=me.incarnation, round=Round(0), local_rank=0)

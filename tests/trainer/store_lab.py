@@ -108,7 +108,7 @@ class StoreLab:
             on_attached=self._on_attached,
             on_desired=self._on_desired,
         )
-        self._relay = Relay(self._channel.call, lambda: (self._node, self._incarnation))
+        self._relay = Relay(self._channel.call, lambda: (self._node, self._incarnation), self._channel.observe)
         await self._open_socket()
         self._running = asyncio.ensure_future(self._channel.run())
         self._beating = asyncio.ensure_future(self._beat())

@@ -146,10 +146,10 @@ class AsyncExporter:
             "errors": self.num_errors,
         }
 
-    def close(self) -> None:
+    def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
         if self._pid == os.getpid():
             self._queue.put(None)
-            self._thread.join(CLOSE_TIMEOUT)
+            self._thread.join(timeout)
             lost = self._queue.qsize() if self._thread.is_alive() else 0
             if lost or self.num_dropped or self.num_errors:
                 own_log().warning("at the end: %d lost, %s", lost, self.metrics)

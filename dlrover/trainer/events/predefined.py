@@ -99,7 +99,7 @@ class TrainerProcess(Process):
         return self.duration("#persist_ckpt", {"global_step": global_step, "path": path, "size": size, **content})
 
 
-class _Named(Process):
+class NamedProcess(Process):
     """Instants and spans by method name: `joined(a=1)` is `#joined{a: 1}`. Names that are not in the tables do nothing."""
 
     TARGET = ""
@@ -117,7 +117,7 @@ class _Named(Process):
         return super().__getattr__(name)
 
 
-class DLRoverMasterEvent(_Named):
+class DLRoverMasterEvent(NamedProcess):
     TARGET = "dlrover-master"
     INSTANTS = (
         "master_start",
@@ -133,7 +133,7 @@ class DLRoverMasterEvent(_Named):
     SPANS = ("job_train", "rendezvous", "network_check", "fault_tolerance", "pre_check")
 
 
-class DLRoverAgentEvent(_Named):
+class DLRoverAgentEvent(NamedProcess):
     TARGET = "dlrover-agent"
     INSTANTS = (
         "agent_start",

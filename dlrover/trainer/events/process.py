@@ -78,6 +78,11 @@ class Outlet:
         if settings.enable and self._exporter is not None:
             self._exporter.export(event)
 
+    @property
+    def exporter(self) -> Exporter | None:
+        """None before the first event, and where events are off."""
+        return self._exporter
+
     def begin(self) -> None:
         self._begun()
 

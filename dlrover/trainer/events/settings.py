@@ -14,8 +14,8 @@ from dlrover.host.ownership import open_checked
 
 EXPORTERS = ("TEXT_FILE", "CONSOLE", "OTLP")
 FORMATS = ("LOG", "JSON")
-_TRUE = ("true", "1", "yes", "y", "on", "enable", "enabled")
-_FALSE = ("false", "0", "no", "n", "off", "disable", "disabled")
+TRUE = ("true", "1", "yes", "y", "on", "enable", "enabled")
+FALSE = ("false", "0", "no", "n", "off", "disable", "disabled")
 _PREFIX = "DLROVER_EVENT_"
 
 
@@ -77,9 +77,9 @@ def _parsed(key: str, value: object) -> object:
         raise KeyError(key)
     text = str(value).strip()
     if kind is bool:
-        if text.lower() not in _TRUE + _FALSE:
+        if text.lower() not in TRUE + FALSE:
             raise ValueError(text)
-        return text.lower() in _TRUE
+        return text.lower() in TRUE
     if kind is int:
         number = int(text)
         if number < 1:

@@ -13,6 +13,7 @@ import enum
 import logging
 import os
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from dlrover.host.ownership import make_private
-from dlrover.protocol.errors import DLRoverError
+from dlrover.protocol.errors import ConfigError, DLRoverError
 from dlrover.snapshot.class_meta import ClassMeta
 from dlrover.snapshot.commit import TRACKER
 from dlrover.snapshot.contents import decode_contents
@@ -29,8 +30,8 @@ from dlrover.snapshot.persist import SaveRequest, finish, is_complete, of_presen
 from dlrover.snapshot.persist import read_request as request_of
 from dlrover.snapshot.segment import Segment, SegmentWriter, SlotName, remove_segment, segment_paths
 from dlrover.snapshot.segment_format import Owner, SegmentInvalid
-from dlrover.snapshot.storage import full_path, join
-from dlrover.snapshot.user_storage import storage_of
+from dlrover.snapshot.storage import LocalStorage, Storage, full_path, join, parent_of
+from dlrover.snapshot.user_storage import UserStorage, announce, storage_of
 from dlrover.trainer import environment
 from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter, load_state
 
@@ -38,6 +39,8 @@ log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
 DLROVER_CKPT_CONFIG_KEY = "_DLORVER_CKPT_CONFIG"
 _STATE = "state"
+_LOOK_FOR_FILES = 0.5
+"""Seconds: files of other nodes come without a word."""
 
 
 class CheckpointEventType(enum.Enum):
@@ -182,6 +185,8 @@ class AsyncCheckpointSaver:
         self._home = None if home is None else Path(home)
         self._writing = threading.Lock()
         """Held while files are written: one call after the other."""
+        self._is_reset = threading.Event()
+        """The workers start anew: who waits for their files waits in vain."""
         AsyncCheckpointSaver._instance = self
 
     @classmethod
@@ -194,7 +199,9 @@ class AsyncCheckpointSaver:
 
     @classmethod
     def reset(cls) -> None:
-        """Memory is looked up anew at each save."""
+        """Memory is looked up anew at each save; a commit that waits gives up."""
+        if AsyncCheckpointSaver._instance is not None:
+            AsyncCheckpointSaver._instance._is_reset.set()
 
     def save_shm_to_storage(self, timeout: float = 60, master_client: object = None) -> bool:
         """Write the newest step that all shards of this node hold. False: there is none, or it is written already."""
@@ -219,6 +226,37 @@ class AsyncCheckpointSaver:
     def wait_saving_checkpoint(self) -> bool:
         """True while a call of this process writes."""
         return self._writing.locked()
+
+    def commit_checkpoint(self, step: int, step_done_dir: str, timeout: float = 600) -> bool:
+        """
+        For a saver that writes by itself: wait until every shard of the job has put a file into this directory, then
+        name the step in the trackers. False: the time is over, or the workers start anew; the shards' files stay.
+        """
+        return self._commit(step, step_done_dir, timeout)
+
+    def _commit(self, step: int, done_dir: str, timeout: float, staged: str = "", target: str = "") -> bool:
+        storage = storage_of(self.checkpoint_dir, self._storage_meta)
+        is_complete = self._await_done_files(storage, done_dir, timeout)
+        if is_complete:
+            if staged:
+                storage.remove_tree(target)
+                _move(storage, staged, target)
+            self.update_tracker_file(step)
+        elif staged:
+            storage.remove_tree(staged)
+        storage.remove_tree(done_dir)
+        announce(storage, step, is_committed=is_complete)
+        return is_complete
+
+    def _await_done_files(self, storage: Storage, done_dir: str, timeout: float) -> bool:
+        self._is_reset.clear()
+        end_at = time.monotonic() + timeout
+        while (num_done := len(storage.list(done_dir))) < self.global_shard_num:
+            left = end_at - time.monotonic()
+            if left <= 0 or self._is_reset.wait(min(left, _LOOK_FOR_FILES)):
+                log.error("%s: %d of %d shards are saved; not committed", done_dir, num_done, self.global_shard_num)
+                return False
+        return True
 
     def update_tracker_file(self, step: int) -> None:
         storage = storage_of(self.checkpoint_dir, self._storage_meta)
@@ -271,6 +309,12 @@ class CommonDirCheckpointSaver(AsyncCheckpointSaver): ...
 class TempDirCheckpointSaver(AsyncCheckpointSaver):
     """Every save of ours is staged and renamed."""
 
+    def commit_checkpoint(  # type: ignore[override]  # the original's, too
+        self, step: int, step_done_dir: str, tmp_path: str, target_path: str, timeout: float = 600
+    ) -> bool:
+        """The same, and the staged directory takes the place of the target; without success it is removed."""
+        return self._commit(step, step_done_dir, timeout, tmp_path, target_path)
+
 
 class DdpCheckpointSaver(CommonDirCheckpointSaver): ...
 
@@ -284,6 +328,16 @@ class MegatronCheckpointSaver(CommonDirCheckpointSaver):
 
 class DeepSpeedCheckpointSaver(CommonDirCheckpointSaver):
     trackers: ClassVar[tuple[str, ...]] = ("latest",)
+
+
+def _move(storage: Storage, source: str, target: str) -> None:
+    if isinstance(storage, UserStorage):
+        storage.move(source, target)
+    elif isinstance(storage, LocalStorage):
+        storage.make_directory(parent_of(target))
+        storage.rename(source, target)
+    else:
+        raise ConfigError(f"{target}: an object store cannot move a directory. Write to the target and commit there.")
 
 
 def _slots(home: Path, rank: int | None) -> list[SlotName]:
