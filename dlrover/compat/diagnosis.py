@@ -37,6 +37,22 @@ class DiagnosisErrorConstant:
     TRAINING_IS_HANG = "Training is hang"
 
 
+class DiagnosisResult:
+    DIAG_INVALID_PARAM = "invalid"
+    DIAG_ERROR = "error"
+    DIAG_WAITING = "waiting"
+    DIAG_CONTINUE = "continue"
+    DIAG_HEALTHY = "succeeded"
+    DIAG_HANG = "hang"
+    DIAG_STRAGGLE = "straggle"
+    DIAG_FAILURE = "failure"
+    DIAG_ABORT = "abort"
+
+
+class EnvConfigKey:
+    XPU_TIMER_PORT = "XPU_TIMER_PORT"
+
+
 class CollectorType:
     CUDALOG = "cuda_log"
     TRAININGLOG = "training_log"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from dlrover.compat.constants import CommunicationType, HangDetectionStrategy, PendingTimeoutStrategyType, UserEnv
@@ -170,15 +171,18 @@ class Context(Singleton):
         operators = []
         for named in self.pre_check_operators or ():
             try:
-                module, name = named[:2]
-                operators.append(getattr(importlib.import_module(module), name)())
+                operators.append(_class_of(named)())
             except Exception as error:  # an import and a constructor run the user's code
                 log.warning("The pre-check operator %r is left out: %s", named, error)
         return operators
 
     def is_pre_check_operator_bypass(self, pre_check_op: object) -> bool:
-        kind = type(pre_check_op)
-        for module, name, *bypass in self.pre_check_operators or ():
-            if (kind.__module__, kind.__name__) == (module, name):
-                return str(bypass[0] if bypass else "").lower() in ("true", "yes", "t", "y", "1")
+        for named in self.pre_check_operators or ():
+            if type(pre_check_op) is _class_of(named):
+                return str(named[2] if len(named) > 2 else "").lower() in ("true", "yes", "t", "y", "1")
         return False
+
+
+def _class_of(named: Sequence[Any]) -> Any:
+    module, name = named[:2]
+    return getattr(importlib.import_module(module), name)

@@ -301,8 +301,8 @@ class MasterClient:
 
     def get_comm_world(self, rdzv_name: str, node_rank: int) -> tuple[int, int, dict[int, int]]:
         """Round, group (always 0) and the world: node rank to number of workers, in the order of the world."""
-        members = {int(node.node_rank): node.local_world_size for node in self._nodes() if node.local_world_size}
-        return self._round, 0, members
+        members = sorted((node for node in self._nodes() if node.group_rank >= 0), key=lambda node: node.group_rank)
+        return self._round, 0, {int(node.node_rank): node.local_world_size for node in members}
 
     def check_fault_node(self, timeout: float = 300) -> tuple[list[int], str]:
         """Ranks that the newest node check found faulty. Workers start after the check, so nothing is waited for."""

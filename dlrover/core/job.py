@@ -231,6 +231,7 @@ class Job:
             status = "standby"
         elif node.id in too_many:
             status = "pending"
+        group_rank, num_workers = self._state.rendezvous.place_of(node.id)
         return NodeStatus(
             node=node.id,
             node_rank=node.rank,
@@ -240,7 +241,8 @@ class Job:
             wish=type(node.desired.wish).__name__.lower(),
             step=node.step,
             check=self._check_result(node),
-            local_world_size=self._state.rendezvous.num_workers(node.id),
+            group_rank=group_rank,
+            local_world_size=num_workers,
         )
 
     def _check_result(self, node: Node) -> CheckResult | None:

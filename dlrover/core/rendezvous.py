@@ -183,11 +183,12 @@ class Rendezvous(Struct):
         """Whether the node belongs to the newest world and has not been lost from it."""
         return node in self.group_ranks and node not in self.lost
 
-    def num_workers(self, node: NodeId) -> int:
-        """Of the node in the newest world; 0: it is not a member."""
+    def place_of(self, node: NodeId) -> tuple[int, int]:
+        """Group rank and number of workers in the newest world; (-1, 0): it is not a member."""
         if self.world is None or not self.is_member(node):
-            return 0
-        return self.world.members[self.group_ranks[node]].local_world_size
+            return -1, 0
+        group_rank = self.group_ranks[node]
+        return group_rank, self.world.members[group_rank].local_world_size
 
     def has_spare(self) -> bool:
         """Whether somebody outside the newest world waits, warm."""

@@ -38,6 +38,8 @@ class DiagnosisActionType:
     MASTER_RELAUNCH_WORKER = "master_relaunch_worker"
     JOB_RESTART = "job_restart"
     JOB_ABORT = "job_abortion"
+    RESTART_JOB = "restart_job"
+    ABORT_JOB = "abort_job"
 
 
 _PRIORITY = {

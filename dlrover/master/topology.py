@@ -12,6 +12,7 @@ The classes of the original for that purpose live here too; old import paths lea
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import concurrent.futures
 import importlib
@@ -53,16 +54,36 @@ class NodeTopologyMeta:
     """The outer one."""
     node_group: int = -1
     """Its scheduling group; -1: none."""
+    node_group_size: int = 0
+    """Always 0: how many groups there are is not known here."""
+    node_group_id: str = ""
+    """Always empty, like the size."""
 
 
-class DefaultTopologyQuerier:
+class TopologyQuerier(abc.ABC):
+    """What a querier may derive from; having `query` is enough."""
+
+    @abc.abstractmethod
+    def query(self, node_ip: str) -> tuple[str, str]:
+        """Access switch and the one above it; empty: not known."""
+
+
+class TopologySorter(abc.ABC):
+    """What a sorter may derive from; having `sort` is enough."""
+
+    @abc.abstractmethod
+    def sort(self, nodes: Mapping[int, NodeTopologyMeta]) -> Mapping[int, NodeTopologyMeta]:
+        """The same nodes in their order in the world."""
+
+
+class DefaultTopologyQuerier(TopologyQuerier):
     """Knows nothing."""
 
     def query(self, node_ip: str) -> tuple[str, str]:
         return "", ""
 
 
-class DpTopologySorter:
+class DpTopologySorter(TopologySorter):
     """Nodes below one switch together, the switch of the lowest rank first: what the master does by itself."""
 
     def sort(self, nodes: Mapping[int, NodeTopologyMeta]) -> dict[int, NodeTopologyMeta]:

@@ -733,8 +733,10 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     step: int | None = None
     check: CheckResult | None = None
     """What the newest check found out about it; None: it was not checked."""
+    group_rank: int = -1
+    """In the newest world; -1: it is not a member."""
     local_world_size: int = 0
-    """Workers that it runs in the newest world; 0: it is not a member."""
+    """Workers that it runs in the newest world."""
 
 
 class LeftOut(Struct, frozen=True, kw_only=True):

@@ -154,7 +154,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.diagnosis.common.constants": {
         **{name: f"{_ACTIONS}:{name}" for name in ("DiagnosisActionType", "DiagnosisConstant")},
         "DiagnosisDataType": f"{_DATA}:DiagnosisDataType",
-        **_in("diagnosis", "DiagnosisErrorConstant DiagnosticianType"),
+        **_in("diagnosis", "DiagnosisErrorConstant DiagnosisResult DiagnosticianType EnvConfigKey"),
     },
     "dlrover.python.common.diagnosis": {
         name: f"{_DATA}:{name}" for name in ("ChipMetrics", "CudaLog", "DiagnosisDataType", "TrainingLog")
@@ -260,6 +260,8 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         "DefaultTopologyQuerier": "dlrover.master.topology:DefaultTopologyQuerier",
         "DpTopologySorter": "dlrover.master.topology:DpTopologySorter",
         "NodeTopologyMeta": "dlrover.master.topology:NodeTopologyMeta",
+        "TopologyQuerier": "dlrover.master.topology:TopologyQuerier",
+        "TopologySorter": "dlrover.master.topology:TopologySorter",
     },
     "dlrover.python.master.main": {"main": "dlrover.cli.master_command:main"},
     "dlrover.python.master.shard.dataset_splitter": _in("partitions", "PartitionOffsets"),
@@ -317,6 +319,7 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.common.node": _all(_KUBERNETES, "Node NodeEvent NodeGroupResource NodeResource"),
     "dlrover.python.common.resource": _all(_UNIFIED, "Resource"),
     "dlrover.python.common.serialize": _all(_INSIDE, "PickleSerializable"),
+    "dlrover.python.diagnosis.common.constants": _all(_INSIDE, "InferenceConfigKey JobHangPolicy JobHangWatermark"),
     "dlrover.python.diagnosis.common.diagnosis_manager": _all(_INSIDE, "DiagnosisManager"),
     "dlrover.python.diagnosis.datacollector.atorch_event_collector": _all(_INSIDE, "AtorchEventCollector"),
     "dlrover.python.diagnosis.datacollector.resource_collector": _all(_INSIDE, "ResourceCollector"),
@@ -332,7 +335,9 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.elastic_agent.tensorflow.hooks": _all(
         _TENSORFLOW, "ElasticDataShardReportHook ReportModelInfoHook ReportModelMetricHook"
     ),
-    "dlrover.python.elastic_agent.tensorflow.profile_extractor": _all(_TENSORFLOW, "OperationStats ProfileExtracter TensorStats"),
+    "dlrover.python.elastic_agent.tensorflow.profile_extractor": _all(
+        _TENSORFLOW, "OperationStats ProfileExtracter TensorStats"
+    ),
     "dlrover.python.elastic_agent.torch.training": _all(
         _INSIDE,
         "ElasticTrainingAgent MasterRendezvousHandler NetworkCheckElasticAgent NodeCheckElasticAgent "

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from dlrover.agent.relay import MAX_RELAYED, Relay
 from dlrover.agent.worker_socket import MAX_ASKED, WorkerSocket
@@ -20,20 +21,25 @@ from dlrover.protocol.messages import (
     AgentCommand,
     AgentMessage,
     AskMaster,
+    AskStatus,
+    BlockRendezvous,
     Done,
     Hello,
     Incarnation,
     MasterAnswer,
     MasterRefusal,
     NodeId,
+    Pong,
     Query,
     Reply,
     ReportStep,
     Round,
+    StopJob,
     WorkerRequest,
 )
 from dlrover.protocol.peer_messages import AskPeers
 from dlrover.protocol.sync_messages import JoinSync, SyncJoined
+from dlrover.protocol.watch_messages import NodeEvent, SampleTaken
 from tests.agent.lab import until
 
 ROUND = Round(3)
@@ -220,6 +226,44 @@ class TestRelay:
         relay = self.relay(KvValues(()))
         await relay(KvGet(keys=()), timeout=1)
         assert self.sent == [KvGet(keys=())]
+
+    async def test_orders_about_the_job_go_as_they_are_and_those_of_the_node_in_its_name(self) -> None:
+        relay = self.relay(Done(), Done())
+        assert await relay(StopJob(message="enough"), timeout=1) == Done()
+        await relay(BlockRendezvous(node=NodeId(99), incarnation=Incarnation(99), reason="why"), timeout=1)
+        block = BlockRendezvous(node=NodeId(7), incarnation=Incarnation(1), reason="why")
+        assert self.sent == [StopJob(message="enough"), block]
+
+    async def test_news_of_a_worker_are_news_of_its_node(self) -> None:
+        observed: list[NodeEvent | SampleTaken] = []
+
+        async def call(command: AgentCommand | Query, *, timeout: float) -> Reply:
+            raise AssertionError("nothing is asked")
+
+        relay = Relay(call, lambda: (NodeId(7), Incarnation(1)), observed.append)
+        news = NodeEvent(node=NodeId(99), incarnation=Incarnation(99), level="info", name="n", text="t")
+        assert await relay(news, timeout=1) == Done()
+        assert observed == [replace(news, node=NodeId(7), incarnation=Incarnation(1))]
+
+    async def test_workers_that_ask_about_the_job_at_a_time_share_one_answer(self) -> None:
+        may_answer = asyncio.Event()
+        num_asked = 0
+
+        async def call(command: AgentCommand | Query, *, timeout: float) -> Reply:
+            nonlocal num_asked
+            num_asked += 1
+            await may_answer.wait()
+            return Pong(job_name=str(num_asked), master_epoch=1)
+
+        relay = Relay(call, lambda: (NodeId(7), Incarnation(1)))
+        asked = [asyncio.ensure_future(relay(AskStatus(), timeout=60)) for _ in range(64)]
+        await until(lambda: num_asked == 1)
+        with pytest.raises(Unavailable, match="did not answer in time"):
+            await relay(AskStatus(), timeout=0.01)
+        may_answer.set()
+        first = await asked[0]
+        assert {id(answer) for answer in await asyncio.gather(*asked)} >= {id(first)}
+        assert num_asked < 64
 
     async def test_a_refusal_that_was_lost_is_fetched_again(self) -> None:
         relay = self.relay(Rejected("?", code="too-old"), Rejected("empty", code="kv-empty"))

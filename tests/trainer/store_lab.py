@@ -1,5 +1,5 @@
 """
-The whole way of a worker's request, without a worker: a real master process, and a node of one worker in a thread.
+The whole way of a worker's request, without a worker: a real master process, and a node in a thread.
 
 The node has what an agent has on this way (channel, relay, socket) and nothing else; the test is its worker.
 """
@@ -14,6 +14,8 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from dlrover.agent.relay import Relay
 from dlrover.agent.worker_socket import WorkerSocket
@@ -40,7 +42,8 @@ T = TypeVar("T")
 
 
 class StoreLab:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, num_workers: int = 1) -> None:
+        self._num_workers = num_workers
         self._runtime = tempfile.mkdtemp(prefix="dlr-")  # a unix socket's name must be short
         self._node, self._incarnation = NodeId(-1), Incarnation(0)
         self._num_attached = 0
@@ -79,8 +82,8 @@ class StoreLab:
         """The node, and on which of its streams it is."""
         return self._node, self._incarnation, self._num_attached
 
-    def link(self) -> AgentLink:
-        self._links.append(AgentLink(self.where))
+    def link(self, local_rank: int = 0) -> AgentLink:
+        self._links.append(AgentLink(replace(self.where, local_rank=local_rank)))
         return self._links[-1]
 
     def restart_socket(self) -> None:
@@ -138,7 +141,7 @@ class StoreLab:
             launch="launch",
             host="host",
             terms=JobTerms(),
-            local_world_size=1,
+            local_world_size=self._num_workers,
             incarnation=self._incarnation,
             running_round=Round(0) if self._world is None else self._world.round,
             life="life",
@@ -159,6 +162,10 @@ class StoreLab:
 
     async def _join(self, number: Round) -> None:
         join = JoinRendezvous(
-            node=self._node, incarnation=self._incarnation, round=number, local_world_size=1, offer=f"host:{number}"
+            node=self._node,
+            incarnation=self._incarnation,
+            round=number,
+            local_world_size=self._num_workers,
+            offer=f"host:{number}",
         )
         await self._channel.call(join, timeout=30)

@@ -150,8 +150,9 @@ class AsyncExporter:
         if self._pid == os.getpid():
             self._queue.put(None)
             self._thread.join(timeout)
-            lost = self._queue.qsize() if self._thread.is_alive() else 0
-            if lost or self.num_dropped or self.num_errors:
+            lost = max(0, self._queue.qsize() - 1)  # not the word that ends the thread
+            self.num_dropped += lost
+            if self.num_dropped or self.num_errors:
                 own_log().warning("at the end: %d lost, %s", lost, self.metrics)
         self._inner.close()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import logging
 import threading
 import time
@@ -62,6 +63,16 @@ def safe(method: Method) -> Method:
             return Nothing()
 
     return guarded  # type: ignore[return-value]
+
+
+class Harmless:
+    """What derives from it is an edge to the user's program as well: all its public methods are safe."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, method in list(vars(cls).items()):
+            if inspect.isfunction(method) and not name.startswith("_") and not hasattr(method, "__wrapped__"):
+                setattr(cls, name, safe(method))
 
 
 class Outlet:
@@ -127,7 +138,7 @@ OUTLET = Outlet()
 """One per process, as a process has one event file."""
 
 
-class Process:
+class Process(Harmless):
     """Something that has events, named by its target."""
 
     def __init__(self, target: str, outlet: Outlet = OUTLET) -> None:
@@ -168,7 +179,7 @@ class Process:
         self._outlet.send(Event(event_id, self._target, str(name), kind, content))
 
 
-class DurationSpan:
+class DurationSpan(Harmless):
     """Something that takes time. Begins once, ends once, the first way to end wins."""
 
     def __init__(
