@@ -36,19 +36,23 @@ def agree_on_port(ask: Ask, round_: Round, port: int) -> comm.SyncTrainingPort:
     if not named:
         return comm.SyncTrainingPort()
     if len(named) == 1:
-        # Whoever sees that all agree may write it: all see the same.
-        ask(KvSet(items={f"{_PORT}/agreed": str(port).encode()}, round=round_))
-        return comm.SyncTrainingPort(port=port)
-    before = str(lowest).encode() if lowest else b""
-    greatest = max(named)
-    ask(KvCompareSet(key=f"{_PORT}/lowest", expected=before, desired=str(greatest).encode(), round=round_))
-    return comm.SyncTrainingPort(newport=greatest)
+        # Two workers of one node may name different ports: the first that sees all agree counts.
+        return comm.SyncTrainingPort(port=_exchange(ask, round_, f"{_PORT}/agreed", 0, port))
+    return comm.SyncTrainingPort(newport=_exchange(ask, round_, f"{_PORT}/lowest", lowest, max(named)))
 
 
 def _named(ask: Ask, round_: Round, topic: str, number: int) -> set[int]:
     """What all nodes say, with this one's number; empty while one is missing."""
     ask(KvSet(items={f"{topic}/{environment.get_group_rank()}": str(number).encode()}, round=round_))
     return set(_read(ask, round_, [f"{topic}/{rank}" for rank in range(environment.get_group_world_size())]))
+
+
+def _exchange(ask: Ask, round_: Round, key: str, before: int, after: int) -> int:
+    """The number that stands there then: this one, if nobody else was quicker. 0: there is none yet."""
+    expected = str(before).encode() if before else b""
+    reply = ask(KvCompareSet(key=key, expected=expected, desired=str(after).encode(), round=round_))
+    assert isinstance(reply, KvValues), reply
+    return int(reply.values[0])
 
 
 def _read(ask: Ask, round_: Round, keys: list[str]) -> list[int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from dlrover.python.common.event.reporter import EventReporter
 
 from dlrover.core.event_words import event, of_node
 from dlrover.master import event_reporters
@@ -208,6 +209,15 @@ class TestReporters:
         await written(log)
         assert json.loads((tmp_path / "out").read_text())["text"] == "told"
 
+    async def test_a_class_written_for_the_original(self) -> None:
+        Historical.told.clear()
+        reporters = build_reporters(["tests.master.test_events::Historical"])
+        log = EventLog(None, reporters)
+        log.add(an_event("told"))
+        await written(log)
+        await asyncio.to_thread(reporters[0].close)
+        assert Historical.told == [("info", "job", "test", "told", {})]
+
     @pytest.mark.parametrize("name", ["", "carrier-pigeon", "file:/nowhere/at/all", "no.such.module::Class"])
     def test_what_cannot_be_used_is_refused_at_the_start(self, name: str) -> None:
         with pytest.raises(ConfigError):
@@ -217,6 +227,14 @@ class TestReporters:
         line = as_line(an_event("two\nlines"))
         assert "\n" not in line
         assert line.endswith("[info][job][test][two lines][{}]")
+
+
+class Historical(EventReporter):  # type: ignore[misc,valid-type]
+    told: ClassVar[list[tuple[object, ...]]] = []
+
+    @classmethod
+    def report(cls, event_type, instance, action, msg, labels):
+        cls.told.append((event_type, instance, action, msg, labels))
 
 
 class Hanging:
