@@ -39,25 +39,19 @@ def find_free_port(port: int = 0) -> int:
 def find_free_port_in_set(ports: Iterable[int]) -> int:
     """The first that is free. Raises RuntimeError if none is."""
     tried = list(ports)
-    for port in tried:
-        try:
-            return find_free_port(port)
-        except OSError as error:
-            log.debug("port %d: %s", port, error)
-    raise RuntimeError(f"None of the ports {tried} is free")
+    found = _first_free(tried)
+    if found is None:
+        raise RuntimeError(f"None of the ports {tried} is free")
+    return found
 
 
 def find_free_port_in_range(start: int = 0, end: int = 65535, random_port: bool = True) -> int:
     """From `start` to `end`, both included. Raises RuntimeError if none is free."""
-    ports: Iterable[int] = range(start, end + 1)
-    if random_port:
-        ports = random.sample(range(start, end + 1), end + 1 - start)
-    for port in ports:
-        try:
-            return find_free_port(port)
-        except OSError as error:
-            log.debug("port %d: %s", port, error)
-    raise RuntimeError(f"No port from {start} to {end} is free")
+    ports = range(start, end + 1)
+    found = _first_free(random.sample(ports, len(ports)) if random_port else ports)
+    if found is None:
+        raise RuntimeError(f"No port from {start} to {end} is free")
+    return found
 
 
 def find_free_port_from_env(default_env_ports: str = "", default_range_start: int = _LOWEST) -> int:
@@ -89,7 +83,8 @@ def find_free_port_for_hccl(start: int = AscendConstants.HCCL_PORT_START_DEFAULT
     """The first of 16 free ports in a row; 0: there is no such row up to 10,000 ports further."""
     first, last = start, min(start + _NUM_PORTS, _HIGHEST_FOR_HCCL)
     while first <= last:
-        taken = next((port for port in range(first, first + AscendConstants.NPU_PER_NODE) if not _is_free(port)), None)
+        row = range(first, first + AscendConstants.NPU_PER_NODE)
+        taken = next((port for port in row if _first_free([port]) is None), None)
         if taken is None:
             return first
         first = taken + 1
@@ -101,8 +96,10 @@ def get_available_port() -> str:
     return f"localhost:{find_free_port()}"
 
 
-def _is_free(port: int) -> bool:
-    try:
-        return bool(find_free_port(port))
-    except OSError:
-        return False
+def _first_free(ports: Iterable[int]) -> int | None:
+    for port in ports:
+        try:
+            return find_free_port(port)
+        except OSError as error:
+            log.debug("port %d: %s", port, error)
+    return None
