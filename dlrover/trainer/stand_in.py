@@ -60,9 +60,7 @@ class StandIn:
             if isinstance(request, _OF_THE_JOB):
                 self._job = _LonelyJob() if self._job is None else self._job
                 return self._job.ask(request)
-            if isinstance(request, WorkerNews):
-                return Done()
-            if isinstance(request, WorkerOrder):
+            if isinstance(request, WorkerNews | WorkerOrder):
                 name = type(request).__name__
                 raise Rejected(
                     f"No job runs here, so {name} has no effect. Start the script with `dlrover-run`.", "no-job"

@@ -25,6 +25,7 @@ from dlrover.protocol.data_messages import TaskType
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.goodput_messages import AskEvents, Events, JobEvent
 from dlrover.protocol.messages import AskStatus, JobStatus, Query, Reply
+from dlrover.trainer.stand_in import StandIn
 from tests.trainer.store_lab import StoreLab
 
 _names = count()
@@ -349,6 +350,17 @@ class TestAlone:
         assert alone.sync_finished(name)
         assert alone.sync_checkpoint(100)
         assert alone.sync_training_ports(64000) == comm.SyncTrainingPort(port=64000)
+
+    def test_a_stand_in_refuses_what_only_a_job_can_do(self) -> None:
+        client = MasterClient(link=StandIn())
+        for act in (
+            lambda: client.report_event("info", "job", "an-event", "text"),
+            lambda: client.report_action(JobAbortionAction("why")),
+            lambda: client.set_rdzv_blocked(True, "why"),
+        ):
+            with pytest.raises(Rejected, match="No job runs here"):
+                act()
+        assert not client.ready_for_ps_relaunch().success
 
     def test_a_local_dataset_gives_ranges_epoch_by_epoch(self) -> None:
         dataset = LocalDataset(batch_size=2, num_epochs=2, dataset_size=5, num_minibatches_per_shard=2)

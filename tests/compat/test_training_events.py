@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,24 @@ def test_exporters_write_what_formatters_make(folder: Path, kept: Kept) -> None:
     queued.close(timeout=60)
     assert kept.events == [event]
     assert queued.get_metrics()["dropped_events"] == 0
+
+
+def test_what_a_slow_exporter_leaves_behind_is_counted() -> None:
+    class Slow(EventExporter):  # type: ignore[misc,valid-type]
+        let_go = threading.Event()
+        is_busy = threading.Event()
+
+        def export(self, event: Event) -> None:
+            self.is_busy.set()
+            self.let_go.wait(60)
+
+    queued = AsyncExporter(Slow())
+    for _ in range(3):
+        queued.export(Event.instant(generate_event_id(), "trainer", "#one"))
+    assert Slow.is_busy.wait(60)
+    queued.close(timeout=0.01)
+    assert queued.get_metrics()["dropped_events"] == 2
+    Slow.let_go.set()
 
 
 def test_the_default_exporter_begins_and_ends_on_demand(folder: Path) -> None:
