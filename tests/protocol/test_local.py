@@ -80,4 +80,3 @@ async def test_reading_frames_asynchronously() -> None:
     assert await read_frame(reader) == b""
     reader.feed_eof()
     assert await read_frame(reader) is None
-
