@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from dlrover.cli.tables import table_console
+from dlrover.cli.tables import echo, plain_console, table_console
 from dlrover.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def convert(
             source, target, form, step=step, trusts_pickle=trust_pickle, is_tensors_only=tensors_only
         )
     )
-    typer.echo(f"{target}: {form}, {decimal(size)}")
+    echo(f"{target}: {form}, {decimal(size)}")
 
 
 @app.command()
@@ -182,10 +182,10 @@ def gc(
     going = [choice for choice in choices if choice.is_going]
     total = sum(choice.found.size_bytes for choice in going)
     if not yes:
-        typer.echo(f"{len(going)} would be deleted, {decimal(total)}; --yes does it.", err=is_json)
+        echo(f"{len(going)} would be deleted, {decimal(total)}; --yes does it.", err=is_json)
         return
     freed = checkpoint_gc.delete(place, choices)
-    typer.echo(f"deleted {decimal(freed)}", err=is_json)
+    echo(f"deleted {decimal(freed)}", err=is_json)
 
 
 def _table(listing: Listing, now: float) -> object:
@@ -277,10 +277,9 @@ def _choices_table(choices: list[Choice]) -> object:
 @contextmanager
 def _progress(total: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, in a terminal only."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bar:
         task = bar.add_task("reading", total=total)
@@ -298,4 +297,4 @@ def _readable(work: Callable[[], Result]) -> Result:
 def _print_json(value: object) -> None:
     import msgspec
 
-    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())

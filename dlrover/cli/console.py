@@ -10,6 +10,8 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 
+from dlrover.host.plain_text import printable
+
 PREFIX = "dlrover-run: "
 PATIENCE = 1.0
 """Seconds for a console that takes no bytes (a paused pager, a frozen terminal): there may be a master to start again meanwhile."""
@@ -23,7 +25,7 @@ _held: deque[str] = deque(maxlen=MAX_HELD)
 
 def say(text: str) -> None:
     """What the console does not take now comes before the next line, or at the end."""
-    _held.append(f"{PREFIX}{text}\n")
+    _held.append(f"{PREFIX}{printable(text)}\n")
     _say_held()
 
 
@@ -33,6 +35,7 @@ def say_block(text: str) -> None:
 
     For the end: it waits until they are taken, or until somebody wants the process to end.
     """
+    text = printable(text)
     texts = [*_held, text if text.endswith("\n") else text + "\n"]
     _held.clear()
     try:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dlrover.cli.tables import echo, plain_console
+
 if TYPE_CHECKING:
     from dlrover.core.data_audit import Finding
 
@@ -54,14 +56,13 @@ def audit(
 def _print_json(findings: list[Finding]) -> None:
     import msgspec
 
-    typer.echo(msgspec.json.encode(findings).decode())
+    echo(msgspec.json.encode(findings).decode())
 
 
 def _print_table(findings: list[Finding]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = plain_console(highlight=False)
     if not findings:
         console.print("The job had no datasets.")
         return

@@ -14,6 +14,7 @@ import time
 
 from msgspec import Struct
 
+from dlrover.cli.console import say
 from dlrover.cli.runtime_dir import NodeDirectory
 from dlrover.cli.settings import Settings
 from dlrover.host.ownership import open_checked
@@ -25,6 +26,8 @@ ENDPOINT_PORT = 29400
 MASTER_PORT = 29500
 """torchrun's default for --master-addr without --master-port."""
 PROBE_TIMEOUT = 3.0
+STRONG_ID = 16
+"""Characters of an id from which a token may be derived without a warning: as many as random hexadecimal digits have 64 bits."""
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 
 
@@ -139,6 +142,12 @@ def find_token(settings: Settings, place: MasterPlace, directory: NodeDirectory)
     if settings.job_token_file:
         return read_token_file(settings.job_token_file)
     if settings.rdzv_id and not settings.is_standalone:
+        if len(settings.rdzv_id) < STRONG_ID and place.is_ours and not is_loopback(place.bind_host):
+            say(
+                f"warning: the job token is derived from an --rdzv-id of {len(settings.rdzv_id)} characters, and the master can be "
+                "reached from other hosts. Strangers can guess such a token. Set DLROVER_JOB_TOKEN to the same random secret on "
+                f"all nodes (or --job-token-file FILE), or give an --rdzv-id of at least {STRONG_ID} random characters."
+            )
         return derive_token(settings.rdzv_id)
     if not place.is_shared or is_loopback(place.address.host):
         return directory.share_token()

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.text import Text
 
 from dlrover.cli.history import read_history
 from dlrover.cli.replay import clock_time
+from dlrover.cli.tables import plain_console
+from dlrover.host.plain_text import printable
 from dlrover.protocol.codec import Question
 from dlrover.protocol.errors import Unavailable
 from dlrover.protocol.goodput_messages import MAX_EVENTS_PER_ANSWER, AskEvents, Events, JobEvent
@@ -30,10 +31,10 @@ Ask = Callable[[Question], Reply]
 
 
 def print_events(events: Iterator[JobEvent] | list[JobEvent], *, is_json: bool) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console(highlight=False, soft_wrap=True)
     for event in events:
         if is_json:
-            sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
+            sys.stdout.write(printable(msgspec.json.encode(event).decode()) + "\n")
             sys.stdout.flush()
         else:
             where = (

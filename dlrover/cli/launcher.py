@@ -177,6 +177,8 @@ class Launcher:
         # torchrun tells its workers which signals it handles; ours expect the same variable.
         names = ",".join(signal.Signals(number).name for number in settings.signals)
         self._environ = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": names}
+        # Agent and master read it from a file. Workers do not need it, and programs like to log their environment.
+        self._environ.pop("DLROVER_JOB_TOKEN", None)
 
         self._agent: int | None = None
         self._agent_started_at = 0.0

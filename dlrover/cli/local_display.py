@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from dlrover.cli.console import MAX_HELD
 from dlrover.host.console import HELD_BYTES, ConsoleWriter
+from dlrover.host.plain_text import printable
 from dlrover.platforms.node_host import short_name
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import DLRoverError
@@ -80,6 +81,7 @@ class Display:
             self._live.stop()
 
     def say(self, text: str) -> None:
+        text = printable(text)
         if self._is_full:
             self._unsaid.append(text)
         else:
@@ -87,7 +89,7 @@ class Display:
 
     def say_block(self, text: str) -> None:
         """As it is, below everything else."""
-        self._console.write(self._stderr, self._encode(text))
+        self._console.write(self._stderr, self._encode(printable(text)))
 
     def line(self, name: str, line: bytes, is_error: bool) -> None:
         self._write(f"[{name}] {line.decode(errors='replace')}", is_error=is_error)
@@ -152,12 +154,12 @@ class Display:
         for node in sorted(self._nodes.values(), key=lambda node: (node.rank, node.id)):
             agent = agents.get(NodeRank(node.rank))
             status, step = ("", "") if agent is None else (agent.status, "" if agent.step is None else str(agent.step))
-            table.add_row(str(node.rank), str(node.id), node.phase.value, node.host, status, step)
+            table.add_row(str(node.rank), str(node.id), node.phase.value, printable(node.host), status, step)
         if self._status is None:
             return Group(Text("job starting", style="bold"), table)
         state = self._status
         head = f"job {state.job_name}: {state.stage}, round {state.round}, {state.world_size} workers"
-        return Group(Text(head, style="bold"), Text(state.verdict), table)
+        return Group(Text(head, style="bold"), Text(printable(state.verdict)), table)
 
     def _write(self, text: str, *, is_error: bool) -> None:
         if self._live is not None:

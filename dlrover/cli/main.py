@@ -18,7 +18,8 @@ from dlrover.cli.checkpoint_command import app as checkpoint
 from dlrover.cli.connection import Connection, Job, JobOrJournal, takes_connection
 from dlrover.cli.data_command import app as data
 from dlrover.cli.simulate_command import simulate
-from dlrover.cli.tables import table_console
+from dlrover.cli.tables import echo, table_console
+from dlrover.host.plain_text import printable
 from dlrover.protocol.descriptors import open_standard_descriptors
 from dlrover.protocol.errors import ConfigError, DLRoverError
 
@@ -89,14 +90,14 @@ def diagnosis(
 
     reply = connection.ask(AskDiagnosis(), Diagnosis)
     if is_json:
-        typer.echo(msgspec.json.encode(reply).decode())
+        echo(msgspec.json.encode(reply).decode())
         return
     for past in reply.verdicts:
-        typer.echo("\n".join(verdict_lines(past, reply.now)))
+        echo("\n".join(verdict_lines(past, reply.now)))
     if not reply.verdicts:
         typer.echo("Nothing was ever found to be wrong.")
     if reply.autopsy is not None:
-        typer.echo(f"\n{reply.autopsy.text}")
+        echo(f"\n{reply.autopsy.text}")
 
 
 @_command(job=JobOrJournal)
@@ -161,7 +162,7 @@ def report(
         _write(lambda: Path(output).write_text(text, encoding="utf-8"))
         typer.echo(f"{output} written.")
     else:
-        sys.stdout.write(text)
+        sys.stdout.write(printable(text))
 
 
 @_command()
@@ -313,7 +314,7 @@ def dashboard(
         raise ConfigError(f"Job {reply.job_name} has no dashboard. Start it with --enable-dashboard.")
     token = connection.reached.token
     secret = read_only_token(token) if is_read_only else one_time_link(token, time.time())
-    typer.echo(f"{reply.dashboard}?token={secret}")
+    echo(f"{reply.dashboard}?token={secret}")
 
 
 @app.command()
@@ -326,7 +327,7 @@ def clean() -> None:
     environment = read_environment(os.environ)
     removed = reap(user_root(environment), older_than=0.0)
     for left in removed:
-        typer.echo(f"removed {left.path} (job {left.job_name or 'unknown'}, dead for at least {left.age:.0f} s)")
+        echo(f"removed {left.path} (job {left.job_name or 'unknown'}, dead for at least {left.age:.0f} s)")
     typer.echo(f"{len(removed)} left-over directories removed.")
     for path in reap_snapshots(snapshot_root(environment), older_than=0.0):
         typer.echo(f"removed the snapshots in {path}")
@@ -353,7 +354,7 @@ def main() -> None:
     try:
         app()
     except DLRoverError as error:
-        sys.stderr.write(f"dlrover: error: {error}\n")
+        sys.stderr.write(f"dlrover: error: {printable(str(error))}\n")
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
@@ -382,7 +383,7 @@ def _show(status: JobStatus, *, is_json: bool) -> None:
     import msgspec
 
     if is_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
+        echo(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
         return
     from dlrover.cli.status_display import show
 

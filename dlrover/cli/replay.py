@@ -8,6 +8,7 @@ snapshot on the way must come out the same, bit for bit. A journal that a master
 from __future__ import annotations
 
 import argparse
+import os
 import sqlite3
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,11 +19,12 @@ from typing import Any, assert_never
 from urllib.parse import quote
 
 import msgspec
-from rich.console import Console
 from rich.text import Text
 
+from dlrover.cli.tables import plain_console
 from dlrover.core.job import DECISION_VERSION, Job
 from dlrover.core.sequence import JournalCorrupt, Step, load, walk
+from dlrover.host.plain_text import printable
 from dlrover.master.journal import ADVICE, JournalError, check_meta, checksum, explain, read_meta, read_stored
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
@@ -72,7 +74,7 @@ def replay(journal: Path, *, as_json: bool = False) -> int:
         with _reading(journal) as connection:
             _print_timeline(connection, journal, as_json=as_json)
     except DLRoverError as error:
-        print(f"dlrover replay: {error}", file=sys.stderr)
+        print(f"dlrover replay: {printable(str(error))}", file=sys.stderr)
         return 1
     return 0
 
@@ -84,7 +86,7 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
     connection = None
     try:
         try:
-            connection = _open(path, "mode=ro")
+            connection = _open(path, "mode=ro&immutable=1" if _is_folded(path) else "mode=ro")
         except sqlite3.OperationalError:
             # On a medium that cannot be written SQLite can make no side files. Nobody writes there: read it as it is.
             connection = _open(path, "mode=ro&immutable=1")
@@ -94,6 +96,21 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
     finally:
         if connection is not None:
             connection.close()
+
+
+def _is_folded(path: Path) -> bool:
+    """
+    Whether no master has the journal open and none was killed with it: its write-ahead log is in the file. A reader would make an
+    empty log and its index beside the file, and has no right to remove them.
+    """
+    try:
+        with path.open("rb") as file:
+            has_log = file.read(20)[18:] == bytes(
+                [2, 2]
+            )  # SQLite's versions for writing and reading: 2 with such a log
+    except OSError:
+        return False
+    return has_log and not os.path.exists(f"{path}-wal")
 
 
 def _open(path: Path, mode: str) -> sqlite3.Connection:
@@ -171,7 +188,7 @@ class _TextPrinter:
     """For people: a line per command, below it why and what followed."""
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = plain_console(highlight=False, soft_wrap=True)
 
     def begin(self, job_name: str, first_number: int) -> None:
         self._console.print(Text(f"job {job_name}, from record {first_number}", style="bold"))
@@ -216,7 +233,7 @@ class _JsonPrinter:
         self._write({"verified": True, "num_records": num_records, "digest": job.digest().hex()})
 
     def _write(self, line: dict[str, object]) -> None:
-        sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
+        sys.stdout.write(printable(msgspec.json.encode(line).decode()) + "\n")
 
 
 def clock_time(now: Micros) -> str:

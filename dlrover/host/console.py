@@ -17,6 +17,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from dlrover.host.plain_text import printable
+
 HELD_BYTES = 1024 * 1024
 PATIENCE = 2.0
 """Seconds without any progress after which the end of the process waits no longer for its last lines."""
@@ -156,7 +158,7 @@ class ConsoleHandler(logging.Handler):
         return self._encode(logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (num_lost,), None))
 
     def _encode(self, record: logging.LogRecord) -> bytes:
-        return f"{self.format(record)}\n".encode(self._encoding, "backslashreplace")
+        return f"{printable(self.format(record))}\n".encode(self._encoding, "backslashreplace")
 
 
 def _write(descriptor: int, text: bytes) -> None:

@@ -44,6 +44,24 @@ def test_a_clean_job_is_proved_clean(journal: Path) -> None:
     assert (finding["num_seen"], finding["is_complete"], finding["repeated"]) == (100, True, [])
 
 
+def test_a_reader_leaves_nothing_beside_the_journal(journal: Path) -> None:
+    content = journal.read_bytes()
+    for command in (["data", "audit"], ["events"], ["report"], ["replay"]):
+        assert CliRunner().invoke(app, [*command, str(journal)]).exit_code == 0
+        assert [path.name for path in journal.parent.iterdir()] == [journal.name], command
+    assert journal.read_bytes() == content
+
+
+def test_a_journal_in_use_is_read_with_what_is_in_its_log_only(journal: Path) -> None:
+    book = Journal(journal, job_name="a-job", decision_version=DECISION_VERSION)
+    beside = sorted(path.name for path in journal.parent.iterdir())
+    assert f"{journal.name}-wal" in beside
+    told = CliRunner().invoke(app, ["data", "audit", str(journal)])
+    assert told.exit_code == 0, told.output
+    assert sorted(path.name for path in journal.parent.iterdir()) == beside
+    book.close()
+
+
 def test_a_journal_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     told = CliRunner().invoke(app, ["data", "audit", str(tmp_path / "none")])
     assert isinstance(told.exception, DLRoverError)

@@ -163,6 +163,29 @@ def test_the_order_of_tokens(root: str, tmp_path: Path) -> None:
         find_token(settings_of(), place, directory)
 
 
+@pytest.mark.parametrize(
+    ("rdzv_id", "bind_host", "is_ours", "is_warned"),
+    [
+        ("job", "0.0.0.0", True, True),
+        ("job", ELSEWHERE, True, True),
+        ("job", "127.0.0.1", True, False),
+        ("job", "", False, False),
+        ("0123456789abcdef", "0.0.0.0", True, False),
+    ],
+)
+def test_one_warning_for_a_token_that_strangers_can_guess(
+    root: str, capsys: pytest.CaptureFixture[str], rdzv_id: str, bind_host: str, is_ours: bool, is_warned: bool
+) -> None:
+    place = MasterPlace(address=Address(ELSEWHERE, 1), is_ours=is_ours, is_shared=True, bind_host=bind_host)
+    token = find_token(settings_of("--rdzv-id", rdzv_id), place, NodeDirectory(root, "job", "a"))
+    assert token == discovery.derive_token(rdzv_id), "it is not refused"
+    said = capsys.readouterr().err
+    assert said.count("Strangers can guess such a token. Set DLROVER_JOB_TOKEN") == is_warned
+    assert said.count("\n") == is_warned
+    find_token(settings_of("--rdzv-id", rdzv_id, DLROVER_JOB_TOKEN="x"), place, NodeDirectory(root, "job", "b"))
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("content", ["", "zwei\nZeilen", "größe"])
 def test_a_token_file_must_hold_one_plain_line(content: str, tmp_path: Path) -> None:
     path = tmp_path / "secret"

@@ -158,6 +158,22 @@ def has_ipv6_loopback() -> bool:
         return False
 
 
+def test_workers_do_not_find_the_token_of_their_job_in_the_environment(jobs, tmp_path):
+    """Nor in that of the processes above them: programs like to log their environment, and their parents'."""
+    script = tmp_path / "environments.py"
+    script.write_text(
+        "import os\n"
+        "pid, found = os.getpid(), []\n"
+        "for _ in range(2):  # this worker, and its agent\n"
+        "    found.append(b'DLROVER_JOB_TOKEN' in open(f'/proc/{pid}/environ', 'rb').read())\n"
+        "    pid = int(open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1])\n"
+        "print('found:', 'DLROVER_JOB_TOKEN' in os.environ, *found)\n"
+    )
+    job = jobs.run("--no-warm", script, DLROVER_JOB_TOKEN="a-secret-of-this-test")
+    assert job.process.returncode == 0, job.err
+    assert "found: False False False" in job.out
+
+
 @pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback")
 def test_an_ipv6_address_in_brackets(jobs, tmp_path):
     with socket.socket(

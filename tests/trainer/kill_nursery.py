@@ -25,9 +25,9 @@ import torch
 
 from dlrover.snapshot.commit import find_damage, locate
 from dlrover.snapshot.persist import SaveRequest, finish, persist, pin_newest, release
+from dlrover.snapshot.places import Place
 from dlrover.snapshot.retention import KeepLatest
 from dlrover.snapshot.segment import Segment, SlotName, segment_paths
-from dlrover.snapshot.places import Place
 from dlrover.snapshot.segment_format import SlotState
 from dlrover.snapshot.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
