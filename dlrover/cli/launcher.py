@@ -259,6 +259,9 @@ class Launcher:
             is_virtual_local_rank=self._settings.is_virtual_local_rank,
             platform_node=self._settings.environment.platform_node,
             node_type=self._settings.environment.node_type,
+            node_name=self._settings.environment.node_name,
+            node_ip=self._settings.environment.node_ip,
+            foreign_node=self._settings.environment.foreign_node,
             group=self._settings.environment.node_group,
             snapshot_root=snapshot_root(self._settings.environment),
             is_saving_at_break_points=self._settings.is_saving_at_break_points,
@@ -267,6 +270,7 @@ class Launcher:
             snapshot_parity=self._settings.snapshot_parity,
             snapshot_bandwidth=self._settings.snapshot_bandwidth,
             log_level=self._settings.environment.log_level,
+            log_root=self._settings.environment.log_root,
         )
         self._directory.record(str(self._place.address), self._settings.tls)
         path = self._directory.write("agent.json", msgspec.json.encode(config))
@@ -391,6 +395,8 @@ class Launcher:
             ready_file=self._ready_file,
             end_file=self._end_file,
             log_file=self._master_log,
+            log_root=self._settings.environment.log_root,
+            user=self._settings.environment.user,
             pre_check_ops=self._settings.pre_check_ops,
             topology_querier=self._settings.topology_querier,
             topology_sorter=self._settings.topology_sorter,

@@ -134,6 +134,7 @@ class Job:
         warm, too_many = self._bystanders()
         return JobStatus(
             job_name=state.job_name,
+            user=state.user,
             stage=state.stage,
             master_epoch=state.master_epoch,
             round=state.rendezvous.round,
@@ -240,6 +241,7 @@ class Job:
             wish=type(node.desired.wish).__name__.lower(),
             step=node.step,
             check=self._check_result(node),
+            name=node.name,
         )
 
     def _check_result(self, node: Node) -> CheckResult | None:

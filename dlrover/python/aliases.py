@@ -162,7 +162,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         "DpTopologySorter": "dlrover.master.topology:DpTopologySorter",
         "NodeTopologyMeta": "dlrover.master.topology:NodeTopologyMeta",
     },
-    "dlrover.python.master.main": {"main": "dlrover.cli.master_command:main"},
+    "dlrover.python.master.main": {"main": "dlrover.compat.master_main:main"},
 }
 
 _CLIENT = "a client of the master for scripts; workers reach the master through their agent"

@@ -298,6 +298,8 @@ async def test_the_historical_file_is_read_where_the_script_says_nothing_else(la
     for text, step in (("{broken", None), ('{"step": "9"}', None), ('{"step": 41, "timestamp": 1}', 41)):
         file.write_text(text)
         assert lab.watch.named_step(Round(4)) == step
+    unwatched = Watch(WatchConfig(has_step_file=False), runtime_dir=str(tmp_path))
+    assert unwatched.named_step(Round(4)) is None, "MONITOR_ENABLED=false"
 
 
 async def test_a_step_has_a_number_if_the_script_or_its_checkpoint_gave_it_one(lab: Lab) -> None:
