@@ -159,7 +159,9 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             warm_up=spawner.warm_up,
             exchange=replicas,
             watch=watch,
-            failover=Failover.load(config.failover_extension) if config.failover_extension else None,
+            failover=Failover.load(config.failover_extension, config.failover_dir)
+            if config.failover_extension
+            else None,
         )
         socket.relay_to(agent.relay)
         saver.report_to(agent.relay)

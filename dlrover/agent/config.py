@@ -162,6 +162,8 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """When it appears, this machine will be taken away: leave in good order. Empty: nobody tells so."""
     failover_extension: str = ""
     """`module::Class` of the user's that is asked what shall follow a failure; empty: nobody is."""
+    failover_dir: str = ""
+    """Where its module is found, beside the usual path."""
     place: tuple[str, ...] = ()
     """Where this node is in the network, outermost switch first; empty: unknown here."""
     group: int = -1

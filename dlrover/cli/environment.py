@@ -114,7 +114,7 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         preemption_file=environ.get("DLROVER_PREEMPTION_FILE", ""),
         failover_extension=environ.get("DLROVER_EXTENSION_DYNAMIC_FAILOVER", ""),
         training_log_file=environ.get("TRAINING_LOG_FILE", ""),
-        node_errors=_node_errors(environ.get("FAILURE_NODE_ERRORS", "")),
+        node_errors=parse_node_errors(environ.get("FAILURE_NODE_ERRORS", "")),
         xpu_timer_port=_integer(environ, "XPU_TIMER_PORT", at_least=1),
         topology_querier=environ.get("DLROVER_TOPOLOGY_QUERIER", ""),
         topology_sorter=environ.get("DLROVER_TOPOLOGY_SORTER", ""),
@@ -259,7 +259,7 @@ def _ports(text: str) -> tuple[int, ...]:
     return ports
 
 
-def _node_errors(value: str) -> tuple[str, ...]:
+def parse_node_errors(value: str) -> tuple[str, ...]:
     """Written as `#first#second#`. What is written otherwise is of no use to anybody, and no reason not to train."""
     if not value:
         return ()

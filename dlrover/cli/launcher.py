@@ -255,6 +255,7 @@ class Launcher:
             master_grace=self._settings.master_grace,
             preemption_file=self._settings.preemption_file,
             failover_extension=self._settings.failover_extension,
+            failover_dir=self._settings.failover_dir,
             host_ports=self._settings.environment.host_ports,
             is_virtual_local_rank=self._settings.is_virtual_local_rank,
             platform_node=self._settings.environment.platform_node,

@@ -145,6 +145,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     },
     "dlrover.python.elastic_agent.torch.training": {
         "ElasticLaunchConfig": "dlrover.trainer.torch.elastic_run:ElasticLaunchConfig",
+        "LogConfig": "dlrover.trainer.torch.elastic_run:LogConfig",
         "launch_agent": "dlrover.trainer.torch.elastic_run:launch_agent",
     },
     "dlrover.python.master.diagnosis.precheck_operator": {
