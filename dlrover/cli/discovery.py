@@ -193,13 +193,17 @@ def own_host(settings: Settings, place: MasterPlace) -> str:
     return _address_towards(place.address.host) or socket.gethostname()
 
 
-def answers(address: Address, *, timeout: float = PROBE_TIMEOUT) -> bool:
-    """Somebody accepts connections there. Any error of the network counts as no."""
+def why_silent(address: Address, *, timeout: float = PROBE_TIMEOUT) -> str:
+    """Why no connection comes about; empty: somebody accepts them. Any error of the network is a reason."""
     try:
         with socket.create_connection((address.host, address.port), timeout=timeout):
-            return True
-    except (OSError, UnicodeError):
-        return False
+            return ""
+    except TimeoutError:
+        return f"no answer within {timeout:g} s"
+    except OSError as error:  # a name that cannot be resolved is one, too: Name or service not known
+        return error.strerror or str(error) or type(error).__name__
+    except UnicodeError as error:
+        return f"{address.host!r} is no name of a host: {error}"
 
 
 def speaks_http2(address: Address, *, timeout: float = PROBE_TIMEOUT) -> bool:

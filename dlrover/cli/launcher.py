@@ -593,8 +593,8 @@ class Launcher:
             probe, self._probe = self._probe, None
             if not probe.has_found and self._stopped_by is None:
                 message = (
-                    f"No master answered at {self._place.address} within {probe.timeout:.0f} s, and this host "
-                    "is not the one to host it. Check that the address is right and reachable from here, and that the "
+                    f"No master answered at {self._place.address} within {probe.timeout:.0f} s ({probe.trouble}), and this "
+                    "host is not the one to host it. Check that the address is right and reachable from here, and that the "
                     "node it belongs to has been started."
                 )
                 self._fail(EXIT_MASTER_LOST, message)

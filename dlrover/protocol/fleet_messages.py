@@ -54,6 +54,16 @@ class NodeExit(enum.StrEnum):
     CHECK_FAILED = "CheckFailure"
 
 
+_REASONS_TOLD = dict.fromkeys(("Network is breakdown", "Breakdown", "Node Failure"), NodeExit.CHECK_FAILED)
+"""What scripts and agents of former versions say of a node that did not pass its check."""
+
+
+def exit_reason_told(text: str) -> NodeExit:
+    """The reason that is meant by a message about a node; NONE: the message is for people only."""
+    told = text.strip()
+    return _REASONS_TOLD.get(told, NodeExit(told) if told in tuple(NodeExit) else NodeExit.NONE)
+
+
 _HARDWARE_CODES = (14, 128, 201, 202)
 """
 What accelerator runtimes exit with: damaged memory of a device, an unknown device, its driver lost, left-overs of another process.
