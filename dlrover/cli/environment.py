@@ -261,6 +261,7 @@ def _ports(text: str) -> tuple[int, ...]:
 
 def parse_node_errors(value: str) -> tuple[str, ...]:
     """Written as `#first#second#`. What is written otherwise is of no use to anybody, and no reason not to train."""
+    value = value.strip()
     if not value:
         return ()
     if len(value) < 2 or not (value.startswith("#") and value.endswith("#")):

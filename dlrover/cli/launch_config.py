@@ -20,6 +20,7 @@ from dlrover.cli.settings import parse_streams
 from dlrover.protocol.errors import ConfigError
 
 _AUTO_CHECK_NODES = 4
+_TORCH_TIMEOUT = 900
 _ACCELERATORS = {"Ascend": "ascend-npu", "MetaX": "metax-tech.com/gpu", "mthreads": "mthreads.com/gpu"}
 """What the name of a device tells."""
 
@@ -131,8 +132,10 @@ class ElasticLaunchConfig:
     master_grace: float = 600.0
 
     def __post_init__(self) -> None:
+        """The key that torch puts there for its own rendezvous; programs look at it, and nothing here does."""
         if self.rdzv_timeout != -1:
             self.rdzv_configs["timeout"] = self.rdzv_timeout
+        self.rdzv_configs.setdefault("timeout", _TORCH_TIMEOUT)
 
     def get_log_dir(self) -> str:
         return self.log_config.log_dir
@@ -194,7 +197,7 @@ def _streams(choice: StreamChoice) -> int | dict[int, int]:
         return by_rank or default
     if isinstance(choice, Mapping):
         return {int(rank): int(streams) for rank, streams in choice.items()}
-    return int(choice or 0)
+    return int(choice or 0) if choice in (None, *Streams) else 0
 
 
 def _devices() -> tuple[str, int]:

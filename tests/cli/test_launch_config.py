@@ -88,7 +88,7 @@ def test_automatic_numbers_do_not_override_what_was_given(monkeypatch: pytest.Mo
 
     monkeypatch.setenv("NODE_NUM", "6")
     monkeypatch.setenv("TRAINING_LOG_FILE", "/t.log")
-    monkeypatch.setenv("FAILURE_NODE_ERRORS", "#one#two#")
+    monkeypatch.setenv("FAILURE_NODE_ERRORS", " #one#two# ")
     config = ElasticLaunchConfig(auto_config=True)
     config.auto_configure_params()
     assert (config.min_nodes, config.max_nodes, config.network_check) == (6, 6, True)
@@ -123,6 +123,8 @@ def test_files_of_workers() -> None:
     config.setup_log("/logs")
     assert (config.get_log_dir(), config.get_log_redirects(), config.get_log_tee()) == ("/logs", 3, 3)
     assert settings_of(config).log == LogConfig(log_dir="/logs", redirect_default=3, tee_default=3)
+    config.setup_log("/logs", redirects=123, tee=1)
+    assert (config.get_log_redirects(), config.get_log_tee()) == (0, 1)
     config.setup_log("/logs", redirects="0:1", tee="nonsense")
     assert settings_of(config).log == LogConfig(log_dir="/logs", redirects={0: 1})
     assert ElasticLaunchConfig().log_config.given_dir == "", "each configuration has its own"
@@ -133,7 +135,7 @@ def test_files_of_workers() -> None:
 def test_the_view_for_the_master() -> None:
     config = ElasticLaunchConfig(1, 2, 4, rdzv_configs={"join_timeout": 5}, max_restarts=3, accelerator="ascend-npu")
     view = config.to_json()
-    assert json.loads(view.pop("rdzv_configs")) == {"join_timeout": 5}
+    assert json.loads(view.pop("rdzv_configs")) == {"join_timeout": 5, "timeout": 900}
     assert view == {
         "min_nodes": 1,
         "max_nodes": 2,
