@@ -236,12 +236,12 @@ class Job:
             node=node.id,
             node_rank=node.rank,
             incarnation=node.incarnation,
+            name=node.name,
             host=node.host,
             status=status,
             wish=type(node.desired.wish).__name__.lower(),
             step=node.step,
             check=self._check_result(node),
-            name=node.name,
         )
 
     def _check_result(self, node: Node) -> CheckResult | None:

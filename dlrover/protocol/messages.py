@@ -733,14 +733,14 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     node: NodeId
     node_rank: NodeRank
     incarnation: Incarnation
+    name: str = ""
+    """What the platform calls it; empty: it has no name."""
     host: str
     status: str
     wish: str
     step: int | None = None
     check: CheckResult | None = None
     """What the newest check found out about it; None: it was not checked."""
-    name: str = ""
-    """What the platform calls it; empty: it has no name."""
 
 
 class LeftOut(Struct, frozen=True, kw_only=True):
