@@ -79,10 +79,10 @@ class ElasticLaunchConfig:
     logs_specs: Any = None
     """torch's form of the directory and the streams below; `setup_log` counts more."""
     run_id: str = ""
-    role: str = "default"
+    role: str = "default_role"
     rdzv_endpoint: str = ""
-    rdzv_backend: str = ""
-    """Accepted; nodes always meet at the master."""
+    rdzv_backend: str = "etcd"
+    """torch's default. Accepted; nodes always meet at the master."""
     rdzv_configs: dict[str, Any] = field(default_factory=dict)
     rdzv_timeout: int = -1
     max_restarts: int | None = None

@@ -312,7 +312,8 @@ def _launch_with_torch(
         values = {name: value for name, value in vars(config).items() if name in known and value is not None}
         if config.log_config.given_dir:
             values["logs_specs"] = config.get_log_specs()
-        values["rdzv_backend"] = config.rdzv_backend or "c10d"
+        if config.rdzv_backend == _DEFAULTS.rdzv_backend:  # nobody chose it, and it needs a server
+            values["rdzv_backend"] = "c10d"
         values["rdzv_endpoint"] = config.rdzv_endpoint or "localhost:0"
         config = LaunchConfig(**values)
     values_by_rank: dict[int, Any] = elastic_launch(config, entrypoint)(*args)

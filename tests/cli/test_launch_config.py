@@ -35,6 +35,9 @@ def test_the_fields_stand_where_the_original_has_them() -> None:
     of_torch = [each.name for each in dataclasses.fields(launcher.LaunchConfig)]
     ours = [each.name for each in dataclasses.fields(ElasticLaunchConfig)]
     assert ours[: len(of_torch) + len(ORIGINAL)] == [*of_torch, *ORIGINAL]
+    theirs, own = launcher.LaunchConfig(1, 1, 1), ElasticLaunchConfig()
+    different = {name for name in of_torch if getattr(theirs, name) != getattr(own, name)}
+    assert different == {"logs_specs", "max_restarts", "shutdown_timeout"}, "where nothing is given, our own rules hold"
     config = ElasticLaunchConfig(2, 4, 8)
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 4, 8)
 
@@ -140,7 +143,7 @@ def test_the_view_for_the_master() -> None:
         "min_nodes": 1,
         "max_nodes": 2,
         "nproc_per_node": 4,
-        "rdzv_backend": "",
+        "rdzv_backend": "etcd",
         "rdzv_endpoint": "",
         "max_restarts": 3,
         "accelerator": "ascend-npu",
