@@ -37,6 +37,12 @@ _MARKS_OF_A_WORKER = (
 )
 
 
+_WITHOUT_EFFECT = {
+    "DLROVER_MASTER_SERVICE_TYPE": "grpc",
+    "DLROVER_TRAINING_ELASTIC_MODE": "base",
+    "DLROVER_METRIC_URL": "",
+}
+"""With the value that asks for nothing."""
 _LONGEST_ID = 9
 """Digits of a NODE_ID. More are no count of relaunches."""
 _LONGEST_LABEL = 256
@@ -96,6 +102,8 @@ class Environment(Struct, frozen=True, kw_only=True):
     temp_dir: str = "/tmp"
     snapshot_dir: str = "/dev/shm"
     """Where snapshots of the training state are kept: memory, if the machine has it there."""
+    unused: tuple[str, ...] = ()
+    """Variables of the original, each with its value, that ask for what this version does not have."""
 
 
 def read_environment(environ: Mapping[str, str]) -> Environment:
@@ -143,6 +151,11 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         runtime_root=environ.get("XDG_RUNTIME_DIR", ""),
         temp_dir=environ.get("TMPDIR") or "/tmp",
         snapshot_dir=environ.get("DLROVER_SNAPSHOT_DIR") or "/dev/shm",
+        unused=tuple(
+            f"{variable}={environ[variable]}"
+            for variable, harmless in _WITHOUT_EFFECT.items()
+            if environ.get(variable, harmless) not in (harmless, "")
+        ),
     )
 
 

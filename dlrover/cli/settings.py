@@ -105,7 +105,7 @@ def check_settings(parsed: Parsed, environ: Mapping[str, str]) -> Settings:
 
 def build_settings(parsed: Parsed, environment: Environment, *, entry: Entry | None = None) -> Settings:
     """`entry`: what workers run, if not what the command line names."""
-    notes: list[str] = []
+    notes = [f"The variable {variable} has no effect in this version." for variable in environment.unused]
     limits = _limits(parsed, environment, notes)
     max_restarts = parsed.integer("max_restarts") if parsed.is_given("max_restarts") else None
     if max_restarts is not None and max_restarts < 0:

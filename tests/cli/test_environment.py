@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from dlrover.cli.command_line import parse
 from dlrover.cli.environment import read_environment
+from dlrover.cli.settings import build_settings
 from dlrover.host.log_root import LogRoot
 from dlrover.protocol.errors import ConfigError
 from tests.cli.conftest import DEADLINE
@@ -48,6 +50,9 @@ MIB = 1024 * 1024
         ({"RANK": "1", "WORLD_SIZE": "4", **POD}, "node_num", 4),
         ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **POD}, "node_num", None),
         ({"RANK": "1", "WORLD_SIZE": "4"}, "node_num", None),
+        ({"DLROVER_TRAINING_ELASTIC_MODE": "ucp"}, "unused", ("DLROVER_TRAINING_ELASTIC_MODE=ucp",)),
+        ({"DLROVER_MASTER_SERVICE_TYPE": "http"}, "unused", ("DLROVER_MASTER_SERVICE_TYPE=http",)),
+        ({"DLROVER_MASTER_SERVICE_TYPE": "grpc", "DLROVER_TRAINING_ELASTIC_MODE": "base"}, "unused", ()),
         ({"DLROVER_LOG_LEVEL": "debug"}, "log_level", "DEBUG"),
         ({}, "log_root", None),
         ({"DLROVER_LOG_ROOT_DIR": "/logs"}, "log_root", LogRoot(directory="/logs")),
@@ -66,6 +71,12 @@ MIB = 1024 * 1024
 )
 def test_a_variable_and_what_it_says(environ: dict[str, str], field: str, expected: Any) -> None:
     assert getattr(read_environment(environ), field) == expected
+
+
+def test_a_variable_that_has_no_effect_is_told() -> None:
+    environ = {"DLROVER_TRAINING_ELASTIC_MODE": "ucp"}
+    settings = build_settings(parse(["-m", "job"], environ), read_environment(environ))
+    assert settings.notes == ("The variable DLROVER_TRAINING_ELASTIC_MODE=ucp has no effect in this version.",)
 
 
 def test_an_unknown_level_is_no_reason_not_to_train() -> None:
@@ -108,5 +119,5 @@ def test_a_job_tells_its_platform_variables_to_master_log_and_status(short_dir: 
     assert "the-pod" in done.stdout
     log = (tmp_path / "logs" / "dlrover.log").read_text()
     assert "serving job=the-job" in log, "the master's"
-    assert "node_rank=0" in log or "attached" in log, "the agent's"
+    assert "[agent.py:" in log, "the agent's"
     assert "INFO" not in done.stderr, "the console has a level of its own"
