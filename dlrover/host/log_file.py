@@ -13,6 +13,7 @@ import logging
 import os
 
 from dlrover.host.log_root import LogRoot
+from dlrover.host.ownership import make_directory, open_checked
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class RotatingLog(logging.Handler):
         super().__init__(root.level)
         self.setFormatter(logging.Formatter(FORM))
         self._root = root
-        os.makedirs(root.directory, exist_ok=True)
+        make_directory(root.directory)
         self._path = os.path.join(root.directory, FILE_NAME)
         self._descriptor = self._open()
 
@@ -63,7 +64,7 @@ class RotatingLog(logging.Handler):
         super().close()
 
     def _open(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return open_checked(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def _make_room(self, size: int) -> None:
         """Until the open file is the one of that name and has room for so many bytes."""

@@ -160,18 +160,11 @@ def test_what_has_no_effect_costs_one_line(caplog: pytest.LogCaptureFixture) -> 
     assert line.startswith("training_port, auto_tunning, numa_affinity, ucp_device_type: no effect in this version.")
 
 
-class Inside:
-    class Extension:
-        """Not to be found by an agent."""
-
-
-def test_an_extension_that_agents_cannot_find_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    settings = settings_of(ElasticLaunchConfig(dynamic_failover_extension=Inside.Extension()))
-    assert settings.failover_extension == ""
-    assert "Inside.Extension: left out" in caplog.text
+class Extension:
+    """As far as the launcher looks at it."""
 
 
 def test_an_extension_is_found_where_its_module_is() -> None:
-    settings = settings_of(ElasticLaunchConfig(dynamic_failover_extension=Inside()))
-    assert settings.failover_extension == "tests.cli.test_launch_config::Inside"
+    settings = settings_of(ElasticLaunchConfig(dynamic_failover_extension=Extension()))
+    assert settings.failover_extension == "tests.cli.test_launch_config::Extension"
     assert settings.failover_dir == str(Path(__file__).parents[2])

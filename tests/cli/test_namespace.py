@@ -128,3 +128,15 @@ def test_an_extension_of_the_wrapper_itself_decides(short_dir: Path, tmp_path: P
     assert done.returncode == 1
     assert "JobError" in done.stderr
     assert "USER_FAILOVER_TRIGGER_JOB_ABORTION" in done.stderr
+
+
+def test_an_extension_that_is_in_no_file_is_refused(short_dir: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXTENSION],
+        env={**os.environ, "TMPDIR": str(short_dir)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.returncode == 1
+    assert "Abort is defined in a program that is no file" in done.stderr

@@ -119,16 +119,16 @@ def test_a_failover_extension_is_named_for_the_agent() -> None:
 
     def named(extension: object) -> str:
         config = ElasticLaunchConfig(dynamic_failover_extension=extension)
-        return _settings(config, environment, entry=entry, outcome_file="").failover_extension
+        return _settings(config, environment, entry=entry).failover_extension
 
     assert named(Extension()) == "tests.cli.test_programmatic::Extension"
     assert named("other::Failover") == "other::Failover"
     assert named(None) == "mine::Failover"
     with pytest.raises(ConfigError, match="give module::Class"):
         named("other.Failover")
-    local = type("Local", (Extension,), {"__module__": "__main__"})
-    with pytest.raises(ConfigError, match="Local is defined in the script itself"):
-        named(local())
+    inside = type("Inside", (Extension,), {"__qualname__": "Outer.Inside"})
+    with pytest.raises(ConfigError, match="give module::Class"):
+        named(inside())
 
 
 def test_the_configuration_wins_over_variables() -> None:

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from dlrover.host.log_file import RotatingLog
 from dlrover.host.log_root import LogRoot
+from dlrover.host.ownership import NotOurs
 
 WRITER = """
 import logging, sys
@@ -32,6 +35,16 @@ def test_processes_that_rotate_one_file_lose_no_line(tmp_path: Path) -> None:
     told = [line.rsplit(" ", 1)[1] for line in lines(tmp_path)]
     assert sorted(told) == sorted(f"{name}-{number}" for name in "abc" for number in range(300))
     assert all(path.stat().st_size < 2500 for path in tmp_path.iterdir()), "each process may be late by one line"
+
+
+def test_a_link_that_somebody_put_into_a_shared_directory_is_not_followed(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (shared / "dlrover.log").symlink_to(tmp_path / "victim")
+    with pytest.raises(NotOurs):
+        RotatingLog(LogRoot(directory=str(shared)))
+    assert not (tmp_path / "victim").exists()
 
 
 def test_so_many_backups_are_kept(tmp_path: Path) -> None:
