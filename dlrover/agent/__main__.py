@@ -23,6 +23,7 @@ from dlrover.agent.config import AgentConfig, AgentResult, EntryKind
 from dlrover.agent.spawner import Spawner
 from dlrover.host import descriptors
 from dlrover.host.console import ConsoleHandler
+from dlrover.host.log_file import log_to_file
 from dlrover.protocol.descriptors import open_standard_descriptors
 from dlrover.protocol.lifeline import follow_parent
 
@@ -66,6 +67,7 @@ def main() -> int:
         if config.log_level == "WARNING"
         else "%(asctime)s %(levelname)s %(name)s %(message)s",
     )
+    log_to_file(config.log_root)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     _reserve_result(config)
     try:
@@ -157,7 +159,9 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             warm_up=spawner.warm_up,
             exchange=replicas,
             watch=watch,
-            failover=Failover.load(config.failover_extension) if config.failover_extension else None,
+            failover=Failover.load(config.failover_extension, config.failover_dir)
+            if config.failover_extension
+            else None,
         )
         socket.relay_to(agent.relay)
         saver.report_to(agent.relay)

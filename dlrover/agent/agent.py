@@ -590,6 +590,9 @@ class Agent:
             group=self._config.group,
             platform_node=PlatformId(self._config.platform_node),
             node_type=self._config.node_type,
+            name=self._config.node_name,
+            node_ip=self._config.node_ip,
+            foreign_node=self._config.foreign_node,
             peer="" if self._exchange is None else self._exchange.address,
         )
 

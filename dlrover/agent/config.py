@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
+from dlrover.host.log_root import LogRoot
 from dlrover.protocol.addresses import TlsConfig as TlsConfig
 from dlrover.protocol.fleet_messages import NodeType
 from dlrover.protocol.messages import JobEnd, JobTerms
@@ -116,6 +117,8 @@ class WatchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """--scrape: HTTP addresses whose numbers go to the diagnosis."""
     xpu_timer_port: int | None = None
     """XPU_TIMER_PORT: where the kernel profiler serves its metrics; None: there is none."""
+    has_step_file: bool = True
+    """MONITOR_ENABLED: steps are also read from the file of RUNTIME_METRICS_PATH."""
 
 
 class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -159,6 +162,8 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """When it appears, this machine will be taken away: leave in good order. Empty: nobody tells so."""
     failover_extension: str = ""
     """`module::Class` of the user's that is asked what shall follow a failure; empty: nobody is."""
+    failover_dir: str = ""
+    """Where its module is found, beside the usual path."""
     place: tuple[str, ...] = ()
     """Where this node is in the network, outermost switch first; empty: unknown here."""
     group: int = -1
@@ -166,6 +171,12 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     platform_node: int = -1
     """What the platform knows this node by; -1: started by hand."""
     node_type: NodeType = NodeType.WORKER
+    node_name: str = ""
+    """What the platform calls this node: POD_NAME."""
+    node_ip: str = ""
+    """Of the machine below: NODE_IP."""
+    foreign_node: int = -1
+    """NODE_ID of a platform that is none of ours; -1: it has none."""
     snapshot_root: str = ""
     """Directory of this user's snapshot segments; empty: the agent keeps none, and trainers see to themselves."""
     is_saving_at_break_points: bool = False
@@ -180,6 +191,8 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Megabytes per second that copies may use in the background; 0: no limit."""
     log_level: str = "WARNING"
     """Of the agent's own log on stderr; quiet by default, as torchrun."""
+    log_root: LogRoot | None = None
+    """Where the log goes beside stderr; None: nowhere."""
 
 
 class AgentResult(Struct, frozen=True, kw_only=True):

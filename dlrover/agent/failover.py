@@ -14,6 +14,7 @@ import enum
 import importlib
 import json
 import logging
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -65,9 +66,11 @@ class Failover:
         self._is_busy = False
 
     @classmethod
-    def load(cls, name: str) -> Failover | None:
+    def load(cls, name: str, directory: str = "") -> Failover | None:
         """None, with a warning, for what cannot be used: a job does not fail for want of an extension."""
         module_name, _, class_name = name.partition("::")
+        if directory and directory not in sys.path:
+            sys.path.append(directory)
         try:
             extension = getattr(importlib.import_module(module_name), class_name)()
             if not isinstance(extension, DynamicAgentFailoverExtension):

@@ -70,7 +70,9 @@ class Watch:
     ) -> None:
         """`disks`: paths whose file systems the job writes to; None: the resources of this node are not watched."""
         self._config = config
-        self._metrics_file = os.path.join(runtime_dir, "runtime_metrics.json") if runtime_dir else ""
+        self._metrics_file = ""
+        if runtime_dir and config.has_step_file:
+            self._metrics_file = os.path.join(runtime_dir, "runtime_metrics.json")
         self._book = book or PhaseBook()
         self._native = NativeStacks()
         self._round = Round(0)

@@ -79,7 +79,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Parsed:
     for option in OPTIONS:
         text = environ.get(option.variable)
         if text is not None:
-            values[option.dest] = _convert(option, text, f"the variable {option.variable}={text}")
+            values[option.dest] = convert(option, text, f"the variable {option.variable}={text}")
             origins[option.dest] = Origin.ENVIRONMENT
 
     index = 0
@@ -105,7 +105,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Parsed:
                     raise ConfigError(f"{name} needs a value{_form(option)}, and none follows it.")
                 inline = argv[index]
                 index += 1
-            values[option.dest] = _convert(option, inline, f"{name} {inline}")
+            values[option.dest] = convert(option, inline, f"{name} {inline}")
         origins[option.dest] = Origin.FLAG
 
     if index >= len(argv):
@@ -203,7 +203,7 @@ _CONVERTERS: dict[Kind, tuple[Callable[[str], Value], str]] = {
 }
 
 
-def _convert(option: Option, text: str, shown: str) -> Value:
+def convert(option: Option, text: str, shown: str) -> Value:
     convert, wanted = _CONVERTERS[option.kind]
     try:
         value = convert(text)

@@ -101,10 +101,12 @@ class Connection:
     def send(self, question: Question) -> Reply:
         import asyncio
 
+        from dlrover.cli.environment import read_environment
         from dlrover.protocol.rpc import ask
 
         address, token, tls = self.reached
-        return asyncio.run(ask(address, question, token=token, tls=tls, timeout=ASK_TIMEOUT))
+        timeout = read_environment(os.environ).client_timeout or ASK_TIMEOUT
+        return asyncio.run(ask(address, question, token=token, tls=tls, timeout=timeout))
 
     def ask(self, question: Question, answer: type[R]) -> R:
         """For questions that have one kind of answer."""

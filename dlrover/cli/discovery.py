@@ -1,8 +1,8 @@
 """
 Where the master is, who hosts it, what the job is called, and which token opens it.
 
-The address comes from `DLROVER_MASTER_ADDR`, else `--rdzv-endpoint`, else `--master-addr:--master-port`, else it is
-loopback. The launcher for which that address is local and whose bind succeeds hosts the master; all others connect. So
+The address comes from `DLROVER_MASTER_ADDR`, else `--rdzv-endpoint`, else `--master-addr:--master-port`, else `RDZV_ENDPOINT`, which the
+first platforms set, else it is loopback. The launcher for which that address is local and whose bind succeeds hosts the master; all others connect. So
 the same command on every node is enough, as with torchrun, and no node needs to know that it is the first.
 """
 
@@ -202,13 +202,17 @@ def own_host(settings: Settings, place: MasterPlace) -> str:
     return _address_towards(place.address.host) or socket.gethostname()
 
 
-def answers(address: Address, *, timeout: float = PROBE_TIMEOUT) -> bool:
-    """Somebody accepts connections there. Any error of the network counts as no."""
+def why_silent(address: Address, *, timeout: float = PROBE_TIMEOUT) -> str:
+    """Why no connection comes about; empty: somebody accepts them. Any error of the network is a reason."""
     try:
         with socket.create_connection((address.host, address.port), timeout=timeout):
-            return True
-    except (OSError, UnicodeError):
-        return False
+            return ""
+    except TimeoutError:
+        return f"no answer within {timeout:g} s"
+    except OSError as error:  # a name that cannot be resolved is one, too: Name or service not known
+        return error.strerror or str(error) or type(error).__name__
+    except UnicodeError as error:
+        return f"{address.host!r} is no name of a host: {error}"
 
 
 def speaks_http2(address: Address, *, timeout: float = PROBE_TIMEOUT) -> bool:
@@ -239,6 +243,10 @@ def _address(settings: Settings) -> tuple[Address | None, str]:
     if settings.rdzv_endpoint:
         given = settings.rdzv_endpoint
         return parse_address(given, default_port=ENDPOINT_PORT, shown=f"--rdzv-endpoint {given}"), "--rdzv-endpoint"
+    is_place_named = settings.master_addr or settings.master_port is not None
+    if settings.environment.rdzv_endpoint and settings.terms.limits.max_nodes > 1 and not is_place_named:
+        given = settings.environment.rdzv_endpoint
+        return parse_address(given, default_port=ENDPOINT_PORT, shown=f"RDZV_ENDPOINT={given}"), "RDZV_ENDPOINT"
     if settings.master_port is None and settings.terms.limits.max_nodes == 1:
         # Alone, and no port that anybody could wait at: torchrun chooses a free one here, too.
         return None, ""

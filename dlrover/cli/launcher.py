@@ -257,10 +257,14 @@ class Launcher:
             master_grace=self._settings.master_grace,
             preemption_file=self._settings.preemption_file,
             failover_extension=self._settings.failover_extension,
+            failover_dir=self._settings.failover_dir,
             host_ports=self._settings.environment.host_ports,
             is_virtual_local_rank=self._settings.is_virtual_local_rank,
             platform_node=self._settings.environment.platform_node,
             node_type=self._settings.environment.node_type,
+            node_name=self._settings.environment.node_name,
+            node_ip=self._settings.environment.node_ip,
+            foreign_node=self._settings.environment.foreign_node,
             group=self._settings.environment.node_group,
             snapshot_root=snapshot_root(self._settings.environment),
             is_saving_at_break_points=self._settings.is_saving_at_break_points,
@@ -269,6 +273,7 @@ class Launcher:
             snapshot_parity=self._settings.snapshot_parity,
             snapshot_bandwidth=self._settings.snapshot_bandwidth,
             log_level=self._settings.environment.log_level,
+            log_root=self._settings.environment.log_root,
         )
         self._directory.record(str(self._place.address), self._settings.tls)
         path = self._directory.write("agent.json", msgspec.json.encode(config))
@@ -393,6 +398,8 @@ class Launcher:
             ready_file=self._ready_file,
             end_file=self._end_file,
             log_file=self._master_log,
+            log_root=self._settings.environment.log_root,
+            user=self._settings.environment.user,
             pre_check_ops=self._settings.pre_check_ops,
             topology_querier=self._settings.topology_querier,
             topology_sorter=self._settings.topology_sorter,
@@ -588,8 +595,8 @@ class Launcher:
             probe, self._probe = self._probe, None
             if not probe.has_found and self._stopped_by is None:
                 message = (
-                    f"No master answered at {self._place.address} within {probe.timeout:.0f} s, and this host "
-                    "is not the one to host it. Check that the address is right and reachable from here, and that the "
+                    f"No master answered at {self._place.address} within {probe.timeout:.0f} s ({probe.trouble}), and this "
+                    "host is not the one to host it. Check that the address is right and reachable from here, and that the "
                     "node it belongs to has been started."
                 )
                 self._fail(EXIT_MASTER_LOST, message)

@@ -83,7 +83,8 @@ _OURS = (
 )  # fmt: skip
 _INSTEAD = {"nnodes": "Give --nodes in front of `--`.", "standby": "Give it in front of `--`."}
 _NOT_PASSED_ON = (
-    "DLROVER_JOB_TOKEN", "DLROVER_NODE_ID", "DLROVER_AGENT_SOCKET", "NODE_RANK", "WORKER_RANK", "NODE_NUM", "POD_IP", "HOST_PORTS",
+    "DLROVER_JOB_TOKEN", "DLROVER_NODE_ID", "DLROVER_AGENT_SOCKET", "NODE_ID", "WORKER_ID", "NODE_RANK", "WORKER_RANK", "NODE_NUM",
+    "WORKER_NUM", "POD_NAME", "POD_IP", "MY_POD_IP", "RELAUNCHED_POD", "RDZV_ENDPOINT", "HOST_PORTS",
 )  # fmt: skip
 
 
@@ -372,6 +373,8 @@ class LocalJob:
             "DLROVER_REPORT": "off",
             "ELASTIC_JOB_NAME": self._plan.job_name,
             "JOB_UID": self._job_uid,
+            "NODE_NUM": str(self._plan.max_nodes),
+            "WORKER_NUM": str(self._plan.max_nodes),
             "PYTHONUNBUFFERED": passed_on.get("PYTHONUNBUFFERED", "1"),
         }
 
@@ -397,6 +400,8 @@ class LocalJob:
             ready_file=self._path("master.ready"),
             end_file=self._path("end.json"),
             log_file=self._master_log,
+            log_root=self._plan.settings.environment.log_root,
+            user=self._plan.settings.environment.user,
             platform="local",
             platform_options={
                 "socket": self._host_config.socket,

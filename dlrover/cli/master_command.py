@@ -51,16 +51,26 @@ _LATER = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    options = build_parser("dlrover master").parse_args(argv)
     try:
-        for name, harmless in _LATER:
-            value = getattr(options, name[2:].replace("-", "_"))
-            if value.lower() != harmless:
-                raise ConfigError(f"{name} {value} is not yet available in this version. Leave it out.")
+        if notes := reset_options_without_effect(options):
+            raise ConfigError(f"{notes[0]} Leave it out.")
         return run(options)
     except ConfigError as error:
         say_block(f"dlrover master: error: {error}")
         return EXIT_USAGE
+
+
+def reset_options_without_effect(options: argparse.Namespace) -> list[str]:
+    """Of the original's options: a sentence for each one that was given with a value that would matter, and is reset."""
+    notes = []
+    for name, harmless in _LATER:
+        field = name[2:].replace("-", "_")
+        value = getattr(options, field)
+        if value.lower() != harmless:
+            notes.append(f"{name} {value} is not yet available in this version.")
+            setattr(options, field, harmless)
+    return notes
 
 
 def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int:
@@ -71,10 +81,7 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
     tls = _tls(options)
     fleet = _fleet(options)
     platform_options = _platform_options(options)
-    try:
-        seat = Seat(options.host, options.port)
-    except OSError as error:
-        raise ConfigError(f"--port {options.port}: {error.strerror or error}. Choose another port.") from error
+    seat = _take_seat(options.host, options.port, environment.host_ports)
     address = Address(options.host, seat.port)
     directory = NodeDirectory(user_root(environment), options.job_name, new_launch())
     try:
@@ -87,6 +94,8 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
         config = MasterConfig(
             job_name=options.job_name,
             journal=journal,
+            log_root=environment.log_root,
+            user=environment.user,
             host=options.host,
             port=seat.port,
             token_file=token_file,
@@ -124,6 +133,19 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
     finally:
         seat.close()
         directory.remove()
+
+
+def _take_seat(host: str, port: int, host_ports: Sequence[int]) -> Seat:
+    """Without a port: the first free one of HOST_PORTS, which others can reach, else any."""
+    for choice in host_ports if port == 0 else ():
+        try:
+            return Seat(host, choice)
+        except OSError:
+            continue
+    try:
+        return Seat(host, port)
+    except OSError as error:
+        raise ConfigError(f"--port {port}: {error.strerror or error}. Choose another port.") from error
 
 
 def _say(lines: Sequence[str]) -> ConsoleWriter:
@@ -248,8 +270,8 @@ def _wait(pid: int, inbox: SignalInbox) -> int:
             processes.send(pid, signal.SIGTERM)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dlrover master", description="Start a master by hand.", allow_abbrev=False)
+def build_parser(program: str, *, allow_abbrev: bool = False) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description="Start a master by hand.", allow_abbrev=allow_abbrev)
 
     def add(name: str, **keywords: object) -> None:
         spellings = dict.fromkeys((name, "--" + name[2:].replace("-", "_")))
@@ -257,7 +279,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add("--job-name", required=True, help="name of the job")
     add("--host", default=LOOPBACK, help=f"address to listen on ({LOOPBACK}; :: or 0.0.0.0 for all)")
-    add("--port", type=_port, default=0, help="port to listen on (0: any free one)")
+    add("--port", type=_port, default=0, help="port to listen on (0: one of HOST_PORTS, else any free one)")
     add("--node-num", type=_positive, default=1, help="accepted; the nodes themselves tell how many there are")
     add("--platform", default="local", help="where nodes come from: local, NAME, or MODULE::CLASS")
     add("--fleet", default="", metavar="FILE", help="nodes to start there, JSON (without: people start the nodes)")
@@ -304,7 +326,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--metrics-port", type=_port, default=-1, help="port of /metrics for Prometheus (only on the page's port)")
     add("--metrics-host", default=LOOPBACK, help=f"address of /metrics ({LOOPBACK})")
     for name, harmless in _LATER:
-        add(name, default=harmless, help=argparse.SUPPRESS)
+        add(name, default=harmless, nargs="?", const="true", help=argparse.SUPPRESS)
     return parser
 
 

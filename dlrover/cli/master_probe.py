@@ -20,7 +20,7 @@ PROGRESS_PERIOD = 10.0
 
 
 class MasterProbe:
-    """Runs from construction on. `is_over` and `has_found` are written by its thread, then the inbox is woken."""
+    """Runs from construction on. `is_over`, `has_found` and `trouble` are written by its thread, then the inbox is woken."""
 
     def __init__(self, address: Address, inbox: SignalInbox, *, timeout: float) -> None:
         self.timeout = timeout
@@ -28,6 +28,8 @@ class MasterProbe:
         self._inbox = inbox
         self._is_closed = threading.Event()
         self.has_found = False
+        self.trouble = "it was not asked"
+        """Why the newest connection did not come about."""
         self.is_over = False
         self._thread = threading.Thread(target=self._run, name="master-probe", daemon=True)
         self._thread.start()
@@ -38,13 +40,15 @@ class MasterProbe:
     def _run(self) -> None:
         begun = said_at = time.monotonic()
         while not self._is_closed.is_set() and time.monotonic() - begun < self.timeout:
-            if discovery.answers(self._address):
+            self.trouble = discovery.why_silent(self._address)
+            if not self.trouble:
                 self.has_found = True
                 break
             now = time.monotonic()
             if now - said_at >= PROGRESS_PERIOD:
                 said_at = now
-                say(f"waiting for the master at {self._address}, {now - begun:.0f} s of {self.timeout:.0f} s")
+                so_far = f"{now - begun:.0f} s of {self.timeout:.0f} s"
+                say(f"waiting for the master at {self._address}, {so_far} ({self.trouble})")
             self._is_closed.wait(random.uniform(0.2, 1.0))
         self.is_over = True
         if not self._is_closed.is_set():

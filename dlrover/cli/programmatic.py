@@ -8,80 +8,45 @@ user's process to its own workers, and the return values come back the same way;
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import msgspec
 
-from dlrover.agent.config import AgentResult, Entry, EntryKind, LogConfig, WatchConfig
+from dlrover.agent.config import AgentResult, Entry, EntryKind
+from dlrover.cli.command_line import Origin, Parsed
 from dlrover.cli.discovery import new_launch
-from dlrover.cli.environment import Environment, read_environment
+from dlrover.cli.environment import Environment, parse_node_errors, read_environment
+from dlrover.cli.launch_config import ElasticLaunchConfig
+from dlrover.cli.options import OPTIONS, Value
 from dlrover.cli.runtime_dir import NodeDirectory, explained, user_root
 from dlrover.cli.settings import (
     Settings,
-    absolute,
-    check_plugin,
+    build_settings,
     check_program,
     check_script,
     encode_settings,
-    parse_nproc,
-    parse_rdzv_conf,
-    parse_signals,
     probe_log_dir,
-    usual_shutdown_timeout,
 )
 from dlrover.protocol.errors import ConfigError, JobError
-from dlrover.protocol.messages import JobTerms, Limits, RestartPolicy
 from dlrover.snapshot.class_meta import found_in
+
+log = logging.getLogger(__name__)
 
 EXIT_USAGE = 2
 MAX_INTERRUPTS = 2
 """How many the launcher is trusted to handle; after that it is killed, and its children end with it."""
 
 
-@dataclass
-class ElasticLaunchConfig:
-    """torch's `LaunchConfig` by its field names, with ours behind it. A `LaunchConfig` itself is taken, too."""
-
-    min_nodes: int = 1
-    max_nodes: int = 1
-    nproc_per_node: int | str = 1
-    run_id: str = ""
-    role: str = "default"
-    rdzv_endpoint: str = ""
-    rdzv_backend: str = ""
-    """Accepted; nodes always meet at the master."""
-    rdzv_configs: dict[str, Any] = field(default_factory=dict)
-    max_restarts: int | None = None
-    """None: as long as the job makes progress."""
-    monitor_interval: float = 0.1
-    start_method: str = "spawn"
-    local_addr: str | None = None
-    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-    duplicate_stdout_filters: list[str] | None = None
-    duplicate_stderr_filters: list[str] | None = None
-    virtual_local_rank: bool = False
-    shutdown_timeout: int | None = None
-    # Ours. torch puts the first four into its `logs_specs`.
-    log_dir: str = ""
-    redirects: int | dict[int, int] = 0
-    tee: int | dict[int, int] = 0
-    local_ranks_filter: Sequence[int] = ()
-    node_unit: int = 1
-    node_rank: int | None = None
-    is_warm: bool = True
-    preload: Sequence[str] = ()
-    master_grace: float = 600.0
-    dynamic_failover_extension: Any = None
-    """An object of a class derived from `DynamicAgentFailoverExtension`, or `module::Class`. None: as the environment says."""
-
-
 _DEFAULTS = ElasticLaunchConfig()
+_OPTION_DEFAULTS: Mapping[str, Value] = {option.dest: option.default for option in OPTIONS}
 
 
 class ElasticLaunch:
@@ -112,32 +77,45 @@ def launch_agent(
     if entrypoint is None:
         raise ConfigError("The entry point is None: give a function, or a command as text.")
     environment = read_environment(os.environ)
+    with _call_directory(environment) as directory:
+        target = os.path.join(directory.path, "call.pickle")
+        settings = _settings(config, environment, entry=_entry(entrypoint, args, target))
+        probe_log_dir(settings.log.log_dir, option="log_dir")
+        _launch(settings, directory)
+        return _return_values(directory.path, target)
+
+
+def launch_settings(settings: Settings) -> None:
+    """The same for a command line that was read already: until the end of the job, which fails by `JobError`."""
+    with _call_directory(settings.environment) as directory:
+        _launch(settings, directory)
+
+
+@contextlib.contextmanager
+def _call_directory(environment: Environment) -> Iterator[NodeDirectory]:
     directory = NodeDirectory(user_root(environment), f"call-{os.getpid()}", new_launch())
     try:
-        target = os.path.join(directory.path, "call.pickle")
-        entry = _entry(entrypoint, args, target)
-        outcome_file = os.path.join(directory.path, "outcome.json")
-        settings = _settings(config, environment, entry=entry, outcome_file=outcome_file)
-        probe_log_dir(settings.log.log_dir, option="log_dir")
-        settings_file = directory.write("settings.json", encode_settings(settings))
-        exit_code = _run_launcher(settings_file, _search_path(_ask(config, "dynamic_failover_extension")))
-        _raise_if_failed(exit_code, outcome_file)
-        return _return_values(directory.path, target)
+        yield directory
     finally:
         directory.remove()
 
 
-def _run_launcher(settings_file: str, search_path: str) -> int:
+def _launch(settings: Settings, directory: NodeDirectory) -> None:
+    outcome_file = os.path.join(directory.path, "outcome.json")
+    told = encode_settings(msgspec.structs.replace(settings, outcome_file=outcome_file))
+    exit_code = _run_launcher(directory.write("settings.json", told))
+    _raise_if_failed(exit_code, outcome_file)
+
+
+def _run_launcher(settings_file: str) -> int:
     """
-    The launcher's exit code. It and the agent look for modules of the user's in `search_path` too, after all others of PYTHONPATH.
+    The launcher's exit code.
 
     It has a session of its own, so that the terminal's Ctrl-C reaches only us: whoever interrupts us, the launcher
     hears of it exactly once. The first ends the job in good order, the second kills everything at once.
     """
     argv = [sys.executable, "-P", "-m", "dlrover.cli.launcher", settings_file]
-    paths = [path for path in (os.environ.get("PYTHONPATH", ""), search_path) if path]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)} if search_path else None
-    child = subprocess.Popen(argv, start_new_session=True, env=env)
+    child = subprocess.Popen(argv, start_new_session=True)
     num_interrupts = 0
     try:
         while True:
@@ -197,69 +175,81 @@ def _entry(entrypoint: Callable[..., Any] | str, args: Sequence[Any], target: st
     return Entry.of(EntryKind.PROGRAM, entrypoint, words)
 
 
-def _settings(config: ElasticLaunchConfig, environment: Environment, *, entry: Entry, outcome_file: str) -> Settings:
+def _settings(config: ElasticLaunchConfig, environment: Environment, *, entry: Entry) -> Settings:
+    """As the same values on the command line. What has no effect costs a line in the log."""
+    told = msgspec.structs.replace(
+        environment,
+        training_log_file=_ask(config, "training_log_file") or environment.training_log_file,
+        node_errors=parse_node_errors(_ask(config, "failure_node_errors")) or environment.node_errors,
+        line_prefix=_ask(config, "log_line_prefix_template") or environment.line_prefix,
+    )
+    extension, extension_dir = _failover(_ask(config, "dynamic_failover_extension"))
+    settings = build_settings(_parsed(config, extension), told, entry=entry)
+    unused = [name for name, harmless in _WITHOUT_EFFECT.items() if _ask(config, name) not in harmless]
+    if unused:
+        log.warning("%s: no effect in this version. The launch goes on without.", ", ".join(unused))
+    for note in settings.notes:
+        log.warning("%s", note)
+    return msgspec.structs.replace(settings, failover_dir=extension_dir)
+
+
+_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
+    # Field: values that ask for nothing.
+    "training_port": (60000, 64000),
+    "auto_tunning": (False,),
+    "numa_affinity": (False,),
+    "ucp_device_type": ("cpu",),
+    "numa_options": (None,),
+    "metrics_cfg": ({}, None),
+    "event_log_handler": ("null",),
+}
+
+
+def _parsed(config: ElasticLaunchConfig, failover_extension: str) -> Parsed:
+    """The options that say the same. Those that are left out are as by default, and count as not given."""
+
     def ask(name: str) -> Any:
         return _ask(config, name)
 
-    conf = ",".join(f"{key}={value}" for key, value in ask("rdzv_configs").items())
-    times = parse_rdzv_conf(conf, [])
-    if "last_call" in times:
-        times["first_call"] = times["last_call"]
-    try:
-        limits = Limits(min_nodes=ask("min_nodes"), max_nodes=ask("max_nodes"), node_unit=ask("node_unit"), **times)
-    except ValueError as error:
-        raise ConfigError(f"{error}.") from error
-    run_id = ask("run_id")
-    shutdown_timeout = ask("shutdown_timeout")
-    return Settings(
-        terms=JobTerms(limits=limits, restarts=RestartPolicy(max_restarts=ask("max_restarts"))),
-        entry=entry,
-        local_world_size=parse_nproc(str(ask("nproc_per_node"))),
-        node_rank=ask("node_rank") if ask("node_rank") is not None else environment.node_rank,
-        role=ask("role"),
-        interpreter=environment.interpreter,
-        is_warm=ask("is_warm"),
-        preload=tuple(ask("preload")),
-        log=_log(config, environment),
-        watch=WatchConfig(
-            log_file=environment.training_log_file,
-            node_errors=environment.node_errors,
-            xpu_timer_port=environment.xpu_timer_port,
-        ),
-        shutdown_timeout=usual_shutdown_timeout(environment) if shutdown_timeout is None else float(shutdown_timeout),
-        preemption_file=absolute(environment.preemption_file),
-        failover_extension=_failover(ask("dynamic_failover_extension"), environment),
-        topology_querier=check_plugin(environment.topology_querier, option="The variable DLROVER_TOPOLOGY_QUERIER"),
-        topology_sorter=check_plugin(environment.topology_sorter, option="The variable DLROVER_TOPOLOGY_SORTER"),
-        master_grace=ask("master_grace"),
-        is_virtual_local_rank=ask("virtual_local_rank"),
-        signals=parse_signals(ask("signals_to_handle")),
-        rdzv_endpoint=ask("rdzv_endpoint"),
-        rdzv_id="" if run_id == "none" else run_id,
-        local_addr=ask("local_addr") or "",
-        environment=environment,
-        outcome_file=outcome_file,
-    )
-
-
-def _failover(given: Any, environment: Environment) -> str:
-    """The extension by its name: the agent is another process and builds it there, without arguments."""
-    if given is None:
-        return check_plugin(environment.failover_extension, option="The variable DLROVER_EXTENSION_DYNAMIC_FAILOVER")
-    if isinstance(given, str):
-        return check_plugin(given, option="dynamic_failover_extension")
-    kind = type(given)
-    if kind.__module__ == "__main__":
-        raise ConfigError(
-            f"dynamic_failover_extension: {kind.__name__} is defined in the script itself, which the agent cannot import. Put it into a "
-            "module beside the script and import it from there."
-        )
-    return check_plugin(f"{kind.__module__}::{kind.__qualname__}", option="dynamic_failover_extension")
-
-
-def _search_path(given: Any) -> str:
-    """Where this process has found the class of an extension; the agent does not know the script's own directory."""
-    return "" if given is None or isinstance(given, str) else found_in(type(given).__module__)
+    log_dir, redirects, tee = _log_files(config)
+    configs = {key: value for key, value in ask("rdzv_configs").items() if key not in ("timeout", "node_unit")}
+    nodes = (ask("min_nodes"), ask("max_nodes"))
+    check = ("network_check", "comm_perf_test", "exclude_straggler")
+    given: dict[str, Value] = {
+        "role": ask("role"),
+        "rdzv_endpoint": ask("rdzv_endpoint"),
+        "rdzv_conf": ",".join(f"{key}={value}" for key, value in configs.items()),
+        "signals_to_handle": ask("signals_to_handle"),
+        "duplicate_stdout_filters": tuple(ask("duplicate_stdout_filters") or ()),
+        "duplicate_stderr_filters": tuple(ask("duplicate_stderr_filters") or ()),
+        "virtual_local_rank": bool(ask("virtual_local_rank")),
+        "redirects": _stream_text(redirects),
+        "tee": _stream_text(tee),
+        "local_ranks_filter": ",".join(str(rank) for rank in sorted(_ranks_to_show(config))),
+        "precheck": str(int(ask("precheck"))),
+        **{name: bool(ask(name)) for name in (*check, "save_at_breakpoint", "auto_config")},
+        "accelerator": ask("accelerator") or _OPTION_DEFAULTS["accelerator"],
+        "node_unit": int(ask("rdzv_configs").get("node_unit", ask("node_unit"))),
+        "dynamic_failover_extension": failover_extension,
+        "no_warm": not ask("is_warm"),
+        "preload": ",".join(ask("preload")),
+        "master_grace": ask("master_grace"),
+    }
+    optional: dict[str, Value] = {
+        "nnodes": None if nodes == (1, 1) else f"{nodes[0]}:{nodes[1]}",
+        "nproc_per_node": None if ask("nproc_per_node") == 1 else str(ask("nproc_per_node")),
+        "rdzv_id": ask("run_id") or None,
+        "log_dir": log_dir or None,
+        "local_addr": ask("local_addr") or None,
+        "max_restarts": ask("max_restarts"),
+        "shutdown_timeout": ask("shutdown_timeout"),
+        "node_rank": ask("node_rank"),
+    }
+    chosen = {name: value for name, value in optional.items() if value is not None}
+    values = {**_OPTION_DEFAULTS, **given, **chosen}
+    is_given = {name: name in chosen or values[name] != default for name, default in _OPTION_DEFAULTS.items()}
+    origins = {name: Origin.FLAG if is_given[name] else Origin.DEFAULT for name in values}
+    return Parsed(values, origins, "", ())
 
 
 def _ask(config: ElasticLaunchConfig, name: str) -> Any:
@@ -267,38 +257,48 @@ def _ask(config: ElasticLaunchConfig, name: str) -> Any:
     return getattr(config, name, getattr(_DEFAULTS, name))
 
 
-def _log(config: ElasticLaunchConfig, environment: Environment) -> LogConfig:
+def _log_files(config: ElasticLaunchConfig) -> tuple[str, Any, Any]:
     """
-    Ours has the four values as fields, as torch's had before 2.3; later it keeps them inside `logs_specs`, in
-    attributes without a public reader.
+    Directory, redirects and tee. `setup_log` counts most. Ours has the three values as fields, as torch's had before 2.3; later it
+    keeps them inside `logs_specs`, in attributes without a public reader.
     """
-    specs = getattr(config, "logs_specs", None)
-    if specs is None:
-        log_dir, redirects, tee = (_ask(config, name) for name in ("log_dir", "redirects", "tee"))
-        ranks: Iterable[int] = _ask(config, "local_ranks_filter") or ()
-    else:
-        redirects, tee = getattr(specs, "_redirects", 0), getattr(specs, "_tee", 0)
-        ranks = getattr(specs, "_local_ranks_filter", None) or ()
-        log_dir = getattr(specs, "_root_log_dir", None) or ""
-    redirect_default, redirect_map = _streams(redirects)
-    tee_default, tee_map = _streams(tee)
-    return LogConfig(
-        log_dir=absolute(log_dir or environment.agent_log_dir),
-        redirects=redirect_map,
-        redirect_default=redirect_default,
-        tee=tee_map,
-        tee_default=tee_default,
-        local_ranks_filter=tuple(sorted(ranks)),
-        duplicate_stdout_filters=tuple(_ask(config, "duplicate_stdout_filters") or ()),
-        duplicate_stderr_filters=tuple(_ask(config, "duplicate_stderr_filters") or ()),
-        line_prefix=getattr(config, "log_line_prefix_template", None) or environment.line_prefix,
-    )
+    log_config, specs = _ask(config, "log_config"), _ask(config, "logs_specs")
+    if log_config is not None and log_config.given_dir:
+        return log_config.given_dir, log_config.redirects, log_config.tee
+    if specs is None or _ask(config, "log_dir"):
+        return _ask(config, "log_dir") or "", _ask(config, "redirects"), _ask(config, "tee")
+    return getattr(specs, "_root_log_dir", None) or "", getattr(specs, "_redirects", 0), getattr(specs, "_tee", 0)
 
 
-def _streams(value: int | Mapping[int, int]) -> tuple[int, dict[int, int]]:
+def _ranks_to_show(config: ElasticLaunchConfig) -> Iterable[int]:
+    specs = _ask(config, "logs_specs")
+    return _ask(config, "local_ranks_filter") or getattr(specs, "_local_ranks_filter", None) or ()
+
+
+def _stream_text(value: int | Mapping[int, int]) -> str:
+    """As an option: one number, or one for each local rank."""
     if isinstance(value, Mapping):
-        return 0, {int(rank): int(streams) for rank, streams in value.items()}
-    return int(value), {}
+        return ",".join(f"{int(rank)}:{int(streams)}" for rank, streams in value.items()) or "0"
+    return str(int(value))
+
+
+def _failover(given: Any) -> tuple[str, str]:
+    """As `module::Class`, and the directory where that is found: the agent is another process and builds it there, without arguments."""
+    if given is None or isinstance(given, str):
+        return given or "", ""
+    kind = given if isinstance(given, type) else type(given)
+    module, directory = kind.__module__, found_in(kind.__module__)
+    if module == "__main__":
+        program = sys.modules[module]
+        file, spec = getattr(program, "__file__", None), getattr(program, "__spec__", None)
+        if file is None:
+            raise ConfigError(
+                f"dynamic_failover_extension: {kind.__name__} is defined in a program that is no file, and agents cannot import "
+                "it. Put it into a module and import it from there."
+            )
+        module = os.path.splitext(os.path.basename(file))[0] if spec is None else spec.name
+        directory = directory if spec is None else found_in(module)
+    return f"{module}::{kind.__qualname__}", directory
 
 
 def _launch_with_torch(
@@ -310,7 +310,10 @@ def _launch_with_torch(
     if isinstance(config, ElasticLaunchConfig):
         known = {item.name for item in fields(LaunchConfig)}
         values = {name: value for name, value in vars(config).items() if name in known and value is not None}
-        values["rdzv_backend"] = config.rdzv_backend or "c10d"
+        if config.log_config.given_dir:
+            values["logs_specs"] = config.get_log_specs()
+        if config.rdzv_backend == _DEFAULTS.rdzv_backend:  # nobody chose it, and it needs a server
+            values["rdzv_backend"] = "c10d"
         values["rdzv_endpoint"] = config.rdzv_endpoint or "localhost:0"
         config = LaunchConfig(**values)
     values_by_rank: dict[int, Any] = elastic_launch(config, entrypoint)(*args)

@@ -50,6 +50,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     master_grace: float = 600.0
     preemption_file: str = ""
     failover_extension: str = ""
+    failover_dir: str = ""
+    """Where the module of the extension is found, beside the usual path."""
     is_saving_at_break_points: bool = False
     snapshot_write_limit: float = 0.0
     snapshot_copies: int = 0
@@ -85,6 +87,11 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Pars
     """Raises `ConfigError`."""
     parsed = parse(argv, environ)
     assert not parsed.immediate, "--help and --check-env are answered before settings are read"
+    return parsed, check_settings(parsed, environ)
+
+
+def check_settings(parsed: Parsed, environ: Mapping[str, str]) -> Settings:
+    """Raises `ConfigError`."""
     error = unavailable(parsed)
     if error is not None:
         raise error
@@ -93,11 +100,12 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Pars
     encode_settings(settings)
     probe_log_dir(settings.log.log_dir, option="--log-dir")
     probe_directory(settings.journal, option="--journal", purpose="journal")
-    return parsed, settings
+    return settings
 
 
-def build_settings(parsed: Parsed, environment: Environment) -> Settings:
-    notes: list[str] = []
+def build_settings(parsed: Parsed, environment: Environment, *, entry: Entry | None = None) -> Settings:
+    """`entry`: what workers run, if not what the command line names."""
+    notes = [f"The variable {variable} has no effect in this version." for variable in environment.unused]
     limits = _limits(parsed, environment, notes)
     max_restarts = parsed.integer("max_restarts") if parsed.is_given("max_restarts") else None
     if max_restarts is not None and max_restarts < 0:
@@ -118,7 +126,7 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
                 parsed.integer("hang_detection"), parsed.number("hang_downtime"), parsed.number("max_hang_downtime")
             ),
         ),
-        entry=read_entry(parsed),
+        entry=read_entry(parsed) if entry is None else entry,
         local_world_size=parse_nproc("auto" if is_automatic else parsed.text("nproc_per_node")),
         node_rank=_node_rank(parsed, environment, limits, notes),
         role=parsed.text("role"),
@@ -136,17 +144,12 @@ def build_settings(parsed: Parsed, environment: Environment) -> Settings:
         snapshot_parity=_snapshot_parity(parsed),
         snapshot_bandwidth=_at_least_zero("--snapshot-bandwidth", parsed.number("snapshot_bandwidth")),
         preemption_file=absolute(parsed.text("preemption_file") or environment.preemption_file),
-        failover_extension=check_plugin(
-            parsed.text("dynamic_failover_extension") or environment.failover_extension,
-            option="--dynamic-failover-extension",
+        failover_extension=_plugin(
+            parsed, "dynamic_failover_extension", environment.failover_extension, "DLROVER_EXTENSION_DYNAMIC_FAILOVER"
         ),
         pre_check_ops=check_operators(parsed.text("pre_check_ops")),
-        topology_querier=check_plugin(
-            parsed.text("topology_querier") or environment.topology_querier, option="--topology-querier"
-        ),
-        topology_sorter=check_plugin(
-            parsed.text("topology_sorter") or environment.topology_sorter, option="--topology-sorter"
-        ),
+        topology_querier=_plugin(parsed, "topology_querier", environment.topology_querier, "DLROVER_TOPOLOGY_QUERIER"),
+        topology_sorter=_plugin(parsed, "topology_sorter", environment.topology_sorter, "DLROVER_TOPOLOGY_SORTER"),
         is_virtual_local_rank=parsed.flag("virtual_local_rank"),
         is_exit_code_of_worker=parsed.text("exit_code") == "worker",
         signals=parse_signals(parsed.text("signals_to_handle")),
@@ -502,6 +505,13 @@ def _check(parsed: Parsed, limits: Limits, notes: list[str]) -> CheckTerms | Non
         raise ConfigError(f"{error}.") from error
 
 
+def _plugin(parsed: Parsed, dest: str, by_variable: str, variable: str) -> str:
+    """The option wins over the variable; an error names the one that it is about."""
+    if parsed.text(dest):
+        return check_plugin(parsed.text(dest), option=f"--{dest.replace('_', '-')}")
+    return check_plugin(by_variable, option=f"The variable {variable}")
+
+
 def check_plugin(name: str, *, option: str) -> str:
     """Only the form: it is imported where it runs, in the master."""
     module, separator, class_name = name.partition("::")
@@ -571,6 +581,8 @@ def _log(parsed: Parsed, environment: Environment) -> LogConfig:
         ranks = tuple(sorted({int(part) for part in ranks_text.split(",")})) if ranks_text else ()
     except ValueError as error:
         raise ConfigError(f"--local-ranks-filter {ranks_text}: give local ranks such as 0,1,2.") from error
+    if environment.agent_log_dir and not any(parsed.is_given(name) for name in ("log_dir", "redirects", "tee")):
+        tee_default = int(Streams.ALL)  # who names a directory by the variable wants files in it
     return LogConfig(
         log_dir=absolute(parsed.text("log_dir") or environment.agent_log_dir),
         redirects=redirects,

@@ -28,6 +28,7 @@ def show(status: JobStatus, console: Console) -> None:
     say(
         f"job {status.job_name}: {status.stage}, round {status.round}, {status.world_size} workers, "
         f"{status.num_restarts} restarts, master epoch {status.master_epoch}"
+        + (f", started by {status.user}" if status.user else "")
     )
     often = "once" if status.limits_version == 1 else f"{status.limits_version} times"
     scaled = f" (scaled {often})" if status.limits_version else ""
@@ -149,12 +150,14 @@ def _span(seconds: float) -> str:
 
 def _agents(nodes: tuple[NodeStatus, ...]) -> Table:
     is_checked = any(node.check is not None for node in nodes)
-    columns = ["node rank", "node", "incarnation", "host", "status", "wish", "step"]
+    is_named = any(node.name for node in nodes)
+    columns = ["node rank", "node", "incarnation", *(["name"] if is_named else []), "host", "status", "wish", "step"]
     table = _table(*columns, *(["check", "elapsed"] if is_checked else []))
     for node in nodes:
         step = "" if node.step is None else node.step
         wish = "" if node.status in _NOT_THERE else node.wish
-        cells = (node.node_rank, node.node, node.incarnation, node.host, node.status, wish, step)
+        name = (node.name,) if is_named else ()
+        cells = (node.node_rank, node.node, node.incarnation, *name, node.host, node.status, wish, step)
         _add(table, *cells, *(_check_cells(node.check) if is_checked else ()))
     return table
 

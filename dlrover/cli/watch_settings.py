@@ -34,6 +34,7 @@ def watch_config(parsed: Parsed, environment: Environment) -> WatchConfig:
         log_patterns=_log_patterns(parsed.text("log_patterns")),
         scrapes=_scrapes(parsed.text("scrape")),
         xpu_timer_port=environment.xpu_timer_port,
+        has_step_file=environment.is_monitored,
     )
 
 

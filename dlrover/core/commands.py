@@ -120,6 +120,7 @@ def _master_started(command: MasterStarted, course: Course) -> Reply:
 
     state.master_epoch = command.master_epoch
     state.job_name = state.job_name or command.job_name
+    state.user = state.user or command.user
     state.nodes.master_restarted(course.now, state.detection)
     if state.terms is not None:
         state.rendezvous.master_restarted(state.terms.limits, state.now, course.now)
@@ -163,7 +164,10 @@ def _attach(command: Attach, course: Course) -> Reply:
     if node is None and command.node_rank is not None:
         holder = nodes.holder(command.node_rank)
         is_alive = holder is not None and nodes.is_connected(holder.id)
-        if holder is not None and is_alive and not fleet_agents.is_taken_over(state, holder, command):
+        # A platform that counts relaunches has given the rank to another node, whatever still seems to be alive.
+        is_relaunched = holder is not None and 0 <= holder.foreign_node < command.foreign_node
+        is_taken_over = holder is not None and (is_relaunched or fleet_agents.is_taken_over(state, holder, command))
+        if holder is not None and is_alive and not is_taken_over:
             raise Rejected(
                 f"Node rank {command.node_rank} is asked for by {command.host} and held by {holder.host}, which is "
                 "alive. Give each node its own --node-rank, or none.",
@@ -465,10 +469,12 @@ def _check_attach(command: Attach) -> None:
             code="malformed",
         )
     is_place_sane = len(command.place) <= _DEEPEST_PLACE and all(len(name) <= _LONGEST_NAME for name in command.place)
-    if not is_place_sane or abs(command.group) > _LARGEST or len(command.peer) > _LONGEST_NAME:
+    are_names_sane = all(len(name) <= _LONGEST_NAME for name in (command.peer, command.name, command.node_ip))
+    are_numbers_sane = max(abs(command.group), abs(command.foreign_node)) <= _LARGEST
+    if not (is_place_sane and are_names_sane and are_numbers_sane):
         raise Rejected(
-            f"A place has at most {_DEEPEST_PLACE} levels with names of at most {_LONGEST_NAME} characters, as an address "
-            "has, and a group is a small number.",
+            f"A place has at most {_DEEPEST_PLACE} levels. Its names, the node's name and addresses have at most "
+            f"{_LONGEST_NAME} characters, and group and number of a node are small.",
             code="malformed",
         )
 

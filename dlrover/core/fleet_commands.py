@@ -40,6 +40,7 @@ from dlrover.protocol.fleet_messages import (
     Strategy,
     SuspendJob,
     UpdateClusterVersion,
+    exit_reason_told,
 )
 from dlrover.protocol.messages import Command, Done, Query, Reply, Stage
 
@@ -299,7 +300,8 @@ def _report_node_error(command: ReportNodeError, course: Course) -> Reply:
     node = None if course.state.fleet is None else course.state.fleet.of_agent(agent.id)
     if command.level is ErrorLevel.NODE and node is not None and course.state.end is None:
         # Only the platform can say that a node was taken away; from others that would be a free ride for ever.
-        reason = command.exit_reason if relaunch.is_failure(command.exit_reason) else NodeExit.UNKNOWN
+        told = command.exit_reason or exit_reason_told(message)
+        reason = told if relaunch.is_failure(told) else NodeExit.UNKNOWN
         life_cycle.hear_node_error(course, node, reason, message)
     course.advance()
     return Done()

@@ -134,6 +134,7 @@ class Job:
         warm, too_many = self._bystanders()
         return JobStatus(
             job_name=state.job_name,
+            user=state.user,
             stage=state.stage,
             master_epoch=state.master_epoch,
             round=state.rendezvous.round,
@@ -236,6 +237,7 @@ class Job:
             node=node.id,
             node_rank=node.rank,
             incarnation=node.incarnation,
+            name=node.name,
             host=node.host,
             status=status,
             wish=type(node.desired.wish).__name__.lower(),

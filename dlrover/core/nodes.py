@@ -78,6 +78,12 @@ class Node(Struct, kw_only=True):
     """Its scheduling group; -1: none."""
     peer: str = ""
     """Where other agents reach its own for snapshots; empty: nowhere."""
+    name: str = ""
+    """What its platform calls it."""
+    node_ip: str = ""
+    """Of the machine below, if it is not `host`."""
+    foreign_node: int = -1
+    """Its number on a platform that is none of ours; -1: it has none."""
     entered_at: Micros | None = None
     """When it became a member of the world, through all rounds since; None: it never was."""
     dismissed: Leave | None = None
@@ -177,6 +183,9 @@ class Nodes(Struct):
             place=attach.place,
             group=attach.group,
             peer=attach.peer,
+            name=attach.name,
+            node_ip=attach.node_ip,
+            foreign_node=attach.foreign_node,
         )
         self.next_id = NodeId(self.next_id + 1)
         self.launches[attach.launch] = rank
@@ -192,6 +201,7 @@ class Nodes(Struct):
         node.place = attach.place
         node.group = attach.group
         node.peer = attach.peer
+        node.name, node.node_ip, node.foreign_node = attach.name, attach.node_ip, attach.foreign_node
         if node.life is not NodeLife.ALIVE:
             node.life = NodeLife.ALIVE
             node.entered_at = None

@@ -190,5 +190,5 @@ def priorities(text: str, count: int) -> list[str] | None:
         return None
     if not 0 < fraction <= 1:
         return None
-    num_high = math.ceil(count * fraction)
+    num_high = round(count * fraction)
     return ["high"] * num_high + ["low"] * (count - num_high)

@@ -39,6 +39,8 @@ class JobState(Struct, kw_only=True):
     """When the last command was applied. Never goes back."""
     master_epoch: int = 0
     job_name: str = ""
+    user: str = ""
+    """Who started the job; empty: nobody told."""
     terms: JobTerms | None = None
     """Set by the first node that attaches; the limits are those of the newest scaling."""
     limits_version: int = 0

@@ -24,6 +24,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from dlrover.host import descriptors
 from dlrover.host.console import ConsoleHandler
+from dlrover.host.log_file import log_to_file
 from dlrover.master.config import (
     EXIT_BUG,
     EXIT_FENCED,
@@ -101,6 +102,7 @@ def _configure_logging(config: MasterConfig) -> None:
         raise ConfigError(f"log file {config.log_file}: {error.strerror}. Give a file that can be written") from error
     form = "%(asctime)s %(levelname)s %(name)s %(message)s"
     logging.basicConfig(handlers=[output], level=logging.INFO, format=form)
+    log_to_file(config.log_root)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from dlrover.host.log_root import LogRoot
 from dlrover.protocol.addresses import LOOPBACK, TlsConfig, is_loopback
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.fleet_messages import FleetSpec
@@ -45,6 +46,10 @@ class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     because a code can come from anywhere. Empty: not written."""
     log_file: str = ""
     """Empty: standard error."""
+    log_root: LogRoot | None = None
+    """Where the log goes besides; None: nowhere."""
+    user: str = ""
+    """Who started the job; empty: nobody told."""
     topology_querier: str = ""
     """`module::Class` that knows where hosts are in the network; empty: nodes say so themselves, or nobody knows."""
     topology_sorter: str = ""

@@ -91,6 +91,7 @@ class Desk:
         clock: MasterClock,
         *,
         job_name: str,
+        user: str = "",
         topology: Topology | None = None,
         books: Bookkeeper | None = None,
         stalls: StallWatch | None = None,
@@ -98,6 +99,7 @@ class Desk:
         """`stalls`: one that tests control."""
         self._clock = clock
         self._job_name = job_name
+        self._user = user
         self._books = Bookkeeper() if books is None else books
         self._books.began(job)
         self.answers: dict[type[Query], Callable[[Any], Reply]] = {AskActivity: self._books.activity}
@@ -200,7 +202,9 @@ class Desk:
     async def begin(self, master_epoch: int) -> None:
         """The first command of this life; nothing is served before it is durable. Raises what the journal raises."""
         await self._durable.begin()
-        work = Work(MasterStarted(master_epoch, self._job_name), answer=asyncio.get_running_loop().create_future())
+        work = Work(
+            MasterStarted(master_epoch, self._job_name, self._user), answer=asyncio.get_running_loop().create_future()
+        )
         self._tray.put(work)
         self._wake.clear()  # its turn comes now, and no other is needed
         await self._turn()

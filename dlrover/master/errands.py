@@ -40,14 +40,14 @@ class Errands:
 
     def place_and_attach(self, line: Line, id_: int, attach: Attach) -> None:
         """Where the node is belongs to what it says of itself: somebody may have to be asked first."""
-        place = attach.place or self._topology.known_place(attach.host)
+        place = attach.place or self._topology.known_place(attach.node_ip or attach.host)
         if place is not None:
             self._tray.offer(Work(replace(attach, place=place), line=line, id=id_))
         else:
             self.run(self._ask_for_place(line, id_, attach))
 
     async def _ask_for_place(self, line: Line, id_: int, attach: Attach) -> None:
-        place = await self._topology.place_of(attach.host)
+        place = await self._topology.place_of(attach.node_ip or attach.host)
         if line.is_open:
             self._tray.offer(Work(replace(attach, place=place), line=line, id=id_))
 
@@ -80,7 +80,7 @@ class Errands:
                 node_id=node.id,
                 node_rank=node.rank,
                 process_num=node.local_world_size,
-                node_ip=node.host,
+                node_ip=node.node_ip or node.host,
                 asw=node.place[-1] if node.place else "",
                 psw=node.place[0] if len(node.place) > 1 else "",
                 node_group=node.group,

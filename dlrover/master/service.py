@@ -67,7 +67,7 @@ async def serve(config: MasterConfig) -> int:
     events = EventLog(Path(config.events_file) if config.events_file else events_file(Path(config.journal)), reporters)
     books = Bookkeeper(events)
     clock = MasterClock(job.now)
-    desk = Desk(keeper, job, clock, job_name=config.job_name, topology=topology, books=books)
+    desk = Desk(keeper, job, clock, job_name=config.job_name, user=config.user, topology=topology, books=books)
     fleet = None if platform is None else _fleet_keeper(config, platform, desk)
     observatory = _observatory(config, desk, keeper, token)
     await desk.begin(keeper.master_epoch)

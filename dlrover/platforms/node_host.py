@@ -355,8 +355,16 @@ class NodeHost:
             "NODE_ID": str(intent.id),
             "NODE_RANK": str(intent.rank),
             "NODE_TYPE": intent.node_type.value,
+            # The names that nodes had before.
+            "WORKER_ID": str(intent.id),
+            "WORKER_RANK": str(intent.rank),
+            "WORKER_TYPE": intent.node_type.value,
+            "POD_NAME": intent.name,
+            "MONITOR_ENABLED": "true",
             "DLROVER_NODE_GROUP": str(intent.group),
         }
+        if intent.relaunch_count:
+            own["RELAUNCHED_POD"] = "true"
         if place is not None:
             own["POD_IP"] = place.address
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):

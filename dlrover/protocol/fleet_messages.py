@@ -54,8 +54,20 @@ class NodeExit(enum.StrEnum):
     CHECK_FAILED = "CheckFailure"
 
 
-_HARDWARE_CODES = (14, 201, 202)
-"""What accelerator runtimes exit with: damaged memory of a device, its driver lost, left-overs of another process."""
+_REASONS_TOLD = dict.fromkeys(("Network is breakdown", "Breakdown", "Node Failure"), NodeExit.CHECK_FAILED)
+"""What scripts and agents of former versions say of a node that did not pass its check."""
+
+
+def exit_reason_told(text: str) -> NodeExit:
+    """The reason that is meant by a message about a node; NONE: the message is for people only."""
+    told = text.strip()
+    return _REASONS_TOLD.get(told, NodeExit(told) if told in tuple(NodeExit) else NodeExit.NONE)
+
+
+_HARDWARE_CODES = (14, 128, 201, 202)
+"""
+What accelerator runtimes exit with: damaged memory of a device, an unknown device, its driver lost, left-overs of another process.
+"""
 _OOM_CODE = 247
 _FATAL_CODES = (1, 134)
 _KILLED_CODES = (137, 143)
@@ -106,7 +118,7 @@ class ReplicaSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     critical: str = ""
     """Whose final failure ends the job: "" (worker 0 of a PS job, else nobody), "all", "none", or "0:3,2:1" (rank:relaunches)."""
     priority: str = ""
-    """"high", "low", or a fraction such as "0.5": so much of the nodes, rounded up, are high."""
+    """"high", "low", or a fraction f such as "0.5": the first round(count * f) nodes are high, the others low."""
 
 
 class FleetSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

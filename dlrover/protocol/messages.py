@@ -421,6 +421,8 @@ class MasterStarted(Struct, tag=True, frozen=True):
 
     master_epoch: int
     job_name: str = ""
+    user: str = ""
+    """Who started the job; empty: nobody tells."""
 
 
 class Attach(Struct, tag=True, frozen=True, kw_only=True):
@@ -456,6 +458,12 @@ class Attach(Struct, tag=True, frozen=True, kw_only=True):
     """Had under an earlier master of the job; a master that lost its journal gives it again if it is free."""
     peer: str = ""
     """host:port at which other agents reach this one for snapshots; empty: it gives and keeps none."""
+    name: str = ""
+    """What the platform calls the node, for example its pod; empty: it has no name."""
+    node_ip: str = ""
+    """Of the machine that the node runs on, if it is not `host`: plug-ins of the network are asked about this one."""
+    foreign_node: int = -1
+    """Its number on a platform that is none of ours, where each relaunch of a rank gets a greater one; -1: it has none."""
 
 
 TRAINING_RENDEZVOUS = "elastic-training"
@@ -727,6 +735,8 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     node: NodeId
     node_rank: NodeRank
     incarnation: Incarnation
+    name: str = ""
+    """What the platform calls it; empty: it has no name."""
     host: str
     status: str
     wish: str
@@ -772,6 +782,8 @@ class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
     """Why the job waits for the platform; empty: it does not."""
     digest: str = ""
     """Hex of the job's state digest, for comparing a replay with the original."""
+    user: str = ""
+    """Who started it; empty: nobody tells."""
     checkpoints: CheckpointStatus = CheckpointStatus()
     newest_verdict: PastVerdict | None = None
     """Of the diagnosis; None: nothing was ever wrong."""

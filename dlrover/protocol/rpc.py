@@ -384,8 +384,10 @@ async def ask(address: str, body: Question, *, token: str, tls: TlsConfig | None
             try:
                 answer = VERDICT.decode(await method(data, timeout=max(left, 0.001), metadata=call_metadata(token)))
             except grpc.aio.AioRpcError as error:
-                if refusal is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    raise refusal from error  # it is there, and said why
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    # If it is there, it said why.
+                    silent = Unavailable(f"master at {address} is not reachable: no answer within {timeout:g} s")
+                    raise refusal or silent from error
                 raise error_of(error.code(), error.details(), address) from error
             if isinstance(answer, Answer):
                 return answer.body

@@ -244,6 +244,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     },
     "dlrover.python.elastic_agent.torch.training": {
         "ElasticLaunchConfig": "dlrover.trainer.torch.elastic_run:ElasticLaunchConfig",
+        "LogConfig": "dlrover.trainer.torch.elastic_run:LogConfig",
         "launch_agent": "dlrover.trainer.torch.elastic_run:launch_agent",
     },
     "dlrover.python.master.diagnosis.precheck_operator": {
@@ -263,7 +264,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         "TopologyQuerier": "dlrover.master.topology:TopologyQuerier",
         "TopologySorter": "dlrover.master.topology:TopologySorter",
     },
-    "dlrover.python.master.main": {"main": "dlrover.cli.master_command:main"},
+    "dlrover.python.master.main": {"main": "dlrover.compat.master_main:main"},
     "dlrover.python.master.shard.dataset_splitter": _in("partitions", "PartitionOffsets"),
     "dlrover.python.util.actor_util.parse_actor": _in("actors", "parse_index parse_type parse_type_id_from_actor_name"),
     "dlrover.python.util.args_util": _in(

@@ -87,5 +87,14 @@ def snapshot_dir() -> Path:
 
 
 @functools.cache
+def client_timeout() -> float | None:
+    """MASTER_CLIENT_TIMEOUT: seconds for an answer of the master, where a script waits for nothing else; None: the usual."""
+    try:
+        return float(os.environ.get("MASTER_CLIENT_TIMEOUT") or 0) or None
+    except ValueError:
+        return None  # the launcher has refused it; a script that runs without one is not stopped by it
+
+
+@functools.cache
 def current() -> WorkerEnvironment | None:
     return read(os.environ)

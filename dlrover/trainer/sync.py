@@ -34,6 +34,7 @@ class SyncClient:
         where = environment.current()
         self._round = Round(0) if where is None else where.round
         self._link = current_link() if link is None else link
+        self._patience = environment.client_timeout() or _PATIENCE
         self._generations: dict[str, int] = {}
         """Of the sync points that we have joined."""
         self._passed: dict[str, int] = {}
@@ -52,10 +53,10 @@ class SyncClient:
 
     def _join(self, name: str) -> Reply:
         """Again while a master that lost its journal does not know who is to be waited for: nobody is late then."""
-        end_at = time.monotonic() + _PATIENCE
+        end_at = time.monotonic() + self._patience
         while True:
             try:
-                return self._link.ask(JoinSync(name=name, round=self._round), timeout=_PATIENCE)
+                return self._link.ask(JoinSync(name=name, round=self._round), timeout=self._patience)
             except Rejected as error:
                 left = end_at - time.monotonic()
                 if error.code != "world-unknown" or left <= 0:
@@ -83,7 +84,7 @@ class SyncClient:
     def notify_barrier(self, name: str) -> bool:
         """Open the barrier for one passage of everybody."""
         try:
-            self._link.ask(NotifyBarrier(name=name, round=self._round), timeout=_PATIENCE)
+            self._link.ask(NotifyBarrier(name=name, round=self._round), timeout=self._patience)
         except (Rejected, Unavailable) as error:
             _log.warning("opening barrier %r failed: %s", name, error)
             return False

@@ -79,6 +79,15 @@ def test_a_master_that_nobody_reaches_is_told(short_dir: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_master_that_does_not_answer_is_waited_for_as_long_as_the_variable_says(short_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        words = ["status", "--addr", address]
+        done = run(*words, runtime=short_dir, DLROVER_JOB_TOKEN="x", MASTER_CLIENT_TIMEOUT="0.5")
+    assert done.returncode == 1
+    assert "no answer within 0.5 s" in done.stderr
+
+
 def test_clean_removes_what_the_dead_left(short_dir: Path) -> None:
     code = (
         "import os; from dlrover.cli.environment import read_environment; "

@@ -58,6 +58,10 @@ def test_the_order_of_sources() -> None:
     assert find(settings_of(*everything, DLROVER_MASTER_ADDR=f"{ELSEWHERE}:1")).address == Address(ELSEWHERE, 1)
     assert find(settings_of(*everything)).address == Address(ELSEWHERE, 2)
     assert find(settings_of(*everything[2:])).address == Address(ELSEWHERE, 3)
+    assert find(settings_of(*everything[2:], RDZV_ENDPOINT=f"{ELSEWHERE}:4")).address == Address(ELSEWHERE, 3)
+    assert find(settings_of("--nnodes=2", RDZV_ENDPOINT=f"{ELSEWHERE}:4")).address == Address(ELSEWHERE, 4)
+    assert find(settings_of("--nnodes=2", RDZV_ENDPOINT=ELSEWHERE)).address.port == 29400
+    assert find(settings_of(RDZV_ENDPOINT=ELSEWHERE)).address.host == "127.0.0.1", "alone, there is nobody to meet"
 
 
 def test_ports_that_are_not_given_are_torchruns() -> None:

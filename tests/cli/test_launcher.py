@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import time
 
@@ -274,6 +275,17 @@ def test_a_master_elsewhere_that_never_answers_ends_the_wait_with_what_to_check(
     assert exit_code == 23
     assert "No master answered at 192.0.2.1:29400" in said
     assert job.files_left() == []
+
+
+def test_a_master_whose_name_nobody_knows_is_told_in_the_resolvers_words(job: StandinJob) -> None:
+    """spec 05 §3: `Name or service not known`, or what this machine's resolver says instead."""
+    with pytest.raises(socket.gaierror) as unknown:
+        socket.create_connection(("no-such-host.invalid", 29400), timeout=1.0)
+    job.start("--nnodes=2", "--rdzv-endpoint=no-such-host.invalid:29400", "--rdzv-id=x", behaviour="wait")
+    exit_code, said = job.finish()
+    assert exit_code == 23
+    assert unknown.value.strerror
+    assert f"s ({unknown.value.strerror}), and this host" in said
 
 
 def test_two_launchers_on_one_host_share_one_master_and_its_token(job: StandinJob, reserved_port: int) -> None:

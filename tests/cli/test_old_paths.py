@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from dlrover.python.aliases import ALIASES, MISSING
+from tests.cli.conftest import DEADLINE, until_said
 
 FLASH = "dlrover.trainer.torch.flash_checkpoint."
 FLASH_NAMES = {
@@ -80,8 +84,50 @@ def test_an_old_path_costs_nothing_until_it_is_used() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_the_old_master_module_runs() -> None:
-    command = [sys.executable, "-m", "dlrover.python.master.main", "--job_name", "j", "--platform", "pyk8s"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+OLD_MASTER = (sys.executable, "-m", "dlrover.python.master.main", "--job_name", "by-its-old-name")
+
+
+@pytest.mark.parametrize(
+    ("words", "platform"),
+    [([], "pyk8s"), (["--platform", "k8s"], "k8s"), (["--platform", "ray", "--namespace", "n"], "ray")],
+)
+def test_the_old_master_module_looks_for_a_cluster_unless_told_otherwise(words: list[str], platform: str) -> None:
+    done = subprocess.run([*OLD_MASTER, *words], capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 2
-    assert "--platform pyk8s is not yet available" in done.stderr
+    assert f"--platform {platform} is not yet available in this version. Use: --platform local" in done.stderr
+
+
+def test_the_old_master_module_goes_on_with_options_that_it_does_not_know(short_dir: Path, reserved_port: int) -> None:
+    """And takes a port of HOST_PORTS rather than the one it was given, because others can reach that."""
+    words = ["--platform", "local", "--no_such", "3", "--namespace", "n", "--relaunch_error", "--service_type=http"]
+    words += ["--dynamic_failover_extension", "mine::Failover", "--node_num", "2", "--port", "1"]
+    environ = {**os.environ, "TMPDIR": str(short_dir), "HOST_PORTS": str(reserved_port)}
+    master = subprocess.Popen([*OLD_MASTER, *words], env=environ, stderr=subprocess.PIPE, text=True)
+    try:
+        until_said(
+            master,
+            "Unknown options are ignored: --no_such 3",
+            "--namespace n is not yet available",
+            "--relaunch-error true is not yet available",
+            "--service-type http is not yet available",
+            "--dynamic_failover_extension mine::Failover is ignored",
+            f"job by-its-old-name at 127.0.0.1:{reserved_port}",
+        )
+        master.terminate()
+        assert master.wait(DEADLINE) == 128 + signal.SIGTERM
+    finally:
+        master.kill()
+        master.communicate()
+
+
+def test_the_new_master_command_refuses_what_it_does_not_know(short_dir: Path) -> None:
+    command = [sys.executable, "-m", "dlrover.cli.main", "master", "--job-name", "j"]
+    for words, complaint in (
+        (["--no-such", "3"], "--no-such 3"),
+        (["--namespace", "n"], "--namespace n is not yet available in this version. Leave it out."),
+        (["--plat", "local"], "--plat"),
+    ):
+        environ = {**os.environ, "TMPDIR": str(short_dir)}
+        done = subprocess.run([*command, *words], env=environ, capture_output=True, text=True, timeout=DEADLINE)
+        assert done.returncode == 2
+        assert complaint in done.stderr

@@ -23,7 +23,8 @@ from dlrover.python.elastic_agent.torch.dynamic_failover import (
 from dlrover.agent.config import Entry, EntryKind, LogConfig, WatchConfig
 from dlrover.cli.command_line import parse
 from dlrover.cli.environment import read_environment
-from dlrover.cli.programmatic import ElasticLaunchConfig, _settings, launch_agent
+from dlrover.cli.launch_config import ElasticLaunchConfig
+from dlrover.cli.programmatic import _settings, launch_agent
 from dlrover.cli.settings import build_settings
 from dlrover.protocol.errors import ConfigError
 from tests.cli.conftest import DEADLINE
@@ -74,7 +75,7 @@ class LaunchConfigOfTorch21:
 def test_the_launch_config_of_an_older_torch_is_taken() -> None:
     entry = Entry.of(EntryKind.PROGRAM, "true")
     config: Any = LaunchConfigOfTorch21()
-    settings = _settings(config, read_environment({}), entry=entry, outcome_file="")
+    settings = _settings(config, read_environment({}), entry=entry)
     assert settings.log == LogConfig(tee={0: 3})
     assert settings.shutdown_timeout == 30.0
     assert settings.terms.restarts.max_restarts == 3
@@ -88,7 +89,7 @@ def test_the_launch_config_of_an_older_torch_is_taken() -> None:
         ("DLROVER_EXTENSION_DYNAMIC_FAILOVER", "mine::Failover", "failover_extension", "mine::Failover"),
         ("DLROVER_TOPOLOGY_QUERIER", "mine::Querier", "topology_querier", "mine::Querier"),
         ("DLROVER_TOPOLOGY_SORTER", "mine::Sorter", "topology_sorter", "mine::Sorter"),
-        ("DLROVER_LOG_AGENT_DIR", "/logs", "log", LogConfig(log_dir="/logs")),
+        ("DLROVER_LOG_AGENT_DIR", "/logs", "log", LogConfig(log_dir="/logs", tee_default=3)),
         ("TRAINING_LOG_FILE", "/train.log", "watch", WatchConfig(log_file="/train.log")),
         ("FAILURE_NODE_ERRORS", "#bad card#", "watch", WatchConfig(node_errors=("bad card",))),
         ("XPU_TIMER_PORT", "4711", "watch", WatchConfig(xpu_timer_port=4711)),
@@ -101,7 +102,7 @@ def test_a_launch_from_python_reads_the_variables_of_the_command(
 ) -> None:
     entry = Entry.of(EntryKind.PROGRAM, "true")
     environment = read_environment({variable: text})
-    settings = _settings(ElasticLaunchConfig(), environment, entry=entry, outcome_file="")
+    settings = _settings(ElasticLaunchConfig(), environment, entry=entry)
     assert getattr(settings, field) == expected
     from_command = build_settings(parse(["--nnodes=1:2", "-m", "job"], {}), environment)
     assert getattr(from_command, field) == expected
@@ -118,29 +119,29 @@ def test_a_failover_extension_is_named_for_the_agent() -> None:
 
     def named(extension: object) -> str:
         config = ElasticLaunchConfig(dynamic_failover_extension=extension)
-        return _settings(config, environment, entry=entry, outcome_file="").failover_extension
+        return _settings(config, environment, entry=entry).failover_extension
 
     assert named(Extension()) == "tests.cli.test_programmatic::Extension"
     assert named("other::Failover") == "other::Failover"
     assert named(None) == "mine::Failover"
     with pytest.raises(ConfigError, match="give module::Class"):
         named("other.Failover")
-    local = type("Local", (Extension,), {"__module__": "__main__"})
-    with pytest.raises(ConfigError, match="Local is defined in the script itself"):
-        named(local())
+    inside = type("Inside", (Extension,), {"__qualname__": "Outer.Inside"})
+    with pytest.raises(ConfigError, match="give module::Class"):
+        named(inside())
 
 
 def test_the_configuration_wins_over_variables() -> None:
     environment = read_environment({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7", "DLROVER_LOG_AGENT_DIR": "/logs"})
     config = ElasticLaunchConfig(shutdown_timeout=9, log_dir="/other")
-    settings = _settings(config, environment, entry=Entry.of(EntryKind.PROGRAM, "true"), outcome_file="")
+    settings = _settings(config, environment, entry=Entry.of(EntryKind.PROGRAM, "true"))
     assert (settings.shutdown_timeout, settings.log.log_dir) == (9.0, "/other")
 
 
 def test_a_variable_of_the_wrong_form_is_named() -> None:
     environment = read_environment({"DLROVER_TOPOLOGY_QUERIER": "nonsense"})
     with pytest.raises(ConfigError, match="DLROVER_TOPOLOGY_QUERIER nonsense"):
-        _settings(ElasticLaunchConfig(), environment, entry=Entry.of(EntryKind.PROGRAM, "true"), outcome_file="")
+        _settings(ElasticLaunchConfig(), environment, entry=Entry.of(EntryKind.PROGRAM, "true"))
 
 
 CALL = """

@@ -283,7 +283,6 @@ BAD = [
     (["{script}"], {"DLROVER_TOPOLOGY_QUERIER": "a-b::C"}, "module::Class"),
     (["{script}"], {"NODE_RANK": "first"}, "NODE_RANK=first"),
     (["{script}"], {"HOST_PORTS": "1,x"}, "HOST_PORTS=1,x"),
-    (["{script}"], {"DLROVER_LOG_LEVEL": "LOUD"}, "DLROVER_LOG_LEVEL=LOUD"),
     (["{script}"], {"PET_NNODES": "0"}, "--nnodes 0"),
 ]
 

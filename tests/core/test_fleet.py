@@ -91,7 +91,7 @@ class TestDefinition:
         assert [scene.launches[id_].rank for id_ in scene.launched] == [0, 1, 2]
 
     def test_priorities_are_asked_for(self) -> None:
-        scene = FleetScene.of(5, priority="0.5")
+        scene = FleetScene.of(5, priority="0.6")
         assert [scene.launches[id_].priority for id_ in range(5)] == ["high", "high", "high", "low", "low"]
 
     def test_a_malformed_list_of_critical_nodes_makes_nobody_critical_and_says_so(self) -> None:

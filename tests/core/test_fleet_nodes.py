@@ -276,6 +276,28 @@ class TestAgents:
         assert scene.launched == ([0, 1, 2] if level is ErrorLevel.NODE else [0, 1])
         assert scene.node(1).exit_reason is (NodeExit.UNKNOWN if level is ErrorLevel.NODE else NodeExit.NONE)
 
+    @pytest.mark.parametrize(
+        ("text", "reason"),
+        [
+            ("Network is breakdown", NodeExit.CHECK_FAILED),
+            ("Breakdown", NodeExit.CHECK_FAILED),
+            ("Node Failure", NodeExit.CHECK_FAILED),
+            ("CheckFailure", NodeExit.CHECK_FAILED),
+            ("HardwareError", NodeExit.HARDWARE),
+            ("Deleted", NodeExit.UNKNOWN),  # only the platform can say so
+            ("Name or service not known", NodeExit.UNKNOWN),
+        ],
+    )
+    def test_the_texts_of_former_versions_tell_the_reason(self, text: str, reason: NodeExit) -> None:
+        """spec 01 §8.3, §8.14: scripts report a node's failure by these."""
+        scene = FleetScene.of(2, 1).train(0, 1)
+        agent = scene.agents["n1"]
+        report = ReportNodeError(node=agent.node, incarnation=agent.incarnation, level=ErrorLevel.NODE, message=text)
+        outcome = scene.do(report)
+        assert scene.node(1).exit_reason is reason
+        assert scene.launched == [0, 1, 2]
+        assert any(text in verdict for verdict in outcome.verdicts)
+
     @pytest.mark.parametrize("claimed", [NodeExit.NONE, NodeExit.KILLED, NodeExit.HARDWARE])
     def test_errors_of_nodes_go_through_the_same_budget(self, claimed: NodeExit) -> None:
         scene = FleetScene.of(1, max_relaunches=2, failure_window=0)

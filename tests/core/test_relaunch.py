@@ -79,6 +79,7 @@ def test_a_deletion_is_one_whatever_phase_the_platform_last_saw(current: NodePha
         (201, NodeExit.HARDWARE),
         (202, NodeExit.HARDWARE),
         (14, NodeExit.HARDWARE),
+        (128, NodeExit.HARDWARE),
         (2, NodeExit.UNKNOWN),
         (139, NodeExit.UNKNOWN),
         (None, NodeExit.NONE),
@@ -200,7 +201,10 @@ def test_critical_nodes_are_named_by_rank(text: str, strategy: Strategy, ranks: 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("0.5", ["high", "high", "high", "low", "low"]),
+        ("0.5", ["high", "high", "low", "low", "low"]),  # round(2.5), as Python rounds
+        ("0.7", ["high", "high", "high", "high", "low"]),
+        ("0.25", ["high", "low", "low", "low", "low"]),
+        ("0.05", ["low"] * 5),
         ("1", ["high"] * 5),
         ("low", ["low"] * 5),
         ("", [""] * 5),

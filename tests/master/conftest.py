@@ -62,8 +62,11 @@ class Agent:
         token: str = TOKEN,
         node_rank: NodeRank | None = None,
         platform_node: int = -1,
+        **details: object,
     ) -> None:
+        """`details`: further fields of its attach."""
         self._launch = launch
+        self._details = details
         self._platform_node = PlatformId(platform_node)
         self._asked_rank = node_rank
         self._terms = terms
@@ -94,6 +97,7 @@ class Agent:
             node_rank=self._asked_rank,
             incarnation=self._incarnation,
             platform_node=self._platform_node,
+            **self._details,  # type: ignore[arg-type]
         )
 
     def _on_attached(self, attached: Attached) -> None:

@@ -62,6 +62,31 @@ async def test_the_world_follows_the_switches_that_the_querier_names(
     assert sorted(switches.asked) == [f"host-l{number}" for number in range(4)]
 
 
+async def test_plug_ins_are_asked_about_the_machine_below_a_pod(start_master: StartMaster, connect: Connect) -> None:
+    """NODE_IP: switches are known by the addresses of machines, not by those of pods."""
+    asked: list[str] = []
+    sorted_: list[str] = []
+
+    def query(host: str) -> tuple[str, str]:
+        asked.append(host)
+        return "a", "s"
+
+    def sort(nodes: dict[int, NodeTopologyMeta]) -> list[int]:
+        sorted_.extend(node.node_ip for node in nodes.values())
+        return list(nodes)
+
+    master = await start_master(topology=Topology(query=query, sort=sort))
+    terms = JobTerms(limits=Limits(min_nodes=1, max_nodes=1))
+    agent = connect(master.address, launch="pod", terms=terms, node_ip="10.0.0.7", name="job-worker-0")
+    await agent.attached()
+    await agent.join()
+    await agent.wish(Run)
+    assert asked == ["10.0.0.7"]
+    assert set(sorted_) == {"10.0.0.7"}
+    [node] = (await master.status()).nodes
+    assert (node.name, node.host) == ("job-worker-0", "host-pod")
+
+
 async def test_the_world_follows_the_sorter(start_master: StartMaster, connect: Connect) -> None:
     ids = set()
 

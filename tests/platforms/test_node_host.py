@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from dlrover.platforms.base import LaunchNotTaken
 from dlrover.platforms.host_messages import ANSWER
@@ -132,8 +133,23 @@ async def test_a_node_knows_who_it_is_and_its_output_is_kept(local_lab):
     async with watching(platform) as watch:
         if not any(node.phase is NodePhase.SUCCEEDED for node in watch.listed):
             await watch.until(2, NodePhase.SUCCEEDED)
-    for pair in ("'DLROVER_NODE_ID': '2'", "'NODE_RANK': '2'", "'NODE_TYPE': 'worker'"):
-        assert pair in local_lab.log(2)
+    name = launch(2).name
+    pairs = {"DLROVER_NODE_ID": "2", "NODE_ID": "2", "NODE_RANK": "2", "NODE_TYPE": "worker", "POD_NAME": name}
+    pairs |= {"WORKER_ID": "2", "WORKER_RANK": "2", "WORKER_TYPE": "worker", "MONITOR_ENABLED": "true"}
+    for variable, value in pairs.items():
+        assert f"'{variable}': '{value}'" in local_lab.log(2)
+    assert "RELAUNCHED_POD" not in local_lab.log(2)
+
+
+async def test_a_relaunched_node_is_told_so(local_lab):
+    platform = local_lab.platform()
+    await platform.apply(replace(launch(0), relaunch_count=1))
+    local_lab.order(0, "environ")
+    local_lab.end(0, 0)
+    async with watching(platform) as watch:
+        if not any(node.phase is NodePhase.SUCCEEDED for node in watch.listed):
+            await watch.until(0, NodePhase.SUCCEEDED)
+    assert "'RELAUNCHED_POD': 'true'" in local_lab.log(0)
 
 
 async def test_nodes_follow_a_host_that_is_killed(local_lab):

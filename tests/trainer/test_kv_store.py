@@ -27,6 +27,7 @@ from torch.distributed import DistStoreError, Store
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.kv_messages import MAX_KEY_BYTES, MAX_VALUE_BYTES, KvAdd, KvGet, KvNumber, KvSet
 from dlrover.protocol.messages import Reply, Round, WorkerRequest
+from dlrover.trainer import environment
 from dlrover.trainer.agent_link import AgentLink
 from dlrover.trainer.environment import WorkerEnvironment
 from dlrover.trainer.stand_in import StandIn
@@ -407,6 +408,27 @@ def test_who_waits_goes_on_until_its_own_time_is_over() -> None:
 def test_a_worker_joins_again_until_a_master_without_its_journal_knows_the_world() -> None:
     assert SyncClient(link=Away(2, Rejected("not all are back", code="world-unknown"))).join_sync("x")
     assert not SyncClient(link=Away(1, Rejected("of another round", code="stale-round"))).join_sync("x")
+
+
+@pytest.mark.parametrize(("told", "timeout"), [("", 60.0), ("7", 7.0), ("soon", 60.0)])
+def test_a_script_waits_for_an_answer_as_long_as_its_variable_says(
+    told: str, timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MASTER_CLIENT_TIMEOUT."""
+    waited: list[float] = []
+
+    class Patient(Away):
+        def ask(self, request: WorkerRequest, *, timeout: float) -> Reply:
+            waited.append(timeout)
+            return super().ask(request, timeout=timeout)
+
+    monkeypatch.setenv("MASTER_CLIENT_TIMEOUT", told)
+    environment.client_timeout.cache_clear()
+    try:
+        SyncClient(link=Patient(0)).notify_barrier("b")
+    finally:
+        environment.client_timeout.cache_clear()
+    assert waited == [timeout]
 
 
 def test_a_prefix_ends_with_one_slash() -> None:

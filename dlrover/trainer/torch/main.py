@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
-from dlrover.cli.run import main
 
-__all__ = ["main"]
+def main(args: Sequence[str] | None = None) -> None:
+    """For programs: a job that fails raises, where the command exits with a code."""
+    from dlrover.cli.namespace import main as run
+
+    run(args)
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from dlrover.cli.run import main as run_command
+
+    sys.exit(run_command())
