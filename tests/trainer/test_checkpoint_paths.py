@@ -17,7 +17,11 @@ from dlrover.python.common.storage import (  # noqa: E402
     PosixDiskStorage,
     PosixStorageWithDeletion,
 )
-from dlrover.python.elastic_agent.torch.ckpt_saver import AsyncCheckpointSaver  # noqa: E402
+from dlrover.python.elastic_agent.torch.ckpt_saver import (  # noqa: E402
+    AsyncCheckpointSaver,
+    DeepSpeedCheckpointSaver,
+    MegatronCheckpointSaver,
+)
 
 from dlrover.trainer.torch.flash_checkpoint.dcp import FlashStorageReader  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType  # noqa: E402
@@ -97,6 +101,7 @@ def test_deepspeed(directory: Path) -> None:
     with closing(DeepSpeedCheckpointer(engine, directory)) as checkpointer:
         assert checkpointer.save_checkpoint(directory, tag=4, client_state={"step": 4})
         assert checkpointer.wait_latest_checkpoint(60)
+        assert (directory / DeepSpeedCheckpointSaver.TRACER_FILE).read_text() == "4"
         assert checkpointer.load_checkpoint(directory)[1] is not None
         assert checkpointer.checkpoint_dir == str(directory)
         assert isinstance(checkpointer.storage, PosixDiskStorage)
@@ -142,7 +147,7 @@ def test_megatron_takes_back_what_megatron_wrote_of_an_iteration_in_memory(direc
     with closing(MegatronCheckpointer(directory)) as checkpointer:
         assert checkpointer.checkpoint_dir == str(directory)
         assert isinstance(checkpointer.storage, CheckpointStorage)
-        tracker = directory / "latest_checkpointed_iteration.txt"
+        tracker = directory / MegatronCheckpointSaver.TRACER_FILE
 
         def as_megatron_does(iteration: int) -> Path:
             made = directory / f"iter_{iteration:07d}"

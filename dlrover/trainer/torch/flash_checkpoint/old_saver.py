@@ -323,11 +323,13 @@ class FsdpDcpSaver(CommonDirCheckpointSaver): ...
 
 
 class MegatronCheckpointSaver(CommonDirCheckpointSaver):
-    trackers: ClassVar[tuple[str, ...]] = ("latest_checkpointed_iteration.txt",)
+    TRACER_FILE = "latest_checkpointed_iteration.txt"
+    trackers: ClassVar[tuple[str, ...]] = (TRACER_FILE,)
 
 
 class DeepSpeedCheckpointSaver(CommonDirCheckpointSaver):
-    trackers: ClassVar[tuple[str, ...]] = ("latest",)
+    TRACER_FILE = "latest"
+    trackers: ClassVar[tuple[str, ...]] = (TRACER_FILE,)
 
 
 def _move(storage: Storage, source: str, target: str) -> None:
