@@ -4,7 +4,8 @@ A stranger without the job's token who floods one port of this machine, for `str
     python benchmarks/floods.py KIND 127.0.0.1:PORT --seconds 10 [--source 127.0.0.2] [--connections 4]
 
 The flood is bounded in time and in connections and only ever goes to the loopback. It ends at once when its standard input ends, so it never
-outlives who started it. The last line that it prints is JSON: how many connections and streams it has opened, and how many were closed on it.
+outlives who started it. It prints a line when it has its first connection, and JSON at its end: how many connections and streams it has opened, and how
+many were closed on it.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ class Flood:
                         lambda: KINDS[self.kind](self), self.host, self.port, local_addr=(self.source, 0)
                     )
                     self.count.connections += 1
+                    if self.count.connections == 1:
+                        print("flooding", flush=True)
                     try:
                         await stranger.run()
                     finally:
