@@ -188,7 +188,8 @@ class Opener(Settled):
             for _ in range(BATCH):
                 batch += self.head(stream) + self.tail(stream)
                 stream += 2
-            self.transport.write(batch)
+            if not self.transport.is_closing():
+                self.transport.write(batch)
             await asyncio.sleep(0)  # for the answers
             await self.has_room.wait()
 
@@ -221,6 +222,8 @@ class HalfBodies(Settled):
         self.num_sent[stream] = 0
 
     def send(self) -> None:
+        if self.transport.is_closing():
+            return
         for stream, window in self.windows.items():
             while (size := min(self.window, window, len(BODY) - 1 - self.num_sent[stream], PIECE)) > 0:
                 begin = self.num_sent[stream]
