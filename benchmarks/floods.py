@@ -4,7 +4,8 @@ A stranger without the job's token who floods one port of this machine, for `str
     python benchmarks/floods.py KIND 127.0.0.1:PORT --seconds 10 [--source 127.0.0.2] [--connections 4]
 
 The flood is bounded in time and in connections and only ever goes to the loopback. It ends at once when its standard input ends, so it never
-outlives who started it. The last line that it prints is JSON: how many connections and streams it has opened, and how many were closed on it.
+outlives who started it. It prints a line when it has its first connection, and JSON at its end: how many connections and streams it has opened, and how
+many were closed on it.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ class Flood:
                         lambda: KINDS[self.kind](self), self.host, self.port, local_addr=(self.source, 0)
                     )
                     self.count.connections += 1
+                    if self.count.connections == 1:
+                        print("flooding", flush=True)
                     try:
                         await stranger.run()
                     finally:
@@ -185,7 +188,8 @@ class Opener(Settled):
             for _ in range(BATCH):
                 batch += self.head(stream) + self.tail(stream)
                 stream += 2
-            self.transport.write(batch)
+            if not self.transport.is_closing():
+                self.transport.write(batch)
             await asyncio.sleep(0)  # for the answers
             await self.has_room.wait()
 
@@ -218,6 +222,8 @@ class HalfBodies(Settled):
         self.num_sent[stream] = 0
 
     def send(self) -> None:
+        if self.transport.is_closing():
+            return
         for stream, window in self.windows.items():
             while (size := min(self.window, window, len(BODY) - 1 - self.num_sent[stream], PIECE)) > 0:
                 begin = self.num_sent[stream]

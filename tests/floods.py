@@ -23,12 +23,17 @@ class Flooding:
             [*argv, "--connections", str(connections)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
+    def wait_until_it_began(self) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"flooding\n"
+
     def is_over(self) -> bool:
         return self._process.poll() is not None
 
     def end(self) -> dict[str, int]:
         """What it has done."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         with self._process.stdout as output:
             told = output.read()

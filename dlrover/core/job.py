@@ -118,6 +118,10 @@ class Job:
     def is_connected(self, node: NodeId) -> bool:
         return self._state.nodes.is_connected(node)
 
+    def num_nodes(self) -> int:
+        """That are not gone, whether they are connected or not."""
+        return len(self._state.nodes.live)
+
     def suspects(self) -> list[NodeId]:
         """Whose neighbours say that they lost somebody: for these the observations may be sure sooner."""
         return suspects(self._state)

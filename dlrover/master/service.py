@@ -73,7 +73,7 @@ async def serve(config: MasterConfig) -> int:
     await desk.begin(keeper.master_epoch)
     pre_check = _pre_check(config, desk, events)
     pre_check.begin()
-    await server.start(desk)
+    await server.start(desk, num_expected=job.num_nodes())
     working = asyncio.ensure_future(desk.run())
     telling = asyncio.ensure_future(events.run())
     watch = WatchKeeper(

@@ -6,8 +6,9 @@ server of the page has neither. A relay before them could have both, for the pri
 The door looks from behind instead: all connections are descriptors of this process, so it can see them and shut them down.
 
 A connection is *inside* while a call that has shown the token lasts, else *outside*. The door does not look at connections inside.
-An address may have few connections outside, and all addresses together some more. Ten thousand agents may come from one address at once
-and wait outside until the master has read their calls: each agent that is admitted makes room for others of its address, for a moment.
+An address may have some connections outside, and all addresses together some more; the oldest are closed first, so that a new caller has time to show its
+token. Ten thousand agents may come at once, from one address, and wait outside until the master has read their calls. So there is more room, and
+more time, for agents that a restarted master expects, and for a moment after each connection that is admitted.
 
 Time is counted in looks. A master that was stopped or is busy looks less often, and no connection ends for that.
 """
@@ -21,6 +22,7 @@ import logging
 import os
 import socket
 import stat
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,24 +34,26 @@ from dlrover.protocol.rarely import Rarely
 log = logging.getLogger(__name__)
 
 PERIOD = 0.1
-"""Seconds between two looks."""
+"""Seconds between two looks, or more:"""
+SHARE = 20
+"""between two looks so many times as long passes as the last one took. Each connection outside takes some microseconds."""
 PATIENCE = 50
 """Looks (5 s) within which a connection must show the token."""
 LONG_PATIENCE = 300
-"""The same (30 s, as long as an agent waits) while other connections show it: there may be many calls to read before the next one."""
+"""The same (30 s, as long as an agent waits) while there is more room: there may be many calls to read before the next one."""
 LINGER = 2
 """Looks after which a refused connection is closed. The refusal must reach the caller: it may be a person with an old token."""
-SPARED = 5
-"""Looks for which the bound of its address does not count for a new connection, unless a call of that address was refused lately."""
-MAX_OF_ADDRESS = 64
+MAX_OF_ADDRESS = 256
 MAX_OF_REFUSED = 16
-"""Instead, if a call of that address was refused in the last 50 looks."""
+"""Instead, if a call of that address was refused in the last 50 looks: reading and refusing a call takes 0.3 ms."""
 MAX_OUTSIDE = 2048
 """Of all addresses together. A connection that says nothing costs 10 to 15 KB."""
 ROOM = 64
-"""How many more of its address may be outside for each connection that is admitted."""
+"""How many more may be outside for each connection that is admitted."""
 FADING = 0.9
 """The part of that room that a look leaves: half of it is gone after 0.7 s."""
+RETURN = 600
+"""Looks (a minute) for which a restarted master expects its agents back."""
 
 Place = tuple[str, int]
 """The other end of a connection: its address and port."""
@@ -72,6 +76,8 @@ class Door:
     """For one event loop: the one that handles the calls of the port."""
 
     def __init__(self, port: int, *, max_outside: int = MAX_OUTSIDE) -> None:
+        self.num_expected = 0
+        """Agents that have been attached to a former master of this job."""
         self._port = port
         self._max_outside = max_outside
         self._calls: Counter[Place] = Counter()  # admitted and not over
@@ -79,7 +85,8 @@ class Door:
         self._seen: dict[int, _Connection] = {}  # all other descriptors, as of the last look
         self._refused: dict[Place, int] = {}  # and the looks since the first refusal
         self._suspects: dict[str, int] = {}  # addresses, and the looks since the last refusal
-        self._room: dict[str, float] = {}  # by address
+        self._room = 0.0
+        self._num_looks = 0
         self._rarely = Rarely()
 
     @contextlib.contextmanager
@@ -87,8 +94,7 @@ class Door:
         """While a call lasts that has shown the token."""
         place = _plain(place)
         if not self._calls[place]:
-            address = _address_of(place)
-            self._room[address] = self._room.get(address, 0.0) + ROOM
+            self._room += ROOM
         self._calls[place] += 1
         try:
             yield
@@ -107,8 +113,10 @@ class Door:
     async def run(self) -> None:
         """Until cancelled."""
         is_told = False
+        took = 0.0
         while True:
-            await asyncio.sleep(PERIOD)
+            await asyncio.sleep(max(PERIOD, SHARE * took))
+            began_at = time.monotonic()
             try:
                 self._look()
                 is_told = False
@@ -116,37 +124,38 @@ class Door:
                 if not is_told:
                     log.warning("cannot look at connections port=%d reason=%s", self._port, error)
                 is_told = True
+            took = time.monotonic() - began_at
 
     def _look(self) -> None:
-        outside = self._outside()
+        self._num_looks += 1
         for places in (self._refused, self._suspects):
             for place in places:
                 places[place] += 1  # type: ignore[index]
+        num_missing = self.num_expected - len(self._calls) if self._num_looks <= RETURN else 0
+        room = self._room + 2 * max(0, num_missing)
+        outside = self._outside()
         num_of = Counter(each.address for each in outside)
-        num_outside, max_outside = len(outside), self._max_outside + sum(self._room.values())
+        num_outside = len(outside)
         for each in sorted(outside, key=attrgetter("num_looks"), reverse=True):
-            reason = self._reason(each, num_of[each.address])
-            if not reason and num_outside > max_outside:
-                reason = "too-many"
+            reason = self._reason(each, num_of[each.address], num_outside, room)
             if reason:
                 num_of[each.address] -= 1
                 num_outside -= 1
                 self._close(each, reason)
         self._refused = {place: looks for place, looks in self._refused.items() if looks <= LINGER}
         self._suspects = {address: looks for address, looks in self._suspects.items() if looks <= PATIENCE}
-        self._room = {address: room * FADING for address, room in self._room.items() if room > 1}
+        self._room = self._room * FADING if self._room > 1 else 0.0
 
-    def _reason(self, each: _Connection, num_of_address: int) -> str:
+    def _reason(self, each: _Connection, num_of_address: int, num_outside: int, room: float) -> str:
         """Why this one is to be closed; empty: it is not."""
         assert each.place is not None, "a connection of our port"
         if self._refused.get(each.place, 0) > LINGER:
             return "no-token"
-        if each.num_looks > (LONG_PATIENCE if self._room else PATIENCE):
+        if each.num_looks > (LONG_PATIENCE if room else PATIENCE):
             return "silent"
-        if each.address in self._suspects:
-            return "too-many-of-address" if num_of_address > MAX_OF_REFUSED else ""
-        limit = MAX_OF_ADDRESS + self._room.get(each.address, 0.0)
-        return "too-many-of-address" if each.num_looks > SPARED and num_of_address > limit else ""
+        if num_of_address > room + (MAX_OF_REFUSED if each.address in self._suspects else MAX_OF_ADDRESS):
+            return "too-many-of-address"
+        return "too-many" if num_outside > room + self._max_outside else ""
 
     def _outside(self) -> list[_Connection]:
         inside = set(self._inside.values())

@@ -129,11 +129,14 @@ class MasterServer:
         self._door = Door(int(bound), max_outside=min(MAX_OUTSIDE, max_connections // 4))
         return int(bound)
 
-    async def start(self, desk: Desk) -> None:
+    async def start(self, desk: Desk, *, num_expected: int = 0) -> None:
+        """`num_expected`: agents that were attached to a former master and will come back, all at once."""
         assert self._server is not None, "bind first"
         self._desk = desk
         await self._server.start()
-        self._watching = asyncio.ensure_future(self._behind()[1].run())
+        _, door = self._behind()
+        door.num_expected = num_expected
+        self._watching = asyncio.ensure_future(door.run())
 
     async def stop(self) -> None:
         """End the streams after what was sent has left, then close the port."""

@@ -132,8 +132,8 @@ def test_wrong_proofs_are_told_ever_more_rarely_and_large_ones_are_not_read() ->
             stranger.sendall((1024 * 1024).to_bytes(4, "little") + bytes(4))
             assert not stranger.recv(1)
         assert "the limit is 4096" in listening.heard[0]
+        guessed = Secret("guessed", "job")
         for _ in range(40):
             with pytest.raises(Rejected, match="does not know this job's token"):
-                guessed = Secret("guessed", "job")
                 connect(server.address, guessed, None, deadline=time.monotonic() + DEADLINE, stall=DEADLINE)
         assert len(listening.heard) <= 6

@@ -126,9 +126,9 @@ async def test_an_address_has_few_connections_and_a_refused_one_none(
 ) -> None:
     """All are closed in the end; that these were too many is told long before they count as silent."""
     _, address = await serve()
-    async with strangers(address, 2 * MAX_OF_ADDRESS) as opened:
+    async with strangers(address, MAX_OF_ADDRESS + 10) as opened:
         closing = [asyncio.ensure_future(each.closed()) for each in opened]
-        while sum(each.done() for each in closing) < MAX_OF_ADDRESS:
+        while sum(each.done() for each in closing) < 10:
             await asyncio.wait([each for each in closing if not each.done()], return_when=asyncio.FIRST_COMPLETED)
         assert "reason=too-many-of-address" in caplog.text
         for each in closing:
@@ -140,6 +140,25 @@ async def test_an_address_has_few_connections_and_a_refused_one_none(
             await method(QUESTION.encode(Ping()), metadata=call_metadata("wrong"))
         while channel.get_state() is grpc.ChannelConnectivity.READY:
             await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+
+
+async def test_a_restarted_master_has_room_for_the_agents_that_it_expects(desk: PlainDesk) -> None:
+    """All come at once from one address and are slow to speak; as many connections of strangers would be too many."""
+    server = MasterServer(token=TOKEN)
+    address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+    await server.start(desk, num_expected=20)
+    try:
+        async with strangers(address, MAX_OF_ADDRESS + 20) as slow, strangers(address, 30) as more:
+            closing = [asyncio.ensure_future(each.closed()) for each in (*slow, *more)]
+            while sum(each.done() for each in closing) < 10:
+                await asyncio.wait([each for each in closing if not each.done()], return_when=asyncio.FIRST_COMPLETED)
+            assert isinstance(await ask(address, Ping(), token=TOKEN, timeout=DEADLINE), Pong)
+            assert sum(each.done() for each in closing) == 10, "twice as many more as agents are expected"
+            for each in closing:
+                each.cancel()
+            await asyncio.gather(*closing, return_exceptions=True)
+    finally:
+        await server.stop()
 
 
 async def test_refusals_are_told_ever_more_rarely(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
