@@ -389,15 +389,9 @@ class Agent:
             if self._warming is None:
                 self._warming = self._tasks.create_task(self._enter_when_warm(self._warm_up), name="warm-up")
             return
-        try:
-            self._offer = PortOffer.bind(self._config.host, self._config.host_ports, offered=self._offered_ports)
-        except OSError as error:
-            if not self._driver.is_settled or not self._check.is_settled:
-                # Where HOST_PORTS has no other, the workers that are just being stopped may still hold the port.
-                self._tasks.create_task(self._enter_when_stopped(join), name="enter")
-                return
-            self._on_broken(JobError(f"This node can offer no port to its workers: {error}. Check HOST_PORTS."))
+        if not self._take_offer(join):
             return
+        assert self._offer is not None, "an offer was taken"
         self._joined = (name, join.round)
         if isinstance(join, JoinCheck) and join.round <= self._checked_round:
             # A master without its journal took our world up, but counts the rounds of its node checks anew.
@@ -417,6 +411,26 @@ class Agent:
                 name=name,
             )
         )
+
+    def _take_offer(self, join: Join | JoinCheck) -> bool:
+        """Whether there is a port to offer. If not, this node enters the round when its workers have stopped, or not at all."""
+        if isinstance(join, Join) and self._config.coordinator_port:
+            if self._driver.is_settled:
+                self._offer = PortOffer(self._config.host, self._config.coordinator_port)
+                return True
+            # Workers of the last round would find the coordinator of the next one at this port, and take part there.
+        else:
+            try:
+                self._offer = PortOffer.bind(self._config.host, self._config.host_ports, offered=self._offered_ports)
+                return True
+            except OSError as error:
+                if self._driver.is_settled and self._check.is_settled:
+                    text = f"This node can offer no port to its workers: {error}. Check HOST_PORTS."
+                    self._on_broken(JobError(text))
+                    return False
+            # Where HOST_PORTS has no other, the workers that are just being stopped may still hold the port.
+        self._tasks.create_task(self._enter_when_stopped(join), name="enter")
+        return False
 
     async def _enter_when_warm(self, warm_up: Callable[[float], Awaitable[None]]) -> None:
         await warm_up(self._patience.warm_up)

@@ -26,6 +26,7 @@ from dlrover.agent.process_tree import Exit, ProcessTree
 from dlrover.agent.spawner import Leash, Spawner, StartFailed
 from dlrover.agent.watch import Watch
 from dlrover.agent.worker_socket import WorkerSocket
+from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import Micros, NodeRank, StopCause, WorkerFailure, WorldSpec
 
@@ -417,10 +418,11 @@ class PortOffer:
     us.
     """
 
-    def __init__(self, host: str, sock: socket.socket) -> None:
+    def __init__(self, host: str, port: int, sock: socket.socket | None = None) -> None:
+        """Without a socket it is not kept: a port of the user's, which several agents of this host may offer."""
         self._socket = sock
-        self.port: int = sock.getsockname()[1]
-        self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        self.port = port
+        self.address = str(Address(host, port))
 
     @classmethod
     def bind(cls, host: str, ports: Sequence[int] = (), *, offered: Sequence[int] = ()) -> PortOffer:
@@ -439,7 +441,8 @@ class PortOffer:
             attempts = [(port, False) for port in fresh] + [(0, False)]
         for port, is_reused in attempts:
             try:
-                return cls(host, _bind(port, is_reused=is_reused))
+                sock = _bind(port, is_reused=is_reused)
+                return cls(host, sock.getsockname()[1], sock)
             except OSError as error:
                 if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                     raise
@@ -447,7 +450,8 @@ class PortOffer:
 
     def release(self) -> None:
         """May be called again."""
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
 
 
 def _bind(port: int, *, is_reused: bool) -> socket.socket:

@@ -243,10 +243,10 @@ def decide(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> Dec
         )
     if failure.kind is FailureKind.PORT_TAKEN:
         if restarts.num_ports_taken_before(incident.round) < MAX_PORTS_TAKEN:
-            return Decision("The round is repeated with another port, at no cost.")
+            return Decision("The round is repeated at no cost.")
         return Decision(
-            f"The port was taken {MAX_PORTS_TAKEN + 1} times in a row: free a range of ports for this job on "
-            f"{incident.first.host}.",
+            f"The port was taken {MAX_PORTS_TAKEN + 1} times in a row: free the port of --master-port on {incident.first.host}, or "
+            "without that option a range of ports.",
             ExitReason.WORKER_ERROR,
         )
     if not is_charged(incident):

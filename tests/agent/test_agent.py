@@ -308,6 +308,23 @@ async def test_the_one_host_port_is_waited_for_while_workers_stop(stage):
     assert second.world.coordinator == first.world.coordinator
 
 
+async def test_nodes_of_one_host_meet_again_and_again_at_the_port_of_the_user_and_only_when_all_workers_have_stopped(
+    stage,
+):
+    [port] = free_ports(1)
+    lives = [stage.begin(launch, nodes=2, coordinator_port=port) for launch in "ab"]
+    groups = [await life.workers.running(1) for life in lives]
+    groups[0].may_stop.clear()
+    groups[1].fail()
+    await stage.until(lambda: len(stage.offers()) == 3)  # the node whose workers are gone has come back
+    await lives[0].looks()
+    assert len(stage.offers()) == 3, "a worker of the last round could still meet those of the next"
+    groups[0].may_stop.set()
+    later = [await life.workers.running(2) for life in lives]
+    assert {group.world.coordinator for group in (*groups, *later)} == {f"127.0.0.1:{port}"}
+    assert not stage.master.refused
+
+
 async def test_a_host_port_that_a_stranger_holds_ends_the_node(stage):
     stranger = PortOffer.bind("127.0.0.1")
     life = stage.begin(host_ports=(stranger.port,))
