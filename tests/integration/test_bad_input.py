@@ -20,7 +20,7 @@ OK = f"{SCRIPTS}/dump_env.py"
         (["--nnodes=two", OK, "."], 2, "--nnodes"),
         (["--nproc-per-node=0", OK, "."], 2, "--nproc-per-node"),
         (["no-such-script.py"], 2, "no-such-script.py"),
-        (["--rdzv-conf=join_timout=3", OK, "."], 2, "join_timeout"),
+        (["--rdzv-conf=join_timeout=soon", OK, "."], 2, "join_timeout"),
         (["--max-restarts=many", OK, "."], 2, "--max-restarts"),
         (["--log-dir=/proc/nowhere", "--redirects=3", OK, "."], 2, "/proc/nowhere"),
         (["--no-python", "./no-such-program"], 2, "no-such-program"),
