@@ -13,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import re
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
+from dlrover.core.mistakes import SENTENCE, Alike, is_mistake
 from dlrover.protocol.messages import (
     DistinctFailure,
     ExitReason,
@@ -72,6 +73,9 @@ class Incident(Struct):
     """The next round has completed: charged, only the record may still improve."""
     distinct: list[DistinctFailure] = []
     """Each way to fail once, in the order in which they were told. What was stopped by us failed in no way."""
+    world_size: int = 0
+    """Of the round; 0: unknown."""
+    alike: Alike = field(default_factory=Alike)
 
     def master_restarted(self, outage: int) -> None:
         """Reports of it could not arrive meanwhile; they have the rest of their time again."""
@@ -198,6 +202,7 @@ def count(incident: Incident, failures: tuple[WorkerFailure, ...], node_rank: No
         if failure.kind is FailureKind.STOPPED_BY_US:
             continue
         digest = traceback_digest(failure)
+        incident.alike.count(failure, digest)
         for index, known in enumerate(incident.distinct):
             if (known.kind, known.traceback_digest) == (failure.kind, digest):
                 incident.distinct[index] = replace(known, count=known.count + 1)
@@ -236,6 +241,8 @@ def decide(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> Dec
     failure = incident.first.failure
     if failure.kind is FailureKind.BAD_SCRIPT and incident.step is None and restarts.best_step is None:
         return Decision("No restart can help before the script is corrected.", ExitReason.CODE_ERROR)
+    if is_script_mistaken(policy, restarts, incident):
+        return Decision(SENTENCE, ExitReason.CODE_ERROR)
     if failure.stop_line:
         return Decision(
             f"Its log has a line after which the job shall end (--log-patterns): {failure.stop_line[:500]}",
@@ -254,6 +261,12 @@ def decide(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> Dec
     if policy.max_restarts is not None:
         return _decide_by_number(policy.max_restarts, restarts, incident)
     return _decide_by_progress(policy, restarts, incident)
+
+
+def is_script_mistaken(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> bool:
+    """See `mistakes`."""
+    has_stepped = incident.step is not None or restarts.best_step is not None
+    return not has_stepped and is_mistake(policy, incident.alike, round_=incident.round, world_size=incident.world_size)
 
 
 def calls_for_another_node(incident: Incident, decision: Decision) -> bool:

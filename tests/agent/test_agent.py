@@ -253,6 +253,24 @@ async def test_the_end_comes_during_a_start(stage):
     assert group.is_stopped
 
 
+async def test_a_mistake_that_comes_to_light_while_workers_stop_is_told_before_the_next_round_is_joined(stage):
+    alike = {"traceback": "boom", "exceptions": ("ValueError", "Exception"), "is_before_step": True}
+    life = stage.begin()
+    group = await life.workers.running(1)
+    group.may_be_mistaken = True
+    group.late = (a_failure(global_rank=1, local_rank=1, **alike),)
+    group.may_stop.clear()
+    group.fail(a_failure(**alike))
+    await stage.until(lambda: stage.master.heard_of(ReportFailure))
+    await life.looks()
+    assert len(stage.offers()) == 1, "it has joined only the first round"
+    group.may_stop.set()
+    result = await life.result()
+    assert group.num_waits_alike == 1
+    assert result.exit_code == EXIT_FAILED
+    assert "All ranks failed with the same exception before the first step" in result.message
+
+
 # Ports.
 
 
