@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 from collections.abc import Iterator
 
 import hypothesis
@@ -42,10 +41,19 @@ def full_pipe() -> Iterator[tuple[int, int]]:
 @pytest.fixture
 def reserved_port() -> Iterator[int]:
     """
-    A port of the loopback for a server that is started later. As long as the test lasts the kernel gives it to nobody who asks for any
-    port; a listener that allows its address to be used again, as servers do, binds beside us.
+    A port of the loopback for a server that is started later, and the next one for the master of a job with this `--master-port`.
+    As long as the test lasts the kernel gives them to nobody who asks for any port; a listener that allows its address to be used
+    again, as servers do, binds beside us.
     """
-    with socket.socket() as seat:
-        seat.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        seat.bind(("127.0.0.1", 0))
-        yield seat.getsockname()[1]
+    from dlrover.cli.discovery import Seat
+
+    for _ in range(100):
+        with contextlib.closing(Seat("127.0.0.1", 0, purpose="test")) as seat:
+            try:
+                beside = Seat("127.0.0.1", seat.port + 1, purpose="test")
+            except OSError:
+                continue
+            with contextlib.closing(beside):
+                yield seat.port
+            return
+    raise AssertionError("no two ports in a row are free")

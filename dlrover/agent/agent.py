@@ -382,22 +382,16 @@ class Agent:
         if self._driver.running_round:
             log.warning("workers of round %d stop: %s", self._driver.running_round, join.reason)
         if self._driver.is_wanted:
-            self._driver.want_none(join.cause)
+            self._driver.want_none(join.cause, is_patient=join.cause is StopCause.FAILURE)
         self._drop_offer()
         if self._warm_up is not None:
             # Whoever joins makes the others stop. Workers that cannot start before torch is imported would keep them waiting.
             if self._warming is None:
                 self._warming = self._tasks.create_task(self._enter_when_warm(self._warm_up), name="warm-up")
             return
-        try:
-            self._offer = PortOffer.bind(self._config.host, self._config.host_ports, offered=self._offered_ports)
-        except OSError as error:
-            if not self._driver.is_settled or not self._check.is_settled:
-                # Where HOST_PORTS has no other, the workers that are just being stopped may still hold the port.
-                self._tasks.create_task(self._enter_when_stopped(join), name="enter")
-                return
-            self._on_broken(JobError(f"This node can offer no port to its workers: {error}. Check HOST_PORTS."))
+        if not self._take_offer(join):
             return
+        assert self._offer is not None, "an offer was taken"
         self._joined = (name, join.round)
         if isinstance(join, JoinCheck) and join.round <= self._checked_round:
             # A master without its journal took our world up, but counts the rounds of its node checks anew.
@@ -417,6 +411,28 @@ class Agent:
                 name=name,
             )
         )
+
+    def _take_offer(self, join: Join | JoinCheck) -> bool:
+        """Whether there is a port to offer. If not, this node enters the round when its workers have stopped, or not at all."""
+        port = self._config.coordinator_port if isinstance(join, Join) else 0
+        # Workers of the last round would find the coordinator of the next one at the port of the user, and take part there. And what
+        # they tell of a mistake in the script must be known before the next round begins.
+        if (port and not self._driver.is_settled) or self._driver.is_patient:
+            self._tasks.create_task(self._enter_when_stopped(join), name="enter")
+            return False
+        if port:
+            self._offer = PortOffer(self._config.host, port)
+            return True
+        try:
+            self._offer = PortOffer.bind(self._config.host, self._config.host_ports, offered=self._offered_ports)
+        except OSError as error:
+            if self._driver.is_settled and self._check.is_settled:
+                self._on_broken(JobError(f"This node can offer no port to its workers: {error}. Check HOST_PORTS."))
+            else:
+                # Where HOST_PORTS has no other, the workers that are just being stopped may still hold the port.
+                self._tasks.create_task(self._enter_when_stopped(join), name="enter")
+            return False
+        return True
 
     async def _enter_when_warm(self, warm_up: Callable[[float], Awaitable[None]]) -> None:
         await warm_up(self._patience.warm_up)

@@ -156,6 +156,8 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Seconds workers train on without a master."""
     host_ports: tuple[int, ...] = ()
     """Ports usable for the coordinator (HOST_PORTS on host networks); empty: any free one."""
+    coordinator_port: int = 0
+    """--master-port: the port of the coordinator in every round, because the script may name it. 0: a fresh one each time."""
     is_virtual_local_rank: bool = False
     """torchrun's --virtual-local-rank: LOCAL_RANK is 0 and the device is chosen by visibility."""
     preemption_file: str = ""

@@ -38,9 +38,14 @@ class Group(Protocol):
     @property
     def reach(self) -> Reach: ...
 
+    @property
+    def may_be_mistaken(self) -> bool: ...
+
     async def start(self, offer: PortOffer | None) -> None: ...
 
     async def wait(self) -> Finished | Failed: ...
+
+    async def await_alike(self) -> None: ...
 
     async def stop(self, cause: StopCause, with_signal: int) -> tuple[WorkerFailure, ...]: ...
 
@@ -74,6 +79,7 @@ class WorkerDriver:
         self._offer: PortOffer | None = None
         self._cause = StopCause.MEMBERSHIP
         self._signal = signal.SIGTERM
+        self._is_patient = False
         self._changed = asyncio.Event()
         self._settled = asyncio.Event()
         self._settled.set()
@@ -92,6 +98,11 @@ class WorkerDriver:
         return self._target is not None
 
     @property
+    def is_patient(self) -> bool:
+        """Whether workers that are about to be stopped may still tell of a mistake in the script."""
+        return self._is_patient and not self.is_settled
+
+    @property
     def is_settled(self) -> bool:
         """Whether what runs equals the target."""
         return self._settled.is_set()
@@ -102,9 +113,13 @@ class WorkerDriver:
         self._target, self._offer = world, offer
         self._wake()
 
-    def want_none(self, cause: StopCause, with_signal: signal.Signals = signal.SIGTERM) -> None:
+    def want_none(
+        self, cause: StopCause, with_signal: signal.Signals = signal.SIGTERM, *, is_patient: bool = False
+    ) -> None:
+        """`is_patient`: first find out whether the script has a mistake, if that may be so."""
         self._drop_offer()
         self._target, self._cause, self._signal = None, cause, with_signal
+        self._is_patient = is_patient and self._group is not None and self._group.may_be_mistaken
         self._wake()
 
     def kill(self) -> None:
@@ -190,11 +205,14 @@ class WorkerDriver:
                 self._tell_late(group, tuple(f for f in outcome.failures if f.kind is not FailureKind.STOPPED_BY_US))
             return
         # The rest of a failed group goes at once, without asking anybody; a finished one is swept for what it left.
-        self.want_none(StopCause.FAILURE if isinstance(outcome, Failed) else StopCause.END_OF_JOB)
+        is_failed = isinstance(outcome, Failed)
+        self.want_none(StopCause.FAILURE if is_failed else StopCause.END_OF_JOB, is_patient=is_failed)
         self._on_outcome(group.world.round, outcome)
 
     async def _stop(self, group: Group) -> None:
         begun_at = time.monotonic()
+        if self._is_patient:
+            await group.await_alike()
         cause = self._cause
         late = await group.stop(cause, self._signal)
         self._check_watcher()

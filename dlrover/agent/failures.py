@@ -8,6 +8,7 @@ decide only between kinds of failure that the master treats differently; when no
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import re
@@ -64,6 +65,9 @@ _SYNTAX_ERROR = re.compile(r"^  File .*\n(?:.*\n){1,4}?(?:SyntaxError|Indentatio
 _CHAINED = re.compile(r"(During handling of the above|direct cause of the following) exception")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 """What torch's own hook puts before each line once a process group exists."""
+_EXCEPTION_LINE = re.compile(r"^([A-Za-z_][\w.]*)(?::|$)", re.MULTILINE)
+_MAX_NAME = 100
+_MOST_NAMES = 100
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -92,6 +96,8 @@ class Evidence:
     """What the user wants to follow which line."""
     hosts_coordinator: bool = False
     """It binds the coordinator's port."""
+    is_before_step: bool = False
+    """It is known not to have made a step."""
 
 
 def describe_failure(evidence: Evidence) -> WorkerFailure:
@@ -121,6 +127,8 @@ def describe_failure(evidence: Evidence) -> WorkerFailure:
         error_file=encodable(evidence.error_file) if recorded else "",
         node_error=one_line(said.line) if said is not None and said.action is LogAction.RELAUNCH else "",
         stop_line=one_line(said.line) if said is not None and said.action is LogAction.ABORT else "",
+        exceptions=told.exceptions or exceptions_of(told.traceback),
+        is_before_step=evidence.is_before_step,
     )
 
 
@@ -203,6 +211,8 @@ class Recorded:
 
     message: str
     traceback: str
+    exceptions: tuple[str, ...] = ()
+    """As our own worker entry writes them; torch's `@record` does not."""
 
 
 def read_error_file(path: str) -> Recorded | None:
@@ -227,7 +237,29 @@ def read_error_file(path: str) -> Recorded | None:
         return Recorded("", "")
     details = message.get("extraInfo")
     traceback = details.get("py_callstack", "") if isinstance(details, dict) else ""
-    return Recorded(encodable(str(message.get("message", ""))), encodable(str(traceback)))
+    names = details.get("exceptions") if isinstance(details, dict) else None
+    exceptions = (
+        tuple(encodable(str(name)[:_MAX_NAME]) for name in names[:_MOST_NAMES]) if isinstance(names, list) else ()
+    )
+    return Recorded(encodable(str(message.get("message", ""))), encodable(str(traceback)), exceptions)
+
+
+def exceptions_of(traceback: str) -> tuple[str, ...]:
+    """
+    The same from the text alone, where all types in it are Python's own or torch's for process groups. Empty: there is another, of
+    which nobody here knows the bases.
+    """
+    names: dict[str, None] = {}
+    for line in _EXCEPTION_LINE.findall(traceback):
+        name = line.rpartition(".")[2]
+        kind = getattr(builtins, line, None)
+        if isinstance(kind, type) and issubclass(kind, BaseException):
+            names |= dict.fromkeys(base.__name__ for base in kind.__mro__ if base is not object)
+        elif name.startswith("Dist"):
+            names[name] = None
+        else:
+            return ()
+    return tuple(names)
 
 
 def _from_log(tail: str) -> Recorded:

@@ -341,7 +341,11 @@ class Spawner:
             self._prepared = message
             self._num_early_deaths = 0
             self._end_warm_up()
-            if message.note:
+            if message.left_out:
+                self._preload = tuple(name for name in self._preload if name not in message.left_out)
+            if message.note and message.is_warm:
+                _log.warning("Not preloaded, so that each worker imports it itself: %s.", message.note)
+            elif message.note:
                 _log.warning("Workers start cold, each importing torch itself: %s.", message.note)
             return
         if isinstance(message, Spares):

@@ -193,6 +193,16 @@ class Watch:
         readings = [seat.read().reach for seat in self._seats] if round_ == self._round else []
         return functools.reduce(furthest, readings, NOTHING_TOLD)
 
+    def is_before_step(self, local_rank: int, *, is_young: bool) -> bool:
+        """
+        Whether that worker is known not to have made a step. Hooks count them. Without hooks (torch is not imported, or the worker has not
+        begun yet) a young worker has made none.
+        """
+        if not self._config.has_hooks or local_rank >= len(self._seats) or self._told_step is not None:
+            return False
+        reading = self._seats[local_rank].read()
+        return (reading.has_hooks or is_young) and reading.step is None and not reading.num_steps
+
     def _read_metrics_file(self) -> None:
         if not self._metrics_file:
             return

@@ -26,7 +26,9 @@ from dlrover.agent.process_tree import Exit, ProcessTree
 from dlrover.agent.spawner import Leash, Spawner, StartFailed
 from dlrover.agent.watch import Watch
 from dlrover.agent.worker_socket import WorkerSocket
+from dlrover.core.mistakes import FIRST_LIFE, may_be_mistake
 from dlrover.core.reach import NOTHING_TOLD
+from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import Micros, NodeRank, StopCause, WorkerFailure, WorldSpec
 from dlrover.protocol.watch_messages import Reach
@@ -39,6 +41,11 @@ HEAD_START = 0.02
 """
 Seconds that global rank 0 is ahead of the other warm workers: it listens where they connect, and torch's store answers a
 refused connection with a pause of about 0.4 s. Without it 2 of 12 restarts of two workers lost that race.
+"""
+ALIKE_PATIENCE = 2.0
+"""
+Seconds that the other workers have to fail alike after the first one may have met a mistake in the script. Only before the
+first step of the job. Workers of one node begin within a tenth of a second of each other, those of several within a second.
 """
 _PORTS = range(20_000, 30_000)
 """
@@ -93,6 +100,7 @@ class WorkerGroup:
         watch: Watch | None = None,
         environ: Mapping[str, str] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        alike_patience: float = ALIKE_PATIENCE,
     ) -> None:
         self.world = world
         self._config = config
@@ -106,11 +114,14 @@ class WorkerGroup:
         self._watch = watch
         self._environ = dict(spawner.environ if environ is None else environ)
         self._sleep = sleep
+        self._alike_patience = alike_patience
         self._workers: list[_Worker] = []
         self._started_at = 0.0
         self._num_oom_kills = 0
         self._signalled_at: float | None = None
         """Wall clock, when we began to stop them; what ended before ended by itself."""
+        self._stepless: frozenset[int] = frozenset()
+        """Local ranks that had made no step when the watch on them ended."""
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -192,6 +203,23 @@ class WorkerGroup:
         failures = sorted((self._describe(worker) for worker in failed), key=lambda failure: failure.exited_at)
         return Failed(tuple(failures), self.step, lived, self.reach)
 
+    @property
+    def may_be_mistaken(self) -> bool:
+        """Whether all that is known may come from a mistake in the script, which the other workers are then about to make, too."""
+        if self.world.round != FIRST_LIFE or self._config.terms.restarts.max_restarts is not None:
+            return False
+        told = [worker.failure for worker in self._workers if worker.failure is not None]
+        return all(map(may_be_mistake, told)) and all(self._is_before_step(worker) for worker in self._workers)
+
+    async def await_alike(self) -> None:
+        """
+        Give the workers that still run a moment to fail as the others did. Whoever is stopped before has told nothing, and the
+        job would begin again with the same mistake.
+        """
+        pending = {worker.exit for worker in self._workers if worker.exit is not None and not worker.exit.done()}
+        if pending:
+            await asyncio.wait(pending, timeout=self._alike_patience)
+
     async def stop(self, cause: StopCause, with_signal: int = signal.SIGTERM) -> tuple[WorkerFailure, ...]:
         """
         End the workers and everything they ever started. Harmless when they have ended already.
@@ -208,6 +236,7 @@ class WorkerGroup:
             on_stuck=None if self._watch is None else self._watch.note_stuck,
         )
         if self._watch is not None:
+            self._stepless = frozenset(each.local_rank for each in self._workers if self._is_before_step(each))
             self._watch.close_round()
         late = [worker for worker in self._workers if worker.failure is None and self._failed_by_itself(worker)]
         await asyncio.gather(*(self._output.drain(worker.files) for worker in late))
@@ -227,6 +256,14 @@ class WorkerGroup:
             return False
         assert worker.exit is not None, "ended without having been started"
         return self._signalled_at is None or worker.exit.result().at < self._signalled_at or self._wrote_error(worker)
+
+    def _is_before_step(self, worker: _Worker) -> bool:
+        if worker.local_rank in self._stepless:
+            return True
+        if self._watch is None or self.step is not None:
+            return False
+        is_young = self.lived < self._config.terms.restarts.lived_long
+        return self._watch.is_before_step(worker.local_rank, is_young=is_young)
 
     def _wrote_error(self, worker: _Worker) -> bool:
         try:
@@ -324,6 +361,7 @@ class WorkerGroup:
                     node_errors=self._config.watch.node_errors,
                     log_patterns=self._config.watch.log_patterns,
                     hosts_coordinator=worker.global_rank == 0,
+                    is_before_step=self._is_before_step(worker),
                 )
             )
         return worker.failure
@@ -427,10 +465,11 @@ class PortOffer:
     us.
     """
 
-    def __init__(self, host: str, sock: socket.socket) -> None:
+    def __init__(self, host: str, port: int, sock: socket.socket | None = None) -> None:
+        """Without a socket it is not kept: a port of the user's, which several agents of this host may offer."""
         self._socket = sock
-        self.port: int = sock.getsockname()[1]
-        self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        self.port = port
+        self.address = str(Address(host, port))
 
     @classmethod
     def bind(cls, host: str, ports: Sequence[int] = (), *, offered: Sequence[int] = ()) -> PortOffer:
@@ -449,7 +488,8 @@ class PortOffer:
             attempts = [(port, False) for port in fresh] + [(0, False)]
         for port, is_reused in attempts:
             try:
-                return cls(host, _bind(port, is_reused=is_reused))
+                sock = _bind(port, is_reused=is_reused)
+                return cls(host, sock.getsockname()[1], sock)
             except OSError as error:
                 if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                     raise
@@ -457,7 +497,8 @@ class PortOffer:
 
     def release(self) -> None:
         """May be called again."""
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
 
 
 def _bind(port: int, *, is_reused: bool) -> socket.socket:

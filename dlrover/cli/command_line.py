@@ -4,24 +4,32 @@ Reads the command line of `dlrover-run` and the environment.
 Written by hand for three reasons: it must know which values were given and from where (flag, environment, default), it must name the nearest option for a misspelt
 one, and `argparse` is not needed for the rest.
 
-Every option also reads `PET_<NAME>`, as under torchrun. Abbreviations are not accepted.
+Every option also reads `PET_<NAME>`, as under torchrun, and can be abbreviated, as there: to the beginning of its name, if no other
+option begins so. The options that torchrun does not have never make an abbreviation ambiguous that is clear there.
 """
 
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from dlrover.cli.options import OPTIONS, OURS, Kind, Option, Value
+from dlrover.cli.options import EVENT_LOG_HANDLERS, OPTIONS, OUR_OPTIONS, OURS, TORCHRUN_OPTIONS, Kind, Option, Value
 from dlrover.protocol.errors import ConfigError
 
 PROGRAM = "dlrover-run"
 
 _BY_NAME = {name: option for option in OPTIONS for name in (*option.names, option.short) if name}
-_IMMEDIATE = ("-h", "--help", "--check-env", "--check_env")
-OPTION_NAMES = (*_BY_NAME, *_IMMEDIATE)
+_HELP = ("-h", "--help")
+_CHECK_ENV = ("--check-env", "--check_env")
+OPTION_NAMES = (*_BY_NAME, *_HELP, *_CHECK_ENV)
 """Each spelling of each option."""
+_NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
+_TORCHRUN_NAMES = {name: option.names[0] for option in TORCHRUN_OPTIONS for name in option.names} | {"--help": "--help"}
+_OUR_NAMES = {name: option.names[0] for option in OUR_OPTIONS for name in option.names} | dict.fromkeys(
+    _CHECK_ENV, _CHECK_ENV[0]
+)
 
 
 class Origin(enum.StrEnum):
@@ -83,18 +91,23 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Parsed:
             origins[option.dest] = Origin.ENVIRONMENT
 
     index = 0
+    is_closed = False
     while index < len(argv):
         token = argv[index]
         index += 1
         if token == "--":
+            is_closed = True
             break
-        if token == "-" or not token.startswith("-"):
+        if not _looks_like_option(token):
             index -= 1
             break
-        if token in _IMMEDIATE:
-            return Parsed(values, origins, "", (), immediate=token.replace("_", "-"))
-        name, inline = _split(token)
-        option = _find(name)
+        given, inline = _split(token)
+        name = _full_name(given)
+        if name in (*_HELP, *_CHECK_ENV):
+            if inline is not None:
+                raise ConfigError(f"{name} takes no value; {token!r} gives it one.")
+            return Parsed(values, origins, "", (), immediate=name.replace("_", "-"))
+        option = _BY_NAME[name]
         if option.is_flag:
             if inline is not None:
                 raise ConfigError(f"{name} is a flag and takes no value; {token!r} gives it one.")
@@ -114,7 +127,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Parsed:
             "--help lists the options."
         )
     script, *rest = argv[index:]
-    if rest and rest[0] == "--":
+    if rest and rest[0] == "--" and not is_closed:
         # torchrun's parser swallows this one as the end of *its* options; scripts written for it never see it.
         rest = rest[1:]
     return Parsed(values, origins, script, tuple(rest))
@@ -123,17 +136,18 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Parsed:
 def unavailable(parsed: Parsed) -> ConfigError | None:
     """The error for an option whose feature arrives later, if one was asked for with a value that would need it."""
     for option in OPTIONS:
-        if option.unavailable and parsed.is_given(option.dest) and parsed.values[option.dest] != option.default:
-            shown = "" if option.is_flag else f" {parsed.values[option.dest]}"
+        value = parsed.values[option.dest]
+        if option.unavailable and parsed.is_given(option.dest) and value not in (option.default, *option.harmless):
+            shown = "" if option.is_flag else f" {value}"
             return ConfigError(
                 f"{option.names[0]}{shown} is not yet available in this version ({_where(option, parsed)}). Until "
                 f"then: {option.unavailable}."
             )
     handler = parsed.text("event_log_handler")
-    if handler != "null":
+    if handler not in EVENT_LOG_HANDLERS:
         return ConfigError(
-            f"--event-log-handler {handler} is not yet available in this version. Until then: leave it out; the job's "
-            "events are in the master's journal (`--journal DIR`, then `dlrover replay`)."
+            f"--event-log-handler {handler} is not yet available in this version. Until then: leave it out; `dlrover events` shows "
+            "what happens in the job."
         )
     return None
 
@@ -219,30 +233,36 @@ def _split(token: str) -> tuple[str, str | None]:
     if token.startswith("--"):
         name, equals, value = token.partition("=")
         return name, value if equals else None
-    if len(token) > 2 and token[:2] in _BY_NAME:
+    if len(token) > 2 and token[:2] in OPTION_NAMES:
         return token[:2], token[2:].removeprefix("=")
     return token, None
 
 
-def _find(name: str) -> Option:
-    option = _BY_NAME.get(name)
-    if option is None:
-        hint = nearest(name, OPTION_NAMES)
-        raise ConfigError(
-            f"{name} is no option of {PROGRAM}.{hint} Options of the training script go behind the script; {PROGRAM} "
-            "--help lists ours."
-        )
-    return option
+def _full_name(given: str) -> str:
+    """Of an option, which may be abbreviated. Raises `ConfigError`."""
+    if given in OPTION_NAMES:
+        return given
+    for names in (_TORCHRUN_NAMES, _OUR_NAMES) if given.startswith("--") else ():
+        candidates = {full: None for name, full in names.items() if name.startswith(given)}
+        if len(candidates) == 1:
+            return next(iter(candidates))
+        if candidates:
+            raise ConfigError(f"{given} may be {', '.join(candidates)}. Write more of the name of the option.")
+    hint = nearest(given, OPTION_NAMES)
+    raise ConfigError(
+        f"{given} is no option of {PROGRAM}.{hint} Options of the training script go behind the script; {PROGRAM} "
+        "--help lists ours."
+    )
 
 
 def _looks_like_option(token: str) -> bool:
-    if len(token) < 2 or token[0] != "-":
+    """As torchrun's parser sees it: neither a negative number is an option, nor a text with a blank that begins like none."""
+    if len(token) < 2 or token[0] != "-" or _NEGATIVE_NUMBER.match(token):
         return False
-    try:
-        float(token)
-    except ValueError:
+    if " " not in token:
         return True
-    return False
+    name, inline = _split(token)
+    return name in OPTION_NAMES or (inline is not None and any(known.startswith(name) for known in OPTION_NAMES))
 
 
 def _form(option: Option) -> str:

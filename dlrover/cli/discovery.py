@@ -1,9 +1,13 @@
 """
 Where the master is, who hosts it, what the job is called, and which token opens it.
 
-The address comes from `DLROVER_MASTER_ADDR`, else `--rdzv-endpoint`, else `--master-addr:--master-port`, else `RDZV_ENDPOINT`, which the
-first platforms set, else it is loopback. The launcher for which that address is local and whose bind succeeds hosts the master; all others connect. So
+The address comes from `DLROVER_MASTER_ADDR`, else `--rdzv-endpoint`, else from `--master-addr` and `--master-port`, else
+from `RDZV_ENDPOINT`, which the first platforms set, else it is loopback. The launcher for which that address is local and
+whose bind succeeds hosts the master; all others connect. So
 the same command on every node is enough, as with torchrun, and no node needs to know that it is the first.
+
+`--master-port` is not the master's port: as under torchrun it belongs to the script, whose ranks meet there. The master
+listens one above it, or at `DLROVER_MASTER_PORT`; the master of a job with one node listens at any free port.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -23,8 +28,9 @@ from dlrover.protocol.errors import ConfigError
 
 ENDPOINT_PORT = 29400
 """torchrun's default for --rdzv-endpoint without a port."""
-MASTER_PORT = 29500
-"""torchrun's default for --master-addr without --master-port."""
+COORDINATOR_PORT = 29500
+"""torchrun's default for --master-port."""
+MASTER_PORT_VARIABLE = "DLROVER_MASTER_PORT"
 PROBE_TIMEOUT = 3.0
 STRONG_ID = 16
 """Characters of an id from which a token may be derived without a warning: as many as random hexadecimal digits have 64 bits."""
@@ -41,8 +47,9 @@ class Seat:
     it to nobody else.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, *, purpose: str = "master") -> None:
         """Raises `SeatTaken` if another launcher claims it, `OSError` if somebody listens there."""
+        self._purpose = purpose
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         self._claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -64,9 +71,9 @@ class Seat:
 
     def _take_claim(self, host: object, port: int) -> None:
         try:
-            self._claim.bind(f"\0dlrover-master-{host}-{port}")
+            self._claim.bind(f"\0dlrover-{self._purpose}-{host}-{port}")
         except OSError as error:
-            raise SeatTaken(error.errno, "another launcher hosts a master there") from error
+            raise SeatTaken(error.errno, f"another launcher on this host uses it for its {self._purpose}") from error
 
     def close(self) -> None:
         self._socket.close()
@@ -74,7 +81,7 @@ class Seat:
 
 
 class SeatTaken(OSError):
-    """Another launcher on this host hosts a master at that address, or is about to."""
+    """Another launcher on this host uses that address for the same purpose, or is about to."""
 
 
 class MasterPlace(Struct, frozen=True, kw_only=True):
@@ -88,11 +95,21 @@ class MasterPlace(Struct, frozen=True, kw_only=True):
     """Other launchers may come to this address."""
 
 
+class Asked(NamedTuple):
+    """The address that the user asked for."""
+
+    address: Address
+    source: str
+    """The option or variable that said so, with its value."""
+    remedy: str = "choose another port"
+    """What to do if the port is taken."""
+
+
 def find_master(settings: Settings) -> tuple[MasterPlace, Seat | None]:
     """Raises `ConfigError`. The seat is given where the place is ours."""
-    address, source = _address(settings)
-    max_nodes = settings.terms.limits.max_nodes
-    if address is None:
+    asked = _address(settings)
+    is_alone = _is_alone(settings)
+    if asked is None:
         seat = Seat(LOOPBACK, 0)
         return (
             MasterPlace(
@@ -100,19 +117,18 @@ def find_master(settings: Settings) -> tuple[MasterPlace, Seat | None]:
             ),
             seat,
         )
+    address = asked.address
     if not is_local(address.host):
         if address.port == 0:
-            raise ConfigError(
-                f"{source} {address}: port 0 is for jobs on this host alone. Name the port of the master."
-            )
+            raise ConfigError(f"{asked.source}: port 0 is for jobs on this host alone. Name the port of the master.")
         return MasterPlace(address=address, is_ours=False, is_shared=True), None
-    if address.port == 0 and max_nodes > 1:
-        raise ConfigError(f"{source} {address}: with several nodes all must know the port; give one other than 0.")
-    bind_host = _bind_host(address.host, is_wide=max_nodes > 1)
+    if address.port == 0 and not is_alone:
+        raise ConfigError(f"{asked.source}: with several nodes all must know the port; give one other than 0.")
+    bind_host = _bind_host(address.host, is_wide=not is_alone)
     try:
         seat = Seat(bind_host, address.port)
     except OSError as error:
-        _check_who_listens(settings, address, source, error)
+        _check_who_listens(settings, asked, error)
         return MasterPlace(address=address, is_ours=False, is_shared=True), None
     place = MasterPlace(
         address=Address(address.host, seat.port),
@@ -122,6 +138,41 @@ def find_master(settings: Settings) -> tuple[MasterPlace, Seat | None]:
         is_shared=address.port != 0,
     )
     return place, seat
+
+
+def coordinator_port(settings: Settings) -> int:
+    """
+    The port at which the ranks of the script meet, as torchrun's static rendezvous tells it. 0: a fresh one for each round.
+
+    The user may have put the master itself there (`DLROVER_MASTER_ADDR=$MASTER_ADDR:$MASTER_PORT`): then it is not free.
+    """
+    if settings.is_standalone or settings.rdzv_endpoint:
+        return 0
+    master = settings.environment.master_addr
+    if master and (settings.master_port is None or master.endswith(f":{settings.master_port}")):
+        return 0
+    if settings.master_port is None:
+        return 0 if _is_alone(settings) else COORDINATOR_PORT
+    return settings.master_port
+
+
+def hold_coordinator_port(settings: Settings, place: MasterPlace) -> Seat | None:
+    """
+    Keep the port of the script for the script. None: it is not ours to keep.
+
+    Without this the kernel may use it for an outgoing connection of this host between two rounds. Raises `ConfigError` if
+    another program listens there: the workers could only fail.
+    """
+    port = coordinator_port(settings)
+    if not port or not place.is_ours:
+        return None
+    try:
+        return Seat("0.0.0.0", port, purpose="coordinator")
+    except OSError as error:
+        raise ConfigError(
+            f"--master-port {port}: the workers cannot meet at this port ({error.strerror}). Stop the program that uses it, or "
+            "choose another port, the same on all nodes."
+        ) from error
 
 
 def name_job(settings: Settings, place: MasterPlace) -> str:
@@ -233,36 +284,53 @@ def speaks_http2(address: Address, *, timeout: float = PROBE_TIMEOUT) -> bool:
         return False
 
 
-def _address(settings: Settings) -> tuple[Address | None, str]:
-    """The address that was asked for, None for a job on its own, and the option or variable that said so."""
-    if settings.environment.master_addr:
-        given = settings.environment.master_addr
-        return parse_address(given, shown=f"DLROVER_MASTER_ADDR={given}"), "DLROVER_MASTER_ADDR"
+def _address(settings: Settings) -> Asked | None:
+    """None: a job on its own, whose master may listen at any port."""
+    if given := settings.environment.master_addr:
+        shown = f"DLROVER_MASTER_ADDR={given}"
+        return Asked(parse_address(given, shown=shown), shown)
     if settings.is_standalone:
-        return None, ""
-    if settings.rdzv_endpoint:
-        given = settings.rdzv_endpoint
-        return parse_address(given, default_port=ENDPOINT_PORT, shown=f"--rdzv-endpoint {given}"), "--rdzv-endpoint"
+        return None
+    if given := settings.rdzv_endpoint:
+        shown = f"--rdzv-endpoint {given}"
+        return Asked(parse_address(given, default_port=ENDPOINT_PORT, shown=shown), shown)
     is_place_named = settings.master_addr or settings.master_port is not None
-    if settings.environment.rdzv_endpoint and settings.terms.limits.max_nodes > 1 and not is_place_named:
-        given = settings.environment.rdzv_endpoint
-        return parse_address(given, default_port=ENDPOINT_PORT, shown=f"RDZV_ENDPOINT={given}"), "RDZV_ENDPOINT"
-    if settings.master_port is None and settings.terms.limits.max_nodes == 1:
-        # Alone, and no port that anybody could wait at: torchrun chooses a free one here, too.
-        return None, ""
+    if (given := settings.environment.rdzv_endpoint) and settings.terms.limits.max_nodes > 1 and not is_place_named:
+        shown = f"RDZV_ENDPOINT={given}"
+        return Asked(parse_address(given, default_port=ENDPOINT_PORT, shown=shown), shown)
+    remedy = f"set {MASTER_PORT_VARIABLE} to a free port"
     given = settings.master_addr or LOOPBACK
     host = parse_address(given, default_port=0, shown=f"--master-addr {given}").host
-    return Address(host, MASTER_PORT if settings.master_port is None else settings.master_port), "--master-port"
+    if (port := settings.environment.master_port) is not None:
+        return Asked(Address(host, port), f"{MASTER_PORT_VARIABLE}={port}", remedy)
+    if _is_alone(settings):
+        # One above --master-port may be the --master-port of the next job on this host: each takes a free port instead.
+        return None
+    port = coordinator_port(settings)
+    if port == 65535:
+        raise ConfigError(
+            f"--master-port {port}: the job's master would listen one above it, and there is no such port. Choose another "
+            f"port, or {remedy}, the same on all nodes."
+        )
+    return Asked(
+        Address(host, port + 1 if port else 0), f"--master-port {port}, and one above it for the job's master", remedy
+    )
 
 
-def _check_who_listens(settings: Settings, address: Address, source: str, error: OSError) -> None:
+def _is_alone(settings: Settings) -> bool:
+    """No other launcher belongs to the job."""
+    return settings.terms.limits.max_nodes + settings.terms.standby == 1
+
+
+def _check_who_listens(settings: Settings, asked: Asked, error: OSError) -> None:
     """The port is taken: fine if that is our job's master, started by another launcher or by hand."""
     is_alone = settings.terms.limits.max_nodes == 1 and not settings.environment.master_addr
-    if not is_alone and (isinstance(error, SeatTaken) or settings.tls is not None or speaks_http2(address)):
+    is_master = isinstance(error, SeatTaken) or settings.tls is not None or speaks_http2(asked.address)
+    if not is_alone and is_master:
         return
     raise ConfigError(
-        f"{source} {address}: the port cannot be used ({error.strerror}), and what holds it is not the master of this "
-        "job. Stop that program, or choose another port, the same on all nodes."
+        f"{asked.source}: the job's master cannot listen at {asked.address} ({error.strerror}), and the program that does is not "
+        f"the master of this job. Stop that program, or {asked.remedy}, the same on all nodes."
     ) from error
 
 

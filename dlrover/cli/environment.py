@@ -50,6 +50,8 @@ _LONGEST_LABEL = 256
 
 class Environment(Struct, frozen=True, kw_only=True):
     master_addr: str = ""
+    master_port: int | None = None
+    """Where the master listens if no address of it is given."""
     job_name: str = ""
     job_token: str = ""
     node_rank: int | None = None
@@ -114,6 +116,7 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
     level = _log_level(environ.get("DLROVER_LOG_LEVEL", ""))
     return Environment(
         master_addr=environ.get("DLROVER_MASTER_ADDR", ""),
+        master_port=_port(environ, "DLROVER_MASTER_PORT"),
         job_name=environ.get("ELASTIC_JOB_NAME", ""),
         job_token=environ.get("DLROVER_JOB_TOKEN", ""),
         node_rank=node_rank,
@@ -250,6 +253,13 @@ def _integer(environ: Mapping[str, str], variable: str, *, at_least: int) -> int
     if value < at_least:
         raise ConfigError(f"The variable {variable}={text} must be at least {at_least}.")
     return value
+
+
+def _port(environ: Mapping[str, str], variable: str) -> int | None:
+    port = _integer(environ, variable, at_least=1)
+    if port is not None and port > 65535:
+        raise ConfigError(f"The variable {variable}={port} must be a port from 1 to 65535.")
+    return port
 
 
 def _seconds(variable: str, text: str) -> float:

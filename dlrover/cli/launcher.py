@@ -110,7 +110,9 @@ def launch(
         root = user_root(settings.environment)
         place, seat = discovery.find_master(settings)
         directory: NodeDirectory | None = None
+        meeting: Seat | None = None
         try:
+            meeting = discovery.hold_coordinator_port(settings, place)
             job_name = discovery.name_job(settings, place)
             launch_id = discovery.new_launch()
             directory = NodeDirectory(root, job_name, launch_id)
@@ -137,8 +139,9 @@ def launch(
                 _write_outcome(settings.outcome_file, ended.result)
             return ended.exit_code
         finally:
-            if seat is not None:
-                seat.close()
+            for held in (seat, meeting):
+                if held is not None:
+                    held.close()
             if directory is not None:
                 remove_snapshots(snapshot_root(settings.environment), job_name, launch_id)
                 directory.remove()
@@ -259,6 +262,7 @@ class Launcher:
             failover_extension=self._settings.failover_extension,
             failover_dir=self._settings.failover_dir,
             host_ports=self._settings.environment.host_ports,
+            coordinator_port=discovery.coordinator_port(self._settings),
             is_virtual_local_rank=self._settings.is_virtual_local_rank,
             platform_node=self._settings.environment.platform_node,
             node_type=self._settings.environment.node_type,

@@ -36,6 +36,8 @@ class Option(NamedTuple):
     unavailable: str = ""
     """Set: the option is known, its feature arrives later; this says what can be done until then."""
     metavar: str = ""
+    harmless: tuple[str, ...] = ()
+    """Of an option that is unavailable: values that ask for what happens anyway."""
 
     @property
     def dest(self) -> str:
@@ -69,10 +71,14 @@ def _option(
     group: str = "torchrun",
     unavailable: str = "",
     metavar: str = "",
+    harmless: tuple[str, ...] = (),
 ) -> Option:
     names = _both(name) + tuple(spelling for alias in aliases for spelling in _both(alias))
-    return Option(names, kind, default, text, choices, short, group, unavailable, metavar)
+    return Option(names, kind, default, text, choices, short, group, unavailable, metavar, harmless)
 
+
+EVENT_LOG_HANDLERS = ("null", "console", "dynamic_rendezvous")
+"""torch's own. Others are plug-ins, which we cannot load."""
 
 TORCHRUN_OPTIONS: tuple[Option, ...] = (
     _option("--nnodes", Kind.TEXT, "1:1", "How many nodes: N, or MIN:MAX for an elastic job.", metavar="N|MIN:MAX"),
@@ -137,7 +143,12 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
         "cold.",
         choices=("spawn", "fork", "forkserver"),
     ),
-    _option("--event-log-handler", Kind.TEXT, "null", "torchrun's plug-in for its own events; only null is available."),
+    _option(
+        "--event-log-handler",
+        Kind.TEXT,
+        "null",
+        "Where torchrun writes its own events: null, console or dynamic_rendezvous. Has no effect: `dlrover events` shows the job's.",
+    ),
     _option("--role", Kind.TEXT, "default", "Role of the workers: ROLE_NAME in their environment."),
     _option("--module", Kind.FLAG, False, "Run the script as a module, like `python -m`.", short="-m"),
     _option("--no-python", Kind.FLAG, False, "Run the script as a program, without Python in front of it."),
@@ -205,7 +216,13 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
         "Host of the master if there is no --rdzv-endpoint; IPv6 in brackets.",
         metavar="HOST",
     ),
-    _option("--master-port", Kind.INTEGER, None, "Port that goes with --master-addr (29500).", metavar="PORT"),
+    _option(
+        "--master-port",
+        Kind.INTEGER,
+        None,
+        "Port at which the workers meet (29500). With several nodes and no --rdzv-endpoint the job's master listens one above it.",
+        metavar="PORT",
+    ),
     _option(
         "--local-addr",
         Kind.TEXT,
@@ -217,8 +234,9 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
         "--logs-specs",
         Kind.TEXT,
         None,
-        "torchrun's plug-in for log files.",
+        "torchrun's plug-in for log files; only default is available.",
         unavailable="use --log-dir, --redirects and --tee",
+        harmless=("default",),
     ),
     _option(
         "--numa-binding",

@@ -210,16 +210,18 @@ def parse_nnodes(text: str) -> tuple[int, int]:
 _TORCH_RDZV_KEYS = (
     "timeout", "read_timeout", "is_host", "store_type", "close_timeout", "heartbeat_timeout", "keep_alive_interval",
     "keep_alive_max_attempt", "use_libuv", "rank", "cert", "key", "cacert", "protocol", "ssl_cert", "ssl_cert_key",
-    "ca_cert",
+    "ca_cert", "etcd_prefix",
 )  # fmt: skip
 _OUR_RDZV_KEYS = ("join_timeout", "lastcall_timeout", "last_call_timeout", "pend_timeout")
+_QUOTES = "'\""
 
 
 def parse_rdzv_conf(text: str, notes: list[str]) -> dict[str, float]:
-    """Only the times we know; torch's other keys leave a note."""
+    """Only the times we know. All other keys leave a note: torch accepts each key and looks at those of its backend."""
     found: dict[str, float] = {}
-    for part in text.split(",") if text.strip() else ():
-        key, equals, value = (piece.strip() for piece in part.partition("="))
+    text = _unquoted(text)
+    for part in text.split(",") if text else ():
+        key, equals, value = (_unquoted(piece) for piece in part.partition("="))
         if not key or not equals or not value:
             raise ConfigError(f"--rdzv-conf {text}: give KEY=VALUE,KEY=VALUE; {part!r} is not of that form.")
         if key in _TORCH_RDZV_KEYS:
@@ -227,7 +229,8 @@ def parse_rdzv_conf(text: str, notes: list[str]) -> dict[str, float]:
             continue
         if key not in _OUR_RDZV_KEYS:
             hint = nearest(key, (*_OUR_RDZV_KEYS, *_TORCH_RDZV_KEYS))
-            raise ConfigError(f"--rdzv-conf {key}={value}: there is no key {key}.{hint}")
+            notes.append(f"--rdzv-conf {key} has no effect: no part of the rendezvous knows this key.{hint}")
+            continue
         try:
             seconds = float(value)
         except ValueError as error:
@@ -238,6 +241,14 @@ def parse_rdzv_conf(text: str, notes: list[str]) -> dict[str, float]:
             continue  # a surplus node waits until the job ends, as by default
         found["last_call" if key.startswith("last") else key] = seconds
     return found
+
+
+def _unquoted(text: str) -> str:
+    """A shell that quotes twice, as in a YAML file, leaves quotes around the whole, a key or a value."""
+    text = text.strip()
+    while len(text) > 1 and text[0] in _QUOTES and text[-1] == text[0]:
+        text = text[1:-1].strip()
+    return text
 
 
 def parse_streams(option: str, text: str) -> tuple[int, dict[int, int]]:
@@ -380,8 +391,14 @@ def _limits(parsed: Parsed, environment: Environment, notes: list[str]) -> Limit
     times = parse_rdzv_conf(parsed.text("rdzv_conf"), notes)
     if "last_call" in times:
         times["first_call"] = times["last_call"]
-    if parsed.is_given("monitor_interval") and parsed.number("monitor_interval") <= 0:
-        raise ConfigError(f"--monitor-interval {parsed.text('monitor_interval')}: give a number of seconds above 0.")
+    if not parsed.number("monitor_interval") >= 0:
+        raise ConfigError(
+            f"--monitor-interval {parsed.text('monitor_interval')}: give a number of seconds of at least 0."
+        )
+    if (handler := parsed.text("event_log_handler")) != "null":
+        notes.append(
+            f"--event-log-handler {handler} has no effect here: `dlrover events` shows what happens in the job."
+        )
     try:
         return Limits(min_nodes=min_nodes, max_nodes=max_nodes, node_unit=parsed.integer("node_unit"), **times)
     except ValueError as error:

@@ -38,6 +38,8 @@ def begin(
     incident = Incident(round=first.round, first=first, began_at=course.now, step=first.step, lived=lived)
     incident.reach, incident.num_records = reach, state.data.num_consumed
     incident.is_node_suspect = is_node_suspect
+    world = state.rendezvous.world
+    incident.world_size = world.world_size if world is not None and world.round == first.round else 0
     blame.count(incident, failures, first.node_rank, first.host)
     state.restarts.incident = incident
     course.open_round(StopCause.FAILURE, blame.describe(first), fault=_fault_kind(first), first=first)
@@ -78,7 +80,7 @@ def hear_more(
             message = f"{blame.describe(incident.first)} {state.end_sentence}"
             state.end = replace(state.end, first_failure=incident.first, message=message)
             course.touch_all()
-    elif is_better and not blame.is_secondary(incident.first.failure):
+    elif (is_better and not blame.is_secondary(incident.first.failure)) or _is_mistake_proven(course, incident):
         judge(course, incident)
 
 
@@ -94,6 +96,11 @@ def judge(course: Course, incident: Incident) -> bool:
         return False
     course.say(f"{blame.describe(incident.first)} {decision.sentence}")
     return True
+
+
+def _is_mistake_proven(course: Course, incident: Incident) -> bool:
+    terms = course.state.terms
+    return terms is not None and blame.is_script_mistaken(terms.restarts, course.state.restarts, incident)
 
 
 def _is_node_replaced(course: Course, incident: Incident, decision: blame.Decision) -> bool:

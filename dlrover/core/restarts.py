@@ -17,9 +17,10 @@ from __future__ import annotations
 import hashlib
 import re
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
+from dlrover.core.mistakes import SENTENCE, Alike, is_mistake
 from dlrover.core.reach import NOTHING_TOLD, furthest, is_further, is_start_told
 from dlrover.protocol.messages import (
     DistinctFailure,
@@ -81,6 +82,9 @@ class Incident(Struct):
     """The next round has completed: charged, only the record may still improve."""
     distinct: list[DistinctFailure] = []
     """Each way to fail once, in the order in which they were told. What was stopped by us failed in no way."""
+    world_size: int = 0
+    """Of the round; 0: unknown."""
+    alike: Alike = field(default_factory=Alike)
 
     def master_restarted(self, outage: int) -> None:
         """Reports of it could not arrive meanwhile; they have the rest of their time again."""
@@ -226,6 +230,7 @@ def count(incident: Incident, failures: tuple[WorkerFailure, ...], node_rank: No
         if failure.kind is FailureKind.STOPPED_BY_US:
             continue
         digest = traceback_digest(failure)
+        incident.alike.count(failure, digest)
         for index, known in enumerate(incident.distinct):
             if (known.kind, known.traceback_digest) == (failure.kind, digest):
                 incident.distinct[index] = replace(known, count=known.count + 1)
@@ -270,6 +275,8 @@ def decide(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> Dec
     failure = incident.first.failure
     if failure.kind is FailureKind.BAD_SCRIPT and incident.step is None and restarts.best_step is None:
         return Decision("No restart can help before the script is corrected.", ExitReason.CODE_ERROR)
+    if is_script_mistaken(policy, restarts, incident):
+        return Decision(SENTENCE, ExitReason.CODE_ERROR)
     if failure.stop_line:
         return Decision(
             f"Its log has a line after which the job shall end (--log-patterns): {failure.stop_line[:500]}",
@@ -277,10 +284,10 @@ def decide(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> Dec
         )
     if failure.kind is FailureKind.PORT_TAKEN:
         if restarts.num_ports_taken_before(incident.round) < MAX_PORTS_TAKEN:
-            return Decision("The round is repeated with another port, at no cost.")
+            return Decision("The round is repeated at no cost.")
         return Decision(
-            f"The port was taken {MAX_PORTS_TAKEN + 1} times in a row: free a range of ports for this job on "
-            f"{incident.first.host}.",
+            f"The port was taken {MAX_PORTS_TAKEN + 1} times in a row: free the port of --master-port on {incident.first.host}, or "
+            "without that option a range of ports.",
             ExitReason.WORKER_ERROR,
         )
     if not is_charged(incident):
@@ -288,6 +295,12 @@ def decide(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> Dec
     if policy.max_restarts is not None:
         return _decide_by_number(policy.max_restarts, restarts, incident)
     return _decide_by_progress(policy, restarts, incident)
+
+
+def is_script_mistaken(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> bool:
+    """See `mistakes`."""
+    has_stepped = incident.step is not None or restarts.best_step is not None
+    return not has_stepped and is_mistake(policy, incident.alike, round_=incident.round, world_size=incident.world_size)
 
 
 def calls_for_another_node(incident: Incident, decision: Decision) -> bool:

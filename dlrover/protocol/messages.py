@@ -273,6 +273,10 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     """The line of its log that says the node is broken; empty: none does."""
     stop_line: str = ""
     """The line of its log after which, as the user says, no restart makes sense; empty: there is none."""
+    exceptions: tuple[str, ...] = ()
+    """Names of the types of the uncaught exception, of those that led to it, and of all their bases; empty: not known."""
+    is_before_step: bool = False
+    """The worker is known not to have made a step."""
 
 
 class WorldSpec(Struct, frozen=True, kw_only=True):

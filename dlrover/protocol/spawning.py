@@ -49,7 +49,9 @@ class Prepared(Struct, tag=True, frozen=True, kw_only=True):
     is_warm: bool
     seconds: float
     note: str = ""
-    """Why it is not warm although it should be, for people."""
+    """For people: why it is not warm although it should be, or without some modules."""
+    left_out: tuple[str, ...] = ()
+    """Modules that should have been imported, too, and could not: see the note."""
 
 
 class Forked(Struct, tag=True, frozen=True, kw_only=True):

@@ -44,6 +44,9 @@ _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 _KEPT_CHARACTERS = 8 * 1024
 """Of either end of what an exception says in the error file. Some name every weight of a model, and it stands there twice."""
 
+_MOST_CHAINED = 64
+"""Exceptions that led to one another; loops of a thousand retries chain theirs."""
+
 
 def become(order: ForkWorker, descriptors: Sequence[int], keep: Collection[int], *, is_warm: bool) -> None:
     """
@@ -351,12 +354,30 @@ def write_error_file(error: Exception) -> None:
     if len(said) > 2 * _KEPT_CHARACTERS:
         short = f"{said[:_KEPT_CHARACTERS]} … {said[-_KEPT_CHARACTERS:]}"
         said, stack = short, stack.replace(said, short)
-    details = {"py_callstack": stack, "timestamp": str(int(time.time()))}
+    details: dict[str, object] = {"py_callstack": stack, "timestamp": str(int(time.time()))}
+    details["exceptions"] = exception_types(error)
     data = {"message": {"message": f"{type(error).__name__}: {said}", "extraInfo": details}}
     # A full or vanished directory must not replace the user's error by ours.
     with contextlib.suppress(OSError):
         with open(path, "w") as file:
             json.dump(data, file)
+
+
+def exception_types(error: BaseException) -> list[str]:
+    """Names of all types of the error and of what led to it, bases included: whether it may pass follows from any of them."""
+    names: dict[str, None] = {}
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is None or id(each) in seen or len(seen) >= _MOST_CHAINED:
+            continue
+        seen.add(id(each))
+        names |= dict.fromkeys(kind.__name__ for kind in type(each).__mro__ if kind is not object)
+        left += [each.__cause__, None if each.__suppress_context__ else each.__context__]
+        if isinstance(each, BaseExceptionGroup):
+            left += each.exceptions
+    return list(names)
 
 
 def report_uncaught(error: BaseException) -> None:

@@ -5,7 +5,8 @@ Started by the agent's first lines with one end of a socket pair. It stays singl
 gRPC or an event loop, because whatever it holds every worker inherits. Each worker is forked twice, so that the agent
 (a subreaper) adopts it and can read its exit status, and then waits on a leash until the agent knows of it. A zygote
 that cannot or shall not be warm executes itself anew without the imports and then only forks and executes: one way to
-start any worker.
+start any worker. An import cannot be undone either: where one of the user's modules is unsuitable, the zygote executes itself anew
+without that one and keeps the others warm.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--warm", dest="is_warm", action="store_true")
     parser.add_argument("--preload", default="", help="modules to import beside torch, separated by commas")
     parser.add_argument("--search-path", default="", help="where preloaded modules are looked for first")
-    parser.add_argument("--note", default="", help="why this zygote is not warm")
+    parser.add_argument(
+        "--left-out", default="", help="modules of --preload that a zygote before this one could not import"
+    )
+    parser.add_argument("--note", default="", help="why this zygote is not warm, or has left something out")
     parser.add_argument("--cgroups", default="", help="directory to make cgroups in, for the workers and ourselves")
     parser.add_argument("--room", default="", help="room for the title of the process")
     return parser.parse_args(argv)
@@ -85,6 +89,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 class _CannotWarmError(Exception):
     """Forking from this process would not be safe, or torch is not there."""
+
+
+class _CannotPreloadError(_CannotWarmError):
+    """Only because of one of the user's modules."""
+
+    def __init__(self, module: str, why: str) -> None:
+        super().__init__(f"--preload {module} {why}")
+        self.module = module
 
 
 @dataclass
@@ -172,12 +184,18 @@ class _Zygote:
                 obstacle = error
             moved()
             if obstacle is not None:
-                self._restart_cold(str(obstacle))
+                self._restart(obstacle)
             self._library_descriptors = frozenset(worker.open_descriptors() - known)
             gc.freeze()
         else:
             self._enter_new_cgroup(os.getpid())
-        self._reply(Prepared(is_warm=self._is_warm, seconds=time.monotonic() - started_at, note=self._arguments.note))
+        prepared = Prepared(
+            is_warm=self._is_warm,
+            seconds=time.monotonic() - started_at,
+            note=self._arguments.note,
+            left_out=tuple(_split(self._arguments.left_out)),
+        )
+        self._reply(prepared)
 
     def _begin_to_enter_cgroup(self) -> Callable[[], object]:
         """While we import: the kernel lets a process wait for it. Not by a thread, which a fork would lose; call the result."""
@@ -226,16 +244,18 @@ class _Zygote:
             print(f"dlrover: torch._dynamo is not preloaded ({type(error).__name__}: {error})", file=sys.stderr)
         for name in ("progress_hooks", "flight_recorder"):  # what every worker installs
             importlib.import_module(f"dlrover.trainer.torch.{name}")
-        _check_forkable("torch")
+        if obstacle := _obstacle_to_forks():
+            raise _CannotWarmError(f"torch {obstacle}")
         search_path = self._arguments.search_path
         if search_path:
             sys.path.insert(0, search_path)
-        for name in filter(None, self._arguments.preload.split(",")):
+        for name in _split(self._arguments.preload):
             try:
                 importlib.import_module(name)
             except (Exception, SystemExit) as error:
-                raise _CannotWarmError(f"--preload {name} failed ({type(error).__name__}: {error})") from error
-            _check_forkable(f"--preload {name}")
+                raise _CannotPreloadError(name, f"failed ({type(error).__name__}: {error})") from error
+            if obstacle := _obstacle_to_forks():
+                raise _CannotPreloadError(name, obstacle)
         if search_path:
             sys.path.remove(search_path)
 
@@ -252,13 +272,18 @@ class _Zygote:
                 )
             gc.freeze()
 
-    def _restart_cold(self, note: str) -> None:
-        """A clean process without the imports; requests that wait in the socket stay there."""
+    def _restart(self, obstacle: _CannotWarmError) -> None:
+        """A clean process without what stands in the way; requests that wait in the socket stay there."""
         os.set_inheritable(self._socket.fileno(), True)
-        arguments = [
-            "--fd", str(self._socket.fileno()), "--agent-pid", str(self._arguments.agent_pid), "--note", note,
-            "--cgroups", self._arguments.cgroups, "--room", self._arguments.room,
-        ]  # fmt: skip
+        given = self._arguments
+        arguments = ["--fd", str(self._socket.fileno()), "--agent-pid", str(given.agent_pid)]
+        if isinstance(obstacle, _CannotPreloadError):
+            kept = [name for name in _split(given.preload) if name != obstacle.module]
+            left_out = [*_split(given.left_out), obstacle.module]
+            arguments += ["--warm", "--preload", ",".join(kept), "--search-path", given.search_path]
+            arguments += ["--left-out", ",".join(left_out)]
+        note = f"{given.note}; {obstacle}" if given.note else str(obstacle)
+        arguments += ["--note", note, "--cgroups", given.cgroups, "--room", given.room]
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:4], *arguments])
 
     def _receive(self) -> list[tuple[ToZygote, list[int]]] | None:
@@ -413,15 +438,19 @@ def _is_read_at_import(name: bytes) -> bool:
     return text.startswith(_READ_AT_IMPORT) and not text.startswith(_READ_LATER)
 
 
-def _check_forkable(culprit: str) -> None:
+def _split(names: str) -> list[str]:
+    return [name for name in names.split(",") if name]
+
+
+def _obstacle_to_forks() -> str:
+    """What the newest import did after which this process must not be forked; empty: nothing."""
     num_threads = len(os.listdir("/proc/self/task"))
     if num_threads > 1:
-        raise _CannotWarmError(
-            f"{culprit} started {num_threads - 1} thread(s) when imported; a fork would lose them and keep their locks"
-        )
+        return f"started {num_threads - 1} thread(s) when imported; a fork would lose them and keep their locks"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        raise _CannotWarmError(f"{culprit} initialised CUDA when imported; a forked worker could not use the device")
+        return "initialised CUDA when imported; a forked worker could not use the device"
+    return ""
 
 
 def _count_devices(request: CountDevices) -> Counted:

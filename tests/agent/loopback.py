@@ -375,12 +375,14 @@ class StandInGroup:
     def __init__(self, world: WorldSpec, news: News) -> None:
         self.world = world
         self.step: int | None = None
+        self.may_be_mistaken = False
         self.lived = 1.0
         self.reach = Reach()
         self.is_started = False
         self.is_start_cancelled = False
         self.is_stopped = False
         self.num_kills = 0
+        self.num_waits_alike = 0
         self.offer: PortOffer | None = None
         self.stops: list[tuple[StopCause, int]] = []
         self.may_start = asyncio.Event()
@@ -420,6 +422,9 @@ class StandInGroup:
 
     async def wait(self) -> Finished | Failed:
         return await self._outcome
+
+    async def await_alike(self) -> None:
+        self.num_waits_alike += 1
 
     async def stop(self, cause: StopCause, with_signal: int) -> tuple[WorkerFailure, ...]:
         self.stops.append((cause, with_signal))

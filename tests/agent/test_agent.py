@@ -253,6 +253,24 @@ async def test_the_end_comes_during_a_start(stage):
     assert group.is_stopped
 
 
+async def test_a_mistake_that_comes_to_light_while_workers_stop_is_told_before_the_next_round_is_joined(stage):
+    alike = {"traceback": "boom", "exceptions": ("ValueError", "Exception"), "is_before_step": True}
+    life = stage.begin()
+    group = await life.workers.running(1)
+    group.may_be_mistaken = True
+    group.late = (a_failure(global_rank=1, local_rank=1, **alike),)
+    group.may_stop.clear()
+    group.fail(a_failure(**alike))
+    await stage.until(lambda: stage.master.heard_of(ReportFailure))
+    await life.looks()
+    assert len(stage.offers()) == 1, "it has joined only the first round"
+    group.may_stop.set()
+    result = await life.result()
+    assert group.num_waits_alike == 1
+    assert result.exit_code == EXIT_FAILED
+    assert "All ranks failed with the same exception before the first step" in result.message
+
+
 # Ports.
 
 
@@ -306,6 +324,23 @@ async def test_the_one_host_port_is_waited_for_while_workers_stop(stage):
     first.may_stop.set()
     second = await life.workers.running(2)
     assert second.world.coordinator == first.world.coordinator
+
+
+async def test_nodes_of_one_host_meet_again_and_again_at_the_port_of_the_user_and_only_when_all_workers_have_stopped(
+    stage,
+):
+    [port] = free_ports(1)
+    lives = [stage.begin(launch, nodes=2, coordinator_port=port) for launch in "ab"]
+    groups = [await life.workers.running(1) for life in lives]
+    groups[0].may_stop.clear()
+    groups[1].fail()
+    await stage.until(lambda: len(stage.offers()) == 3)  # the node whose workers are gone has come back
+    await lives[0].looks()
+    assert len(stage.offers()) == 3, "a worker of the last round could still meet those of the next"
+    groups[0].may_stop.set()
+    later = [await life.workers.running(2) for life in lives]
+    assert {group.world.coordinator for group in (*groups, *later)} == {f"127.0.0.1:{port}"}
+    assert not stage.master.refused
 
 
 async def test_a_host_port_that_a_stranger_holds_ends_the_node(stage):

@@ -67,6 +67,27 @@ def test_kinds_by_the_exception(last_line: str, expected: FailureKind) -> None:
     assert failure.traceback.endswith(f"{last_line}\n")
 
 
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["KeyError: 'lr'"], ("KeyError", "LookupError", "Exception", "BaseException", "object")),
+        (["FileNotFoundError: [Errno 2]"], ("FileNotFoundError", "OSError", "Exception", "BaseException", "object")),
+        (["torch.distributed.DistNetworkError: no"], ("DistNetworkError",)),
+        (["my.package.Failure: no"], ()),
+        (["KeyError: 'lr'", "my.Failure"], ()),
+        (["OSError: no", "ValueError"], ("OSError", "Exception", "BaseException", "ValueError")),
+    ],
+)
+def test_what_a_traceback_tells_of_the_types(lines: list[str], expected: tuple[str, ...]) -> None:
+    """Of one that our own worker entry did not write: torch's `@record`, or a program."""
+    between = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    text = between.join(
+        f'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n{line}' for line in lines
+    )
+    failure = describe_failure(evidence(exit_code=1, log_tail=text + "\n"))
+    assert failure.exceptions == tuple(name for name in expected if name != "object")
+
+
 PORT = "torch.distributed.DistNetworkError: The server socket has failed to listen. code: -98, name: EADDRINUSE"
 
 

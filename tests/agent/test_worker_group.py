@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 
 from dlrover.agent import worker_group
-from dlrover.agent.config import EntryKind, LogConfig
+from dlrover.agent.config import EntryKind, LogConfig, WatchConfig
 from dlrover.agent.devices import resolve_local_world_size
 from dlrover.agent.output import WorkerFiles
 from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.spawner import Spawner, StartFailed
+from dlrover.agent.watch import Watch
 from dlrover.agent.worker_group import HEAD_START, Failed, Finished, PortOffer, split_address, worker_environment
+from dlrover.core.mistakes import may_be_mistake
+from dlrover.core.restarts import traceback_digest
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import FailureKind, JobTerms, RestartPolicy, StopCause
 from tests.agent.lab import DEADLINE, group_of, is_gone, make_config, make_world, until, write
@@ -111,6 +114,61 @@ async def test_the_first_failure_is_told_at_once_and_the_rest_stopped(
         assert time.monotonic() - began_at < 20, "less than at the end of a job"
         sleepers = [int(path.read_text() or 0) for path in notes]
         assert all(is_gone(pid) for pid in (*group.pids, *filter(None, sleepers)))
+
+
+MISTAKEN = """
+    import os, sys, time
+    from dlrover.trainer import report
+
+    if "stepped" in sys.argv:
+        report(1)
+    while os.environ["RANK"] == "1" and not os.path.exists("go"):
+        time.sleep(0.01)
+    raise LookupError("no such model")
+    """
+
+
+async def test_workers_that_are_about_to_make_the_same_mistake_may_do_so_before_they_are_stopped(
+    spawner: Spawner, tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = make_config(tmp_path / "rt", write(tmp_path / "train.py", MISTAKEN), terms=JobTerms())
+    watch = Watch(config.watch)
+    async with group_of(spawner, tree, config, watch=watch, alike_patience=DEADLINE) as group:
+        outcome = await wait(group)
+        assert isinstance(outcome, Failed)
+        assert group.may_be_mistaken
+        waiting = asyncio.create_task(group.await_alike())
+        (tmp_path / "go").touch()
+        await waiting
+        failures = (*outcome.failures, *await group.stop(StopCause.FAILURE))
+        assert sorted(failure.global_rank for failure in failures) == [0, 1]
+        assert {traceback_digest(failure) for failure in failures} == {traceback_digest(failures[0])}
+        assert all(map(may_be_mistake, failures))
+        assert failures[0].exceptions == ("LookupError", "Exception", "BaseException")
+
+
+@pytest.mark.parametrize(
+    ("args", "changes", "world"),
+    [
+        (["stepped"], {}, {}),
+        ([], {}, {"round": 2}),
+        ([], {"terms": JobTerms(restarts=RestartPolicy(max_restarts=1))}, {}),
+        ([], {"watch": WatchConfig(has_hooks=False)}, {}),
+    ],
+    ids=["after a step", "in a later life", "restarts are asked for", "nobody counts steps"],
+)
+async def test_otherwise_a_failure_is_not_taken_for_a_mistake(
+    spawner: Spawner, tree: ProcessTree, tmp_path: Path, args: list[str], changes: dict[str, object],
+    world: dict[str, int], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    changes = {"terms": JobTerms(), **changes}
+    config = make_config(tmp_path / "rt", write(tmp_path / "train.py", MISTAKEN), *args, **changes)
+    watch = Watch(config.watch)
+    async with group_of(spawner, tree, config, make_world(2, **world), watch=watch) as group:
+        assert isinstance(await wait(group), Failed)
+        assert not group.may_be_mistaken
 
 
 async def test_deaths_at_the_same_time_are_reported_together_earliest_first(

@@ -11,7 +11,17 @@ import pytest
 
 from dlrover.cli import discovery
 from dlrover.cli.command_line import parse
-from dlrover.cli.discovery import MasterPlace, Seat, SeatTaken, find_master, find_token, name_job, own_host
+from dlrover.cli.discovery import (
+    MasterPlace,
+    Seat,
+    SeatTaken,
+    coordinator_port,
+    find_master,
+    find_token,
+    hold_coordinator_port,
+    name_job,
+    own_host,
+)
 from dlrover.cli.environment import Environment, read_environment
 from dlrover.cli.runtime_dir import NodeDirectory, user_root
 from dlrover.cli.settings import Settings, build_settings
@@ -57,8 +67,10 @@ def test_the_order_of_sources() -> None:
     everything = ["--rdzv-endpoint", f"{ELSEWHERE}:2", "--master-addr", ELSEWHERE, "--master-port", "3", "--nnodes=2"]
     assert find(settings_of(*everything, DLROVER_MASTER_ADDR=f"{ELSEWHERE}:1")).address == Address(ELSEWHERE, 1)
     assert find(settings_of(*everything)).address == Address(ELSEWHERE, 2)
-    assert find(settings_of(*everything[2:])).address == Address(ELSEWHERE, 3)
-    assert find(settings_of(*everything[2:], RDZV_ENDPOINT=f"{ELSEWHERE}:4")).address == Address(ELSEWHERE, 3)
+    assert find(settings_of(*everything[2:])).address == Address(ELSEWHERE, 4)
+    assert find(settings_of(*everything[2:], DLROVER_MASTER_PORT="9")).address == Address(ELSEWHERE, 9)
+    assert find(settings_of(*everything, DLROVER_MASTER_PORT="9")).address == Address(ELSEWHERE, 2)
+    assert find(settings_of(*everything[2:], RDZV_ENDPOINT=f"{ELSEWHERE}:5")).address == Address(ELSEWHERE, 4)
     assert find(settings_of("--nnodes=2", RDZV_ENDPOINT=f"{ELSEWHERE}:4")).address == Address(ELSEWHERE, 4)
     assert find(settings_of("--nnodes=2", RDZV_ENDPOINT=ELSEWHERE)).address.port == 29400
     assert find(settings_of(RDZV_ENDPOINT=ELSEWHERE)).address.host == "127.0.0.1", "alone, there is nobody to meet"
@@ -66,7 +78,51 @@ def test_the_order_of_sources() -> None:
 
 def test_ports_that_are_not_given_are_torchruns() -> None:
     assert find(settings_of("--rdzv-endpoint", ELSEWHERE, "--nnodes=2")).address.port == 29400
-    assert find(settings_of("--master-addr", ELSEWHERE, "--nnodes=2")).address.port == 29500
+    static = settings_of("--master-addr", ELSEWHERE, "--nnodes=2")
+    assert (coordinator_port(static), find(static).address.port) == (29500, 29501)
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "port"),
+    [
+        (["--master-port", "4711"], {}, 4711),
+        (["--master-port", "4711", "--nnodes", "2"], {}, 4711),
+        (["--master-port", "4711", "--rdzv-endpoint", f"{ELSEWHERE}:1"], {}, 0),
+        (["--master-port", "4711", "--standalone"], {}, 0),
+        (["--master-port", "0"], {}, 0),
+        ([], {}, 0),
+        (["--master-port", "4711"], {"DLROVER_MASTER_ADDR": f"{ELSEWHERE}:1"}, 4711),
+        (["--master-port", "4711"], {"DLROVER_MASTER_ADDR": f"{ELSEWHERE}:4711"}, 0),
+        (["--nnodes", "2"], {"DLROVER_MASTER_ADDR": f"{ELSEWHERE}:1"}, 0),
+    ],
+)
+def test_the_port_of_torchruns_static_rendezvous_belongs_to_the_script(
+    argv: list[str], environ: dict[str, str], port: int
+) -> None:
+    assert coordinator_port(settings_of(*argv, **environ)) == port
+
+
+def test_a_node_alone_leaves_the_ports_beside_its_own_to_other_jobs(reserved_port: int) -> None:
+    place, seat = find_master(settings_of("--master-port", str(reserved_port)))
+    assert seat is not None
+    assert place.is_port_free_choice
+    assert place.address.port not in (reserved_port, reserved_port + 1)
+    seat.close()
+    named = find(settings_of("--master-port", "4711", DLROVER_MASTER_PORT=str(reserved_port)))
+    assert named.address == Address("127.0.0.1", reserved_port)
+
+
+def test_the_port_of_the_script_is_kept_for_it_by_the_host_of_the_master(reserved_port: int) -> None:
+    settings = settings_of("--master-port", str(reserved_port))
+    held = hold_coordinator_port(settings, find(settings))
+    assert held is not None
+    with socket.create_server(("127.0.0.1", reserved_port)):  # the script's store
+        pass
+    with pytest.raises(ConfigError, match=f"--master-port {reserved_port}: .*another launcher"):
+        hold_coordinator_port(settings, find(settings))
+    held.close()
+    elsewhere = MasterPlace(address=Address(ELSEWHERE, 1), is_ours=False)
+    assert hold_coordinator_port(settings, elsewhere) is None
 
 
 def test_an_address_elsewhere_is_not_ours_to_host() -> None:
@@ -103,13 +159,38 @@ def test_a_named_seat_is_claimed_even_while_nobody_listens(reserved_port: int) -
     Seat("127.0.0.1", reserved_port).close()
 
 
-@pytest.mark.parametrize("nnodes", ["1", "2"])
-def test_a_port_that_another_program_uses_is_refused(
-    listener: int, nnodes: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("argv", "environ", "source"),
+    [
+        (["--master-port", "{below}", "--nnodes", "2"], {}, "--master-port {below}, "),
+        (["--nnodes", "1:2"], {"DLROVER_MASTER_PORT": "{taken}"}, "DLROVER_MASTER_PORT={taken}: "),
+        (["--nnodes", "1"], {"DLROVER_MASTER_PORT": "{taken}"}, "DLROVER_MASTER_PORT={taken}: "),
+    ],
+)
+def test_a_port_that_another_program_uses_is_refused_and_the_variable_named(
+    listener: int, argv: list[str], environ: dict[str, str], source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery, "PROBE_TIMEOUT", 0.2)
-    with pytest.raises(ConfigError, match=str(listener)):
-        find_master(settings_of("--master-port", str(listener), "--nnodes", nnodes))
+    ports = {"below": listener - 1, "taken": listener}
+    argv = [word.format(**ports) for word in argv]
+    environ = {name: value.format(**ports) for name, value in environ.items()}
+    with pytest.raises(ConfigError) as raised:
+        find_master(settings_of(*argv, **environ))
+    assert str(raised.value).startswith(source.format(**ports))
+    assert "set DLROVER_MASTER_PORT to a free port, the same on all nodes" in str(raised.value)
+
+
+def test_the_port_of_the_script_must_be_free(listener: int) -> None:
+    settings = settings_of("--master-port", str(listener))
+    with pytest.raises(ConfigError, match=f"--master-port {listener}: the workers cannot meet"):
+        hold_coordinator_port(settings, find(settings))
+
+
+def test_no_port_is_above_the_last() -> None:
+    with pytest.raises(ConfigError, match="DLROVER_MASTER_PORT"):
+        find_master(settings_of("--master-port", "65535", "--nnodes", "2"))
+    with pytest.raises(ConfigError, match="DLROVER_MASTER_PORT=70000"):
+        settings_of(DLROVER_MASTER_PORT="70000")
 
 
 def test_port_zero_needs_a_job_on_its_own() -> None:

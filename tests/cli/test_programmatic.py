@@ -34,7 +34,7 @@ from tests.cli.conftest import DEADLINE
     ("config", "entrypoint"),
     [
         (ElasticLaunchConfig(min_nodes=3, max_nodes=2), print),
-        (ElasticLaunchConfig(rdzv_configs={"join_timout": 3}), print),
+        (ElasticLaunchConfig(rdzv_configs={"join_timeout": "soon"}), print),
         (ElasticLaunchConfig(signals_to_handle="SIGNO"), print),
         (ElasticLaunchConfig(), "no-such-program"),
         (ElasticLaunchConfig(), None),

@@ -131,6 +131,46 @@ def test_the_last_call_of_rdzv_conf_holds_for_the_first_round_too(script: str) -
 
 
 @pytest.mark.parametrize(
+    "conf",
+    [
+        "join_timeout='900',last_call_timeout=\"7\"",
+        "'join_timeout=900, last_call_timeout=7'",
+        "\"join_timeout\"=900,last_call_timeout= '7' ",
+    ],
+)
+def test_quotes_in_rdzv_conf_do_not_count(script: str, conf: str) -> None:
+    limits = settings_of("--rdzv-conf", conf, script).terms.limits
+    assert (limits.join_timeout, limits.last_call) == (900, 7)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--rdzv-conf=timeout=1", "--rdzv-conf=is_host=true", "--rdzv-conf=etcd_prefix=/x,protocol='https'", "--rdzv-conf= a = 1 ",
+        "--rdzv-conf=join_timout=1", "--rdzv-conf=a=b=c", "--event-log-handler=console",
+        "--event-log-handler=dynamic_rendezvous",
+    ],
+)  # fmt: skip
+def test_what_torchrun_accepts_and_has_no_effect_here_leaves_a_note(script: str, option: str) -> None:
+    torch_run = pytest.importorskip("torch.distributed.run")
+    torch_run.config_from_args(torch_run.parse_args([option, script]))
+    _, settings = read_settings([option, script], {})
+    assert settings.notes
+    assert all("has no effect" in note for note in settings.notes)
+    if "timout" in option:
+        assert "Did you mean join_timeout" in settings.notes[0]
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("option", ["--logs-specs=default", "--monitor-interval=0", "--rdzv-conf="])
+def test_what_torchrun_accepts_and_asks_for_nothing_is_accepted_in_silence(script: str, option: str) -> None:
+    torch_run = pytest.importorskip("torch.distributed.run")
+    torch_run.config_from_args(torch_run.parse_args([option, script]))
+    assert not read_settings([option, script], {})[1].notes
+
+
+@pytest.mark.parametrize(
     ("option", "kind"),
     [("--module", EntryKind.MODULE), ("-m", EntryKind.MODULE), ("--run-path", EntryKind.RUN_PATH)],
 )
@@ -238,7 +278,7 @@ BAD = [
     (["--nproc-per-node=1.5", "{script}"], {}, "--nproc-per-node 1.5"),
     (["--max-restarts=-1", "{script}"], {}, "--max-restarts -1"),
     (["--standalone", "--nnodes=2", "{script}"], {}, "--standalone"),
-    (["--rdzv-conf=join_timout=1", "{script}"], {}, "Did you mean join_timeout"),
+    (["--rdzv-conf=a=1,", "{script}"], {}, "KEY=VALUE"),
     (["--rdzv-conf=join_timeout", "{script}"], {}, "KEY=VALUE"),
     (["--rdzv-conf=join_timeout=soon", "{script}"], {}, "number of seconds"),
     (["--rdzv-conf=join_timeout=inf", "{script}"], {}, "finite"),

@@ -43,6 +43,87 @@ def rejoin(scene: Scene) -> None:
             scene.join(name)
 
 
+MISTAKE: dict[str, Any] = {
+    "traceback": TRACEBACK,
+    "exceptions": ("RuntimeError", "Exception", "BaseException"),
+    "is_before_step": True,
+}
+
+
+class TestMistakeInTheScript:
+    """The same exception in all ranks before any step, in the first life: docs/dlrover-run.md."""
+
+    def test_one_report_of_all_ranks_ends_the_job_at_once(self) -> None:
+        scene = Scene(terms(1)).gather("a", procs=2)
+        scene.fail("a", *(failure(at=1, global_rank=rank, **MISTAKE) for rank in (0, 1)), lived=1.0)
+        assert scene.end.reason is ExitReason.CODE_ERROR
+        assert scene.end.num_restarts == 0
+        assert "All ranks failed with the same exception before the first step" in scene.end.message
+
+    def test_the_last_rank_of_the_last_node_completes_the_proof(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b", procs=2)
+        scene.at(1).fail("a", failure(at=1, global_rank=1, **MISTAKE))
+        assert "Restart 1 of at most 3" in scene.verdicts[-1]
+        scene.at(1.1).fail("b", failure(at=1.1, global_rank=2, **MISTAKE), failure(at=1.1, global_rank=3, **MISTAKE))
+        assert scene.job.end is None
+        scene.at(1.2).fail("a", failure(at=0.9, **(MISTAKE | {"traceback": f"[rank0]:{TRACEBACK}"})))
+        assert scene.end.reason is ExitReason.CODE_ERROR
+        assert scene.end.first_failure is not None
+        assert scene.end.first_failure.failure.global_rank == 0
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"traceback": f"{TRACEBACK} elsewhere"},
+            {"kind": PEER_LOST},
+            {"kind": SIGNAL, "signal": 9},
+            {"is_before_step": False},
+            {"exceptions": ()},
+            {"node_error": "Xid 79"},
+            *(
+                {"exceptions": (name, "Exception")}
+                for name in ("OSError", "ConnectionError", "TimeoutError", "DistError", "DistStoreError", "ReadTimeout")
+            ),
+        ],
+        ids=str,
+    )
+    def test_a_rank_that_failed_otherwise_or_of_what_may_pass_is_restarted(self, other: dict[str, Any]) -> None:
+        scene = Scene(terms(1)).gather("a", procs=2)
+        second = failure(other.pop("kind", FailureKind.EXCEPTION), at=1.1, global_rank=1, **(MISTAKE | other))
+        scene.fail("a", failure(at=1, **MISTAKE), second)
+        assert scene.job.end is None
+        rejoin(scene)
+        assert scene.world("a").round == 2
+
+    def test_a_rank_that_was_stopped_has_told_nothing(self) -> None:
+        scene = Scene(terms(2)).gather("a", "b")
+        scene.fail("a", failure(at=1, **MISTAKE))
+        scene.fail("b", failure(FailureKind.STOPPED_BY_US, at=1.1, global_rank=1, **MISTAKE))
+        rejoin(scene)
+        assert scene.world("a").round == 2
+
+    @pytest.mark.parametrize("max_restarts", [1, 3])
+    def test_who_asks_for_restarts_gets_them(self, max_restarts: int) -> None:
+        scene = Scene(given(max_restarts, min_nodes=1)).gather("a")
+        scene.fail("a", failure(at=1, **MISTAKE))
+        rejoin(scene)
+        assert scene.world("a").round == 2
+
+    def test_a_step_shows_that_the_script_is_sound(self) -> None:
+        scene = Scene(terms(1)).gather("a")
+        scene.fail("a", failure(at=1, **MISTAKE), step=3)
+        rejoin(scene)
+        assert scene.world("a").round == 2
+
+    def test_later_lives_have_the_usual_rules(self) -> None:
+        scene = Scene(terms(1)).gather("a")
+        scene.fail("a", failure(SIGNAL, at=1, signal=9))
+        rejoin(scene)
+        scene.fail("a", failure(at=2, **MISTAKE))
+        rejoin(scene)
+        assert scene.world("a").round == 3
+
+
 class TestGivenNumber:
     def test_it_is_counted_on_the_node_of_the_first_failure(self) -> None:
         """Failovers decrease only on that node."""

@@ -7,6 +7,7 @@ rewrites what came out; the difference is reviewed like any other.
     limits min=2 max=3 last_call=30      terms of the job (also restarts=N standby=N)
     attach a b rank=0 procs=2            agents present themselves
     join a b | fail a kind=signal | finish a | leave a reason=preempted
+    fail a exceptions=NameError rank=0 ranks=2     an exception in two ranks, before any step
     break a | silent a | restart-agent a | restart-master | stop
     scale min=2 max=4 | block a lease=60 | unblock a
     tick                                 deadlines that have passed have their effect
@@ -102,12 +103,16 @@ def _act(scene: Scene, verb: str, name: str, options: dict[str, str]) -> None:
             scene.join(name, round_=numbers.get("round"), offer=options.get("offer"))
         case "fail":
             kind = FailureKind(options.get("kind", "exception"))
-            details = {name: numbers[name] for name in ("signal", "exit_code") if name in numbers}
+            details: dict[str, Any] = {name: numbers[name] for name in ("signal", "exit_code") if name in numbers}
             exited = float(options.get("exited", scene.now / 1e6))
             message = "" if kind is FailureKind.SIGNAL else options.get("message", "boom")
             rank = numbers.get("rank", 0)
-            died = failure(kind, at=exited, global_rank=rank, message=message, **details)
-            scene.fail(name, died, round_=numbers.get("round"), step=numbers.get("step"))
+            if "exceptions" in options:
+                exceptions = (*options["exceptions"].split(","), "Exception")
+                details |= {"traceback": message, "exceptions": exceptions, "is_before_step": "step" not in numbers}
+            ranks = range(rank, rank + numbers.get("ranks", 1))
+            died = (failure(kind, at=exited, global_rank=each, message=message, **details) for each in ranks)
+            scene.fail(name, *died, round_=numbers.get("round"), step=numbers.get("step"))
         case "finish":
             scene.finish(name)
         case "leave":

@@ -14,13 +14,13 @@ OK = f"{SCRIPTS}/dump_env.py"
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
-        (["--nproc-per-nod=2", OK, "."], 2, "--nproc-per-node"),
+        (["--nproc-per-mode=2", OK, "."], 2, "--nproc-per-node"),
         (["--nnodes=3:2", OK, "."], 2, "MIN"),
         (["--nnodes=0", OK, "."], 2, "--nnodes"),
         (["--nnodes=two", OK, "."], 2, "--nnodes"),
         (["--nproc-per-node=0", OK, "."], 2, "--nproc-per-node"),
         (["no-such-script.py"], 2, "no-such-script.py"),
-        (["--rdzv-conf=join_timout=3", OK, "."], 2, "join_timeout"),
+        (["--rdzv-conf=join_timeout=soon", OK, "."], 2, "join_timeout"),
         (["--max-restarts=many", OK, "."], 2, "--max-restarts"),
         (["--log-dir=/proc/nowhere", "--redirects=3", OK, "."], 2, "/proc/nowhere"),
         (["--no-python", "./no-such-program"], 2, "no-such-program"),
@@ -72,3 +72,20 @@ def test_a_syntax_error_ends_the_job_at_once(jobs, tmp_path):
     assert job.process.returncode == 1
     assert "SyntaxError" in job.err
     assert job.err.count("failed") < 6, "no restart can help"
+
+
+def test_a_mistake_in_the_script_ends_the_job_at_once(jobs, tmp_path):
+    """The same exception in all ranks before any step: not tried again."""
+    script = tmp_path / "mistaken.py"
+    script.write_text(
+        "import os, pathlib, time\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        'pathlib.Path(f\'ran-{os.environ["RANK"]}-{os.environ["TORCHELASTIC_RESTART_COUNT"]}\').touch()\n'
+        "dist.barrier()\n"
+        "undefined_name\n"
+    )
+    job = jobs.run("--nproc-per-node=2", script)
+    assert job.process.returncode == 1
+    assert "All ranks failed with the same exception before the first step" in job.err
+    assert {path.name for path in tmp_path.glob("ran-*")} == {"ran-0-0", "ran-1-0"}

@@ -318,3 +318,25 @@ def test_two_static_nodes_by_rank(jobs, tmp_path, reserved_port):
         ("0", "0", "2", "1"),
         ("1", "1", "2", "1"),
     ]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_script_that_names_the_master_port_itself_survives_a_kill(jobs, tmp_path, reserved_port, num_nodes):
+    """The port belongs to the script, in every life."""
+    args = [f"--nnodes={num_nodes}", f"--nproc-per-node={2 // num_nodes}", "--master-addr=127.0.0.1"]
+    args += [f"--master-port={reserved_port}"]
+    script = [SCRIPTS / "steps.py", tmp_path, f"tcp://127.0.0.1:{reserved_port}"]
+    nodes = [jobs.start("dlrover-run", *args, f"--node-rank={rank}", *script) for rank in range(num_nodes)]
+
+    def steps(life: int) -> bool:
+        found = files(tmp_path, "steps-*")
+        return len(found) == 2 and all(text.splitlines()[-1].startswith(f"{life} ") for text in found.values())
+
+    told = lambda: "\n".join(node.err for node in nodes)  # noqa: E731
+    wait_until(lambda: steps(0), explain=told)
+    os.kill(int((tmp_path / "pid-0").read_text().split()[0]), signal.SIGKILL)  # the store lives there
+    wait_until(lambda: steps(1), explain=told)
+    (tmp_path / "stop").touch()
+    for node in nodes:
+        assert node.wait() == 0, node.err
+    assert "EADDRINUSE" not in told()

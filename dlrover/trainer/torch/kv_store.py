@@ -10,6 +10,7 @@ Waiting happens on the master, which answers the moment the last key is there; n
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -100,14 +101,20 @@ class MasterKVStore(Store):  # type: ignore[misc]  # torch is not typed for us
         return self.multi_get([key])[0]
 
     def add(self, key: str, amount: int) -> int:
-        return _number(self._ask(KvAdd(key=self._key(key), amount=int(amount), round=self._round)))
+        number = operator.index(amount)  # a TypeError for what is no integer, as torch's
+        if not -(1 << 63) <= number < 1 << 63:
+            raise TypeError(f"an amount must be an integer of 64 bits (got {number})")
+        return _number(self._ask(KvAdd(key=self._key(key), amount=number, round=self._round)))
 
     def check(self, keys: Sequence[str]) -> bool:
         return _flag(self._ask(KvCheck(keys=self._keys(keys), round=self._round)))
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+    def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
         names = self._keys(keys)
-        seconds = (self.timeout if timeout is None else timeout).total_seconds()
+        timeout = self.timeout if timeout is None else timeout
+        if not isinstance(timeout, timedelta | float):
+            raise TypeError(f"a timeout must be a timedelta or a float of seconds, not {type(timeout).__name__}")
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self._wait(lambda wait: KvWait(keys=names, wait=wait, round=self._round), seconds)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
@@ -140,11 +147,15 @@ class MasterKVStore(Store):  # type: ignore[misc]  # torch is not typed for us
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """At once, but for more than 2 MiB, which take several messages."""
         names = self._keys(keys)
-        if len(values) < len(names):
-            raise IndexError(f"multi_set of {len(names)} keys with {len(values)} values")
+        if isinstance(values, str | bytes):
+            raise TypeError(f"give a list of values, not one {type(values).__name__}")
+        if len(values) != len(names):
+            raise DistStoreError(
+                f"multi_set needs as many values as keys (got {len(names)} keys and {len(values)} values)"
+            )
         chunk: dict[str, bytes] = {}
         size_bytes = 0
-        for name, value in zip(names, map(_bytes, values), strict=False):
+        for name, value in zip(names, map(_bytes, values), strict=True):
             weight = len(name.encode()) + len(value) + _HEADER_BYTES
             if chunk and size_bytes + weight > _CHUNK_BYTES:
                 self._ask(KvSet(items=chunk, round=self._round))
@@ -162,6 +173,8 @@ class MasterKVStore(Store):  # type: ignore[misc]  # torch is not typed for us
         self._ask(KvPush(key=self._key(key), value=_bytes(value), round=self._round))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
+        if not isinstance(block, bool):
+            raise TypeError(f"block must be a bool, not {type(block).__name__}")
         name = self._key(key)
         end_at = time.monotonic() + self.timeout.total_seconds()
         while True:
@@ -194,14 +207,16 @@ class MasterKVStore(Store):  # type: ignore[misc]  # torch is not typed for us
     def _patience(self) -> float:
         return max(float(self.timeout.total_seconds()), _PATIENCE)
 
-    def _key(self, key: str) -> str:
+    def _key(self, key: str | bytes) -> str:
+        if isinstance(key, bytes):
+            key = key.decode()
         if not isinstance(key, str):
             raise TypeError(f"a key must be a str, not {type(key).__name__}")
         return self._prefix + key
 
     def _keys(self, keys: Sequence[str]) -> tuple[str, ...]:
-        if isinstance(keys, str):
-            raise TypeError("give a list of keys, not one str")
+        if isinstance(keys, str | bytes | dict):
+            raise TypeError(f"give a list of keys, not one {type(keys).__name__}")
         return tuple(map(self._key, keys))
 
     def _get(self, names: tuple[str, ...], end_at: float) -> list[bytes]:

@@ -11,7 +11,11 @@ from torch.utils.data import DataLoader
 
 folder = Path(sys.argv[1])
 rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-dist.init_process_group("gloo")
+meeting = next((word for word in sys.argv if word.startswith("tcp://")), None)
+if meeting is None:
+    dist.init_process_group("gloo")
+else:
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
 if "grandchildren" in sys.argv:
     subprocess.Popen(["sleep", "300"])
     subprocess.Popen(["setsid", "sleep", "300"])
