@@ -95,6 +95,8 @@ class Seat:
             pid=self.pid,
             step=told_step if reading.step is None else reading.step,
             num_steps=reading.num_steps,
+            num_plain_steps=reading.num_plain_steps,
+            plain_seconds=reading.plain_ns / 1e9,
             phase=reading.phase,
             phase_seconds=reading.seconds_in_phase(now_ns),
             seconds={phase: ns / 1e9 for phase, ns in reading.phase_ns.items() if ns},

@@ -43,6 +43,8 @@ HAS_RECORDER = 76
 """A word: the worker answers when it is asked for torch's record of collectives."""
 HAS_HOOKS = 77
 """A word: torch is here and hooked, so that the page tells when the start is over."""
+NUM_PLAIN_STEPS, PLAIN_NS = 78, 79
+"""Words: steps in which nothing was saved or evaluated, and the computing time of these (`Reading.plain_ns`)."""
 METRIC_NAMES = (1024, 40)
 METRIC_VALUES = 2560
 """Doubles."""
@@ -66,6 +68,10 @@ class Reading(NamedTuple):
     is_step_named: bool
     """The script said the number of the step, or it was counted from what a checkpoint said; else from the beginning of the process."""
     num_steps: int
+    num_plain_steps: int
+    """In which nothing was saved or evaluated."""
+    plain_ns: int
+    """In forward and optimizer, during these: what a rank computes in a usual step."""
     step_seconds: float
     num_changes: int
     """Grows with every change of phase: whoever sees another number has seen progress."""
@@ -148,6 +154,8 @@ def decode(copy: bytes, now_ns: int) -> Reading:
         step=None if words[STEP] == NO_STEP else words[STEP],
         is_step_named=words[STEP_SOURCE] in (TOLD, REPORTED),
         num_steps=max(0, words[NUM_STEPS]),
+        num_plain_steps=max(0, words[NUM_PLAIN_STEPS]),
+        plain_ns=max(0, words[PLAIN_NS]),
         step_seconds=max(0, words[STEP_NS]) / 1e9,
         num_changes=words[NUM_CHANGES],
         phase_ns=phase_ns,

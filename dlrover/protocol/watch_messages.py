@@ -81,6 +81,10 @@ class WorkerProgress(Struct, frozen=True, kw_only=True):
     step: int | None = None
     num_steps: int = 0
     """Steps done since the worker started; 0 where only the step itself is known. With it, steps that are done again can be told from new ones."""
+    num_plain_steps: int = 0
+    """Of these, the ones in which nothing was saved or evaluated; 0 where nobody tells them apart."""
+    plain_seconds: float = 0.0
+    """Computing time in the plain steps."""
     phase: Phase = Phase.START
     phase_seconds: float = 0.0
     """How long it has been in this phase."""
@@ -349,6 +353,8 @@ class FaultClass(enum.StrEnum):
     """A rank went past a collective the others are in."""
     MISMATCHED_COLLECTIVE = "mismatched-collective"
     """Ranks are in different operations or shapes."""
+    CONCURRENT_COLLECTIVES = "concurrent-collectives"
+    """Two threads of a rank are inside collectives of one process group, whose order then differs between ranks."""
     BUSY = "busy"
     """A rank computes on (an endless loop, the interpreter lock held) while the others wait for it."""
     DATA_STALL = "data-stall"
