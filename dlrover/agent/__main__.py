@@ -158,6 +158,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             exchange=replicas,
             watch=watch,
             failover=Failover.load(config.failover_extension) if config.failover_extension else None,
+            settle_output=output.settle_held,
         )
         socket.relay_to(agent.relay)
         saver.report_to(agent.relay)

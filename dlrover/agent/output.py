@@ -4,6 +4,10 @@ What workers print: to the console, into files, and the last of it kept for the 
 Options, file names and line prefixes are torchrun's. Unlike there a stream that goes to the console and is kept as
 well passes through a pipe of ours instead of a file that is polled. One thread copies all of them, because a console
 that does not take its bytes must block the worker that prints and not the agent's event loop.
+
+A worker that fails because another one is gone writes its traceback before anybody knows that. It therefore writes the last
+of its stderr, from that traceback on, into a pipe of its own (`WorkerFiles.held_path`). Files get it at once; the console gets
+it when the agent says that this worker is the one that failed first, or when nobody has decided within `LONGEST_HELD`.
 """
 
 from __future__ import annotations
@@ -33,6 +37,9 @@ PATIENCE = 1.0
 """Seconds for a console to take what is left: a failure that waits to be reported is worth more than its last lines."""
 _LONGEST = 10.0
 """Seconds in all, for a machine that is too busy to run the thread that copies: the failure is judged by those lines."""
+LONGEST_HELD = 15.0
+"""Seconds for the agent to find out who failed first: longer than the master needs to give up a node that is silent."""
+MAX_HELD_BYTES = 1024 * 1024
 _CHUNK = 65536
 _DEFAULT_PREFIX = "[${role_name}${local_rank}]:"
 
@@ -49,6 +56,9 @@ class WorkerFiles:
     log_file: str = ""
     """Where its stderr goes, or else its stdout; empty if neither has a file."""
     copies: list[_Copy] = field(default_factory=list)
+    held_path: str = ""
+    """Where a worker writes what it says of a lost peer, or of Ctrl-C, instead of its stderr; empty: there."""
+    held_writer: int = -1
 
     def close_descriptors(self) -> None:
         """The worker has its own by now; ours would keep pipes from ever ending."""
@@ -56,21 +66,31 @@ class WorkerFiles:
             os.close(descriptor)
         self.stdin = self.stdout = self.stderr = -1
 
+    def close_held(self) -> None:
+        """It has ended, and opens it no more."""
+        if self.held_writer >= 0:
+            os.close(self.held_writer)
+            self.held_writer = -1
+
     def tail(self) -> str:
         """The last that it printed, errors preferred; empty where it wrote straight to a terminal."""
-        by_stream = {copy.number: bytes(copy.tail) for copy in self.copies}
-        raw = by_stream.get(2) or by_stream.get(1) or b""
+        by_stream = self._kept()
+        raw = by_stream[2] or by_stream[1]
         if not raw and self.log_file:
             raw = _read_tail(self.log_file)
         return raw.decode("utf-8", "replace")
 
+    def _kept(self) -> dict[int, bytes]:
+        """By stream; what was held back comes last."""
+        return {number: b"".join(bytes(copy.tail) for copy in self.copies if copy.number == number) for number in (1, 2)}
+
     def tails(self, max_bytes: int) -> tuple[str, str]:
         """The last of all its streams that can be read, and a note about them, for people who look while it runs."""
         parts = []
-        kept = {copy.number: bytes(copy.tail) for copy in self.copies}
+        kept = self._kept()
         for number, name in ((1, "stdout"), (2, "stderr")):
             path = os.path.join(os.path.dirname(self.log_file), f"{name}.log") if self.log_file else ""
-            raw = kept.get(number) or (_read_tail(path) if path and os.path.exists(path) else b"")
+            raw = kept[number] or (_read_tail(path) if path and os.path.exists(path) else b"")
             if raw:
                 parts.append((name, raw))
         if not parts:
@@ -153,6 +173,10 @@ class WorkerOutput:
         else:
             self.abandon_attempt()
 
+    def settle_held(self, is_shown: Callable[[int], bool]) -> None:
+        """Of the workers that are gone: whose last words the console shall have, by global rank. The others' are for files only."""
+        self._pump.settle_held(is_shown)
+
     def abandon_attempt(self) -> None:
         """The same without waiting for the copies."""
         self._let_go(lambda: None)
@@ -160,6 +184,7 @@ class WorkerOutput:
     def _let_go(self, then: Callable[[], None]) -> None:
         for files in self._current:
             files.close_descriptors()
+            files.close_held()
         copies = [copy for files in self._current for copy in files.copies]
         self._pump.drop(copies, list(self._filtered.values()), then)
         self._current = []
@@ -246,8 +271,11 @@ class WorkerOutput:
                 prefix = self._prefix(local_rank, global_rank) if is_teed else b""
                 setattr(files, name, self._open_stream(files, number, path, prefix, is_teed=is_teed, is_shown=is_shown))
                 files.log_file = path or files.log_file
+                if number == 2 and is_shown and (is_teed or not path) and not _log.isEnabledFor(logging.INFO):
+                    self._open_held(files, path, prefix, global_rank)
         except OSError:
             files.close_descriptors()
+            files.close_held()
             raise
         return files
 
@@ -277,6 +305,26 @@ class WorkerOutput:
         self._pump.add(copy)
         return writer
 
+    def _open_held(self, files: WorkerFiles, path: str, prefix: bytes, global_rank: int) -> None:
+        """Beside its stderr. Whoever wants to see the log of the agent sees everything, so nothing is held back there."""
+        usual = next((copy for copy in files.copies if copy.number == 2), None)
+        kept = os.path.join(os.path.dirname(files.error_file), "not_shown.log") if self._has_files and not path else ""
+        copy = _Copy(
+            number=2,
+            console=2,
+            prefix=prefix,
+            file=_Sink.open(path, is_continued=True) if path else None,
+            filtered=None if usual is None else usual.filtered,
+            needles=() if usual is None else usual.needles,
+            held=_Held(global_rank, kept),
+            before=usual,
+        )
+        copy.descriptor, files.held_writer = os.pipe2(os.O_CLOEXEC)
+        files.held_path = f"/proc/{os.getpid()}/fd/{files.held_writer}"
+        os.set_blocking(copy.descriptor, False)
+        files.copies.append(copy)
+        self._pump.add(copy)
+
     def _prefix(self, local_rank: int, global_rank: int) -> bytes:
         template = string.Template(self._config.line_prefix or _DEFAULT_PREFIX)
         return template.safe_substitute(role_name=self._role, local_rank=local_rank, rank=global_rank).encode()
@@ -290,8 +338,8 @@ class _Sink:
     file: BinaryIO | None
 
     @classmethod
-    def open(cls, path: str) -> _Sink:
-        return cls(path, open(path, "wb", buffering=0))
+    def open(cls, path: str, *, is_continued: bool = False) -> _Sink:
+        return cls(path, open(path, "ab" if is_continued else "wb", buffering=0))
 
     def write(self, data: bytes) -> None:
         if self.file is None:
@@ -316,6 +364,18 @@ class _Sink:
 
 
 @dataclass(eq=False)
+class _Held:
+    """The last words of a worker, until it is known whether they are news."""
+
+    global_rank: int
+    kept_at: str
+    """File for what the console does not get; empty: another file has it already, or none is wanted."""
+    text: bytearray = field(default_factory=bytearray)
+    since: float = 0.0
+    """On the monotonic clock, when it began to speak; 0: it has not."""
+
+
+@dataclass(eq=False)
 class _Copy:
     """One pipe from a worker and where its bytes go. Belongs to the pump's thread once added."""
 
@@ -334,6 +394,10 @@ class _Copy:
     """Part of an overlong line is out already."""
     is_broken: bool = False
     """A bug of ours keeps its bytes from being passed on."""
+    held: _Held | None = None
+    """None: the console gets everything at once."""
+    before: _Copy | None = None
+    """The stream that this one goes on with."""
 
     def take(self, data: bytes) -> None:
         self.tail += data
@@ -372,10 +436,31 @@ class _Copy:
     def _show(self, data: bytes) -> None:
         if self.console is None or not data:
             return
+        if self.held is not None:
+            self.held.since = self.held.since or time.monotonic()
+            self.held.text += data
+            if len(self.held.text) > MAX_HELD_BYTES:
+                self.settle(is_shown=True)
+            return
         try:
             write_all(self.console, data)
         except OSError:
             self.console = None  # whoever read our console has gone; there is nobody left to tell
+
+
+    def settle(self, *, is_shown: bool) -> None:
+        """What was held goes to the console, and so does what follows; or neither does."""
+        held, self.held = self.held, None
+        if held is None:
+            return
+        if is_shown:
+            self._show(bytes(held.text))
+            return
+        self.console = None
+        if held.kept_at and held.text:
+            with contextlib.suppress(OSError):  # a full disk; the job's events have the error itself
+                with open(held.kept_at, "ab") as file:
+                    file.write(held.text)
 
 
 class _Pump:
@@ -396,6 +481,8 @@ class _Pump:
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._thread: threading.Thread | None = None
         self._is_closing = False
+        self._held: list[_Copy] = []
+        """With words that nobody has decided about, the oldest first. Of the pump's thread."""
         self._passing_on: tuple[float, float | None] = (0.0, None)
         """For how long, and since when just now, bytes are passed on. The other thread only reads it."""
 
@@ -432,6 +519,15 @@ class _Pump:
         if copies or sinks:
             self._call(now)
 
+    def settle_held(self, is_shown: Callable[[int], bool]) -> None:
+        def now() -> None:
+            ended = [copy for copy in self._held if copy.descriptor < 0]
+            self._held = [copy for copy in self._held if copy.descriptor >= 0]
+            for copy in ended:
+                self._settle(copy, is_shown=copy.held is not None and is_shown(copy.held.global_rank))
+
+        self._call(now)
+
     def close(self) -> None:
         if self._thread is not None:
             self._call(self._stop)
@@ -443,7 +539,21 @@ class _Pump:
         os.close(self._wake_writer)
 
     def _stop(self) -> None:
+        self._show_held(time.monotonic() + LONGEST_HELD)  # nobody will decide any more, and nothing is lost
         self._is_closing = True
+
+    def _note_held(self, copy: _Copy) -> None:
+        if copy.held is not None and copy.held.since and copy not in self._held:
+            self._held.append(copy)
+
+    def _show_held(self, now: float) -> None:
+        """What was held for too long."""
+        while self._held and (self._held[0].held is None or now >= self._held[0].held.since + LONGEST_HELD):
+            self._settle(self._held.pop(0), is_shown=True)
+
+    def _settle(self, copy: _Copy, *, is_shown: bool) -> None:
+        with self._timed():
+            copy.settle(is_shown=is_shown)
 
     def _call(self, function: Callable[[], object]) -> None:
         if self._thread is None:
@@ -456,12 +566,14 @@ class _Pump:
 
     def _run(self) -> None:
         while not self._is_closing:
-            for key, _events in self._selector.select():
+            overdue_at = self._held[0].held.since + LONGEST_HELD if self._held and self._held[0].held else None
+            for key, _events in self._selector.select(None if overdue_at is None else overdue_at - time.monotonic()):
                 if key.data is None:
                     os.read(self._wake_reader, 4096)
                 else:
                     self._copy(key.data, at_most=1)
             self._work_off()
+            self._show_held(time.monotonic())
 
     def _work_off(self) -> None:
         with self._lock:
@@ -496,9 +608,12 @@ class _Pump:
     def _pass_on(self, copy: _Copy, data: bytes) -> None:
         if copy.is_broken:
             return  # still read: the worker would end by a closed pipe
+        if copy.before is not None:
+            self._copy(copy.before)  # what it had written before it changed over
         try:
             with self._timed():
                 copy.take(data)
+            self._note_held(copy)
         except Exception:  # the same
             copy.is_broken = True
             _log.exception("bug in the copying of the workers' output: the rest of a stream is not shown")
@@ -515,6 +630,7 @@ class _Pump:
                 copy.finish()
         except Exception:  # the same
             _log.exception("bug at the end of a stream of the workers'")
+        self._note_held(copy)
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:

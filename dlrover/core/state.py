@@ -25,7 +25,7 @@ from dlrover.core.senders import Senders
 from dlrover.core.sync_points import SyncPoints
 from dlrover.protocol.messages import Detection, JobEnd, JobTerms, Micros, Stage
 
-DECISION_VERSION = 13
+DECISION_VERSION = 14
 """Grows when the same commands would lead to another state: then only the snapshots of a journal can be used."""
 
 

@@ -53,7 +53,15 @@ from dlrover.protocol.fleet_messages import (
     SuspendJob,
     UpdateClusterVersion,
 )
-from dlrover.protocol.goodput_messages import AccountGoodput, AskEvents, AskGoodput, Events, GoodputStatus
+from dlrover.protocol.goodput_messages import (
+    AccountGoodput,
+    AskEvents,
+    AskFault,
+    AskGoodput,
+    Events,
+    FaultTold,
+    GoodputStatus,
+)
 from dlrover.protocol.identity import Incarnation as Incarnation
 from dlrover.protocol.identity import Micros as Micros
 from dlrover.protocol.identity import NodeId as NodeId
@@ -708,6 +716,7 @@ Query = (
     | AskPeers
     | AskDiagnosis
     | AskGoodput
+    | AskFault
     | AskEvents
     | AskActivity
 )
@@ -791,6 +800,7 @@ Reply = (
     | Peers
     | Diagnosis
     | GoodputStatus
+    | FaultTold
     | Events
     | Activity
 )

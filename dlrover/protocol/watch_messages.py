@@ -327,13 +327,19 @@ class SendTail(Struct, tag=True, frozen=True, kw_only=True):
     max_bytes: int = 65536
 
 
+class ShowNotice(Struct, tag=True, frozen=True, kw_only=True):
+    """A line for people at the console of the node; nobody waits for an answer."""
+
+    text: str
+
+
 class WatchOrder(Struct, frozen=True, kw_only=True):
     """`id` is unique in the life of one master; an agent that has seen it does nothing."""
 
     id: int
     expires_in: float
     """Seconds after `at`: then nobody waits for the answer any more, and an agent that was held up leaves it alone."""
-    order: TakeLook | SendTail
+    order: TakeLook | SendTail | ShowNotice
     at: Micros = Micros(0)
     """The master's clock when it was sent; 0: not told."""
 
