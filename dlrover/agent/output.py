@@ -82,7 +82,9 @@ class WorkerFiles:
 
     def _kept(self) -> dict[int, bytes]:
         """By stream; what was held back comes last."""
-        return {number: b"".join(bytes(copy.tail) for copy in self.copies if copy.number == number) for number in (1, 2)}
+        return {
+            number: b"".join(bytes(copy.tail) for copy in self.copies if copy.number == number) for number in (1, 2)
+        }
 
     def tails(self, max_bytes: int) -> tuple[str, str]:
         """The last of all its streams that can be read, and a note about them, for people who look while it runs."""
@@ -446,7 +448,6 @@ class _Copy:
             write_all(self.console, data)
         except OSError:
             self.console = None  # whoever read our console has gone; there is nobody left to tell
-
 
     def settle(self, *, is_shown: bool) -> None:
         """What was held goes to the console, and so does what follows; or neither does."""

@@ -60,9 +60,9 @@ def goodput_line(goodput: GoodputStatus) -> str:
         f"{class_.value} {share:.1%}" for share, class_ in others if class_ is not TimeClass.COMPUTE and share >= 0.0005
     ]
     faults = f", {goodput.num_faults} fault{'' if goodput.num_faults == 1 else 's'}" if goodput.num_faults else ""
-    figure = (
-        f"goodput {goodput.goodput:.1%} of {goodput.wall:.1f} s, {goodput.goodput_since_start:.1%} since the first step"
-    )
+    figure = f"goodput {goodput.goodput:.1%} of {goodput.wall:.1f} s"
+    if goodput.highest_step is not None:
+        figure += f", {goodput.goodput_since_start:.1%} since the first step"
     return f"{figure}{faults}" + (f"; {', '.join(shown[:5])}" if shown else "")
 
 
@@ -99,7 +99,10 @@ def _cause(first: FirstFailure) -> str:
     else:
         status = "no exit status"
     kind = "" if failure.kind in (FailureKind.EXIT_CODE, FailureKind.SIGNAL) else f", {_KINDS[failure.kind]}"
-    return f"{status}{kind}" + (f": {failure.message}" if failure.message not in ("", status) else "")
+    message = failure.message
+    if failure.signal is not None:
+        message = message.removeprefix(f"ended by {signal_name(failure.signal)}").lstrip(":, ")
+    return f"{status}{kind}" + (f": {message}" if message not in ("", status) else "")
 
 
 def _is_kept(path: str) -> bool:

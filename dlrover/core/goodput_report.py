@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 from dlrover.core.goodput import LOST, STOPPED, Fault, Goodput, is_beginning
 from dlrover.core.turn import MICROS_PER_SECOND
-from dlrover.protocol.goodput_messages import Counterfactual, FaultCost, FaultTold, GoodputStatus, NodeGoodput, TimeClass
+from dlrover.protocol.goodput_messages import (
+    Counterfactual,
+    FaultCost,
+    FaultTold,
+    GoodputStatus,
+    NodeGoodput,
+    TimeClass,
+)
 from dlrover.protocol.messages import ExitReason, Micros, Round
 
 if TYPE_CHECKING:
@@ -64,7 +71,9 @@ def fault_of(state: JobState, round_: Round) -> FaultTold:
     if fault is None:
         return FaultTold()
     # Of a lost node the neighbours told first: their failures are its consequences.
-    return FaultTold(kind=fault.kind, cause=fault.cause, global_rank=None if fault.kind == "node" else fault.global_rank)
+    return FaultTold(
+        kind=fault.kind, cause=fault.cause, global_rank=None if fault.kind == "node" else fault.global_rank
+    )
 
 
 def _is_end(state: JobState, fault: Fault) -> bool:

@@ -385,7 +385,9 @@ def hold_stderr(path: str) -> None:
     """
     if not path:
         return
-    with contextlib.suppress(OSError, ValueError):  # the agent is gone, or the script has closed its stream: then as usual
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # the agent is gone, or the script has closed its stream: then as usual
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             sys.stderr.flush()

@@ -47,7 +47,7 @@ def _may_share(dump: WorkerDump) -> bool:
         return False
     groups = [collective.group for collective in dump.recorded if collective.is_inside]
     # Without a record the groups are unknown. With one: threads that have a group each are all right.
-    return not groups or len(groups) > len({group: None for group in groups})
+    return not groups or len(groups) > len(dict.fromkeys(groups))
 
 
 def _threads_inside(dump: WorkerDump) -> list[tuple[str, Frame, Frame | None]]:
