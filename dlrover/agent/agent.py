@@ -504,8 +504,7 @@ class Agent:
         if self._reports and not self._channel.outage():
             # Of workers that were on their way out: the master may learn only now who failed first.
             await asyncio.wait(self._reports, timeout=self._patience.farewell)
-        if wish.end.exit_code == 0:
-            await self._recovery.finish()
+        await self._recovery.finish(but=None if wish.end.first_failure is None else wish.end.first_failure.round)
         await self._say_farewell(LeaveReason.JOB_ENDED)
         newest = wish if self._desired is None else self._desired.wish
         end = newest.end if isinstance(newest, End) else wish.end

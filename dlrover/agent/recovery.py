@@ -103,11 +103,12 @@ class Recovery:
             if loss.resumed is None and (found := self._first_step(loss.round)) is not None:
                 loss.resumed, loss.resumed_after = found, time.monotonic() - loss.at
 
-    async def finish(self) -> None:
-        """The job has ended well: what is not told yet is told now."""
+    async def finish(self, but: Round | None = None) -> None:
+        """The job ends: what is not told yet is told now, but for the end of the round that the final report is about."""
         self.close()
         for loss in self._losses:
-            await self._tell(loss)
+            if loss.round != but:
+                await self._tell(loss)
         self._losses = []
 
     def close(self) -> None:

@@ -344,7 +344,8 @@ def _how(failure: WorkerFailure) -> str:
             return message or "an exception"
         case FailureKind.SIGNAL if failure.signal is not None:
             name = _SIGNALS.get(failure.signal, "unnamed")
-            return f"killed by signal {failure.signal} ({name}){message.removeprefix(f'ended by {name}')}"
+            said = message.removeprefix(f"ended by {name}")  # an agent's words for the same
+            return f"killed by signal {failure.signal} ({name}){detail if said == message else said}"
         case FailureKind.OUT_OF_MEMORY:
             return f"killed by the kernel for lack of memory{detail}"
         case FailureKind.EXIT_CODE if failure.exit_code in DEVICE_FAULT_CODES:
