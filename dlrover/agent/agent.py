@@ -263,6 +263,7 @@ class Agent:
             first_step=(lambda _round: None) if watch is None else watch.first_step,
             is_over=lambda round_: self._driver.running_round != round_,
             settle_output=self._settle_output,
+            shares_console_as=(lambda: self._node_rank) if config.platform_node >= 0 else None,
         )
 
         # Who we are, as the master said.

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from dlrover.agent.watch import FirstStep
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.goodput_messages import AskFault, FaultTold
-from dlrover.protocol.messages import Reply, Round, WorldSpec
+from dlrover.protocol.messages import NodeRank, Reply, Round, WorldSpec
 
 log = logging.getLogger("dlrover.agent")
 
@@ -45,11 +45,15 @@ class _Loss:
     reason: str
     """As this node heard it; the master may know better."""
     at: float
+    group_rank: int
+    """In that round."""
     world: WorldSpec | None = None
     """That runs now instead; None: none yet."""
     world_after: float = 0.0
     resumed: FirstStep | None = None
     resumed_after: float = 0.0
+    fault: FaultTold | None = None
+    """None: the master was not asked yet."""
     is_told: bool = False
     """The cause is; how training went on may not be."""
 
@@ -65,9 +69,11 @@ class Recovery:
         first_step: Callable[[Round], FirstStep | None],
         is_over: Callable[[Round], bool],
         settle_output: Callable[[Callable[[int], bool]], None],
+        shares_console_as: Callable[[], NodeRank] | None = None,
         tell_after: float = TELL_AFTER,
     ) -> None:
         """
+        `shares_console_as`: all nodes of the job are read at one place, where one speaks for all; gives our rank among them.
         `is_over`: no worker of that round is left. `settle_output`: says whose traceback the console may have, by global rank
         (`WorkerOutput.settle_held`).
         """
@@ -76,6 +82,9 @@ class Recovery:
         self._first_step = first_step
         self._is_over = is_over
         self._settle_output = settle_output
+        self._shares_console_as = shares_console_as
+        self._group_rank = 0
+        """Of the newest world: how many nodes come before us."""
         self._tell_after = tell_after
         self._losses: list[_Loss] = []
         self._task: asyncio.Task[None] | None = None
@@ -88,11 +97,12 @@ class Recovery:
         """The workers of this round failed, or have to stop."""
         if self._losses and self._losses[-1].round >= round_:
             return
-        self._losses.append(_Loss(round_, reason, time.monotonic()))
+        self._losses.append(_Loss(round_, reason, time.monotonic(), self._group_rank))
         if self._task is None or self._task.done():
             self._task = self._start(self._tell_all())
 
     def running(self, world: WorldSpec) -> None:
+        self._group_rank = world.group_rank
         if self._losses and self._losses[-1].world is None:
             self._losses[-1].world = world
             self._losses[-1].world_after = time.monotonic() - self._losses[-1].at
@@ -130,23 +140,40 @@ class Recovery:
     async def _tell(self, loss: _Loss) -> None:
         if loss.is_told and loss.resumed is None:
             return
-        cause = "" if loss.is_told else f"{await self._cause(loss)} "
+        if loss.fault is None:
+            loss.fault = await self._find_fault(loss.round)
+            first = loss.fault.global_rank if loss.fault.kind else None
+            is_known = bool(loss.fault.kind)
+            self._settle_output(lambda rank: rank == first or not is_known)  # unknown: nothing may be lost
+        cause = "" if loss.is_told else f"{_cause(loss, loss.fault)} "
         loss.is_told = True
-        log.warning("%s%s", cause, _what_followed(loss, is_first=bool(cause)))
+        level = logging.WARNING if self._speaks(loss, loss.fault) else logging.INFO
+        log.log(level, "%s%s", cause, _what_followed(loss, is_first=bool(cause)))
 
-    async def _cause(self, loss: _Loss) -> str:
+    async def _find_fault(self, round_: Round) -> FaultTold:
         try:
-            fault = await self._ask(AskFault(round=loss.round), timeout=ASK_TIMEOUT)
+            fault = await self._ask(AskFault(round=round_), timeout=ASK_TIMEOUT)
         except (Rejected, Unavailable) as error:
-            log.info("what stopped round %d is not known: %s", loss.round, error)
-            fault = FaultTold()
+            log.info("what stopped round %d is not known: %s", round_, error)
+            return FaultTold()
         assert isinstance(fault, FaultTold), f"the master answered AskFault with {type(fault).__name__}"
-        first = fault.global_rank
-        self._settle_output(lambda rank: not fault.kind or rank == first)  # unknown: nothing may be lost
-        text = fault.cause or loss.reason
-        if fault.kind == "hang":
-            text = text.split(". ")[0]  # the diagnosis has said more
-        return f"{text[:1].upper()}{text[1:].rstrip('. ')}."
+        return fault
+
+    def _speaks(self, loss: _Loss, fault: FaultTold) -> bool:
+        """Whether it is for us to tell: the first of those that were in the round and are still there does."""
+        if self._shares_console_as is None:
+            return True
+        is_first_gone = (
+            fault.kind == "node" and fault.node_rank is not None and fault.node_rank < self._shares_console_as()
+        )
+        return loss.group_rank == (1 if is_first_gone else 0)
+
+
+def _cause(loss: _Loss, fault: FaultTold) -> str:
+    text = fault.cause or loss.reason
+    if fault.kind == "hang":
+        text = text.split(". ")[0]  # the diagnosis has said more
+    return f"{text[:1].upper()}{text[1:].rstrip('. ')}."
 
 
 def _what_followed(loss: _Loss, *, is_first: bool) -> str:

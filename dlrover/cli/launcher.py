@@ -557,6 +557,8 @@ class Launcher:
             self._is_hurried = True
 
     def _say_stopped(self, number: int) -> None:
+        if self._settings.environment.platform_node >= 0:
+            return  # the platform ends its nodes so, also when all is well
         grace = f"Its workers have {self._settings.shutdown_timeout:g} s to end (--shutdown-timeout)"
         if number == signal.SIGINT:
             say(f"job {self._job_name} was interrupted. {grace}; press Ctrl-C again to kill them at once.")

@@ -71,9 +71,8 @@ def fault_of(state: JobState, round_: Round) -> FaultTold:
     if fault is None:
         return FaultTold()
     # Of a lost node the neighbours told first: their failures are its consequences.
-    return FaultTold(
-        kind=fault.kind, cause=fault.cause, global_rank=None if fault.kind == "node" else fault.global_rank
-    )
+    rank = None if fault.kind == "node" else fault.global_rank
+    return FaultTold(kind=fault.kind, cause=fault.cause, node_rank=fault.node_rank, global_rank=rank)
 
 
 def _is_end(state: JobState, fault: Fault) -> bool:

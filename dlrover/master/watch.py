@@ -266,7 +266,8 @@ class WatchKeeper:
             return  # told before; and each node says itself which worker failed
         places = self._watch.picture.scene.places
         nodes = {place.node: None for place in places[:1]}
-        nodes |= {culprit.node: None for culprit in past.verdict.culprits[:MAX_CONSOLES]}
+        if self._desk.job.state.fleet is None:  # else all nodes of the platform are read at one place
+            nodes |= {culprit.node: None for culprit in past.verdict.culprits[:MAX_CONSOLES]}
         order = ShowNotice(text=in_a_line(past))
         for node in nodes:
             self._num_notices += 1

@@ -94,6 +94,7 @@ class FaultTold(Struct, tag=True, frozen=True, kw_only=True):
     kind: str = ""
     """As in `FaultCost`; empty: nobody knows of a fault in that round."""
     cause: str = ""
+    node_rank: NodeRank | None = None
     global_rank: int | None = None
     """Of the worker that failed first, where one did."""
 

@@ -11,7 +11,7 @@ from dlrover.agent.recovery import Recovery
 from dlrover.agent.watch import FirstStep
 from dlrover.protocol.errors import Unavailable
 from dlrover.protocol.goodput_messages import AskFault, FaultTold
-from dlrover.protocol.messages import Reply, Round
+from dlrover.protocol.messages import NodeRank, Reply, Round
 from tests.agent.lab import make_world, until
 
 KILLED = FaultTold(kind="worker", cause="Round 1: global rank 1 failed: killed.", global_rank=1)
@@ -20,7 +20,12 @@ KILLED = FaultTold(kind="worker", cause="Round 1: global rank 1 failed: killed."
 class Stage:
     """A recovery, and what it is told by hand."""
 
-    def __init__(self, caplog: pytest.LogCaptureFixture, tell_after: float = 1e6) -> None:
+    def __init__(
+        self,
+        caplog: pytest.LogCaptureFixture,
+        tell_after: float = 1e6,
+        shares_console_as: Callable[[], NodeRank] | None = None,
+    ) -> None:
         self._caplog = caplog
         self.faults: dict[int, FaultTold] = {1: KILLED}
         self.stepped: FirstStep | None = None
@@ -33,6 +38,7 @@ class Stage:
             first_step=lambda after: self.stepped if self.stepped and self.stepped.round > after else None,
             is_over=lambda _round: self.is_over,
             settle_output=self._settle,
+            shares_console_as=shares_console_as,
             tell_after=tell_after,
         )
 
@@ -130,3 +136,21 @@ async def test_a_job_that_ends_soon_after_is_not_silent_about_it_but_does_not_re
     await stage.recovery.finish(but=Round(2))
     assert len(stage.told()) == 1
     assert stage.told()[0].startswith("Round 1: ")
+
+
+@pytest.mark.parametrize(
+    ("group_rank", "lost_rank", "speaks"), [(0, 2, True), (1, 2, False), (1, 0, True), (2, 0, False)]
+)
+async def test_where_all_nodes_are_read_at_one_place_the_first_that_is_left_speaks_for_all(
+    caplog: pytest.LogCaptureFixture, group_rank: int, lost_rank: int, speaks: bool
+) -> None:
+    caplog.set_level("INFO")
+    stage = Stage(caplog, shares_console_as=lambda: NodeRank(group_rank))
+    stage.faults[1] = FaultTold(kind="node", cause="a node is gone", node_rank=NodeRank(lost_rank))
+    stage.runs(1, group_rank=group_rank, group_world_size=3)
+    stage.recovery.began(Round(1), "")
+    stage.runs(2)
+    stage.step(2, 1)
+    await until(lambda: "A node is gone." in caplog.text)
+    assert bool(stage.told()) == speaks
+    stage.recovery.close()

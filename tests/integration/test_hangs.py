@@ -91,3 +91,6 @@ def test_ranks_that_stand_still_are_named_and_training_runs_again_but_pauses_are
     assert "# Rank 1 on" in shown
     assert "diagnosis: concurrent-collectives of rank 1 in round 3" in training.ask("status")
     training.end()
+    told = [line for line in training.job.err.splitlines() if line.startswith("dlrover-run: diagnosis: ")]
+    for fault in ("stopped of rank 2. ", "deadlock of rank 0. ", "concurrent-collectives of rank 1. "):
+        assert sum(fault in line for line in told) == 1, "on the console, in one line, once"
