@@ -54,8 +54,8 @@ class _Loss:
     resumed_after: float = 0.0
     fault: FaultTold | None = None
     """None: the master was not asked yet."""
-    is_told: bool = False
-    """The cause is; how training went on may not be."""
+    is_cause_told: bool = False
+    is_start_told: bool = False
 
 
 class Recovery:
@@ -130,25 +130,34 @@ class Recovery:
             self.look()
             loss, waited = self._losses[0], time.monotonic() - self._losses[0].at
             is_closed = loss.resumed is not None or len(self._losses) > 1
-            if is_closed or (waited >= self._tell_after and not loss.is_told and self._is_over(loss.round)):
+            if is_closed or self._is_due(loss, waited):
                 await self._tell(loss)
             if is_closed:
                 self._losses.remove(loss)
             else:
                 await asyncio.sleep(_LOOK if waited < self._tell_after else 10 * _LOOK)
 
+    def _is_due(self, loss: _Loss, waited: float) -> bool:
+        """Nobody should wait longer for what is known by now."""
+        if not loss.is_cause_told:
+            return waited >= self._tell_after and self._is_over(loss.round)
+        return loss.world is not None and not loss.is_start_told and waited >= loss.world_after + self._tell_after
+
     async def _tell(self, loss: _Loss) -> None:
-        if loss.is_told and loss.resumed is None:
-            return
         if loss.fault is None:
             loss.fault = await self._find_fault(loss.round)
             first = loss.fault.global_rank if loss.fault.kind else None
             is_known = bool(loss.fault.kind)
             self._settle_output(lambda rank: rank == first or not is_known)  # unknown: nothing may be lost
-        cause = "" if loss.is_told else f"{_cause(loss, loss.fault)} "
-        loss.is_told = True
-        level = logging.WARNING if self._speaks(loss, loss.fault) else logging.INFO
-        log.log(level, "%s%s", cause, _what_followed(loss, is_first=bool(cause)))
+        news = [] if loss.is_cause_told else [_cause(loss, loss.fault)]
+        if loss.world is not None:
+            news += _what_followed(loss, loss.world)
+            loss.is_start_told = True
+        elif not loss.is_cause_told:
+            news.append("The workers start again when enough nodes have joined.")
+        loss.is_cause_told = True
+        if news:
+            log.log(logging.WARNING if self._speaks(loss, loss.fault) else logging.INFO, "%s", " ".join(news))
 
     async def _find_fault(self, round_: Round) -> FaultTold:
         try:
@@ -176,15 +185,12 @@ def _cause(loss: _Loss, fault: FaultTold) -> str:
     return f"{text[:1].upper()}{text[1:].rstrip('. ')}."
 
 
-def _what_followed(loss: _Loss, *, is_first: bool) -> str:
-    world, resumed = loss.world, loss.resumed
-    if world is None:
-        return "The workers start again when enough nodes have joined."
+def _what_followed(loss: _Loss, world: WorldSpec) -> list[str]:
     nodes = f" on {world.group_world_size} nodes" if world.group_world_size > 1 else ""
     workers = f"All {world.world_size} workers were" if world.world_size > 1 else "The worker was"
     done = f"{workers} started again{nodes}"
-    if resumed is None:
-        return f"{done} after {loss.world_after:.1f} s."
-    step = "" if resumed.step is None else f" with step {resumed.step}"
+    if loss.resumed is None:
+        return [] if loss.is_start_told else [f"{done} after {loss.world_after:.1f} s."]
+    step = "" if loss.resumed.step is None else f" with step {loss.resumed.step}"
     went_on = f"Training went on{step}, {loss.resumed_after:.1f} s after the workers stopped."
-    return f"{done}. {went_on}" if is_first else went_on
+    return [went_on] if loss.is_start_told else [f"{done}.", went_on]

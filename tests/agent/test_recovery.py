@@ -81,7 +81,7 @@ async def test_a_loss_is_one_paragraph_with_its_cause_and_the_step_that_training
     assert not stage.recovery.is_open
 
 
-async def test_a_recovery_that_lasts_is_told_in_two_parts(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_recovery_that_lasts_is_told_as_it_goes(caplog: pytest.LogCaptureFixture) -> None:
     stage = Stage(caplog, tell_after=0.0)
     stage.faults[1] = FaultTold(kind="node", cause="node rank 1 (host) was silent for 15 s")
     stage.is_over = False
@@ -93,10 +93,12 @@ async def test_a_recovery_that_lasts_is_told_in_two_parts(caplog: pytest.LogCapt
         "Node rank 1 (host) was silent for 15 s. The workers start again when enough nodes have joined."
     ]
     assert stage.shown == [[]]
-    stage.runs(2)
-    stage.step(2, None)
+    stage.runs(2, local_world_size=2)
     await until(lambda: len(stage.told()) == 2)
-    assert stage.told()[1].startswith("Training went on, ")
+    assert stage.told()[1].startswith("All 2 workers were started again after ")
+    stage.step(2, None)
+    await until(lambda: len(stage.told()) == 3)
+    assert stage.told()[2].startswith("Training went on, ")
     assert len(stage.shown) == 1
 
 
