@@ -209,6 +209,20 @@ def _operation(trainer: Trainer) -> None:
     trainer.operation = "broadcast"
 
 
+def _threads(trainer: Trainer) -> None:
+    """A second thread begins a collective of the group that the main thread uses at the end of the step."""
+    source = (trainer.rank + 1) % dist.get_world_size()
+    begun = threading.Event()
+
+    def share() -> None:
+        begun.set()
+        dist.broadcast(torch.ones(1000), source, group=trainer.logging_group)
+
+    threading.Thread(target=share, name="sharing", daemon=True).start()
+    begun.wait()
+    time.sleep(0.5)  # until it is inside: nothing says so
+
+
 def _slow(trainer: Trainer) -> None:
     trainer.slowness = 4 * STEP
 
@@ -350,6 +364,7 @@ FAULTS: dict[str, Callable[[Trainer], None]] = {
     "extra-collective": _extra,
     "mismatched-shape": _shape,
     "mismatched-operation": _operation,
+    "threads-in-one-group": _threads,
     "slow-rank": _slow,
     "busy-loop": _busy,
     "gil-held": _hold_gil,

@@ -50,6 +50,7 @@ KINDS: dict[str, Kind] = {
     "extra-collective": _hang(FaultClass.SKIPPED_COLLECTIVE),
     "mismatched-shape": Kind(FaultClass.MISMATCHED_COLLECTIVE),
     "mismatched-operation": _hang(FaultClass.MISMATCHED_COLLECTIVE),
+    "threads-in-one-group": _hang(FaultClass.CONCURRENT_COLLECTIVES),
     "slow-rank": Kind(FaultClass.STRAGGLER, within=60.0, takes_time=True),
     "busy-loop": _hang(FaultClass.BUSY),
     "gil-held": _hang(FaultClass.BUSY),

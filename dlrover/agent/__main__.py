@@ -162,6 +162,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             failover=Failover.load(config.failover_extension, config.failover_dir)
             if config.failover_extension
             else None,
+            settle_output=output.settle_held,
         )
         socket.relay_to(agent.relay)
         saver.report_to(agent.relay)

@@ -27,7 +27,9 @@ from dlrover.agent.failover import Failover
 from dlrover.agent.failures import fit_into_report
 from dlrover.agent.node_check import CheckOutcome, CheckRunner, RunTask
 from dlrover.agent.preemption import wait_for_notice
+from dlrover.agent.recovery import Recovery
 from dlrover.agent.relay import Ask, Relay
+from dlrover.agent.watch import FirstStep
 from dlrover.agent.worker_group import Failed, Finished, PortOffer
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.check_messages import ExitClass, ReportCheck
@@ -42,6 +44,7 @@ from dlrover.protocol.messages import (
     Check,
     Desired,
     End,
+    ExitReason,
     Heartbeat,
     Idle,
     Incarnation,
@@ -170,6 +173,8 @@ class Watching(Protocol):
 
     def report(self) -> None: ...
 
+    def first_step(self, after: Round) -> FirstStep | None: ...
+
     def attached(self) -> None: ...
 
     def take_order(self, order: WatchOrder) -> None: ...
@@ -197,12 +202,14 @@ class Agent:
         exchange: Exchange | None = None,
         watch: Watching | None = None,
         failover: Failover | None = None,
+        settle_output: Callable[[Callable[[int], bool]], None] | None = None,
         connect: Connect = AgentChannel,
         patience: Patience | None = None,
     ) -> None:
         """
         `run_check` is needed where the job's terms ask for a node check. `on_break` is told when workers failed or were stopped for
-        good: what they left in memory may be worth keeping; `promise` says what of it will be written after a farewell. `on_leaving` is told before the farewell of a node that goes by itself. `exchange` has the snapshots of workers ready before they start. `watch` is asked for what workers do, `failover` for what shall follow a failure. `patience`: by default what the terms say."""
+        good: what they left in memory may be worth keeping; `promise` says what of it will be written after a farewell. `on_leaving` is told before the farewell of a node that goes by itself. `exchange` has the snapshots of workers ready before they start. `watch` is asked for what workers do, `failover` for what shall follow a failure. `settle_output`
+        is told whose last words the console may have, by global rank. `patience`: by default what the terms say."""
         detection = config.terms.detection
         self._config = config
         self._patience = patience or Patience(heartbeat=detection.heartbeat, lease=detection.lease)
@@ -215,6 +222,7 @@ class Agent:
         self._exchange = exchange
         self._watch = watch
         self._failover = failover
+        self._settle_output = settle_output or (lambda _is_shown: None)
         self._warm_up = warm_up
         """Waited for before the first join; None when it is over."""
         self._warming: asyncio.Task[None] | None = None
@@ -247,6 +255,15 @@ class Agent:
             start=lambda coroutine: self._tasks.create_task(coroutine, name="node check"),
             ready=self._driver.settle,
             on_outcome=self._on_checked,
+        )
+
+        self._recovery = Recovery(
+            self._channel.call,
+            start=lambda coroutine: self._tasks.create_task(coroutine, name="recovery"),
+            first_step=(lambda _round: None) if watch is None else watch.first_step,
+            is_over=lambda round_: self._driver.running_round != round_,
+            settle_output=self._settle_output,
+            shares_console_as=(lambda: self._node_rank) if config.platform_node >= 0 else None,
         )
 
         # Who we are, as the master said.
@@ -307,6 +324,7 @@ class Agent:
                 if self._config.preemption_file:
                     helpers.append(self._tasks.create_task(self._watch_for_preemption(), name="preemption"))
                 result = await self._follow()
+                self._recovery.close()
                 await self._channel.close()
                 await self._check.close()
                 if self._warming is not None:
@@ -380,7 +398,8 @@ class Agent:
             self._noted = join.note
             log.warning("%s", join.note)
         if self._driver.running_round:
-            log.warning("workers of round %d stop: %s", self._driver.running_round, join.reason)
+            log.info("workers of round %d stop: %s", self._driver.running_round, join.reason)
+            self._recovery.began(self._driver.running_round, join.reason)
         if self._driver.is_wanted:
             self._driver.want_none(join.cause, is_patient=join.cause is StopCause.FAILURE)
         self._drop_offer()
@@ -470,6 +489,7 @@ class Agent:
             world.world_size,
             world.coordinator,
         )
+        self._recovery.running(world)
         self._driver.want(world, offer)
 
     def _run_check(self, wish: Check) -> None:
@@ -501,9 +521,13 @@ class Agent:
         if self._reports and not self._channel.outage():
             # Of workers that were on their way out: the master may learn only now who failed first.
             await asyncio.wait(self._reports, timeout=self._patience.farewell)
+        await self._recovery.finish(but=None if wish.end.first_failure is None else wish.end.first_failure.round)
         await self._say_farewell(LeaveReason.JOB_ENDED)
         newest = wish if self._desired is None else self._desired.wish
         end = newest.end if isinstance(newest, End) else wish.end
+        first = end.first_failure
+        is_told = end.reason in (ExitReason.COMPLETED, ExitReason.STOPPED_BY_USER)
+        self._settle_output(lambda rank: rank == first.failure.global_rank if first is not None else not is_told)
         failure = end.first_failure.failure if end.first_failure else None
         return AgentResult(
             exit_code=end.exit_code,
@@ -521,6 +545,8 @@ class Agent:
         cause = StopCause.FAILURE if is_alone else StopCause.END_OF_JOB
         self._driver.want_none(cause, number)
         await asyncio.gather(self._driver.settle(), self._part(LeaveReason.STOPPED_BY_USER, f"{number.name} received"))
+        is_failed = self._recovery.is_open  # before the signal came: then nobody has said yet who was first
+        self._settle_output(lambda _rank: is_failed)
         self._on_break()
         return AgentResult(exit_code=EXIT_BY_SIGNAL + number, message=f"stopped by {number.name}")
 
@@ -533,6 +559,7 @@ class Agent:
         await asyncio.sleep(0)  # the farewell is on its way before anything stops
         self._driver.want_none(StopCause.PREEMPTION)
         await asyncio.gather(self._driver.settle(), parting)
+        self._settle_output(lambda _rank: False)
         self._on_break()
         message = f"{notice}; the job goes on without it."
         return AgentResult(exit_code=EXIT_BY_SIGNAL + signal.SIGTERM, message=message, is_job_alive=True)
@@ -543,6 +570,7 @@ class Agent:
         log.warning("leaving the job: %s", wish.reason)
         self._driver.want_none(StopCause.MEMBERSHIP)
         await asyncio.gather(self._driver.settle(), self._part(LeaveReason.DISMISSED, wish.reason))
+        self._settle_output(lambda _rank: False)
         message = f"This node left the job: {wish.reason}."
         return AgentResult(exit_code=wish.exit_code, message=message, is_job_alive=True)
 
@@ -641,13 +669,16 @@ class Agent:
     def _on_outcome(self, round_: Round, outcome: Finished | Failed) -> None:
         if self._watch is not None:
             self._watch.report()  # before the round ends: what its workers did last is known only now
+        self._recovery.look()
         if isinstance(outcome, Finished):
             self._finished_round, self._finished_at = round_, time.monotonic()
             self._tell(ReportFinished(node=self._node, incarnation=self._incarnation, round=round_, step=outcome.step))
             self._news.set()
             return
         for failure in outcome.failures:
-            log.warning("global rank %d failed: %s", failure.global_rank, failure.message)
+            log.info("global rank %d failed: %s", failure.global_rank, failure.message)
+        first = outcome.failures[0]
+        self._recovery.began(round_, f"global rank {first.global_rank} failed: {first.message}")
         report = ReportFailure(
             node=self._node,
             incarnation=self._incarnation,

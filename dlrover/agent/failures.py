@@ -22,6 +22,7 @@ from dlrover.agent.config import LogAction, LogPattern
 from dlrover.agent.log_patterns import read_log
 from dlrover.agent.process_tree import Exit
 from dlrover.protocol.encoding import encodable
+from dlrover.protocol.lost_peers import mentions_lost_peer, tells_of_lost_peer
 from dlrover.protocol.messages import MAX_FAILURE_BYTES, MAX_MESSAGE_BYTES, FailureKind, Micros, WorkerFailure
 from dlrover.protocol.signals import signal_name
 
@@ -33,28 +34,6 @@ _MAX_REPORT_BYTES = MAX_MESSAGE_BYTES // 2
 """Of the long texts of all failures in one report."""
 _SHORT_TRACEBACK_BYTES = 512
 
-_PEER_LOST_TEXTS = (
-    r"connection closed by (remote )?peer",
-    r"connection reset by (remote )?peer",
-    r"connection (was likely )?closed",
-    r"connection refused",
-    r"connect(ion)? timed? ?out",
-    r"socket (closed|timeout)",
-    r"broken pipe",
-    r"remote process exit(ed|ing)",
-    r"timed out waiting|wait(ing)? timeout|timed out after \d+ ?ms|application timeout",
-    r"watchdog caught collective operation timeout",
-    r"ncclremoteerror|ncclsystemerror|nccl communicator was aborted",
-    r"failed to recv|recv(value|bytes) failed",
-    r"the client socket has (failed|timed out)",
-    r"store.*(timeout|timed out)",
-    r"connectfullmesh failed",
-)
-_PEER_LOST = re.compile("|".join(_PEER_LOST_TEXTS), re.IGNORECASE)
-_PEER_EXCEPTIONS = re.compile(
-    r"(RuntimeError|DistError|DistBackendError|DistNetworkError|DistStoreError|Connection\w*Error)\b"
-)
-"""A user's own exception may mention anything; only what torch and sockets raise counts."""
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _MEMORY = re.compile(
     r"^[\w.]*MemoryError\b|CUDA out of memory|DefaultCPUAllocator: (can't|not enough)|std::bad_alloc",
@@ -170,7 +149,7 @@ def classify(evidence: Evidence, exception: str) -> FailureKind:
             # C++ code that lost its peer, or memory, ends with terminate(): its reason is in the log only.
             if _MEMORY.search(tail):
                 return FailureKind.MEMORY_ERROR
-            if _PEER_LOST.search(tail):
+            if mentions_lost_peer(tail):
                 return FailureKind.PEER_LOST
         return FailureKind.SIGNAL
     if not exception:
@@ -181,7 +160,7 @@ def classify(evidence: Evidence, exception: str) -> FailureKind:
         return FailureKind.PORT_TAKEN
     if not evidence.has_stepped and _BAD_SCRIPT.match(exception):
         return FailureKind.BAD_SCRIPT
-    if _PEER_EXCEPTIONS.search(exception) and _PEER_LOST.search(exception):
+    if tells_of_lost_peer(exception):
         return FailureKind.PEER_LOST
     return FailureKind.EXCEPTION
 

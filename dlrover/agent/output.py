@@ -4,6 +4,10 @@ What workers print: to the console, into files, and the last of it kept for the 
 Options, file names and line prefixes are torchrun's. Unlike there a stream that goes to the console and is kept as
 well passes through a pipe of ours instead of a file that is polled. One thread copies all of them, because a console
 that does not take its bytes must block the worker that prints and not the agent's event loop.
+
+A worker that fails because another one is gone writes its traceback before anybody knows that. It therefore writes the last
+of its stderr, from that traceback on, into a pipe of its own (`WorkerFiles.held_path`). Files get it at once; the console gets
+it when the agent says that this worker is the one that failed first, or when nobody has decided within `stream_copies.LONGEST_HELD`.
 """
 
 from __future__ import annotations
@@ -11,29 +15,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import selectors
 import shutil
 import string
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import BinaryIO
 
 from dlrover.agent.config import LogConfig, Streams
-from dlrover.host.console import write_all
+from dlrover.agent.stream_copies import TAIL_BYTES, Copy, Held, Pump, Sink
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages import MAX_FAILURE_BYTES
 
 _log = logging.getLogger(__name__)
 
-TAIL_BYTES = MAX_FAILURE_BYTES
 PATIENCE = 1.0
 """Seconds for a console to take what is left: a failure that waits to be reported is worth more than its last lines."""
 _LONGEST = 10.0
 """Seconds in all, for a machine that is too busy to run the thread that copies: the failure is judged by those lines."""
-_CHUNK = 65536
 _DEFAULT_PREFIX = "[${role_name}${local_rank}]:"
 
 
@@ -48,7 +45,10 @@ class WorkerFiles:
     error_file: str
     log_file: str = ""
     """Where its stderr goes, or else its stdout; empty if neither has a file."""
-    copies: list[_Copy] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    held_path: str = ""
+    """Where a worker writes what it says of a lost peer, or of Ctrl-C, instead of its stderr; empty: there."""
+    held_writer: int = -1
 
     def close_descriptors(self) -> None:
         """The worker has its own by now; ours would keep pipes from ever ending."""
@@ -56,21 +56,33 @@ class WorkerFiles:
             os.close(descriptor)
         self.stdin = self.stdout = self.stderr = -1
 
+    def close_held(self) -> None:
+        """It has ended, and opens it no more."""
+        if self.held_writer >= 0:
+            os.close(self.held_writer)
+            self.held_writer = -1
+
     def tail(self) -> str:
         """The last that it printed, errors preferred; empty where it wrote straight to a terminal."""
-        by_stream = {copy.number: bytes(copy.tail) for copy in self.copies}
-        raw = by_stream.get(2) or by_stream.get(1) or b""
+        by_stream = self._kept()
+        raw = by_stream[2] or by_stream[1]
         if not raw and self.log_file:
             raw = _read_tail(self.log_file)
         return raw.decode("utf-8", "replace")
 
+    def _kept(self) -> dict[int, bytes]:
+        """By stream; what was held back comes last."""
+        return {
+            number: b"".join(bytes(copy.tail) for copy in self.copies if copy.number == number) for number in (1, 2)
+        }
+
     def tails(self, max_bytes: int) -> tuple[str, str]:
         """The last of all its streams that can be read, and a note about them, for people who look while it runs."""
         parts = []
-        kept = {copy.number: bytes(copy.tail) for copy in self.copies}
+        kept = self._kept()
         for number, name in ((1, "stdout"), (2, "stderr")):
             path = os.path.join(os.path.dirname(self.log_file), f"{name}.log") if self.log_file else ""
-            raw = kept.get(number) or (_read_tail(path) if path and os.path.exists(path) else b"")
+            raw = kept[number] or (_read_tail(path) if path and os.path.exists(path) else b"")
             if raw:
                 parts.append((name, raw))
         if not parts:
@@ -95,9 +107,9 @@ class WorkerOutput:
         self._run_id = run_id
         self._runtime_dir = runtime_dir
         self._run_dir = ""
-        self._pump = _Pump()
+        self._pump = Pump()
         self._current: list[WorkerFiles] = []
-        self._filtered: dict[int, _Sink] = {}
+        self._filtered: dict[int, Sink] = {}
 
     @property
     def log_dir(self) -> str:
@@ -153,6 +165,10 @@ class WorkerOutput:
         else:
             self.abandon_attempt()
 
+    def settle_held(self, is_shown: Callable[[int], bool]) -> None:
+        """Of the workers that are gone: whose last words the console shall have, by global rank. The others' are for files only."""
+        self._pump.settle_held(is_shown)
+
     def abandon_attempt(self) -> None:
         """The same without waiting for the copies."""
         self._let_go(lambda: None)
@@ -160,6 +176,7 @@ class WorkerOutput:
     def _let_go(self, then: Callable[[], None]) -> None:
         for files in self._current:
             files.close_descriptors()
+            files.close_held()
         copies = [copy for files in self._current for copy in files.copies]
         self._pump.drop(copies, list(self._filtered.values()), then)
         self._current = []
@@ -214,13 +231,13 @@ class WorkerOutput:
                 shutil.rmtree(os.path.join(self._run_dir, name), ignore_errors=True)
         return directory
 
-    def _open_filtered(self, directory: str) -> dict[int, _Sink]:
+    def _open_filtered(self, directory: str) -> dict[int, Sink]:
         if not self._has_files:
             return {}
         wanted = {1: self._config.duplicate_stdout_filters, 2: self._config.duplicate_stderr_filters}
         names = {1: "filtered_stdout.log", 2: "filtered_stderr.log"}
         return {
-            number: _Sink.open(os.path.join(directory, names[number])) for number, needles in wanted.items() if needles
+            number: Sink.open(os.path.join(directory, names[number])) for number, needles in wanted.items() if needles
         }
 
     def _open_worker(self, directory: str, local_rank: int, global_rank: int) -> WorkerFiles:
@@ -246,8 +263,11 @@ class WorkerOutput:
                 prefix = self._prefix(local_rank, global_rank) if is_teed else b""
                 setattr(files, name, self._open_stream(files, number, path, prefix, is_teed=is_teed, is_shown=is_shown))
                 files.log_file = path or files.log_file
+                if number == 2 and is_shown and (is_teed or not path) and not _log.isEnabledFor(logging.INFO):
+                    self._open_held(files, path, prefix, global_rank)
         except OSError:
             files.close_descriptors()
+            files.close_held()
             raise
         return files
 
@@ -262,11 +282,11 @@ class WorkerOutput:
         if not path and not is_shown and number == 1:
             return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         needles = self._config.duplicate_stdout_filters if number == 1 else self._config.duplicate_stderr_filters
-        copy = _Copy(
+        copy = Copy(
             number=number,
             console=number if is_shown else None,
             prefix=prefix,
-            file=_Sink.open(path) if path else None,
+            file=Sink.open(path) if path else None,
             filtered=self._filtered.get(number) if is_teed else None,
             needles=tuple(os.fsencode(needle) for needle in needles),
         )
@@ -277,253 +297,29 @@ class WorkerOutput:
         self._pump.add(copy)
         return writer
 
+    def _open_held(self, files: WorkerFiles, path: str, prefix: bytes, global_rank: int) -> None:
+        """Beside its stderr. Whoever wants to see the log of the agent sees everything, so nothing is held back there."""
+        usual = next((copy for copy in files.copies if copy.number == 2), None)
+        kept = os.path.join(os.path.dirname(files.error_file), "not_shown.log") if self._has_files and not path else ""
+        copy = Copy(
+            number=2,
+            console=2,
+            prefix=prefix,
+            file=Sink(path, None, is_continued=True) if path else None,
+            filtered=None if usual is None else usual.filtered,
+            needles=() if usual is None else usual.needles,
+            held=Held(global_rank, kept),
+            before=usual,
+        )
+        copy.descriptor, files.held_writer = os.pipe2(os.O_CLOEXEC)
+        files.held_path = f"/proc/{os.getpid()}/fd/{files.held_writer}"
+        os.set_blocking(copy.descriptor, False)
+        files.copies.append(copy)
+        self._pump.add(copy)
+
     def _prefix(self, local_rank: int, global_rank: int) -> bytes:
         template = string.Template(self._config.line_prefix or _DEFAULT_PREFIX)
         return template.safe_substitute(role_name=self._role, local_rank=local_rank, rank=global_rank).encode()
-
-
-@dataclass
-class _Sink:
-    """A log file that stops taking bytes after its first error instead of ending the job."""
-
-    path: str
-    file: BinaryIO | None
-
-    @classmethod
-    def open(cls, path: str) -> _Sink:
-        return cls(path, open(path, "wb", buffering=0))
-
-    def write(self, data: bytes) -> None:
-        if self.file is None:
-            return
-        try:
-            write_all(self.file.fileno(), data)
-        except OSError as error:
-            _log.warning("%s cannot be written any more (%s); training goes on without it.", self.path, error.strerror)
-            file, self.file = self.file, None
-            with contextlib.suppress(OSError):  # for the same reason, which has been told
-                file.close()
-
-    def close(self) -> None:
-        """A network file system may refuse only now what its cache has taken before (quota, full server)."""
-        file, self.file = self.file, None
-        if file is None:
-            return
-        try:
-            file.close()
-        except OSError as error:
-            _log.warning("%s may lack its last lines (%s).", self.path, error.strerror)
-
-
-@dataclass(eq=False)
-class _Copy:
-    """One pipe from a worker and where its bytes go. Belongs to the pump's thread once added."""
-
-    number: int
-    console: int | None
-    prefix: bytes
-    """Before each line on the console; empty: bytes are passed on as they come."""
-    file: _Sink | None
-    filtered: _Sink | None
-    needles: tuple[bytes, ...]
-    descriptor: int = -1
-    tail: bytearray = field(default_factory=bytearray)
-    line: bytearray = field(default_factory=bytearray)
-    """The unfinished line of a prefixed stream."""
-    has_begun_line: bool = False
-    """Part of an overlong line is out already."""
-    is_broken: bool = False
-    """A bug of ours keeps its bytes from being passed on."""
-
-    def take(self, data: bytes) -> None:
-        self.tail += data
-        if len(self.tail) > 2 * TAIL_BYTES:
-            del self.tail[:-TAIL_BYTES]
-        if self.file is not None:
-            self.file.write(data)
-        if not self.prefix:
-            self._show(data)
-            return
-        self.line += data
-        *lines, rest = self.line.split(b"\n")
-        out = bytearray()
-        for line in lines:
-            out += self._finished(bytes(line) + b"\n")
-            self.has_begun_line = False
-        if len(rest) > _CHUNK:
-            out += self._finished(bytes(rest))
-            self.has_begun_line, rest = True, bytearray()
-        self.line = bytearray(rest)
-        self._show(bytes(out))
-
-    def finish(self) -> None:
-        if self.line:
-            self._show(self._finished(bytes(self.line)))
-            self.line = bytearray()
-        if self.file is not None:
-            self.file.close()
-
-    def _finished(self, line: bytes) -> bytes:
-        shown = line if self.has_begun_line else self.prefix + line
-        if self.filtered is not None and any(needle in line for needle in self.needles):
-            self.filtered.write(shown)
-        return shown
-
-    def _show(self, data: bytes) -> None:
-        if self.console is None or not data:
-            return
-        try:
-            write_all(self.console, data)
-        except OSError:
-            self.console = None  # whoever read our console has gone; there is nobody left to tell
-
-
-class _Pump:
-    """
-    The thread that copies. It starts with the first pipe and ends with `close`, and with nothing else: without it workers
-    would soon wait for ever in the middle of a line. A stream that cannot be passed on is given up alone.
-    """
-
-    def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._lock = threading.Lock()
-        """
-        Guards `_calls`, the only thing both threads touch; a queue could not be waited for together with the pipes.
-        """
-        self._calls: list[Callable[[], object]] = []
-        self._wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self._wake_writer, False)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
-        self._thread: threading.Thread | None = None
-        self._is_closing = False
-        self._passing_on: tuple[float, float | None] = (0.0, None)
-        """For how long, and since when just now, bytes are passed on. The other thread only reads it."""
-
-    def seconds_passing_on(self) -> float:
-        """How much of its time consoles and disks have taken so far."""
-        seconds, since = self._passing_on
-        return seconds if since is None else seconds + time.monotonic() - since
-
-    def add(self, copy: _Copy) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="worker-output", daemon=True)
-            self._thread.start()
-        self._call(lambda: self._selector.register(copy.descriptor, selectors.EVENT_READ, copy))
-
-    def drain(self, copies: Sequence[_Copy], then: Callable[[], None]) -> None:
-        def now() -> None:
-            for copy in copies:
-                self._copy(copy)
-            then()
-
-        self._call(now)
-
-    def drop(self, copies: Sequence[_Copy], sinks: Sequence[_Sink], then: Callable[[], None]) -> None:
-        """Copy what is there and forget these pipes."""
-
-        def now() -> None:
-            for copy in copies:
-                self._copy(copy)
-                self._end(copy)
-            for sink in sinks:
-                sink.close()
-            then()
-
-        if copies or sinks:
-            self._call(now)
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._call(self._stop)
-            self._thread.join(timeout=2.0)  # a blocked console must not keep the agent from leaving
-            if self._thread.is_alive():
-                return
-        self._selector.close()
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
-
-    def _stop(self) -> None:
-        self._is_closing = True
-
-    def _call(self, function: Callable[[], object]) -> None:
-        if self._thread is None:
-            function()  # nothing has been copied yet, so there is nobody to share with
-            return
-        with self._lock:
-            self._calls.append(function)
-        with contextlib.suppress(BlockingIOError):  # full of wake-ups already
-            os.write(self._wake_writer, b".")
-
-    def _run(self) -> None:
-        while not self._is_closing:
-            for key, _events in self._selector.select():
-                if key.data is None:
-                    os.read(self._wake_reader, 4096)
-                else:
-                    self._copy(key.data, at_most=1)
-            self._work_off()
-
-    def _work_off(self) -> None:
-        with self._lock:
-            calls, self._calls = self._calls, []
-        for call in calls:
-            try:
-                call()
-            except Exception:  # the edge of the thread: a bug in one request must not end it
-                _log.exception("bug in the copying of the workers' output")
-
-    def _copy(self, copy: _Copy, at_most: int = 64) -> None:
-        try:
-            self._read(copy, at_most)
-        except Exception:  # the same
-            _log.exception("a stream of the workers' cannot be read any more")
-            self._end(copy)
-
-    def _read(self, copy: _Copy, at_most: int) -> None:
-        """Until nothing is there now. Bounded, so that one who prints without end does not starve the others."""
-        for _ in range(at_most):
-            if copy.descriptor < 0:
-                return
-            try:
-                data = os.read(copy.descriptor, _CHUNK)
-            except BlockingIOError:
-                return
-            if not data:
-                self._end(copy)
-                return
-            self._pass_on(copy, data)
-
-    def _pass_on(self, copy: _Copy, data: bytes) -> None:
-        if copy.is_broken:
-            return  # still read: the worker would end by a closed pipe
-        try:
-            with self._timed():
-                copy.take(data)
-        except Exception:  # the same
-            copy.is_broken = True
-            _log.exception("bug in the copying of the workers' output: the rest of a stream is not shown")
-
-    def _end(self, copy: _Copy) -> None:
-        if copy.descriptor < 0:
-            return
-        with contextlib.suppress(KeyError):  # dropped before it was ever registered
-            self._selector.unregister(copy.descriptor)
-        os.close(copy.descriptor)
-        copy.descriptor = -1
-        try:
-            with self._timed():
-                copy.finish()
-        except Exception:  # the same
-            _log.exception("bug at the end of a stream of the workers'")
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        seconds, since = self._passing_on[0], time.monotonic()
-        self._passing_on = seconds, since
-        try:
-            yield
-        finally:
-            self._passing_on = seconds + time.monotonic() - since, None
 
 
 def _read_tail(path: str) -> bytes:

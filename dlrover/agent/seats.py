@@ -100,6 +100,8 @@ class Seat:
             model_step=reading.model_step,
             # A script that counts anew may well have restored its model in ways that nobody sees.
             model_start=None if is_counting_anew and not reading.model_start else reading.model_start,
+            num_plain_steps=reading.num_plain_steps,
+            plain_seconds=reading.plain_ns / 1e9,
             phase=reading.phase,
             phase_seconds=reading.seconds_in_phase(now_ns),
             seconds={phase: ns / 1e9 for phase, ns in reading.phase_ns.items() if ns},

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -35,6 +35,7 @@ from dlrover.protocol.watch_messages import (
     ProgressReport,
     Reach,
     SendTail,
+    ShowNotice,
     TailSent,
     TakeLook,
     WatchObservation,
@@ -55,6 +56,14 @@ _RECORD_TIMEOUT = 0.3
 _MAX_ORDERS = 256
 _LONGEST_WAIT = 60.0
 _MAX_METRICS_FILE = 65536
+
+
+class FirstStep(NamedTuple):
+    """Training goes on."""
+
+    round: Round
+    step: int | None
+    """None: nobody gave it a number that could be compared with those of earlier rounds."""
 
 
 class Watch:
@@ -203,6 +212,17 @@ class Watch:
         reading = self._seats[local_rank].read()
         return (reading.has_hooks or is_young) and reading.step is None and not reading.num_steps
 
+    def first_step(self, after: Round) -> FirstStep | None:
+        """The first that the workers of a later round have done; None: there is none yet."""
+        if self._round <= after:
+            return None
+        self._read_metrics_file()
+        done = [reading for reading in (seat.read() for seat in self._seats) if reading.num_steps]
+        named = [reading.step - reading.num_steps + 1 for reading in done if reading.is_step_named and reading.step]
+        if done:
+            return FirstStep(self._round, min(named) if named else None)
+        return None if self._told_step is None else FirstStep(self._round, self._told_step)
+
     def _read_metrics_file(self) -> None:
         if not self._metrics_file:
             return
@@ -278,6 +298,8 @@ class Watch:
                 self._spawn(_within(left, self._take_look(order.order)))
             case SendTail():
                 self._spawn(_within(left, self._send_tail(order.order)))
+            case ShowNotice():
+                log.warning("%s", order.order.text)
 
     def _time_left(self, order: WatchOrder) -> float:
         """Seconds until the master gives it up. Who was stopped for a while reads orders that are long over."""

@@ -67,7 +67,7 @@ class Failed:
     """At least one did not. The others still run until `stop`."""
 
     failures: tuple[WorkerFailure, ...]
-    """Earliest first; never empty."""
+    """Earliest first; empty: `stop` has told them all."""
     step: int | None
     lived: float
     reach: Reach = NOTHING_TOLD
@@ -82,6 +82,8 @@ class _Worker:
     leash: Leash | None = None
     exit: asyncio.Future[Exit] | None = None
     failure: WorkerFailure | None = None
+    is_told: bool = False
+    """`wait` or `stop` has given its failure to the caller: only one of them does."""
 
 
 class WorkerGroup:
@@ -200,8 +202,7 @@ class WorkerGroup:
             await asyncio.wait(pending, timeout=SIMULTANEOUS)
         failed = [worker for worker in self._workers if worker.failure or _has_ended_badly(worker)]
         await asyncio.gather(*(self._output.drain(worker.files) for worker in failed))
-        failures = sorted((self._describe(worker) for worker in failed), key=lambda failure: failure.exited_at)
-        return Failed(tuple(failures), self.step, lived, self.reach)
+        return Failed(self._tell(failed), self.step, lived, self.reach)
 
     @property
     def may_be_mistaken(self) -> bool:
@@ -240,9 +241,16 @@ class WorkerGroup:
             self._watch.close_round()
         late = [worker for worker in self._workers if worker.failure is None and self._failed_by_itself(worker)]
         await asyncio.gather(*(self._output.drain(worker.files) for worker in late))
-        failures = tuple(self._describe(worker) for worker in late)
+        failures = self._tell(late)
         await self._output.close_attempt()
         return failures
+
+    def _tell(self, workers: Sequence[_Worker]) -> tuple[WorkerFailure, ...]:
+        """Failures that nobody was told of. Both callers may have waited for the output of the same worker."""
+        untold = [worker for worker in workers if not worker.is_told]
+        for worker in untold:
+            worker.is_told = True
+        return tuple(sorted((self._describe(worker) for worker in untold), key=lambda failure: failure.exited_at))
 
     def kill(self) -> None:
         """SIGKILL, at once and without waiting: for an agent that is leaving through an error."""
@@ -414,6 +422,7 @@ def worker_environment(
             "TORCHELASTIC_RUN_ID": config.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "TORCHELASTIC_ERROR_FILE": files.error_file,
+            "DLROVER_HELD_STDERR": files.held_path,
             "DLROVER_AGENT_SOCKET": agent_socket,
             "DLROVER_JOB_NAME": config.job_name,
             "DLROVER_ROUND": str(world.round),

@@ -29,9 +29,14 @@ ASK_TIMEOUT = 10.0
 MASTER_FILE = "master.json"
 """In the directory of a launcher that hosts the master; it says where the journal is."""
 
-Job = Annotated[str, typer.Argument(help="Name of a job on this host; not needed if only one runs.")]
+Job = Annotated[
+    str, typer.Argument(help="Name of a job on this host, or the beginning of it; not needed if only one runs.")
+]
 JobOrJournal = Annotated[
-    str, typer.Argument(help="Name of a job on this host (not needed if only one runs), or the file of a journal.")
+    str,
+    typer.Argument(
+        help="Name of a job on this host, or the beginning of it (not needed if only one runs), or the file of a journal."
+    ),
 ]
 Address = Annotated[str, typer.Option("--addr", "--master-addr", help="Master's HOST:PORT, or DLROVER_MASTER_ADDR.")]
 TokenFile = Annotated[str, typer.Option("--token-file", help="File with the job token, or DLROVER_JOB_TOKEN.")]
@@ -179,11 +184,16 @@ def find_local_job(job: str, *, otherwise: str = "") -> LocalJob:
             if port in known and os.path.exists(os.path.join(known[port].directory, MASTER_FILE)):
                 continue  # a node with the journal is the better one to ask
             known[port] = LocalJob(owner.master_addr, os.path.join(path, TOKEN_FILE), owner.tls, path)
-    if (job and job not in jobs) or (not job and len(jobs) != 1):
-        names = ", ".join(sorted(jobs)) or "none"
+    fitting = [job] if job in jobs else [name for name in sorted(jobs) if name.startswith(job)]
+    if len(fitting) != 1:
+        if job and fitting:
+            names = ", ".join(fitting)
+            raise ConfigError(
+                f"{len(fitting)} jobs of yours on this host begin with {job}: {names}. Give more of the name."
+            )
         what = f"No job {job} of yours runs on this host{otherwise}" if job else "Name a job, or give --addr HOST:PORT"
-        raise ConfigError(f"{what}. Running here: {names}.")
-    name = job or next(iter(jobs))
+        raise ConfigError(f"{what}. Running here: {', '.join(sorted(jobs)) or 'none'}.")
+    (name,) = fitting
     found = list(jobs[name].values())
     if len(found) > 1:
         choices = " or ".join(f"--addr {each.address} --token-file {each.token_file}" for each in found)

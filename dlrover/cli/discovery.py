@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from typing import NamedTuple
 
 from msgspec import Struct
 
+from dlrover.cli import job_names
 from dlrover.cli.console import say
+from dlrover.cli.job_names import JobName
 from dlrover.cli.runtime_dir import NodeDirectory
 from dlrover.cli.settings import Settings
 from dlrover.host.ownership import open_checked
@@ -175,15 +176,11 @@ def hold_coordinator_port(settings: Settings, place: MasterPlace) -> Seat | None
         ) from error
 
 
-def name_job(settings: Settings, place: MasterPlace) -> str:
-    if settings.environment.job_name:
-        return settings.environment.job_name
-    if settings.rdzv_id and not settings.is_standalone:
-        return settings.rdzv_id
-    if place.is_shared:
-        return f"port-{place.address.port}"
-    now = time.time()
-    return time.strftime("standalone_%Y%m%d_%H%M%S", time.localtime(now)) + f"_{int(now % 1 * 1e6):06d}"
+def name_job(settings: Settings, place: MasterPlace) -> JobName:
+    name = settings.job_name or settings.environment.job_name or settings.rdzv_id
+    if place.is_shared:  # all nodes have to call it the same
+        return JobName(name or f"port-{place.address.port}", iter(()))
+    return job_names.given(name) if name else job_names.after_script(settings.entry)
 
 
 def find_token(settings: Settings, place: MasterPlace, directory: NodeDirectory) -> str:

@@ -113,9 +113,10 @@ def launch(
         meeting: Seat | None = None
         try:
             meeting = discovery.hold_coordinator_port(settings, place)
-            job_name = discovery.name_job(settings, place)
+            name = discovery.name_job(settings, place)
             launch_id = discovery.new_launch()
-            directory = NodeDirectory(root, job_name, launch_id)
+            directory = NodeDirectory(root, name.name, launch_id, others=name.others)
+            job_name = directory.job_name
             if script is not None:
                 entry = copy_for_workers(settings.entry, script, directory)
                 settings = msgspec.structs.replace(settings, entry=entry)
@@ -126,6 +127,8 @@ def launch(
                 directory=directory,
                 job_name=job_name,
                 launch_id=launch_id,
+                # Scripts name files after it: another job may have the name that we chose tomorrow.
+                run_id=f"{job_name}_{launch_id}" if name.is_chosen else job_name,
                 token_file=token_file,
                 place=place,
                 seat=seat,
@@ -158,6 +161,7 @@ class Launcher:
         directory: NodeDirectory,
         job_name: str,
         launch_id: str,
+        run_id: str,
         token_file: str,
         place: MasterPlace,
         seat: Seat | None,
@@ -171,6 +175,7 @@ class Launcher:
         self._directory = directory
         self._job_name = job_name
         self._launch_id = launch_id
+        self._run_id = run_id
         self._token_file = token_file
         self._place = place
         self._seat = seat
@@ -238,7 +243,7 @@ class Launcher:
     def _start_agent(self) -> None:
         config = AgentConfig(
             job_name=self._job_name,
-            run_id=self._job_name,
+            run_id=self._run_id,
             launch=self._launch_id,
             master_addr=str(self._place.address),
             token_file=self._token_file,
@@ -549,6 +554,7 @@ class Launcher:
     def _on_signal(self, number: int) -> None:
         if self._stopped_by is None:
             self._stopped_by = number
+            self._say_stopped(number)
             self._kill_agent_at = time.monotonic() + self._settings.shutdown_timeout + self._patience.agent_margin
             if self._agent is not None:
                 # The agent passes it on to the workers, which may treat Ctrl-C and SIGTERM differently.
@@ -562,6 +568,15 @@ class Launcher:
             say("interrupted again: killing everything at once")
             self._kill_agent_at = time.monotonic()
             self._is_hurried = True
+
+    def _say_stopped(self, number: int) -> None:
+        if self._settings.environment.platform_node >= 0:
+            return  # the platform ends its nodes so, also when all is well
+        grace = f"Its workers have {self._settings.shutdown_timeout:g} s to end (--shutdown-timeout)"
+        if number == signal.SIGINT:
+            say(f"job {self._job_name} was interrupted. {grace}; press Ctrl-C again to kill them at once.")
+        else:
+            say(f"job {self._job_name} was stopped by {signal.Signals(number).name}. {grace}.")
 
     def _is_heard(self, number: int) -> bool:
         """

@@ -14,14 +14,14 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dlrover.agent.process_tree import kill_descendants
-from dlrover.cli import processes
+from dlrover.cli import job_names, processes
 from dlrover.cli.command_line import OPTION_NAMES, nearest, parse
 from dlrover.cli.console import say_block
 from dlrover.cli.discovery import Seat, new_launch
@@ -78,10 +78,14 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 # What nodes are told by their host, not by the user. Variables of the surroundings would contradict it.
 _OURS = (
-    "nnodes", "standby", "node_rank", "standalone", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "local_addr",
+    "nnodes", "standby", "node_rank", "standalone", "rdzv_endpoint", "rdzv_id", "job_name", "master_addr", "master_port", "local_addr",
     "job_token_file",
 )  # fmt: skip
-_INSTEAD = {"nnodes": "Give --nodes in front of `--`.", "standby": "Give it in front of `--`."}
+_INSTEAD = {
+    "nnodes": "Give --nodes in front of `--`.",
+    "standby": "Give it in front of `--`.",
+    "job_name": "Give it in front of `--`.",
+}
 _NOT_PASSED_ON = (
     "DLROVER_JOB_TOKEN", "DLROVER_NODE_ID", "DLROVER_AGENT_SOCKET", "NODE_ID", "WORKER_ID", "NODE_RANK", "WORKER_RANK", "NODE_NUM",
     "WORKER_NUM", "POD_NAME", "POD_IP", "MY_POD_IP", "RELAUNCHED_POD", "RDZV_ENDPOINT", "HOST_PORTS",
@@ -98,6 +102,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     memory_mb: int
     netns: str
     job_name: str
+    """Empty: it is called after the script."""
     log_dir: str
     settings: Settings
     """Of one node, as its `dlrover-run` will read them."""
@@ -159,7 +164,7 @@ def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
         max_relaunches=options.max_relaunches,
         memory_mb=options.memory,
         netns=options.netns,
-        job_name=options.job_name or settings.environment.job_name or time.strftime("local_%Y%m%d_%H%M%S"),
+        job_name=options.job_name or settings.environment.job_name,
         log_dir=os.path.abspath(options.log_dir) if options.log_dir else "",
         settings=settings,
         node_argv=node_argv,
@@ -204,7 +209,9 @@ def _run_with(
     launch = new_launch()
     directory: NodeDirectory | None = None
     try:
-        directory = NodeDirectory(root, plan.job_name, launch)
+        name = job_names.given(plan.job_name) if plan.job_name else job_names.after_script(plan.settings.entry)
+        directory = NodeDirectory(root, name.name, launch, others=name.others)
+        plan = replace(plan, job_name=directory.job_name)
         return asyncio.run(
             LocalJob(
                 plan,

@@ -120,7 +120,7 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
         "--standalone",
         Kind.FLAG,
         False,
-        "One node, with its own master on a free loopback port. Endpoint and id are ignored.",
+        "One node, with its own master on a free loopback port. The endpoint is ignored.",
     ),
     _option(
         "--max-restarts",
@@ -271,6 +271,15 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
 OURS = "dlrover"
 _DUMP_SIGNAL = WatchConfig().dump_signal
 OUR_OPTIONS: tuple[Option, ...] = (
+    _option(
+        "--job-name",
+        Kind.TEXT,
+        "",
+        "Name of the job, for `dlrover status NAME` and others; equal on all nodes. Not given: ELASTIC_JOB_NAME, --rdzv-id, or "
+        "the name of the script with a number.",
+        group=OURS,
+        metavar="NAME",
+    ),
     _option(
         "--node-unit",
         Kind.INTEGER,

@@ -29,7 +29,7 @@ def as_html(history: History) -> str:
     parts = [
         f"<h1>Job {escape(history.job_name)}</h1>",
         f"<p>{escape(_how_it_ended(history))}</p>",
-        f"<p class='figure'>{at_most(goodput)}{100 * goodput.goodput_since_start:.2f} %<small> {_figure(history)}</small></p>",
+        "<p class='figure'>{} %<small> {}</small></p>".format(*_figure(history)),
         "" if goodput.is_redo_known else f"<p>{escape(REDO_UNKNOWN)}</p>",
         plots.goodput_bar(goodput.seconds),
         plots.legend(classes),
@@ -67,7 +67,7 @@ def as_markdown(history: History) -> str:
         "",
         _md(_how_it_ended(history)),
         "",
-        f"**{at_most(goodput)}{100 * goodput.goodput_since_start:.2f} %** {_figure(history)}.",
+        "**{} %** {}.".format(*_figure(history)),
         "",
         *([] if goodput.is_redo_known else [_md(REDO_UNKNOWN), ""]),
         *_md_table(
@@ -94,12 +94,18 @@ def as_markdown(history: History) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _figure(history: History) -> str:
+def _figure(history: History) -> tuple[str, str]:
+    """Per cent, and what of."""
     goodput = history.goodput
-    whole = f"{at_most(goodput)}{100 * goodput.goodput:.2f} % of all time"
-    return (
-        f"goodput since the first step ({whole}; {goodput.wall:.1f} s wall, {_total(goodput.seconds):.1f} node-seconds)"
+    most = at_most(goodput)
+    whole, spent = (
+        f"{most}{100 * goodput.goodput:.2f}",
+        f"{goodput.wall:.1f} s wall, {_total(goodput.seconds):.1f} node-seconds",
     )
+    if goodput.highest_step is None:
+        return whole, f"goodput of all time; no step is known ({spent})"
+    since = f"{most}{100 * goodput.goodput_since_start:.2f}"
+    return since, f"goodput since the first step ({whole} % of all time; {spent})"
 
 
 def _how_it_ended(history: History) -> str:

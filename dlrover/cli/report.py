@@ -65,10 +65,9 @@ def goodput_line(goodput: GoodputStatus) -> str:
     ]
     faults = f", {goodput.num_faults} fault{'' if goodput.num_faults == 1 else 's'}" if goodput.num_faults else ""
     most = at_most(goodput)
-    figure = (
-        f"goodput {most}{goodput.goodput:.1%} of {goodput.wall:.1f} s, {most}{goodput.goodput_since_start:.1%} "
-        "since the first step"
-    )
+    figure = f"goodput {most}{goodput.goodput:.1%} of {goodput.wall:.1f} s"
+    if goodput.highest_step is not None:
+        figure += f", {most}{goodput.goodput_since_start:.1%} since the first step"
     shown = shown[:5] + ([] if goodput.is_redo_known else ["redo unknown"])
     return f"{figure}{faults}" + (f"; {', '.join(shown)}" if shown else "")
 
@@ -111,7 +110,10 @@ def _cause(first: FirstFailure) -> str:
     else:
         status = "no exit status"
     kind = "" if failure.kind in (FailureKind.EXIT_CODE, FailureKind.SIGNAL) else f", {_KINDS[failure.kind]}"
-    return f"{status}{kind}" + (f": {failure.message}" if failure.message not in ("", status) else "")
+    message = failure.message
+    if failure.signal is not None:
+        message = message.removeprefix(f"ended by {signal_name(failure.signal)}").lstrip(":, ")
+    return f"{status}{kind}" + (f": {message}" if message not in ("", status) else "")
 
 
 def _is_kept(path: str) -> bool:

@@ -139,13 +139,15 @@ class NodeDirectory:
     Raises `ConfigError` where it cannot be had, and then leaves nothing behind.
     """
 
-    def __init__(self, root: str, job_name: str, launch: str) -> None:
+    def __init__(self, root: str, job_name: str, launch: str, *, others: Iterator[str] | None = None) -> None:
+        """`others`: names to take instead, while jobs with the ones before run here."""
         self._root = root
-        self._job_name = job_name
-        self.job_dir = os.path.join(root, job_directory_name(job_name, _job_room(root)))
-        self.path = os.path.join(self.job_dir, f"{_NODE_PREFIX}{launch}")
         self._claims: list[int] = []
         with locked(root):
+            self.job_name, self.job_dir = job_name, _job_dir(root, job_name)
+            while others is not None and _is_taken(self.job_dir) and (another := next(others, "")):
+                self.job_name, self.job_dir = another, _job_dir(root, another)
+            self.path = os.path.join(self.job_dir, f"{_NODE_PREFIX}{launch}")
             try:
                 _make_private(self.job_dir)
                 _make_private(self.path)
@@ -170,7 +172,7 @@ class NodeDirectory:
 
     def record(self, master_addr: str, tls: TlsConfig | None = None) -> None:
         """Who owns the directory, and where and how the job's master is reached."""
-        owner = describe_process(os.getpid(), job_name=self._job_name, master_addr=master_addr, tls=tls)
+        owner = describe_process(os.getpid(), job_name=self.job_name, master_addr=master_addr, tls=tls)
         self.write(OWNER_FILE, msgspec.json.encode(owner))
 
     def write(self, name: str, data: bytes) -> str:
@@ -216,6 +218,15 @@ class NodeDirectory:
             if descriptor in _held_for_life:  # not in a forked child, which has closed it
                 _held_for_life.remove(descriptor)
                 os.close(descriptor)
+
+
+def _job_dir(root: str, job_name: str) -> str:
+    return os.path.join(root, job_directory_name(job_name, _job_room(root)))
+
+
+def _is_taken(job_dir: str) -> bool:
+    """A launcher of that job lives. Under the lock on the listing."""
+    return any(is_alive(path, None) for path in _subdirectories(job_dir))
 
 
 @contextlib.contextmanager

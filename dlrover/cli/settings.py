@@ -69,6 +69,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     is_standalone: bool = False
     rdzv_endpoint: str = ""
+    job_name: str = ""
     rdzv_id: str = ""
     """Empty: none was given."""
     master_addr: str = ""
@@ -158,6 +159,7 @@ def build_settings(parsed: Parsed, environment: Environment, *, entry: Entry | N
         watching=_watching(parsed),
         is_standalone=parsed.flag("standalone"),
         rdzv_endpoint=parsed.text("rdzv_endpoint"),
+        job_name=parsed.text("job_name"),
         rdzv_id="" if rdzv_id == "none" else rdzv_id,
         master_addr=parsed.text("master_addr") if parsed.is_given("master_addr") else "",
         master_port=master_port,

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING
 
 from dlrover.core.goodput import LOST, STOPPED, Fault, Goodput, is_beginning
 from dlrover.core.turn import MICROS_PER_SECOND
-from dlrover.protocol.goodput_messages import Counterfactual, FaultCost, GoodputStatus, NodeGoodput, TimeClass
-from dlrover.protocol.messages import ExitReason, Micros
+from dlrover.protocol.goodput_messages import (
+    Counterfactual,
+    FaultCost,
+    FaultTold,
+    GoodputStatus,
+    NodeGoodput,
+    TimeClass,
+)
+from dlrover.protocol.messages import ExitReason, Micros, Round
 
 if TYPE_CHECKING:
     from dlrover.core.state import JobState
@@ -57,6 +64,16 @@ def goodput_status(state: JobState, now: Micros) -> GoodputStatus:
         booked=_seconds(booked),
         is_redo_known=goodput.is_redo_known,
     )
+
+
+def fault_of(state: JobState, round_: Round) -> FaultTold:
+    """What ended this round. A better first failure may still be reported."""
+    fault = next((fault for fault in reversed(state.goodput.faults) if fault.round == round_), None)
+    if fault is None:
+        return FaultTold()
+    # Of a lost node the neighbours told first: their failures are its consequences.
+    rank = None if fault.kind == "node" else fault.global_rank
+    return FaultTold(kind=fault.kind, cause=fault.cause, node_rank=fault.node_rank, global_rank=rank)
 
 
 def _is_end(state: JobState, fault: Fault) -> bool:

@@ -18,7 +18,7 @@ from dlrover.core import checkpoints, data_commands, data_progress, fleet_comman
 from dlrover.core.commands import HANDLERS, check_sender
 from dlrover.core.course import Course
 from dlrover.core.deadlines import next_deadline, passed_deadlines
-from dlrover.core.goodput_report import goodput_status
+from dlrover.core.goodput_report import fault_of, goodput_status
 from dlrover.core.nodes import Node, NodeLife
 from dlrover.core.peer_directory import PeerDirectory
 from dlrover.core.prospects import pending, standby, suspects
@@ -26,7 +26,7 @@ from dlrover.core.state import DECISION_VERSION, JobState
 from dlrover.core.turn import NotYet, Origin, Outcome
 from dlrover.protocol.check_messages import CheckResult
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.goodput_messages import AskGoodput, GoodputStatus
+from dlrover.protocol.goodput_messages import AskFault, AskGoodput, GoodputStatus
 from dlrover.protocol.messages import (
     AskStatus,
     Attached,
@@ -93,6 +93,8 @@ class Job:
                 return Pong(job_name=self.job_name, master_epoch=self.master_epoch)
             case AskGoodput():
                 return self.goodput(self._state.now)
+            case AskFault():
+                return fault_of(self._state, query.round)
             case AskPeers():
                 return self._peers.answer(query, self._state)
             case AskDiagnosis():

@@ -390,7 +390,9 @@ def _how(failure: WorkerFailure) -> str:
         case FailureKind.EXCEPTION | FailureKind.MEMORY_ERROR:
             return message or "an exception"
         case FailureKind.SIGNAL if failure.signal is not None:
-            return f"killed by signal {failure.signal} ({_SIGNALS.get(failure.signal, 'unnamed')}){detail}"
+            name = _SIGNALS.get(failure.signal, "unnamed")
+            said = message.removeprefix(f"ended by {name}")  # an agent's words for the same
+            return f"killed by signal {failure.signal} ({name}){detail if said == message else said}"
         case FailureKind.OUT_OF_MEMORY:
             return f"killed by the kernel for lack of memory{detail}"
         case FailureKind.EXIT_CODE if failure.exit_code in DEVICE_FAULT_CODES:

@@ -86,7 +86,7 @@ async def gather_goodput(lookout: Lookout) -> None:
         "",
         {
             "share": round(found.goodput, 4),
-            "since_start": round(found.goodput_since_start, 4),
+            "since_start": None if found.highest_step is None else round(found.goodput_since_start, 4),
             "seconds": {each.value: round(seconds, 1) for each, seconds in found.seconds.items()},
             "num_faults": found.num_faults,
             "is_redo_known": found.is_redo_known,

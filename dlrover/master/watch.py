@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from dlrover.core.diagnosis.failure_checks import WorkerEnded
 from dlrover.core.diagnosis.mute_nodes import MuteNodes
 from dlrover.core.diagnosis.picture import Failed, scene_of
+from dlrover.core.diagnosis.stacks import say_ranks
 from dlrover.core.diagnosis.watch import Act, AskNode, Publish, Tell, Watch
 from dlrover.core.turn import Outcome
 from dlrover.master.clock import MasterClock
@@ -26,12 +29,15 @@ from dlrover.protocol.fleet_messages import NodePhase, NodesListed
 from dlrover.protocol.messages import Command, JobTerms, Micros, NodeId, Reply, ReportFailure
 from dlrover.protocol.steering_messages import RelaunchNode
 from dlrover.protocol.watch_messages import (
+    ActionKind,
     AskDiagnosis,
     Autopsy,
     FaultFound,
     HangFound,
     PastVerdict,
+    ShowNotice,
     WatchObservation,
+    WatchOrder,
     WatchTerms,
 )
 
@@ -39,6 +45,16 @@ log = logging.getLogger(__name__)
 
 LONGEST_NAP = 60.0
 MAX_REPORTS = 20
+MAX_CONSOLES = 8
+"""Nodes of culprits whose consoles show a verdict; the console of the first node always does."""
+NOTICES = 2**41
+"""Orders of notices are numbered from here: looks are counted from 1, and what the page asks for has negative numbers."""
+NOTICE_EXPIRES = 60.0
+_FOLLOWS = {
+    ActionKind.RESTART_WORKERS: "The workers are restarted.",
+    ActionKind.RELAUNCH_NODE: "The node is replaced.",
+    ActionKind.STOP_JOB: "The job ends.",
+}
 """Autopsies that are kept on disk by one master."""
 
 
@@ -64,6 +80,7 @@ class WatchKeeper:
         self._wake = asyncio.Event()
         self._scene_key: tuple[object, ...] = ()
         self._written: list[Path] = []
+        self._num_notices = 0
         self._told: dict[asyncio.Future[Reply], HangFound | FaultFound | RelaunchNode] = {}
         self._mute = MuteNodes(clock.now())
         heard_before = desk.on_observation
@@ -123,6 +140,7 @@ class WatchKeeper:
                     self._act(command)
                 case Tell(past=past):
                     _log_verdict(past)
+                    self._tell_people(past)
                 case Publish(autopsy=autopsy):
                     self._publish(autopsy)
         if lost:
@@ -220,19 +238,50 @@ class WatchKeeper:
             self._wake.set()
 
     def _publish(self, autopsy: Autopsy) -> None:
-        name = f"{self._job_name or 'job'}-autopsy-{autopsy.round}-{len(self._written) + 1}.md"
-        path = self._directory / name.replace("/", "_")
         try:
+            path = self._free_path(autopsy)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(autopsy.text, encoding="utf-8")
         except OSError as error:
-            log.warning("autopsy not written file=%s reason=%s", path, error.strerror)
+            log.warning("autopsy not written directory=%s reason=%s", self._directory, error.strerror)
             return
         self._watch.autopsy = replace(autopsy, file=str(path))
         self._written.append(path)
         if len(self._written) > MAX_REPORTS:
             self._written[-MAX_REPORTS - 1].unlink(missing_ok=True)
         log.warning("autopsy file=%s\n%s", path, autopsy.text)
+
+    def _free_path(self, autopsy: Autopsy) -> Path:
+        """An earlier job may have had our name, and its pages stay."""
+        for number in itertools.count(len(self._written) + 1):
+            name = f"{self._job_name or 'job'}-autopsy-{autopsy.round}-{number}.md"
+            path = self._directory / name.replace("/", "_")
+            if not path.exists():
+                return path
+        raise AssertionError("counting ends")
+
+    def _tell_people(self, past: PastVerdict) -> None:
+        """A line on the consoles of those who look: at the first node, and where the culprits are."""
+        if past.count > 1 or past.verdict.diagnostician == WorkerEnded.name:
+            return  # told before; and each node says itself which worker failed
+        places = self._watch.picture.scene.places
+        nodes = {place.node: None for place in places[:1]}
+        if self._desk.job.state.fleet is None:  # else all nodes of the platform are read at one place
+            nodes |= {culprit.node: None for culprit in past.verdict.culprits[:MAX_CONSOLES]}
+        order = ShowNotice(text=in_a_line(past))
+        for node in nodes:
+            self._num_notices += 1
+            self._desk.order(node, WatchOrder(id=NOTICES + self._num_notices, expires_in=NOTICE_EXPIRES, order=order))
+
+
+def in_a_line(past: PastVerdict) -> str:
+    """What was found, why it is believed, and what follows."""
+    verdict = past.verdict
+    ranks = [culprit.global_rank for culprit in verdict.culprits if culprit.global_rank >= 0]
+    who = f" of {say_ranks(ranks)}" if ranks else ""
+    follows = _FOLLOWS.get(verdict.action, verdict.reasoning)
+    text = " ".join(filter(None, (*verdict.evidence[:1], follows, "`dlrover diagnosis` tells more.")))
+    return " ".join(f"diagnosis: {verdict.fault.value}{who}. {text}".split())
 
 
 def _log_verdict(past: PastVerdict) -> None:

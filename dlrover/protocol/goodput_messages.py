@@ -88,6 +88,21 @@ class AskGoodput(Struct, tag=True, frozen=True, kw_only=True):
     """Where the time went so far."""
 
 
+class AskFault(Struct, tag=True, frozen=True, kw_only=True):
+    """What stopped the workers of this round, as far as it is known by now."""
+
+    round: Round
+
+
+class FaultTold(Struct, tag=True, frozen=True, kw_only=True):
+    kind: str = ""
+    """As in `FaultCost`; empty: nobody knows of a fault in that round."""
+    cause: str = ""
+    node_rank: NodeRank | None = None
+    global_rank: int | None = None
+    """Of the worker that failed first, where one did."""
+
+
 class NodeGoodput(Struct, frozen=True, kw_only=True):
     """Of one place in the job, through all nodes that held it."""
 

@@ -53,7 +53,15 @@ from dlrover.protocol.fleet_messages import (
     SuspendJob,
     UpdateClusterVersion,
 )
-from dlrover.protocol.goodput_messages import AccountGoodput, AskEvents, AskGoodput, Events, GoodputStatus
+from dlrover.protocol.goodput_messages import (
+    AccountGoodput,
+    AskEvents,
+    AskFault,
+    AskGoodput,
+    Events,
+    FaultTold,
+    GoodputStatus,
+)
 from dlrover.protocol.identity import Incarnation as Incarnation
 from dlrover.protocol.identity import Micros as Micros
 from dlrover.protocol.identity import NodeId as NodeId
@@ -724,6 +732,7 @@ Query = (
     | AskPeers
     | AskDiagnosis
     | AskGoodput
+    | AskFault
     | AskEvents
     | AskActivity
 )
@@ -815,6 +824,7 @@ Reply = (
     | Peers
     | Diagnosis
     | GoodputStatus
+    | FaultTold
     | Events
     | Activity
 )

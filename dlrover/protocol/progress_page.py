@@ -45,6 +45,8 @@ HAS_HOOKS = 77
 """A word: torch is here and hooked, so that the page tells when the start is over."""
 MODEL_STEP, MODEL_START, CHECKPOINT_STEP, DATA_EPOCH, DATA_DONE, HAS_WHOLE_EPOCH, IS_COUNTING_ANEW = range(78, 85)
 """Words: what `Reach` consists of."""
+NUM_PLAIN_STEPS, PLAIN_NS = 85, 86
+"""Words: steps in which nothing was saved or evaluated, and the computing time of these (`Reading.plain_ns`)."""
 METRIC_NAMES = (1024, 40)
 METRIC_VALUES = 2560
 """Doubles."""
@@ -71,6 +73,10 @@ class Reading(NamedTuple):
     model_step: int | None
     model_start: int | None
     reach: Reach
+    num_plain_steps: int
+    """In which nothing was saved or evaluated."""
+    plain_ns: int
+    """In forward and optimizer, during these: what a rank computes in a usual step."""
     step_seconds: float
     num_changes: int
     """Grows with every change of phase: whoever sees another number has seen progress."""
@@ -157,6 +163,8 @@ def decode(copy: bytes, now_ns: int) -> Reading:
         model_step=None if words[MODEL_STEP] < 0 else words[MODEL_STEP],
         model_start=None if words[MODEL_START] < 0 else words[MODEL_START],
         reach=_reach(words),
+        num_plain_steps=max(0, words[NUM_PLAIN_STEPS]),
+        plain_ns=max(0, words[PLAIN_NS]),
         step_seconds=max(0, words[STEP_NS]) / 1e9,
         num_changes=words[NUM_CHANGES],
         phase_ns=phase_ns,

@@ -104,6 +104,10 @@ class WorkerProgress(Struct, frozen=True, kw_only=True):
     """Steps in the model, as in `Reach`; None: no hooks count them, or none was taken yet."""
     model_start: int | None = None
     """Those of them that the model had when the worker began; None: unknown."""
+    num_plain_steps: int = 0
+    """Of these, the ones in which nothing was saved or evaluated; 0 where nobody tells them apart."""
+    plain_seconds: float = 0.0
+    """Computing time in the plain steps."""
     phase: Phase = Phase.START
     phase_seconds: float = 0.0
     """How long it has been in this phase."""
@@ -346,13 +350,19 @@ class SendTail(Struct, tag=True, frozen=True, kw_only=True):
     max_bytes: int = 65536
 
 
+class ShowNotice(Struct, tag=True, frozen=True, kw_only=True):
+    """A line for people at the console of the node; nobody waits for an answer."""
+
+    text: str
+
+
 class WatchOrder(Struct, frozen=True, kw_only=True):
     """`id` is unique in the life of one master; an agent that has seen it does nothing."""
 
     id: int
     expires_in: float
     """Seconds after `at`: then nobody waits for the answer any more, and an agent that was held up leaves it alone."""
-    order: TakeLook | SendTail
+    order: TakeLook | SendTail | ShowNotice
     at: Micros = Micros(0)
     """The master's clock when it was sent; 0: not told."""
 
@@ -372,6 +382,8 @@ class FaultClass(enum.StrEnum):
     """A rank went past a collective the others are in."""
     MISMATCHED_COLLECTIVE = "mismatched-collective"
     """Ranks are in different operations or shapes."""
+    CONCURRENT_COLLECTIVES = "concurrent-collectives"
+    """Two threads of a rank are inside collectives of one process group, whose order then differs between ranks."""
     BUSY = "busy"
     """A rank computes on (an endless loop, the interpreter lock held) while the others wait for it."""
     DATA_STALL = "data-stall"

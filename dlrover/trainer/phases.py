@@ -70,6 +70,8 @@ class PhaseWriter:
         self._lowest_step = 0
         """Of the source that counts now."""
         self.num_optimizer_steps = 0
+        self._spent_before = (0, 0)
+        """Nanoseconds of computing, and of saving and evaluating, up to the end of the newest step."""
         words = self.words
         words[layout.STARTED_AT] = words[_SINCE] = self._since
         words[layout.MAIN_THREAD] = self.main_thread
@@ -161,8 +163,24 @@ class PhaseWriter:
             now = _now()
             if self._step_ended_at:
                 words[layout.STEP_NS] = now - self._step_ended_at
+            self._count_plain(now)
             self._step_ended_at = now
             words[layout.STEP] = step
+
+    def _count_plain(self, now: int) -> None:
+        """
+        The computing time of a step, unless something was saved or evaluated in it: around a save a rank opens, closes and
+        synchronises files, which looks like computing and is not what it does in each step.
+        """
+        words, computing, beside = self.words, 0, 0
+        for phase in (FORWARD, OPTIMIZER):
+            computing += words[_PHASE_NS + phase] + (now - self._since if phase == self.phase else 0)
+        for phase in (CHECKPOINT, EVALUATION):
+            beside += words[_PHASE_NS + phase] + (now - self._since if phase == self.phase else 0)
+        if self._step_ended_at and beside == self._spent_before[1]:
+            words[layout.NUM_PLAIN_STEPS] += 1
+            words[layout.PLAIN_NS] += computing - self._spent_before[0]
+        self._spent_before = (computing, beside)
 
     def count_batch(self) -> None:
         self.words[layout.NUM_BATCHES] += 1

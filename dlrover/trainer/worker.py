@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 from dlrover.host.processes import look_up
 from dlrover.protocol.lifeline import follow_parent
+from dlrover.protocol.lost_peers import tells_of_lost_peer
 from dlrover.protocol.spawning import ForkWorker
 from dlrover.trainer import environment, watching
 
@@ -86,6 +87,15 @@ def become(order: ForkWorker, descriptors: Sequence[int], keep: Collection[int],
 def open_descriptors() -> set[int]:
     listed = [int(name) for name in os.listdir("/proc/self/fd")]
     return {descriptor for descriptor in listed if _is_open(descriptor)}  # the listing names its own, too
+
+
+def _identity(descriptor: int) -> tuple[int, ...]:
+    """The same for two descriptors of one file, pipe or terminal; empty for none."""
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_rdev
 
 
 def _is_open(descriptor: int) -> bool:
@@ -239,6 +249,7 @@ def run(kind: str, target: str, args: Sequence[str]) -> None:
     module.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = module
     watching.install(environment.read(os.environ))
+    stderr = _identity(2)
     try:
         match kind:
             case "script":
@@ -261,13 +272,17 @@ def run(kind: str, target: str, args: Sequence[str]) -> None:
         uncaught = None
     # Not inside the handler: what a hook raises would be shown as raised "during handling" of the first.
     if uncaught is not None:
-        _end_badly(uncaught)
+        _end_badly(uncaught, stderr)
 
 
-def _end_badly(error: BaseException) -> NoReturn:
+def _end_badly(error: BaseException, stderr: tuple[int, ...]) -> NoReturn:
+    """`stderr`: what our stream was in the beginning."""
     error.__traceback__ = _without_own_frames(error.__traceback__)
     if isinstance(error, Exception):
         write_error_file(error)
+    is_consequence = isinstance(error, KeyboardInterrupt) or tells_of_lost_peer(_say(error))
+    if is_consequence and _identity(2) == stderr:  # a script that has sent its stream elsewhere wants it there
+        hold_stderr(os.environ.get("DLROVER_HELD_STDERR", ""))
     report_uncaught(error)
     if isinstance(error, KeyboardInterrupt):
         # Has been shown; now the interpreter shall end the way it does for Ctrl-C: by the signal itself.
@@ -346,10 +361,7 @@ def write_error_file(error: Exception) -> None:
         return
     import traceback
 
-    try:
-        said = str(error)
-    except Exception:  # the user's own
-        said = "<exception str() failed>"  # Python's words for it
+    said = _say(error).removeprefix(f"{type(error).__name__}: ")
     stack = "".join(traceback.format_exception(error))
     if len(said) > 2 * _KEPT_CHARACTERS:
         short = f"{said[:_KEPT_CHARACTERS]} … {said[-_KEPT_CHARACTERS:]}"
@@ -378,6 +390,31 @@ def exception_types(error: BaseException) -> list[str]:
         if isinstance(each, BaseExceptionGroup):
             left += each.exceptions
     return list(names)
+
+
+def _say(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # the user's own
+        return f"{type(error).__name__}: <exception str() failed>"  # Python's words for it
+
+
+def hold_stderr(path: str) -> None:
+    """
+    Let the agent have the rest of our stderr, to show it or not: we ended because another worker is gone, or because somebody
+    pressed Ctrl-C, and only the agent can know that this has been told already.
+    """
+    if not path:
+        return
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # the agent is gone, or the script has closed its stream: then as usual
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            sys.stderr.flush()
+            os.dup2(descriptor, 2)
+        finally:
+            os.close(descriptor)
 
 
 def report_uncaught(error: BaseException) -> None:

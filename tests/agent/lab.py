@@ -179,10 +179,16 @@ def make_world(local_world_size: int = 2, **changes: Any) -> WorldSpec:
 
 @contextlib.asynccontextmanager
 async def group_of(
-    spawner: Spawner, tree: ProcessTree, config: AgentConfig, world: WorldSpec | None = None, **options: Any
+    spawner: Spawner,
+    tree: ProcessTree,
+    config: AgentConfig,
+    world: WorldSpec | None = None,
+    *,
+    kind_of_output: type[WorkerOutput] = WorkerOutput,
+    **options: Any,
 ) -> AsyncIterator[WorkerGroup]:
     """A started group; whatever the test did, nothing of it is left afterwards."""
-    output = WorkerOutput(
+    output = kind_of_output(
         config.log, role=config.role, run_id=config.run_id, runtime_dir=config.runtime_dir, patience=DEADLINE
     )
     worker_socket = await WorkerSocket.open(config.runtime_dir)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dlrover.agent import stream_copies
 from dlrover.agent.config import LogConfig
 from dlrover.agent.output import TAIL_BYTES, WorkerFiles, WorkerOutput
 from dlrover.protocol.errors import ConfigError
@@ -312,7 +313,7 @@ async def test_a_file_that_cannot_be_closed_does_not_end_the_copying(
     output = make(log_dir=str(tmp_path), tee_default=3)
     for attempt in range(2):
         (zero,) = output.open_attempt(attempt, [0])
-        for copy in zero.copies:
+        for copy in zero.copies[:2]:
             copy.file.file = OverQuota(copy.file.file, takes_bytes=takes_bytes)
         say(zero, f"out{attempt}\n", f"err{attempt}\n")
         await output.close_attempt()
@@ -349,6 +350,7 @@ async def test_one_stream_that_cannot_be_copied_does_not_end_the_copying_of_the_
 def test_a_console_that_is_gone_ends_nothing(tmp_path: Path) -> None:
     code = f"""
 import asyncio, os, sys
+from dlrover.agent import stream_copies
 from dlrover.agent.config import LogConfig
 from dlrover.agent.output import WorkerOutput
 async def main():
@@ -369,3 +371,97 @@ asyncio.run(main())
     )
     os.close(writer)
     assert (done.returncode, done.stdout) == (0, "42\n")
+
+
+# What a worker says of a peer that is gone.
+
+BEFORE, TRACEBACK = "before\n", "Traceback (most recent call last):\nRuntimeError: Connection closed by peer\n"
+
+
+def lament(files: WorkerFiles) -> None:
+    """As a worker does it whose peer is gone: the rest of its stderr goes elsewhere."""
+    say(files, "", BEFORE)
+    descriptor = os.open(files.held_path, os.O_WRONLY)
+    os.dup2(descriptor, files.stderr)
+    os.close(descriptor)
+    os.write(files.stderr, TRACEBACK[:20].encode())
+    os.write(files.stderr, TRACEBACK[20:].encode())
+
+
+@pytest.mark.parametrize("config", [{}, {"tee_default": 3}])
+async def test_of_two_workers_that_lost_a_peer_only_the_one_that_failed_first_says_so_on_the_console(
+    make: Maker, tmp_path: Path, capfd: pytest.CaptureFixture[str], config: dict[str, Any]
+) -> None:
+    output = make(log_dir=str(tmp_path), **config)
+    workers = output.open_attempt(0, [4, 5])
+    for files in workers:
+        lament(files)
+        await output.drain(files)
+        assert files.tail() == BEFORE + TRACEBACK, "the failure is judged by it at once"
+    prefixes = ["[trainer0]:", "[trainer1]:"] if config else ["", ""]
+    assert sorted(capfd.readouterr().err.splitlines()) == [f"{prefix}before" for prefix in prefixes]
+    await output.close_attempt()
+    assert capfd.readouterr().err == ""
+    output.settle_held(lambda rank: rank == 5)
+    shown = ""
+
+    def is_shown() -> bool:
+        nonlocal shown
+        shown += capfd.readouterr().err
+        return shown.endswith("by peer\n")
+
+    await until(is_shown)
+    assert shown.splitlines() == [prefixes[1] + line for line in TRACEBACK.splitlines()]
+    own = Path(output.log_dir, "attempt_0", "0")
+    if config:
+        assert (own / "stderr.log").read_text() == BEFORE + TRACEBACK
+        assert (own.parent / "1" / "stderr.log").read_text() == BEFORE + TRACEBACK
+    else:
+        assert (own / "not_shown.log").read_text() == TRACEBACK
+
+
+async def test_what_nobody_decides_about_is_shown_in_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    output = WorkerOutput(LogConfig(), role="trainer", run_id="run", runtime_dir=str(tmp_path))
+    (zero,) = output.open_attempt(0, [0])
+    lament(zero)
+    output.settle_held(lambda _rank: False)  # about workers that are gone, and this one is not
+    await output.close_attempt()
+    assert capfd.readouterr().err == BEFORE
+    output.close()
+    assert capfd.readouterr().err == TRACEBACK
+
+
+@pytest.mark.parametrize("limit", ["LONGEST_HELD", "MAX_HELD_BYTES"])
+async def test_nothing_is_held_for_too_long_or_too_much_of_it(
+    make: Maker, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """A worker may hang after its last words, or not stop to speak."""
+    monkeypatch.setattr(stream_copies, limit, 0.05 if limit == "LONGEST_HELD" else 10)
+    output = make()
+    (zero,) = output.open_attempt(0, [0])
+    lament(zero)
+    shown = ""
+
+    def all_shown() -> bool:
+        nonlocal shown
+        shown += capfd.readouterr().err
+        return shown == BEFORE + TRACEBACK
+
+    await until(all_shown)
+    os.write(zero.stderr, b"and more")
+    await output.close_attempt()
+    assert capfd.readouterr().err == "and more"
+
+
+async def test_whoever_reads_the_log_of_the_agent_reads_everything(
+    make: Maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    (zero,) = make().open_attempt(0, [0])
+    assert zero.held_path == ""
+
+
+async def test_a_stream_that_goes_to_a_file_only_is_left_alone(make: Maker, tmp_path: Path) -> None:
+    hidden = make(log_dir=str(tmp_path), redirect_default=3).open_attempt(0, [0])
+    filtered = make(local_ranks_filter=(1,)).open_attempt(0, [0])
+    assert [files.held_path for files in (*hidden, *filtered)] == ["", ""]

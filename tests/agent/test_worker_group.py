@@ -15,7 +15,7 @@ import pytest
 from dlrover.agent import worker_group
 from dlrover.agent.config import EntryKind, LogConfig, WatchConfig
 from dlrover.agent.devices import resolve_local_world_size
-from dlrover.agent.output import WorkerFiles
+from dlrover.agent.output import WorkerFiles, WorkerOutput
 from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.spawner import Spawner, StartFailed
 from dlrover.agent.watch import Watch
@@ -189,6 +189,83 @@ async def test_deaths_at_the_same_time_are_reported_together_earliest_first(
         assert outcome.failures[0].exited_at <= outcome.failures[1].exited_at
 
 
+class GatedOutput(WorkerOutput):
+    """Last words are copied when the test says so."""
+
+    gate: asyncio.Event
+    num_waiting = 0
+
+    async def drain(self, files: WorkerFiles) -> None:
+        GatedOutput.num_waiting += 1
+        await GatedOutput.gate.wait()
+        await super().drain(files)
+
+
+async def test_each_failure_is_told_once_although_two_wait_for_the_last_words_of_the_same_worker(
+    spawner: Spawner, tree: ProcessTree, tmp_path: Path
+) -> None:
+    GatedOutput.gate, GatedOutput.num_waiting = asyncio.Event(), 0
+    script = write(tmp_path / "train.py", "import os; os._exit(3)")
+    config = make_config(tmp_path / "rt", script)
+    async with group_of(spawner, tree, config, kind_of_output=GatedOutput) as group:
+        await until(lambda: all(map(is_gone, group.pids)))
+        waiting = asyncio.create_task(wait(group))
+        await until(lambda: GatedOutput.num_waiting == 2)
+        stopping = asyncio.create_task(group.stop(StopCause.MEMBERSHIP))
+        await until(lambda: GatedOutput.num_waiting == 4)
+        GatedOutput.gate.set()
+        outcome, late = await asyncio.gather(waiting, stopping)
+        assert isinstance(outcome, Failed)
+        assert sorted(failure.global_rank for failure in (*outcome.failures, *late)) == [0, 1]
+
+
+async def test_a_worker_leaves_it_to_the_agent_whether_the_console_hears_of_a_lost_peer_or_of_ctrl_c(
+    spawner: Spawner, tree: ProcessTree, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = write(
+        tmp_path / "train.py",
+        """
+        import atexit, os, signal, sys
+        rank = int(os.environ["RANK"])
+        sys.stderr.write(f"begins {rank}\\n")
+        atexit.register(lambda: sys.stderr.write(f"exits {rank}\\n"))
+        if rank == 0:
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:2981")
+        if rank == 1:
+            raise ValueError("of its own")
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), 2)
+        raise RuntimeError("Connection closed by peer, in a file of the script's")
+        """,
+    )
+    own = tmp_path / "own"
+    config = make_config(tmp_path / "rt", script, str(own), local_world_size=4)
+    async with group_of(spawner, tree, config) as group:
+        await until(lambda: all(map(is_gone, group.pids)))
+        outcome = await wait(group)
+        assert isinstance(outcome, Failed)
+        kinds = {failure.global_rank: failure.kind for failure in outcome.failures}
+        assert kinds == {
+            0: FailureKind.PEER_LOST,
+            1: FailureKind.EXCEPTION,
+            2: FailureKind.SIGNAL,
+            3: FailureKind.PEER_LOST,
+        }
+        await group.stop(StopCause.FAILURE)
+        shown = capfd.readouterr().err
+        assert all(f"begins {rank}" in shown for rank in range(4))
+        assert "ValueError: of its own" in shown
+        assert "exits 1" in shown
+        assert "closed by peer" not in shown
+        assert "KeyboardInterrupt" not in shown
+        assert "exits 0" not in shown, "it comes after what is held back"
+        assert "in a file of the script's" in own.read_text()
+    late = capfd.readouterr().err
+    assert late.index("RuntimeError: Connection closed by peer [127.0.0.1]") < late.index("exits 0"), "nobody decided"
+    assert "KeyboardInterrupt" in late
+
+
 async def test_workers_that_we_stop_are_told_apart(spawner: Spawner, tree: ProcessTree, tmp_path: Path) -> None:
     script = write(tmp_path / "train.py", "import signal; signal.pause()")
     config = make_config(tmp_path / "rt", script)
@@ -330,8 +407,8 @@ def test_the_environment_is_torchruns(tmp_path: Path) -> None:
         assert differing <= set(ours)
         added = {name for name in ours if name not in theirs}
         assert added == {
-            "DLROVER_AGENT_SOCKET", "DLROVER_JOB_AGE", "DLROVER_JOB_NAME", "DLROVER_LOCAL_RANK", "DLROVER_MAX_NODES", "DLROVER_NODE_RANK",
-            "DLROVER_PARAL_CONFIG_PATH", "DLROVER_ROUND", "DLROVER_TURNS", "RUNTIME_METRICS_PATH",
+            "DLROVER_AGENT_SOCKET", "DLROVER_HELD_STDERR", "DLROVER_JOB_AGE", "DLROVER_JOB_NAME", "DLROVER_LOCAL_RANK", "DLROVER_MAX_NODES",
+            "DLROVER_NODE_RANK", "DLROVER_PARAL_CONFIG_PATH", "DLROVER_ROUND", "DLROVER_TURNS", "RUNTIME_METRICS_PATH",
         }  # fmt: skip
         keep = set(theirs) - differing
         assert {name: ours.get(name) for name in keep} == {name: theirs[name] for name in keep}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -15,7 +16,9 @@ import pytest
 from dlrover.cli import check_env
 from dlrover.cli.connection import MASTER_FILE, find_local_job
 from dlrover.cli.environment import Environment
+from dlrover.cli.main import app
 from dlrover.cli.runtime_dir import NodeDirectory, user_root
+from dlrover.protocol.errors import ConfigError
 from tests.cli.conftest import DEADLINE, until_said
 from tests.integration.jobs import paths_below, wait_until
 
@@ -216,6 +219,40 @@ def test_of_two_jobs_with_one_name_none_is_taken_by_chance(short_dir: Path) -> N
     assert run("stop", "twin", runtime=short_dir).returncode == 1, "two nodes of one job, whatever they call its master"
     for node in nodes[:2]:
         node.remove()
+
+
+def test_the_beginning_of_a_name_is_enough_unless_two_jobs_begin_with_it(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(short_dir))
+    root = user_root(Environment(temp_dir=str(short_dir)))
+    names = ("train-1", "train-12", "evaluate-1")
+    nodes = {name: NodeDirectory(root, name, str(number)) for number, name in enumerate(names)}
+    for number, node in enumerate(nodes.values()):
+        node.record(f"127.0.0.1:{number + 1}")
+        node.write("token", b"secret")
+    assert find_local_job("e").directory == nodes["evaluate-1"].path
+    assert find_local_job("train-12").directory == nodes["train-12"].path
+    assert find_local_job("train-1").directory == nodes["train-1"].path, "the whole name, though another begins with it"
+    with pytest.raises(ConfigError, match="2 jobs of yours on this host begin with tr: train-1, train-12"):
+        find_local_job("tr")
+    with pytest.raises(ConfigError, match=r"No job other .* Running here: evaluate-1, train-1, train-12"):
+        find_local_job("other")
+    done = run("events", "tr", runtime=short_dir)
+    assert done.returncode == 2
+    assert "begin with tr: train-1, train-12. Give more of the name." in done.stderr
+    for node in nodes.values():
+        node.remove()
+
+
+def test_every_command_about_a_job_finds_it_in_the_same_way() -> None:
+    """Those whose first argument may be a job are made by one decorator."""
+    commands = [command for command in app.registered_commands if command.callback is not None]
+    about_jobs = [command for command in commands if "job" in inspect.signature(command.callback).parameters]
+    assert len(about_jobs) > 10
+    for command in about_jobs:
+        kinds = {"job", "addr", "token_file", "tls_ca", "tls_cert", "tls_key"}
+        assert kinds <= set(inspect.signature(command.callback).parameters), command.callback
 
 
 def test_check_env_says_what_psutil_is_for() -> None:

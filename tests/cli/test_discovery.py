@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dlrover.agent.config import Entry, EntryKind
 from dlrover.cli import discovery
 from dlrover.cli.command_line import parse
 from dlrover.cli.discovery import (
@@ -23,6 +24,7 @@ from dlrover.cli.discovery import (
     own_host,
 )
 from dlrover.cli.environment import Environment, read_environment
+from dlrover.cli.job_names import after_script
 from dlrover.cli.runtime_dir import NodeDirectory, user_root
 from dlrover.cli.settings import Settings, build_settings
 from dlrover.protocol.addresses import Address
@@ -227,11 +229,46 @@ def test_a_malformed_address_is_told_with_who_gave_it(argv: list[str], environ: 
 def test_job_names() -> None:
     shared = MasterPlace(address=Address("127.0.0.1", 29500), is_ours=True, is_shared=True)
     alone = MasterPlace(address=Address("127.0.0.1", 4711), is_ours=True)
-    assert name_job(settings_of("--rdzv-id", "a", ELASTIC_JOB_NAME="b"), shared) == "b"
-    assert name_job(settings_of("--rdzv-id", "a"), shared) == "a"
-    assert name_job(settings_of("--rdzv-id", "none"), shared) == "port-29500"
-    assert name_job(settings_of(), alone).startswith("standalone_20")
-    assert name_job(settings_of("--standalone", "--rdzv-id", "a"), alone).startswith("standalone_20")
+    assert name_job(settings_of("--rdzv-id", "a", "--job-name", "c", ELASTIC_JOB_NAME="b"), shared).name == "c"
+    assert name_job(settings_of("--rdzv-id", "a", ELASTIC_JOB_NAME="b"), shared).name == "b"
+    assert name_job(settings_of("--rdzv-id", "a"), shared).name == "a"
+    assert name_job(settings_of("--rdzv-id", "none"), shared).name == "port-29500"
+    assert next(name_job(settings_of("--rdzv-id", "a"), shared).others, "") == "", "other nodes could not know it"
+    assert name_job(settings_of(), alone).name == "job-1"
+    assert name_job(settings_of("--standalone", "--rdzv-id", "a"), alone).name == "a"
+    assert name_job(settings_of("--standalone", "--job-name", "a"), alone).name == "a"
+
+
+def test_jobs_that_run_at_the_same_time_have_different_names_and_an_ended_ones_is_free_again(root: str) -> None:
+    alone = MasterPlace(address=Address("127.0.0.1", 4711), is_ours=True)
+
+    def begin(launch: str, *argv: str) -> NodeDirectory:
+        name = name_job(settings_of(*argv), alone)
+        return NodeDirectory(root, name.name, launch, others=name.others)
+
+    first, second, third = (begin(launch) for launch in "abc")
+    assert [each.job_name for each in (first, second, third)] == ["job-1", "job-2", "job-3"]
+    second.remove()
+    again, given, twin = begin("d"), begin("e", "--standalone", "--rdzv-id=run7"), begin("f", "--rdzv-id=run7")
+    assert [each.job_name for each in (again, given, twin)] == ["job-2", "run7", "run7-2"]
+    for each in (first, third, again, given, twin):
+        each.remove()
+
+
+@pytest.mark.parametrize(
+    ("kind", "entry", "name"),
+    [
+        (EntryKind.SCRIPT, "/home/me/My Train_v2.py", "my-train-v2-1"),
+        (EntryKind.MODULE, "package.train", "train-1"),
+        (EntryKind.PROGRAM, "./run.sh", "run-1"),
+        (EntryKind.SCRIPT, "a" * 100 + ".py", "a" * 20 + "-1"),
+        (EntryKind.SCRIPT, "/dev/stdin", "stdin-1"),
+        (EntryKind.SCRIPT, "训练.py", "job-1"),
+        (EntryKind.FUNCTION, "/tmp/x/call", "function-1"),
+    ],
+)
+def test_a_job_is_called_after_its_script(kind: EntryKind, entry: str, name: str) -> None:
+    assert after_script(Entry.of(kind, entry)).name == name
 
 
 def test_the_order_of_tokens(root: str, tmp_path: Path) -> None:

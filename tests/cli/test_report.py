@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from dlrover.agent.config import AgentResult
-from dlrover.cli.report import failure_report
+from dlrover.cli.report import failure_report, goodput_line
+from dlrover.protocol.goodput_messages import GoodputStatus, TimeClass
 from dlrover.protocol.messages import (
     ExitReason,
     FailureKind,
@@ -48,6 +50,23 @@ def test_the_report_names_culprit_cause_and_where_to_look() -> None:
         "rank 2 on n2", "exit code 1, an exception: ValueError: no", "120", "/l/stderr.log", "/l/error.json", "  Traceback",
     ):  # fmt: skip
         assert part in text
+
+
+def test_a_signal_is_said_once() -> None:
+    text = report_of(kind=FailureKind.SIGNAL, signal=9, message="ended by SIGKILL")
+    assert text.count("SIGKILL") == 1
+    assert "signal 11 (SIGSEGV): core dumped" in report_of(
+        kind=FailureKind.SIGNAL, signal=11, message="ended by SIGSEGV, core dumped"
+    )
+
+
+def test_what_a_job_reached_since_its_first_step_is_said_only_if_it_did_one() -> None:
+    status = GoodputStatus(
+        now=Micros(0), wall=20.0, seconds={TimeClass.START_UP: 20.0}, beginning={}, goodput=0.0,
+        goodput_since_start=0.0, num_faults=1,
+    )  # fmt: skip
+    assert goodput_line(status) == "goodput 0.0% of 20.0 s, 1 fault; start-up 100.0%"
+    assert "0.0% since the first step" in goodput_line(replace(status, highest_step=3))
 
 
 def test_a_signal_has_its_name_and_the_log_is_shown_where_there_is_no_traceback() -> None:

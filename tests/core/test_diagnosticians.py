@@ -85,6 +85,36 @@ def test_small_differences_and_majorities_are_no_stragglers(own: dict[int, float
     assert found(lab, FaultClass.STRAGGLER) == []
 
 
+@pytest.mark.parametrize("beside", [Phase.CHECKPOINT, Phase.EVALUATION, Phase.DATA])
+def test_a_rank_that_saves_evaluates_or_loads_for_all_is_no_straggler(beside: Phase) -> None:
+    """Rank 0 saves in each third step. Files are opened and closed around it, which looks like computing."""
+    lab = Lab()
+    for number in range(1, 5):
+        steps = 100 * number
+        lab.tell(
+            *(
+                progress(
+                    rank,
+                    step=steps,
+                    is_stalled=False,
+                    phase_seconds=0.01,
+                    num_plain_steps=0 if beside is Phase.DATA else 66 * number if rank == 0 else steps,
+                    plain_seconds=0.02 * (66 * number if rank == 0 else steps),
+                    seconds={
+                        Phase.FORWARD: steps * 0.02
+                        + (100 / 3 * number * 0.1 if rank == 0 and beside is not Phase.DATA else 0.0),
+                        Phase.BACKWARD: steps * (0.01 if rank == 0 else 0.11),
+                        beside: steps * 0.06 if rank == 0 else 0.0,
+                    },
+                )
+                for rank in range(4)
+            )
+        )
+        lab.after(5)
+        lab.tick()
+    assert found(lab, FaultClass.STRAGGLER) == []
+
+
 class CountedWindows(deque[Window]):
     num_reads = 0
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dlrover.core.restarts import NUM_DISTINCT, describe, traceback_digest
+from dlrover.protocol.goodput_messages import AskFault, FaultTold
 from dlrover.protocol.messages import (
     End,
     ExitReason,
@@ -14,6 +15,7 @@ from dlrover.protocol.messages import (
     JobTerms,
     Join,
     RestartPolicy,
+    Round,
     Run,
     StopCause,
 )
@@ -124,6 +126,12 @@ class TestMistakeInTheScript:
         assert scene.world("a").round == 3
 
 
+def ask_fault(scene: Scene, round_: int) -> FaultTold:
+    told = scene.job.ask(AskFault(round=Round(round_)))
+    assert isinstance(told, FaultTold)
+    return told
+
+
 class TestGivenNumber:
     def test_it_is_counted_on_the_node_of_the_first_failure(self) -> None:
         """Failovers decrease only on that node."""
@@ -204,6 +212,25 @@ class TestGivenNumber:
         scene.at(11).restart_agent("b")
         rejoin(scene)
         assert scene.job.state.restarts.spent == {0: 1}
+
+    def test_what_stopped_a_round_is_told_better_as_soon_as_it_is_known(self) -> None:
+        """Who lost a peer reports first, then the lost one's agent, or the master gives its node up."""
+        scene = Scene(given(1)).gather("a", "b")
+        assert scene.job.ask(AskFault(round=Round(1))) == FaultTold()
+        scene.at(10).fail("a", failure(PEER_LOST, at=10.2, global_rank=0))
+        assert ask_fault(scene, 1).global_rank == 0
+        scene.at(10.5).fail("b", failure(SIGNAL, at=10, global_rank=1, signal=9))
+        told = ask_fault(scene, 1)
+        assert (told.kind, told.node_rank, told.global_rank) == ("worker", 1, 1)
+        assert told.cause.startswith("Round 1: global rank 1 on node rank 1 (host-b) failed: killed by signal 9")
+        rejoin(scene)
+        scene.at(20).fail("a", failure(PEER_LOST, at=20, global_rank=0))
+        scene.break_stream("b")
+        scene.tick(30)
+        told = ask_fault(scene, 2)
+        assert (told.kind, told.node_rank, told.global_rank) == ("node", 1, None), "a consequence of its loss"
+        assert "node rank 1 (host-b) lost its connection" in told.cause
+        assert ask_fault(scene, 1).global_rank == 1
 
     def test_a_node_that_was_given_up_and_came_back_is_still_what_the_others_lost(self) -> None:
         scene = Scene(given(0)).gather("a", "b")
@@ -455,6 +482,20 @@ class TestKinds:
         scene = Scene(given(0)).gather("a", "b")
         scene.fail("b", failure(FailureKind.EXIT_CODE, exit_code=code, message=f"exit code {code}"))
         assert scene.end.message.count(f"exit code {code}") == 1
+
+    @pytest.mark.parametrize(
+        ("message", "said"),
+        [
+            ("ended by SIGSEGV", "killed by signal 11 (SIGSEGV)."),
+            ("ended by SIGSEGV, core dumped: bad pointer", "killed by signal 11 (SIGSEGV), core dumped: bad pointer."),
+            ("the agent was restarted", "killed by signal 11 (SIGSEGV) (the agent was restarted)."),
+        ],
+    )
+    def test_a_signal_is_said_once(self, message: str, said: str) -> None:
+        scene = Scene(given(0)).gather("a", "b")
+        scene.fail("b", failure(SIGNAL, signal=11, message=message))
+        assert said in scene.end.message
+        assert scene.end.message.count("SIGSEGV") == 1
 
     @pytest.mark.parametrize("kind", list(FailureKind))
     def test_every_kind_has_a_sentence(self, kind: FailureKind) -> None:

@@ -12,6 +12,7 @@ from dlrover.core.diagnosis.watch import AGAIN_SOON, EPISODE, MAX_VERDICTS, AskN
 from dlrover.protocol.messages import Incarnation, NodeId
 from dlrover.protocol.watch_messages import (
     ActionKind,
+    Collective,
     Culprit,
     FaultClass,
     FaultFound,
@@ -19,6 +20,7 @@ from dlrover.protocol.watch_messages import (
     HangStrategy,
     Phase,
     ResourceReport,
+    ThreadStack,
     Verdict,
     WatchTerms,
     WorkerDump,
@@ -223,6 +225,55 @@ def test_ranks_in_different_collectives_are_told_apart(
     lab.look(*(at(rank) for rank in range(4)))
     assert acted(lab).verdict.fault is fault
     assert lab.ranks() == [1]
+
+
+IN_BROADCAST = (
+    "/site/dlrover/trainer/torch/progress_hooks.py:238 wait",
+    "/venv/torch/distributed/distributed_c10d.py:3151 broadcast",
+    "/venv/torch/distributed/c10d_logger.py:83 wrapper",
+    "/job/train.py:12 share",
+    "/usr/lib/python3.11/threading.py:982 run",
+)
+
+
+def recorded(*entries: tuple[int, str, str]) -> tuple[Collective, ...]:
+    """Torch's own record: number, operation and group of what is not done."""
+    return tuple(
+        Collective(sequence=sequence, operation=operation, group=group, is_inside=True, backend="gloo")
+        for sequence, operation, group in entries
+    )
+
+
+def in_two_threads(rank: int, record: tuple[Collective, ...]) -> WorkerDump:
+    told = progress(rank, Phase.COLLECTIVE, collective=inside(40), phase_seconds=5.8)
+    side = ThreadStack(name="sharing", frames=IN_BROADCAST)
+    both = dump(rank, IN_ALL_REDUCE, progress=told, recorded=record)
+    return replace(both, threads=(*both.threads, side) if rank == 2 else both.threads)
+
+
+def test_two_threads_of_a_rank_in_collectives_of_one_group_are_told_from_the_network(lab: Lab) -> None:
+    swapped = recorded((40, "broadcast", "pg"), (41, "all_reduce", "pg"))
+    usual = recorded((40, "all_reduce", "pg"))
+    lab.look(*(in_two_threads(rank, swapped if rank == 2 else usual) for rank in range(4)))
+    verdict = acted(lab).verdict
+    assert verdict.fault is FaultClass.CONCURRENT_COLLECTIVES
+    assert lab.ranks() == [2]
+    assert "thread main is in all_reduce at /job/train.py:44" in verdict.evidence[0]
+    assert "thread sharing is in broadcast at /job/train.py:12 (share)" in verdict.evidence[0]
+    assert "number 40 of group pg is all_reduce on rank 0 and broadcast on rank 2" in verdict.evidence[1]
+    assert "thread sharing is in broadcast" in lab.pages()[-1]
+
+
+def test_two_threads_in_one_group_are_no_proof_while_the_order_is_unknown_or_equal(lab: Lab) -> None:
+    lab.look(*(in_two_threads(rank, ()) for rank in range(4)))
+    assert lab.acts() == []
+    assert lab.told()[-1].fault is FaultClass.CONCURRENT_COLLECTIVES
+
+
+def test_threads_that_have_a_group_each_are_not_to_blame(lab: Lab) -> None:
+    apart = recorded((3, "broadcast", "loader"), (40, "all_reduce", "pg"))
+    lab.look(*(in_two_threads(rank, apart) for rank in range(4)))
+    assert lab.told()[-1].fault is FaultClass.NETWORK
 
 
 def test_a_dead_loader_process_needs_no_patience(lab: Lab) -> None:

@@ -84,6 +84,10 @@ def test_a_standby_takes_the_place_of_a_killed_node(jobs, tmp_path, reserved_por
     print(f"from the kill to the next step: {took:.2f} s")
     nodes.end()
     assert nodes.launched[0].wait() == nodes.launched[2].wait() == 0
+    told = nodes.launched[0].err
+    assert "Traceback" not in told, "of a peer that is gone"
+    assert told.count("Node rank 1 (127.0.0.1) lost its connection and did not come back.") == 1
+    assert told.count("All 2 workers were started again on 2 nodes") == 1
     nodes.command("clean")  # what the killed launcher could not remove
 
 

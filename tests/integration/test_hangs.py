@@ -13,6 +13,11 @@ from tests.integration.jobs import JobFactory, wait_until
 
 JOB = Path(__file__).parents[2] / "benchmarks/diagnosis_job.py"
 NUM_RANKS = 3
+FAULTS = [
+    ("stop", 2, "state T"),
+    ("deadlock-lock", 0, " _lock"),
+    ("threads-in-one-group", 1, "two threads inside collectives of one process group"),
+]
 
 
 class Training:
@@ -72,7 +77,7 @@ def test_ranks_that_stand_still_are_named_and_training_runs_again_but_pauses_are
     training.inject("short-pause", 1)
     training.train(20)
 
-    for life, (kind, rank, trace) in enumerate([("stop", 2, "state T"), ("deadlock-lock", 0, " _lock")], 1):
+    for life, (kind, rank, trace) in enumerate(FAULTS, 1):
         mark = training.inject(kind, rank)
         training.train(1, life)
         took = (tmp_path / "step-1").stat().st_mtime - mark.stat().st_mtime
@@ -83,6 +88,9 @@ def test_ranks_that_stand_still_are_named_and_training_runs_again_but_pauses_are
         training.train(30, life)
     shown = training.ask("diagnosis")
     assert "diagnosis: stopped of rank 2 in round 1" in shown
-    assert "# Rank 0 on" in shown
-    assert "diagnosis: deadlock of rank 0 in round 2" in training.ask("status")
+    assert "# Rank 1 on" in shown
+    assert "diagnosis: concurrent-collectives of rank 1 in round 3" in training.ask("status")
     training.end()
+    told = [line for line in training.job.err.splitlines() if line.startswith("dlrover-run: diagnosis: ")]
+    for fault in ("stopped of rank 2. ", "deadlock of rank 0. ", "concurrent-collectives of rank 1. "):
+        assert sum(fault in line for line in told) == 1, "on the console, in one line, once"

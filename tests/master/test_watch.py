@@ -30,6 +30,7 @@ from dlrover.protocol.watch_messages import (
     Phase,
     ProgressReport,
     ResourceReport,
+    ShowNotice,
     ThreadStack,
     Verdict,
     WorkerDump,
@@ -129,8 +130,15 @@ async def test_workers_are_looked_at_although_nobody_could_replace_a_node_that_w
                 break
     for agent in agents:
         tell(agent, progress(ranks[agent], is_stalled=True))
+    notice = (await asyncio.wait_for(broken.orders.get(), 20)).order
+    assert isinstance(notice, ShowNotice), "at once, on the console of the node"
+    assert notice.text.startswith("diagnosis: device. NVML: GPU is lost")
+    assert "\n" not in notice.text
     for agent in agents:
-        assert (await asyncio.wait_for(agent.orders.get(), 20)).order.round == 1
+        order = notice
+        while isinstance(order, ShowNotice):  # one of them is the first node of the world, where all notices are shown
+            order = (await asyncio.wait_for(agent.orders.get(), 20)).order
+        assert order.round == 1
 
 
 class _Plugin:

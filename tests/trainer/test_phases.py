@@ -88,6 +88,37 @@ def test_the_script_knows_its_step_better_than_a_checkpoint_and_that_better_than
     assert read(page).step == 7
 
 
+def test_what_is_computed_in_a_step_is_told_apart_from_steps_with_a_save(
+    page: ProgressPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Around the save files are opened and closed, in a phase that looks like computing."""
+    now = [0]
+    monkeypatch.setattr(phases, "_now", lambda: now[0])
+    writer = PhaseWriter(page.path)
+    writer.enter(phases.FORWARD)
+
+    def stay(ns: int) -> None:
+        now[0] += ns
+
+    for step in range(1, 7):
+        stay(10)
+        before = writer.enter(phases.BACKWARD)
+        stay(100)
+        writer.leave(before)
+        stay(2)
+        writer.set_step(step, layout.INFERRED)
+        if step in (2, 4):
+            stay(5000)
+            before = writer.enter(phases.CHECKPOINT)
+            stay(7000)
+            writer.leave(before)
+            stay(3000)
+    reading = read(page)
+    assert reading.num_steps == 6
+    assert reading.num_plain_steps == 3, "not the first, whose beginning is the start-up, nor the two with a save"
+    assert reading.plain_ns == 3 * 12
+
+
 def test_where_the_data_are_is_told_by_shards_rather_than_batches(page: ProgressPage) -> None:
     writer = PhaseWriter(page.path)
     writer.count_batch()

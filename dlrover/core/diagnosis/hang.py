@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from dlrover.core.diagnosis import stacks
 from dlrover.core.diagnosis.cut_off import CutOff, find_cut_off, lasting
+from dlrover.core.diagnosis.shared_groups import SharedGroup, find_shared_group
 from dlrover.core.diagnosis.stacks import say_collective, say_ranks
 from dlrover.protocol.messages import NodeId
 from dlrover.protocol.watch_messages import Collective, Culprit, FaultClass, Phase, WorkerDump
@@ -257,6 +258,9 @@ def _judge_collectives(waiting: Sequence[Sight]) -> Finding:
     cut_off = find_cut_off([sight.second for sight in waiting])
     if cut_off is not None:
         return _blame_network(waiting, cut_off)  # who has got what and who has not is chance then
+    shared = find_shared_group([sight.second for sight in waiting])
+    if shared is not None:
+        return _blame_threads(waiting, shared)
     known = [(sight, stacks.own_collective(sight.second)) for sight in waiting]
     groups: dict[tuple[object, ...], list[Sight]] = {}
     for sight, collective in known:
@@ -322,6 +326,14 @@ def _blame_network(waiting: Sequence[Sight], cut_off: CutOff | None = None) -> F
     culprits = [sight for sight in waiting if sight.rank in cut_off.ranks]
     evidence = (cut_off.sentence, _what_they_do(waiting))
     return _blame(FaultClass.NETWORK, culprits, evidence, 0.85 if culprits else 0.7)
+
+
+def _blame_threads(waiting: Sequence[Sight], shared: SharedGroup) -> Finding:
+    culprits = [sight for sight in waiting if sight.rank in shared.ranks]
+    is_still = all(sight.is_still and sight.is_overdue for sight in waiting)
+    is_proof = is_still and shared.is_order_different
+    evidence = (*shared.evidence, *_activity(culprits))
+    return _blame(FaultClass.CONCURRENT_COLLECTIVES, culprits, evidence, 0.95 if is_proof else 0.8, is_proof=is_proof)
 
 
 def _judge_all_elsewhere(sights: Sequence[Sight]) -> Finding:

@@ -81,7 +81,7 @@ class Window(Struct, frozen=True, kw_only=True):
 
     steps: int
     own: float
-    """Seconds of its own work: batches, forward, optimizer."""
+    """Seconds in which it computed for itself: forward and optimizer. Not saves, evaluation or batches: one rank may do these for all."""
     waiting: float
     """Seconds in backward and in collectives, where ranks wait for each other."""
 
@@ -119,9 +119,13 @@ class RankRecord:
         if before.step is None or now.step is None or now.step <= before.step or before.pid != now.pid:
             return
         spent = {phase: now.seconds.get(phase, 0.0) - before.seconds.get(phase, 0.0) for phase in Phase}
-        own = sum(max(0.0, spent[phase]) for phase in (Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER))
+        steps = now.step - before.step
+        own = sum(max(0.0, spent[phase]) for phase in (Phase.FORWARD, Phase.OPTIMIZER))
+        plain = now.num_plain_steps - before.num_plain_steps
+        if plain > 0:  # else it saves in each step, or its agent is too old to tell them apart
+            own = steps * max(0.0, now.plain_seconds - before.plain_seconds) / plain
         waiting = sum(max(0.0, spent[phase]) for phase in (Phase.BACKWARD, Phase.COLLECTIVE))
-        self.windows.append(Window(steps=now.step - before.step, own=own, waiting=waiting))
+        self.windows.append(Window(steps=steps, own=own, waiting=waiting))
 
     def _hear_metrics(self, before: WorkerProgress, now: WorkerProgress) -> None:
         if before.step == now.step and before.metrics == now.metrics:

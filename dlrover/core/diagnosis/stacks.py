@@ -104,6 +104,16 @@ def waits_for_others(dump: WorkerDump, *, is_computing: bool) -> bool:
     return not is_computing and _rests_in_backward(stack)
 
 
+def collective_call(stack: Sequence[Frame]) -> Frame | None:
+    """The call of a collective that a thread is inside; frames of ours and of torch's own wrappers may lie over it."""
+    for frame in stack:
+        if _is_collective_call(frame):
+            return frame
+        if frame.is_users or "/lib/python3" in frame.file:
+            return None
+    return None
+
+
 def is_loading(dump: WorkerDump) -> bool:
     if dump.progress is not None and dump.progress.phase is Phase.DATA:
         return True

@@ -294,7 +294,7 @@ class Watch:
         else:
             action = ActionKind.NOTIFY
             then = f"workers are restarted after {needed:g} s" if needed < float("inf") else "people are told"
-            reasoning = f"{why}, so it may go on by itself: {then}."
+            reasoning = f"{why}: {then}." if finding.is_proof else f"{why}, so it may go on by itself: {then}."
         return Verdict(
             fault=finding.fault,
             diagnostician=HANG,

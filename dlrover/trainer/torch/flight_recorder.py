@@ -86,9 +86,15 @@ def _entry(entry: dict[str, Any]) -> dict[str, Any]:
     return {
         "sequence": int(entry.get("collective_seq_id") or entry.get("p2p_seq_id") or 0),
         "operation": name.rpartition(":")[2],
-        "group": str((entry.get("process_group") or [""])[-1]),
+        "group": _group(entry.get("process_group") or [""]),
         "shape": f"{str(dtypes[0]).lower()}[{','.join(map(str, sizes[0]))}]" if dtypes[0] else "",
         "is_inside": not entry.get("retired", False),
         "backend": backend,
         "has_started": backend == "gloo" or entry.get("state") != "scheduled",  # gloo tells of nothing else
     }
+
+
+def _group(names: list[Any]) -> str:
+    """Its description, where it has one: groups that the script made share the description "undefined"."""
+    name, description = str(names[0]), str(names[-1])
+    return name if description in ("", "undefined") else description

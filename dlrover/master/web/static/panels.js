@@ -15,7 +15,7 @@ export function summary(store) {
   const tiles = [
     ["Step", number(job.step), data ? `${percent(data.share)} of the data` : ""],
     ["Speed", job.steps_per_second === null ? "–" : `${number(job.steps_per_second, 3)} /s`, "steps per second"],
-    ["Goodput", goodput ? `${atMost(goodput)}${percent(goodput.share)}` : "–", goodput ? `${atMost(goodput)}${percent(goodput.since_start)} since the first step` : "no data yet"],
+    ["Goodput", goodput ? `${atMost(goodput)}${percent(goodput.share)}` : "–", goodput ? (goodput.since_start === null ? "no step yet" : `${atMost(goodput)}${percent(goodput.since_start)} since the first step`) : "no data yet"],
     ["Nodes", `${job.num_nodes - unwell} / ${job.num_nodes}`, unwell ? `${unwell} unwell or lost` : `well; wanted ${job.min_nodes} to ${job.max_nodes}`],
     ["Round", number(job.round), `${counted(job.num_restarts, "restart")}, ${counted(job.world_size, "worker")}`],
     ["Checkpoint", committed ? number(committed.step) : number(saved?.memory_step), committed ? "in storage" : saved?.memory_step !== null && saved ? "in memory" : "none yet"],
