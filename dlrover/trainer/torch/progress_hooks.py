@@ -2,8 +2,9 @@
 Hooks in torch that say what a worker is doing, without a line of the user's code.
 
 Everything that reaches into torch for this is here; written against torch 2.4 to 2.13. Names that torch calls private: the base class
-of the DataLoader's iterators, and dynamo's list of callbacks. A function is replaced by one that torch, `pickle` and `inspect` take for
-the same, does its work around the call, and steps aside while dynamo traces, in other threads and in forked children.
+of the DataLoader's iterators and its count of batches, and dynamo's list of callbacks. Of Lightning (2.6): what restores its loops. A function
+is replaced by one that torch, `pickle` and `inspect` take for the same, does its work around the call, and steps aside while dynamo traces, in
+other threads and in forked children.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ DigestSink = Callable[[Any, int], None]
 
 def install(torch: Any, *, on_step: DigestSink | None = None) -> None:
     """After `import torch`, in a worker that has a page. `on_step` gets each optimizer and its number of steps so far."""
-    steps = _StepHooks(torch, ModelSteps(), on_step)
+    steps = _StepHooks(torch, on_step)
     optimizer: Any = sys.modules["torch.optim.optimizer"]
     optimizer.register_optimizer_step_pre_hook(steps.before)
     optimizer.register_optimizer_step_post_hook(steps.after)
@@ -169,7 +170,7 @@ def _around_batches(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         except BaseException:
             writer.leave(before)
             raise
-        if self._num_yielded == 1:
+        if getattr(self, "_num_yielded", 0) == 1:
             _steps_before[self] = writer.num_optimizer_steps
         writer.leave(before, AFTER_DATA)
         writer.count_batch()
@@ -204,9 +205,9 @@ def _noting_eval(torch: ModuleType, original: Callable[..., Any]) -> Callable[..
 class _StepHooks:
     """Around the step of every optimizer."""
 
-    def __init__(self, torch: ModuleType, model: ModelSteps, on_step: DigestSink | None) -> None:
+    def __init__(self, torch: ModuleType, on_step: DigestSink | None) -> None:
         self._is_compiling = torch.compiler.is_compiling
-        self.model = model
+        self.model = ModelSteps()
         self._before = START
         self._on_step = on_step
 
