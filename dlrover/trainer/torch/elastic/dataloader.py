@@ -266,7 +266,7 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
-        with open(open_checked(path, os.O_RDONLY)) as file:
+        with open(open_checked(os.fspath(path), os.O_RDONLY)) as file:
             config = json.load(file)
     except FileNotFoundError:
         return {}
