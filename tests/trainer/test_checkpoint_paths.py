@@ -54,7 +54,7 @@ def test_ddp(directory: Path, tmp_path: Path) -> None:
         for path in (inside, elsewhere):
             assert checkpointer.save_checkpoint(4, STATE, path=path, storage_type=StorageType.DISK)
             assert checkpointer.wait_latest_checkpoint(60)
-            assert torch.equal(torch.load(path)["weight"], STATE["weight"])
+            assert torch.equal(torch.load(path)["weight"], STATE["weight"]), "it is there when the wait ends"
         for path in (elsewhere, directory / "4"):
             assert checkpointer.load_checkpoint(path)["step"] == 4
             assert checkpointer.load_checkpoint(resume_path=str(path))["step"] == 4

@@ -26,7 +26,7 @@ from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request
 from dlrover.snapshot.places import Place
 from dlrover.snapshot.segment import SlotName, segment_paths
 from dlrover.snapshot.segment_format import Owner
-from dlrover.snapshot.storage import full_path, join
+from dlrover.snapshot.storage import LocalStorage, full_path, join
 from dlrover.snapshot.user_deletion import rule_for
 from dlrover.snapshot.user_storage import meta_for, shown_storage, storage_of
 from dlrover.trainer import environment, phases
@@ -549,6 +549,12 @@ class CheckpointEngine:
             if manifest is None or manifest.attempt != request.attempt:
                 return False
             last = list(request.trackers.items())[-1:]  # the framework's own, written after ours, one by one
+            # Links come last of all. The committer makes those of its own request: with several shards only those that all requests name.
+            is_linked_here = isinstance(storage, LocalStorage) and (request.num_shards == 1 or len(request.links) > 1)
+            folder = join(self.checkpoint_dir, request.target)
+            links = request.links.items() if is_linked_here else ()
+            if not all(os.path.samefile(join(folder, path), link) for path, link in links):
+                return False
             return all(storage.read(join(self.checkpoint_dir, name)) == content.encode() for name, content in last)
         except FileNotFoundError:
             return False
