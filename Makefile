@@ -5,18 +5,26 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis chaos clean simulate false-alarms
+.PHONY: help setup demo test lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis chaos clean lock licences simulate false-alarms
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## create .venv with everything the other targets need
+setup: $(STAMP) ## create .venv with everything the other targets need; LOCKED=1 checks the hash of each file but torch's
 
-$(STAMP): pyproject.toml constraints.txt
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+$(STAMP): pyproject.toml constraints.txt constraints.locked.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"Python 3.11 or newer is needed, {v.major}.{v.minor} found; set PYTHON=/path/to/python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (PyTorch included; a few minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,torch,data,frameworks,dashboard,stacks]'
+ifdef LOCKED
+	@$(PIP) --require-hashes --no-deps -r constraints.locked.txt
+	@$(PIP) -c constraints.txt torch
+	@$(PIP) --no-deps --no-build-isolation -e .
+else
+	@$(PIP) -c constraints.txt -e '.[dev,torch,data,frameworks,dashboard,stacks]'
+endif
 	@touch $@
 
 demo: $(STAMP) ## train a small GPT with 2 workers, kill one, watch it recover
@@ -25,14 +33,14 @@ demo: $(STAMP) ## train a small GPT with 2 workers, kill one, watch it recover
 test: lint unit ## all checks and tests: what CI runs
 
 lint: $(STAMP) ## formatting, lint, types, layers
-	$(BIN)/ruff format --check dlrover tests benchmarks examples
-	$(BIN)/ruff check dlrover tests benchmarks examples
+	$(BIN)/ruff format --check dlrover tests benchmarks examples tools
+	$(BIN)/ruff check dlrover tests benchmarks examples tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 format: $(STAMP) ## rewrite the code as the formatter wants it
-	$(BIN)/ruff format dlrover tests benchmarks examples
-	$(BIN)/ruff check --fix dlrover tests benchmarks examples
+	$(BIN)/ruff format dlrover tests benchmarks examples tools
+	$(BIN)/ruff check --fix dlrover tests benchmarks examples tools
 
 unit: $(STAMP) ## the tests alone, a file on each of two cores at a time
 	@# With PYTHONDONTWRITEBYTECODE set, each of the thousands of processes would compile our modules again.
@@ -75,6 +83,12 @@ simulate: $(STAMP) ## a million injected faults against the control plane, on al
 
 false-alarms: $(STAMP) ## 10,000 simulated node-days of healthy, busy nodes: nobody may be given up
 	$(BIN)/python -m dlrover.simulator --false-alarms --node-days 10000 --seed 1
+
+lock: $(STAMP) ## write the hashes of all pinned files to constraints.locked.txt (about 2 minutes)
+	$(BIN)/python tools/dependencies.py lock
+
+licences: $(STAMP) ## write the licences of all pinned packages to docs/licences.md
+	$(BIN)/python tools/dependencies.py licences
 
 clean: ## remove what the targets made
 	rm -rf $(VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

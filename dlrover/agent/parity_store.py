@@ -35,7 +35,7 @@ from dlrover.protocol.peer_messages import (
     PieceHeader,
     PullPiece,
 )
-from dlrover.snapshot.checksum import Algorithm, best_algorithm, checksum_function
+from dlrover.snapshot.checksum import algorithm_of, best_algorithm, checksum_function
 from dlrover.snapshot.parity import Add, coefficient, piece_range, table
 from dlrover.snapshot.room import find_room
 
@@ -111,7 +111,7 @@ class ParityStore:
         connection.send(Accepted())
         piece = bytearray(header.length)
         connection.receive_into(memoryview(piece))
-        if checksum_function(Algorithm(header.algorithm))(memoryview(piece)) != header.crc:
+        if checksum_function(algorithm_of(header.algorithm))(memoryview(piece)) != header.crc:
             raise Rejected("A piece arrived with another checksum than it was sent with.", code="corrupt")
         with file.lock:
             if header.column not in file.arrived:

@@ -23,7 +23,7 @@ from dlrover.agent.peers import Connection, RateLimit
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.identity import Round
 from dlrover.protocol.peer_messages import Accepted, AwaitParity, Peer, Piece, PieceHeader, PullPiece
-from dlrover.snapshot.checksum import Algorithm, Corrupt, best_algorithm, checksum_function, joint_checksum
+from dlrover.snapshot.checksum import Corrupt, algorithm_of, best_algorithm, checksum_function, joint_checksum
 from dlrover.snapshot.image import Image
 from dlrover.snapshot.parity import Add, holders_of, piece_range, rebuild, stripes_of
 from dlrover.snapshot.persist import SaveRequest
@@ -250,7 +250,7 @@ class _Sources:
             except Unavailable:
                 self._lines.drop(address)
                 raise
-        if checksum_function(Algorithm(piece.algorithm))(memoryview(data)) != piece.crc:
+        if checksum_function(algorithm_of(piece.algorithm))(memoryview(data)) != piece.crc:
             raise Corrupt("A piece arrived with another checksum than it was sent with.")
         return data
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +16,8 @@ from hypothesis import strategies as some
 from dlrover.snapshot.checksum import (
     CHUNK_BYTES,
     Algorithm,
-    Unverifiable,
+    Corrupt,
+    algorithm_of,
     best_algorithm,
     checksum_function,
     chunk_checksums,
@@ -22,6 +25,7 @@ from dlrover.snapshot.checksum import (
     find_corrupt_chunks,
     joint_checksum,
 )
+from dlrover.snapshot.segment_format import Sums, decode_sums, encode_sums
 
 
 @given(some.binary(max_size=300), some.binary(max_size=300))
@@ -46,13 +50,28 @@ def test_a_flip_is_found_in_its_chunk() -> None:
     assert find_corrupt_chunks(memoryview(data)[:CHUNK_BYTES], sums, algorithm) == [0, 1, 2]
 
 
-def test_crc32c_has_its_known_value() -> None:
-    pytest.importorskip("crc32c")
-    assert checksum_function(Algorithm.CRC32C)(memoryview(b"123456789")) == 0xE3069283
+@given(some.binary(max_size=2000), some.integers(0, 2**32 - 1))
+def test_the_fast_sum_is_that_of_zlib(data: bytes, begin: int) -> None:
+    """So a node without the wheel checks what another has summed."""
+    function: Callable[..., int] = checksum_function(Algorithm.CRC32)
+    assert function(memoryview(data)) == zlib.crc32(data)
+    assert function(memoryview(bytearray(data)), begin) == zlib.crc32(data, begin)
 
 
-def test_without_the_wheel_zlib_takes_over_and_old_sums_are_named_unverifiable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "crc32c", None)
-    assert best_algorithm() is Algorithm.CRC32
-    with pytest.raises(Unverifiable, match="pip install crc32c"):
-        checksum_function(Algorithm.CRC32C)
+def test_without_the_wheel_zlib_takes_over() -> None:
+    code = (
+        "import sys; sys.modules['isal'] = None; import zlib\n"
+        "from dlrover.snapshot.checksum import Algorithm, checksum_function\n"
+        "assert checksum_function(Algorithm.CRC32) is zlib.crc32"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_sums_of_an_algorithm_that_we_do_not_know_are_none() -> None:
+    encoded = bytearray(encode_sums(7, Sums(Algorithm.CRC32, (1, 2))))
+    assert decode_sums(bytes(encoded), 7) == Sums(Algorithm.CRC32, (1, 2))
+    encoded[8] = 2  # CRC32C, which earlier versions used
+    encoded[-4:] = zlib.crc32(encoded[:-4]).to_bytes(4, "little")
+    assert decode_sums(bytes(encoded), 7) is None
+    with pytest.raises(Corrupt, match="algorithm 2, which this version does not know"):
+        algorithm_of(2)
