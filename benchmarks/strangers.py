@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,9 +98,11 @@ class Job:
 
     @property
     def master(self) -> psutil.Process:
-        found = [each for each in psutil.Process().children(recursive=True) if "dlrover.master" in each.cmdline()]
-        assert len(found) == 1, f"masters: {found}"
-        return found[0]
+        for each in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if "dlrover.master" in each.cmdline():
+                    return each
+        raise AssertionError("the job has no master")
 
     @property
     def token(self) -> str:
