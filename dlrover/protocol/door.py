@@ -132,12 +132,12 @@ class Door:
             for place in places:
                 places[place] += 1  # type: ignore[index]
         num_missing = self.num_expected - len(self._calls) if self._num_looks <= RETURN else 0
-        room = self._room + 2 * max(0, num_missing)
+        for_expected = 2 * max(0, num_missing)
         outside = self._outside()
         num_of = Counter(each.address for each in outside)
         num_outside = len(outside)
         for each in sorted(outside, key=attrgetter("num_looks"), reverse=True):
-            reason = self._reason(each, num_of[each.address], num_outside, room)
+            reason = self._reason(each, num_of[each.address], num_outside, for_expected)
             if reason:
                 num_of[each.address] -= 1
                 num_outside -= 1
@@ -146,14 +146,16 @@ class Door:
         self._suspects = {address: looks for address, looks in self._suspects.items() if looks <= PATIENCE}
         self._room = self._room * FADING if self._room > 1 else 0.0
 
-    def _reason(self, each: _Connection, num_of_address: int, num_outside: int, room: float) -> str:
+    def _reason(self, each: _Connection, num_of_address: int, num_outside: int, for_expected: int) -> str:
         """Why this one is to be closed; empty: it is not."""
         assert each.place is not None, "a connection of our port"
+        room = self._room + for_expected
         if self._refused.get(each.place, 0) > LINGER:
             return "no-token"
         if each.num_looks > (LONG_PATIENCE if room else PATIENCE):
             return "silent"
-        if num_of_address > room + (MAX_OF_REFUSED if each.address in self._suspects else MAX_OF_ADDRESS):
+        is_suspect = each.address in self._suspects
+        if num_of_address > (MAX_OF_REFUSED + for_expected if is_suspect else MAX_OF_ADDRESS + room):
             return "too-many-of-address"
         return "too-many" if num_outside > room + self._max_outside else ""
 
@@ -185,7 +187,7 @@ class Door:
                 return known
             place = None
             if stat.S_ISSOCK(status.st_mode):
-                with socket.socket(fileno=os.dup(number)) as sock:
+                with _copy_of(number) as sock:
                     place = self._place(sock)
         except OSError:
             return None
@@ -203,7 +205,7 @@ class Door:
     def _close(self, each: _Connection, reason: str) -> None:
         """By a shutdown, which its owner sees as if the peer had gone."""
         try:
-            with socket.socket(fileno=os.dup(each.number)) as sock:
+            with _copy_of(each.number) as sock:
                 if os.fstat(sock.fileno()).st_ino == each.inode:
                     sock.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -216,6 +218,19 @@ class Door:
                 each.address,
                 reason,
             )
+
+
+@contextlib.contextmanager
+def _copy_of(number: int) -> Iterator[socket.socket]:
+    """The same connection under a number of our own, which stays what it is. Raises OSError."""
+    copy = os.dup(number)
+    try:
+        sock = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with sock:
+        yield sock
 
 
 def place_of(peer: str) -> Place:

@@ -105,17 +105,12 @@ class MasterServer:
         credentials = None if self._tls is None else server_credentials(self._tls)
         max_connections = _max_connections()
         server = grpc.aio.server(options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections)))
-        server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(
-                    SERVICE,
-                    {
-                        AGENT_METHOD: grpc.stream_stream_rpc_method_handler(self._serve_agent),
-                        ASK_METHOD: grpc.stream_unary_rpc_method_handler(self._serve_ask),
-                    },
-                ),
-            )
-        )
+        handlers = {
+            f"/{SERVICE}/{AGENT_METHOD}": grpc.stream_stream_rpc_method_handler(self._serve_agent),
+            f"/{SERVICE}/{ASK_METHOD}": grpc.stream_unary_rpc_method_handler(self._serve_ask),
+        }
+        other = grpc.stream_unary_rpc_method_handler(self._serve_other)
+        server.add_generic_rpc_handlers((_Methods(handlers, other),))
         address = str(Address(host, port))
         try:
             bound = (
@@ -187,6 +182,12 @@ class MasterServer:
         with door.inside(place_of(call.peer())):
             return await _answer(call, desk)
 
+    async def _serve_other(self, _: object, call: grpc.aio.ServicerContext) -> bytes:
+        """A method that there is not. gRPC itself would say so to strangers, too, as often as they ask."""
+        await self._admit(call, self._behind()[1])
+        await call.abort(grpc.StatusCode.UNIMPLEMENTED, "this master has no such method")
+        raise AssertionError("abort always raises")
+
     def _behind(self) -> tuple[Desk, Door]:
         assert self._desk is not None, "served before start"
         assert self._door is not None, "served before bind"
@@ -213,6 +214,17 @@ class MasterServer:
             await call.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, explain_versions(protocol, str(said.get(VERSION_KEY, "unknown")))
             )
+
+
+class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Every call has a handler: all are refused in the same way."""
+
+    def __init__(self, handlers: dict[str, grpc.RpcMethodHandler], other: grpc.RpcMethodHandler) -> None:
+        self._handlers = handlers
+        self._other = other
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        return self._handlers.get(details.method, self._other)
 
 
 async def _answer(call: grpc.aio.ServicerContext, desk: Desk) -> bytes:

@@ -15,6 +15,8 @@ from tests.master.conftest import TOKEN, Connect, MakeMaster, MasterProcess
 
 FLOODS = {"reset": 1, "open": 1, "bodies": 10, "idle": 1000, "settled": 1000, "handshakes": 500}
 """Kinds, and their connections at a time."""
+LENGTH = 1.5
+"""Seconds of each; `make chaos` has ten."""
 MAX_GROWTH = 64 * 2**20
 CALL_LIMIT = 5.0
 """Ten times the 0.5 s that `benchmarks/strangers.py` measures on a quiet machine."""
@@ -34,15 +36,17 @@ async def test_floods_cost_honest_callers_and_the_master_nearly_nothing(
         await agent.attached()
     before = growth(master, 0)
     for kind, connections in FLOODS.items():
-        with Flooding(kind, master.address, seconds=1.5, connections=connections) as flood:
-            while not flood.is_over():
+        with Flooding(kind, master.address, seconds=60, connections=connections) as flood:
+            await asyncio.to_thread(flood.wait_until_it_began)
+            ends_at = time.monotonic() + LENGTH
+            while time.monotonic() < ends_at:
                 assert isinstance(await ask(master.address, Ping(), token=TOKEN, timeout=CALL_LIMIT), Pong), kind
                 assert growth(master, before) < MAX_GROWTH, kind
                 await asyncio.sleep(0.02)  # between two calls, as between those of people
-            count = flood.end()
-        assert count["connections"] >= connections or count["streams"] > 100, f"{kind}: no flood: {count}"
+            assert flood.end()["connections"], kind
     assert all(agent.attachments.empty() for agent in agents), "an agent had to come again"
     assert master.log().count("strangers") < 60, "refusals are told ever more rarely"
+    assert "Traceback" not in master.log()
 
 
 @pytest.mark.parametrize("kind", ["idle", "settled"])

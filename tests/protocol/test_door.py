@@ -62,6 +62,15 @@ async def test_a_call_without_a_token_is_refused_before_its_body_comes(serve: Se
         assert await asyncio.wait_for(call.code(), DEADLINE) is grpc.StatusCode.UNAUTHENTICATED
 
 
+async def test_a_method_that_there_is_not_is_refused_like_any_other(serve: Serve) -> None:
+    _, address = await serve()
+    async with open_channel(address, None) as channel, asyncio.timeout(DEADLINE):
+        for token, code in ((TOKEN, grpc.StatusCode.UNIMPLEMENTED), ("wrong", grpc.StatusCode.UNAUTHENTICATED)):
+            for path in (f"/{SERVICE}/Nothing", "/grpc.health.v1.Health/Check"):
+                call = channel.stream_unary(path)(metadata=call_metadata(token))
+                assert await call.code() is code
+
+
 async def test_an_end_instead_of_a_question_gets_a_clear_status(serve: Serve) -> None:
     _, address = await serve()
     async with open_channel(address, None) as channel:

@@ -77,7 +77,8 @@ class PageServer:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self._door is not None, "served before start"
-        with self._door.inside(scope["client"]) if self._is_known(scope) else contextlib.nullcontext():
+        is_inside = scope["client"] is not None and self._is_known(scope)  # None: the connection is gone already
+        with self._door.inside(scope["client"]) if is_inside else contextlib.nullcontext():
             await self._app(scope, receive, send)
 
 
