@@ -540,12 +540,12 @@ class Agent:
 
     async def _leave_by_signal(self, number: signal.Signals) -> AgentResult:
         self._is_leaving = True
+        is_failed = self._recovery.is_cause_untold  # before the signal came: nothing of that may be lost
         # A launcher that died cannot clean up after us: be quick then. Otherwise workers get the grace the user asked for.
         is_alone = os.getppid() != self._launcher_pid
         cause = StopCause.FAILURE if is_alone else StopCause.END_OF_JOB
         self._driver.want_none(cause, number)
         await asyncio.gather(self._driver.settle(), self._part(LeaveReason.STOPPED_BY_USER, f"{number.name} received"))
-        is_failed = self._recovery.is_open  # before the signal came: then nobody has said yet who was first
         self._settle_output(lambda _rank: is_failed)
         self._on_break()
         return AgentResult(exit_code=EXIT_BY_SIGNAL + number, message=f"stopped by {number.name}")
@@ -677,8 +677,9 @@ class Agent:
             return
         for failure in outcome.failures:
             log.info("global rank %d failed: %s", failure.global_rank, failure.message)
-        first = outcome.failures[0]
-        self._recovery.began(round_, f"global rank {first.global_rank} failed: {first.message}")
+        if not self._is_leaving:
+            first = outcome.failures[0]
+            self._recovery.began(round_, f"global rank {first.global_rank} failed: {first.message}")
         report = ReportFailure(
             node=self._node,
             incarnation=self._incarnation,

@@ -90,8 +90,9 @@ class Recovery:
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def is_open(self) -> bool:
-        return bool(self._losses)
+    def is_cause_untold(self) -> bool:
+        """Workers failed, and who was the first is not decided yet."""
+        return any(not loss.is_cause_told for loss in self._losses)
 
     def began(self, round_: Round, reason: str) -> None:
         """The workers of this round failed, or have to stop."""

@@ -69,6 +69,7 @@ async def stage(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Stage]:
 
 async def test_a_loss_is_one_paragraph_with_its_cause_and_the_step_that_training_went_on_with(stage: Stage) -> None:
     stage.recovery.began(Round(1), "global rank 0 failed: it lost a peer")
+    assert stage.recovery.is_cause_untold
     stage.recovery.began(Round(1), "round 1 stops")
     stage.runs(2, local_world_size=3)
     stage.step(2, 16)
@@ -78,7 +79,7 @@ async def test_a_loss_is_one_paragraph_with_its_cause_and_the_step_that_training
     )
     assert text.endswith(" s after the workers stopped.")
     assert stage.shown == [[1]], "its traceback alone is news"
-    assert not stage.recovery.is_open
+    assert not stage.recovery.is_cause_untold
 
 
 async def test_a_recovery_that_lasts_is_told_as_it_goes(caplog: pytest.LogCaptureFixture) -> None:

@@ -213,7 +213,10 @@ def test_an_interrupt_in_the_first_moments_ends_the_job_without_a_traceback(job:
     process = job.start(behaviour="newborn")
     job.event("waiting")
     process.send_signal(signal.SIGINT)
-    assert job.finish() == (130, "")
+    exit_code, errors = job.finish()
+    assert exit_code == 130
+    (line,) = errors.splitlines()
+    assert " was interrupted. " in line
     assert job.files_left() == []
 
 
