@@ -190,7 +190,7 @@ def test_an_interrupt_of_the_caller_stops_the_job_in_good_order(
     send(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 99, errors
-    assert "again" not in errors
+    assert "interrupted again" not in errors
     assert orderly.exists()
     assert {path.name for path in short_dir.rglob("*") if path.is_file()} <= {".lock"}
 
