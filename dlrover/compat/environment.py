@@ -30,7 +30,8 @@ def set_env(env_key: str, env_value: object) -> None:
 
 
 def get_node_rank() -> int:
-    return _number("NODE_RANK", "WORKER_RANK")
+    """What the platform says, else the rank that the master gave to this node."""
+    return _number("NODE_RANK", "WORKER_RANK", "DLROVER_NODE_RANK")
 
 
 def get_node_id() -> int:

@@ -11,15 +11,15 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from logging.handlers import RotatingFileHandler
 
 from dlrover.compat.constants import BasicClass
+from dlrover.host.log_file import FORM, RotatingLog
+from dlrover.host.log_root import DEFAULT_BACKUPS, DEFAULT_BYTES, MIN_BYTES, LogRoot
 
 _NAME = "dlrover.logger"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_FORMAT = "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s"
-_SMALLEST_BYTES, _DEFAULT_BYTES = 1 << 20, 200 << 20
-_DEFAULT_BACKUPS = 5
+
+log = logging.getLogger(__name__)
 
 _known: dict[str, logging.Logger] = {}
 
@@ -47,11 +47,11 @@ def get_base_log_file() -> str:
 
 
 def get_file_handler_max_bytes() -> int:
-    return _at_least(_SMALLEST_BYTES, BasicClass.LOG_ROTATE_MAX_BYTES_ENV, _DEFAULT_BYTES)
+    return _at_least(MIN_BYTES, BasicClass.LOG_ROTATE_MAX_BYTES_ENV, DEFAULT_BYTES)
 
 
 def get_file_handler_backup_count() -> int:
-    return _at_least(1, BasicClass.LOG_ROTATE_BACKUP_COUNT_ENV, _DEFAULT_BACKUPS)
+    return _at_least(1, BasicClass.LOG_ROTATE_BACKUP_COUNT_ENV, DEFAULT_BACKUPS)
 
 
 def get_logger(name: str, handlers: Sequence[logging.Handler] | None = None, update: bool = False) -> logging.Logger:
@@ -67,14 +67,21 @@ def get_logger(name: str, handlers: Sequence[logging.Handler] | None = None, upd
 
 
 def _file_handlers() -> list[logging.Handler]:
-    path = get_base_log_file()
-    if not path:
+    """The file that agents and master write to as well."""
+    directory = get_base_log_dir()
+    if not directory:
         return []
-    handler = RotatingFileHandler(
-        path, maxBytes=get_file_handler_max_bytes(), backupCount=get_file_handler_backup_count()
+    root = LogRoot(
+        directory=os.path.abspath(directory),
+        level=get_log_level(),
+        max_bytes=get_file_handler_max_bytes(),
+        num_backups=get_file_handler_backup_count(),
     )
-    handler.setFormatter(logging.Formatter(_FORMAT))
-    return [handler]
+    try:
+        return [RotatingLog(root)]
+    except OSError as error:
+        log.warning("DLROVER_LOG_ROOT_DIR=%s: no log file there, %s", directory, error.strerror)
+        return []
 
 
 def _at_least(least: int, variable: str, default: int) -> int:
@@ -83,6 +90,6 @@ def _at_least(least: int, variable: str, default: int) -> int:
 
 
 _stderr = logging.StreamHandler(sys.stderr)
-_stderr.setFormatter(logging.Formatter(_FORMAT))
+_stderr.setFormatter(logging.Formatter(FORM))
 
 default_logger = get_logger(_NAME)

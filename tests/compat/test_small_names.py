@@ -290,3 +290,35 @@ def test_a_barrier_over_a_store() -> None:
     barrier(store, 2, "here", barrier_timeout=60)
     waiting.join(60)
     assert not waiting.is_alive()
+
+
+def test_scripts_and_agents_rotate_one_log_file_together(tmp_path: Path) -> None:
+    """A script whose file was moved aside by another process goes on in the new one."""
+    code = (
+        "import os, pathlib; from dlrover.python.common.log import default_logger as logger; logger.info('first');"
+        "path = pathlib.Path(os.environ['DLROVER_LOG_ROOT_DIR'], 'dlrover.log'); path.rename(path.with_suffix('.log.1'));"
+        "logger.info('second')"
+    )
+    environ = {**os.environ, "DLROVER_LOG_ROOT_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True, timeout=60)
+    assert (tmp_path / "dlrover.log.1").read_text().endswith("first\n")
+    assert (tmp_path / "dlrover.log").read_text().endswith("second\n")
+
+
+def test_a_directory_that_cannot_be_written_to_costs_the_log_file_only(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code = "from dlrover.python.common.log import default_logger as logger; logger.info('hello')"
+    environ = {**os.environ, "DLROVER_LOG_ROOT_DIR": str(tmp_path / "file" / "logs")}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.endswith("hello\n")
+
+
+def test_a_node_that_was_given_its_rank_by_the_master_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NODE_RANK", "WORKER_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert env_utils.get_node_rank() == 0
+    monkeypatch.setenv("DLROVER_NODE_RANK", "3")
+    assert env_utils.get_node_rank() == 3
+    monkeypatch.setenv("NODE_RANK", "5")
+    assert env_utils.get_node_rank() == 5
