@@ -60,7 +60,7 @@ def test_the_dashes_between_may_be_left_out(script):
         (["--", "--standalone", "train.py"], "--standalone after"),
         (["--", "--job-token-file=x", "train.py"], "--job-token-file after"),
         (["--", "--standby=1", "train.py"], "--standby after .* Give it in front of `--`"),
-        (["--", "--nproc-per-nod=2", "train.py"], "--nproc-per-nod"),
+        (["--", "--nproc-per-nodes=2", "train.py"], "--nproc-per-nodes"),
         (["--node", "2", "--", "train.py"], "--node is no option of dlrover local, nor .* Did you mean --nodes"),
         (["--standy=1", "train.py"], "Did you mean --standby"),
     ],

@@ -31,6 +31,7 @@ from dlrover.protocol.watch_messages import (
     ProgressReport,
     ResourceReport,
     ShowNotice,
+    TakeLook,
     ThreadStack,
     Verdict,
     WorkerDump,
@@ -52,7 +53,7 @@ def tell(agent: Agent, *workers: WorkerProgress) -> None:
 async def answer_that_one_is_stopped(agents: list[Agent], ranks: dict[Agent, int]) -> None:
     """The look that all are asked for next."""
     for agent in agents:
-        order = (await asyncio.wait_for(agent.orders.get(), 20)).order
+        order = await next_look(agent)
         assert order.round == 1
         rank = ranks[agent]
         frames = ("torch/autograd/graph.py:1 _engine_run_backward", "/job/train.py:9 main")
@@ -65,6 +66,14 @@ async def answer_that_one_is_stopped(agents: list[Agent], ranks: dict[Agent, int
             node=agent.node, incarnation=agent.incarnation, look=order.look, number=0, workers=(dump,)
         )  # fmt: skip
         agent.channel.observe(taken)
+
+
+async def next_look(agent: Agent) -> TakeLook:
+    """Notices for the console may come before it."""
+    async with asyncio.timeout(20):
+        while not isinstance(order := (await agent.orders.get()).order, TakeLook):
+            assert isinstance(order, ShowNotice)
+    return order
 
 
 async def ranks_of(agents: list[Agent]) -> dict[Agent, int]:
