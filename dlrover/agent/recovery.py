@@ -106,17 +106,19 @@ class Recovery:
         self._group_rank = world.group_rank
         if self._losses and self._losses[-1].world is None:
             self._losses[-1].world = world
-            self._losses[-1].world_after = time.monotonic() - self._losses[-1].at
 
     def look(self) -> None:
         """Whether training goes on. Also to be called before the workers that do it are forgotten."""
         for loss in self._losses[-1:]:
+            if loss.world is not None and not loss.world_after and self._is_over(loss.round):
+                loss.world_after = time.monotonic() - loss.at
             if loss.resumed is None and (found := self._first_step(loss.round)) is not None:
                 loss.resumed, loss.resumed_after = found, time.monotonic() - loss.at
 
     async def finish(self, but: Round | None = None) -> None:
         """The job ends: what is not told yet is told now, but for the end of the round that the final report is about."""
         self.close()
+        self.look()
         for loss in self._losses:
             if loss.round != but:
                 await self._tell(loss)
@@ -191,7 +193,8 @@ def _what_followed(loss: _Loss, world: WorldSpec) -> list[str]:
     workers = f"All {world.world_size} workers were" if world.world_size > 1 else "The worker was"
     done = f"{workers} started again{nodes}"
     if loss.resumed is None:
-        return [] if loss.is_start_told else [f"{done} after {loss.world_after:.1f} s."]
+        after = f" after {loss.world_after:.1f} s" if loss.world_after else ""
+        return [] if loss.is_start_told else [f"{done}{after}."]
     step = "" if loss.resumed.step is None else f" with step {loss.resumed.step}"
     went_on = f"Training went on{step}, {loss.resumed_after:.1f} s after the workers stopped."
     return [went_on] if loss.is_start_told else [f"{done}.", went_on]
