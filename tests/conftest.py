@@ -42,15 +42,15 @@ def full_pipe() -> Iterator[tuple[int, int]]:
 def reserved_port() -> Iterator[int]:
     """
     A port of the loopback for a server that is started later, and the next one for the master of a job with this `--master-port`.
-    As long as the test lasts the kernel gives them to nobody who asks for any port; a listener that allows its address to be used
-    again, as servers do, binds beside us.
+    As long as the test lasts the kernel gives them to nobody who asks for any port, from whatever address; a listener that allows
+    its address to be used again, as servers do, binds beside us.
     """
     from dlrover.cli.discovery import Seat
 
     for _ in range(100):
-        with contextlib.closing(Seat("127.0.0.1", 0, purpose="test")) as seat:
+        with contextlib.closing(Seat("0.0.0.0", 0, purpose="test")) as seat:
             try:
-                beside = Seat("127.0.0.1", seat.port + 1, purpose="test")
+                beside = Seat("0.0.0.0", seat.port + 1, purpose="test")
             except OSError:
                 continue
             with contextlib.closing(beside):
