@@ -52,7 +52,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     OUTLET.close()
     yield tmp_path
     OUTLET.close()
-    logging.getLogger("dlrover.events").handlers.clear()
+    own_log = logging.getLogger("dlrover.events")
+    for handler in list(own_log.handlers):
+        own_log.removeHandler(handler)
+        handler.close()
 
 
 def test_an_exporter_of_the_scripts_own_gets_events_of_the_old_form(kept: Kept) -> None:

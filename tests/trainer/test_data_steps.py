@@ -68,9 +68,9 @@ def test_a_snapshot_taken_while_the_master_is_away_knows_what_it_contains(
     again.inner = link.inner
     for feed in list(data_steps.feeds):
         data_steps.feeds.discard(feed)
-    books = link.inner._data
-    assert books is not None
-    dataset = books._job.state.data.datasets["d"]
+    alone = link.inner._job
+    assert alone is not None
+    dataset = alone._job.state.data.datasets["d"]
     dataset.end_leases(dataset.all_readers())  # as the end of its round does
     monkeypatch.setattr(data_steps, "current_link", lambda: again)
     state = checkpointer.load_checkpoint()
