@@ -1,0 +1,37 @@
+"""
+`python -m tests.referees`: compare everything with what is recorded; exit code 1 and the first difference if anything differs.
+
+`--record` writes it down anew. A change that was meant (a new command, a new decision with a new `DECISION_VERSION`) is
+recorded and committed with the change itself; what else differs in the recordings then, was not meant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from tests.referees import recordings
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.referees", description="Has anything changed that must not?")
+    parser.add_argument("--record", action="store_true", help="write down how it is now")
+    if parser.parse_args().record:
+        recordings.record()
+        return 0
+    differing = [
+        difference
+        for file, say in (
+            (recordings.TRACES, recordings.traces),
+            (recordings.TIMELINE, recordings.timeline),
+            (recordings.NAMES, recordings.names),
+            (recordings.HELP, recordings.helps),
+        )
+        if (difference := recordings.first_difference(file.read_text(), say(), file.name))
+    ]
+    print("\n".join(differing) or "Traces, journal, names and help are as recorded.")
+    return 1 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
