@@ -34,7 +34,7 @@ def run(tmp_path, monkeypatch):
             for rank in (0, 1)
         ]
         try:
-            said = [rank.communicate(timeout=110)[0] for rank in ranks]
+            said = [rank.communicate(timeout=540)[0] for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
