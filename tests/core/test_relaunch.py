@@ -157,7 +157,20 @@ def test_memory_is_doubled_within_limits(before: int, after: int) -> None:
     ],
 )
 def test_a_node_that_waits_asks_for_half_but_not_for_too_little(resource: Resource, less: Resource | None) -> None:
-    assert smaller(resource) == less
+    assert smaller(resource, Resource()) == less
+
+
+@pytest.mark.parametrize(
+    ("described", "less"),
+    [
+        (Resource(cpu=16, memory_mb=16384), None),
+        (Resource(cpu=16), Resource(cpu=16, memory_mb=8192)),
+        (Resource(memory_mb=16384), Resource(cpu=8, memory_mb=16384)),
+        (Resource(gpu_type="a100"), Resource(cpu=8, memory_mb=8192)),
+    ],
+)
+def test_what_the_user_described_is_never_halved(described: Resource, less: Resource | None) -> None:
+    assert smaller(Resource(cpu=16, memory_mb=16384), described) == less
 
 
 @pytest.mark.parametrize(
