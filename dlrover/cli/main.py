@@ -211,7 +211,9 @@ def migrate(
     connection: Connection,
     node: Annotated[int, typer.Option("--node", help="Number of the platform's node, as in `dlrover status`.")],
     cpu: Annotated[float, typer.Option("--cpu", help="Cores of the new node; 0: as the platform gives.")],
-    memory_mb: Annotated[int, typer.Option("--memory-mb", help="Memory of the new node; 0: as the platform gives.")],
+    memory_mb: Annotated[
+        int, typer.Option("--memory-mb", help="Memory of the new node in MiB; 0: as the platform gives.")
+    ],
     gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the new node.")] = 0,
     gpu_type: Annotated[str, typer.Option("--gpu-type", help="Their kind.")] = "",
 ) -> None:

@@ -20,6 +20,7 @@ from dlrover.protocol.codec import Question
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.goodput_messages import AskEvents, AskGoodput, Events, GoodputStatus, JobEvent
 from dlrover.protocol.messages import AskStatus, JobStatus, NodeStatus, Reply
+from dlrover.protocol.units import amount
 from dlrover.protocol.watch_messages import Activity, AskActivity, NodeActivity
 
 REFRESH = 1.0
@@ -119,9 +120,9 @@ def _cells(node: NodeStatus, does: str, told: NodeActivity | None) -> tuple[str,
     seconds = f"{told.step_seconds:.3f}" if told.step_seconds else ""
     speed = f"{1 / told.step_seconds:.2f}" if told.step_seconds else ""
     cpu = "" if told.cpu is None else f"{told.cpu:.1f}"
-    memory = "" if told.memory_mb is None else f"{told.memory_mb:.0f} MB"
-    if told.memory_limit_mb and told.memory_mb is not None:
-        memory += f" ({100 * told.memory_mb / told.memory_limit_mb:.0f} %)"
+    memory = "" if told.memory_bytes is None else amount(told.memory_bytes)
+    if told.memory_limit_bytes and told.memory_bytes is not None:
+        memory += f" ({100 * told.memory_bytes / told.memory_limit_bytes:.0f} %)"
     return (*first, phase, step, seconds, speed, cpu, memory)
 
 

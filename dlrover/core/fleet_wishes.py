@@ -269,4 +269,4 @@ def _is_dismissed(course: Course, node: FleetNode) -> bool:
 
 
 def _amount(resource: Resource) -> str:
-    return f"{resource.cpu:g} cores and {resource.memory_mb} MB"
+    return f"{resource.cpu:g} cores and {resource.memory_mb} MiB"

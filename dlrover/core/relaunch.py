@@ -109,7 +109,7 @@ def decide(end: End, terms: Terms) -> Relaunch:
     if end.num_relaunches >= end.max_relaunches:
         return Relaunch(sentence=f"{how}; all {end.max_relaunches} relaunches of its rank are used up.")
     resource = more_memory(end.resource) if end.exit_reason is NodeExit.OOM else end.resource
-    grown = f" with {resource.memory_mb} MB" if resource != end.resource else ""
+    grown = f" with {resource.memory_mb} MiB" if resource != end.resource else ""
     return Relaunch(
         sentence=f"{how}; relaunch {end.num_relaunches + 1} of at most {end.max_relaunches} of its rank{grown}.",
         is_relaunched=True,
@@ -122,7 +122,7 @@ def _refuse_more_memory(end: End, terms: Terms) -> str | None:
     if terms.strategy is Strategy.ALLREDUCE:
         return "all workers of this job need as much memory as this one, so another node would end like it"
     if end.resource.memory_mb >= MAX_MEMORY_MB:
-        return f"it had {end.resource.memory_mb} MB, and more than {MAX_MEMORY_MB} MB are not asked for"
+        return f"it had {end.resource.memory_mb} MiB, and more than {MAX_MEMORY_MB} MiB are not asked for"
     return None
 
 

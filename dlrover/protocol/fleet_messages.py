@@ -104,6 +104,7 @@ class Resource(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     cpu: float = 0.0
     memory_mb: int = 0
+    """MiB."""
     gpus: int = 0
     gpu_type: str = ""
 

@@ -203,7 +203,9 @@ async def test_top_prints_once_without_a_terminal_and_ends_cleanly_on_ctrl_c(sce
     log = EventLog()
     node = next(iter(scene.job.state.nodes.live))
     activity = Activity(
-        nodes=(NodeActivity(node=node, phase=Phase.BACKWARD, step=7, step_seconds=0.25, cpu=1.5, memory_mb=512.0),)
+        nodes=(
+            NodeActivity(node=node, phase=Phase.BACKWARD, step=7, step_seconds=0.25, cpu=1.5, memory_bytes=512 * 2**20),
+        )
     )
 
     def ask(question: Question) -> Reply:

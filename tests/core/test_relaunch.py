@@ -112,7 +112,7 @@ ALLREDUCE, PS = Terms(), Terms(strategy=Strategy.PS)
         (NodeExit.OOM, 0, 65536, PS, False, False, "65536"),
         (NodeExit.OOM, 0, 65537, PS, False, False, "65537"),
         (NodeExit.OOM, 3, 655, PS, False, False, "used up"),
-        (NodeExit.OOM, 0, 655, PS, True, True, "with 1310 MB"),
+        (NodeExit.OOM, 0, 655, PS, True, True, "with 1310 MiB"),
         (NodeExit.KILLED, 0, 0, ALLREDUCE, True, False, "no cost"),
         (NodeExit.KILLED, 3, 0, ALLREDUCE, True, False, "no cost"),
         (NodeExit.UNKNOWN, 2, 0, ALLREDUCE, True, True, "relaunch 3 of at most 3"),
