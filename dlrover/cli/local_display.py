@@ -130,11 +130,11 @@ class Display:
     def _show(self, status: JobStatus) -> None:
         self._status = status
         num_nodes = len(status.nodes) + sum(status.left_out.nodes.values())
-        news = (status.stage, status.round, status.world_size, num_nodes)
+        news = (status.stage, status.round, status.world_size, num_nodes, status.blocked)
         if news != self._said and self._live is None:
             self.say(
-                f"{status.stage}, round {status.round}, {status.world_size} workers, {num_nodes} nodes: "
-                f"{status.verdict}"
+                f"{status.stage_text}, round {status.round}, {status.world_size} workers, {num_nodes} nodes: "
+                f"{status.reason}"
             )
         self._said = news
         self._refresh()
@@ -158,8 +158,8 @@ class Display:
         if self._status is None:
             return Group(Text("job starting", style="bold"), table)
         state = self._status
-        head = f"job {state.job_name}: {state.stage}, round {state.round}, {state.world_size} workers"
-        return Group(Text(head, style="bold"), Text(printable(state.verdict)), table)
+        head = f"job {state.job_name}: {state.stage_text}, round {state.round}, {state.world_size} workers"
+        return Group(Text(head, style="bold"), Text(printable(state.reason)), table)
 
     def _write(self, text: str, *, is_error: bool) -> None:
         if self._live is not None:

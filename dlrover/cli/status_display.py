@@ -26,7 +26,7 @@ def show(status: JobStatus, console: Console) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     say(
-        f"job {status.job_name}: {status.stage}, round {status.round}, {status.world_size} workers, "
+        f"job {status.job_name}: {status.stage_text}, round {status.round}, {status.world_size} workers, "
         f"{status.num_restarts} restarts, master epoch {status.master_epoch}"
         + (f", started by {status.user}" if status.user else "")
     )
@@ -35,7 +35,7 @@ def show(status: JobStatus, console: Console) -> None:
     has_others = status.num_standby or status.num_pending
     beside = f", {status.num_standby} standby, {status.num_pending} pending" if has_others else ""
     say(f"nodes {status.min_nodes}:{status.max_nodes}{scaled}{beside}")
-    say(f"because: {status.verdict}")
+    say(f"because: {status.reason}")
     if status.newest_verdict is not None:
         for line in verdict_lines(status.newest_verdict, status.now):
             say(line)

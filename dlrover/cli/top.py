@@ -86,7 +86,7 @@ def view_of(
 ) -> RenderableType:
     step = "" if goodput.highest_step is None else f", step {goodput.highest_step}"
     head = Text(
-        f"job {status.job_name}: {status.stage}, round {status.round}, {status.world_size} workers, {status.num_restarts} "
+        f"job {status.job_name}: {status.stage_text}, round {status.round}, {status.world_size} workers, {status.num_restarts} "
         f"restarts, {goodput.num_faults} fault{'' if goodput.num_faults == 1 else 's'}{step}, {goodput.wall:.0f} s",
         style="bold",
     )
@@ -94,7 +94,7 @@ def view_of(
         head,
         Text(goodput_line(goodput)),
         *([] if goodput.is_redo_known else [Text(REDO_UNKNOWN)]),
-        Text(f"because: {status.verdict}", style="dim"),
+        Text(f"because: {status.reason}", style="dim"),
     ]
     doing = {node.node_rank: node.doing for node in goodput.nodes}
     told = {node.node: node for node in activity.nodes}

@@ -809,6 +809,17 @@ class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
     """Of dynamic sharding, in the order of their registration; without the partitions of streams."""
     left_out: LeftOut = LeftOut()
     """Nodes that are not in here, because the job has more of them than one message can carry."""
+    blocked: str = ""
+    """Why the master can decide nothing now, and what to do about it; empty: it can. The rest is as it was then."""
+
+    @property
+    def stage_text(self) -> str:
+        return f"blocked ({self.stage})" if self.blocked else str(self.stage)
+
+    @property
+    def reason(self) -> str:
+        """For what the job does, or does not."""
+        return self.blocked or self.verdict
 
 
 Reply = (

@@ -67,6 +67,13 @@ def shown(*, width: int = 160, **details: object) -> str:
     return output.getvalue()
 
 
+def test_a_master_that_cannot_write_its_journal_is_the_reason_and_not_what_was_decided_before() -> None:
+    text = shown(blocked="The master cannot write its journal.")
+    assert "job gpt: blocked (running), round 3" in text
+    assert "because: The master cannot write its journal.\n" in text
+    assert "nodes start" not in text
+
+
 def test_a_job_by_hand_shows_no_platform() -> None:
     text = shown()
     assert "job gpt: running, round 3, 4 workers, 2 restarts" in text

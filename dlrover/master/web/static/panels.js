@@ -25,11 +25,12 @@ export function summary(store) {
       make("div", { class: "tile" }, make("dl", {}, make("dt", { text: name }), make("dd", {}, value, make("small", { text: note }))))),
   );
   byId("name").textContent = job.name;
-  document.title = `${job.name}: ${job.stage}`;
+  const shown = job.blocked ? `blocked (${job.stage})` : job.stage;
+  document.title = `${job.name}: ${shown}`;
   const stage = byId("stage");
-  stage.textContent = job.end ? `${job.stage} (${job.end.reason})` : job.stage;
-  stage.className = `badge ${job.end && job.end.exit_code ? "error" : job.stage}`;
-  const said = [job.end ? job.end.message : job.verdict, job.shortage].filter(Boolean).join(" ");
+  stage.textContent = job.end ? `${job.stage} (${job.end.reason})` : shown;
+  stage.className = `badge ${(job.end && job.end.exit_code) || job.blocked ? "error" : job.stage}`;
+  const said = [job.end ? job.end.message : job.blocked || job.verdict, job.shortage].filter(Boolean).join(" ");
   if (byId("verdict").textContent !== said) byId("verdict").textContent = said;
   byId("footer").textContent = `Master epoch ${job.master_epoch}`;
 }
