@@ -149,12 +149,12 @@ class Display:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table("node rank", "node", "platform", "address", "agent", "step", box=None, pad_edge=False)
+        table = Table("node", "id", "platform", "address", "agent", "step", box=None, pad_edge=False)
         agents = {} if self._status is None else {node.node_rank: node for node in self._status.nodes}
         for node in sorted(self._nodes.values(), key=lambda node: (node.rank, node.id)):
             agent = agents.get(NodeRank(node.rank))
             status, step = ("", "") if agent is None else (agent.status, "" if agent.step is None else str(agent.step))
-            table.add_row(str(node.rank), str(node.id), node.phase.value, printable(node.host), status, step)
+            table.add_row(short_name(node), str(node.id), node.phase.value, printable(node.host), status, step)
         if self._status is None:
             return Group(Text("job starting", style="bold"), table)
         state = self._status

@@ -99,7 +99,7 @@ def view_of(
     doing = {node.node_rank: node.doing for node in goodput.nodes}
     told = {node.node: node for node in activity.nodes}
     # So that a terminal of 80 columns has room for the words: no lines between, and what is too wide is folded.
-    names = ("node rank", "host", "status", "does", "phase", "step", "s/step", "steps/s", "CPU", "memory")
+    names = ("node", "host", "status", "does", "phase", "step", "s/step", "steps/s", "CPU", "memory")
     columns = (Column(name, overflow="fold") for name in names)
     table = Table(*columns, expand=True, box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for node in status.nodes[:most_nodes]:
@@ -112,7 +112,7 @@ def view_of(
 
 def _cells(node: NodeStatus, does: str, told: NodeActivity | None) -> tuple[str, ...]:
     step = "" if node.step is None else str(node.step)
-    first = (str(node.node_rank), node.host, node.status, does)
+    first = (node.label, node.host, node.status, does)
     if told is None:
         return (*first, "", step, "", "", "", "")
     phase = "" if told.phase is None else told.phase.value + (" (stalled)" if told.is_stalled else "")

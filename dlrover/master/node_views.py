@@ -39,6 +39,8 @@ class WorkerView(Struct, frozen=True, omit_defaults=True, kw_only=True):
 class NodeView(Struct, frozen=True, omit_defaults=True, kw_only=True):
     node: int
     rank: int
+    label: str
+    """By which people name it."""
     host: str = ""
     status: str = ""
     wish: str = ""
@@ -86,6 +88,7 @@ def node_view(
     return NodeView(
         node=status.node,
         rank=status.node_rank,
+        label=status.label,
         host=status.host[:MAX_LABEL],
         status=status.status,
         wish=status.wish,

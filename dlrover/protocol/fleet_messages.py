@@ -372,6 +372,11 @@ class FleetNodeStatus(Struct, frozen=True, kw_only=True):
     """The job does not want it any more."""
     group: int = -1
 
+    @property
+    def label(self) -> str:
+        """By which people name it."""
+        return f"{self.node_type.value}-{self.rank}"
+
 
 # Effects.
 

@@ -744,6 +744,10 @@ class Pong(Struct, tag=True, frozen=True, kw_only=True):
     protocol_version: int = PROTOCOL_VERSION
 
 
+STANDBY = "standby"
+"""Status of a node that waits warm to take the place of a lost one."""
+
+
 class NodeStatus(Struct, frozen=True, kw_only=True):
     node: NodeId
     node_rank: NodeRank
@@ -760,6 +764,11 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     """In the newest world; -1: it is not a member."""
     local_world_size: int = 0
     """Workers that it runs in the newest world."""
+
+    @property
+    def label(self) -> str:
+        """By which people name it."""
+        return f"{self.status if self.status == STANDBY else 'worker'}-{self.node_rank}"
 
 
 class LeftOut(Struct, frozen=True, kw_only=True):

@@ -168,7 +168,7 @@ def test_a_thousand_nodes_in_the_dark_on_a_phone_and_by_keyboard(thousand: Thous
         tab.page.focus("#grid")
         for key in ("End", "ArrowLeft", "Enter"):
             tab.page.keyboard.press(key)
-        tab.wait_for_text("#node h3", "Node rank 998")
+        tab.wait_for_text("#node h3", "worker-998")
         tab.page.focus("#node button:has-text('Cordon')")
         tab.page.keyboard.press("Enter")
         assert tab.page.evaluate("document.activeElement.value") == "no", "the harmless answer has the focus"

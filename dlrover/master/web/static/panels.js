@@ -108,9 +108,9 @@ export function resources(store) {
     const rows = busiest.map((node) => {
       const devices = node.gpus ?? [];
       const busy = devices.length ? `${number(devices.reduce((total, each) => total + each[0], 0) / devices.length, 3)} %` : "–";
-      return make("tr", {}, ...[node.rank, node.host, `${number(node.cpu ?? 0, 3)} / ${number(node.cores ?? 0, 3)}`, `${bytes(node.memory_bytes ?? 0)} / ${bytes(node.memory_limit_bytes)}`, busy].map((text) => make("td", { text })));
+      return make("tr", {}, ...[node.label, node.host, `${number(node.cpu ?? 0, 3)} / ${number(node.cores ?? 0, 3)}`, `${bytes(node.memory_bytes ?? 0)} / ${bytes(node.memory_limit_bytes)}`, busy].map((text) => make("td", { text })));
     });
-    const header = ["rank", "host", "CPU", "memory", "GPU"].map((text) => make("th", { scope: "col", text }));
+    const header = ["node", "host", "CPU", "memory", "GPU"].map((text) => make("th", { scope: "col", text }));
     return [head, make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...header)), make("tbody", {}, ...rows)))];
   });
 }
