@@ -116,7 +116,7 @@ def test_nothing_is_wished_of_a_node_that_is_gone() -> None:
 def test_the_nodes_of_the_platform_are_shown_with_what_became_of_them() -> None:
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown(fleet=FLEET).splitlines()]
     assert ["ps-1", "4", "Failed, let go", "2 of 3, 5 free", "OOMKilled", "cloud", "took [64] MB"] in rows
-    assert ["7", "worker", "0", "Pending", "0 of 0", "", "", ""] in rows
+    assert ["worker-0", "7", "Pending", "0 of 0", "", "", ""] in rows
 
 
 def test_nodes_that_had_no_room_in_the_message_are_counted() -> None:
