@@ -6,9 +6,12 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
+
+from tests import small_disk as small
 
 # A gate judges a change by the same examples each time; people's own runs look for new ones.
 hypothesis.settings.register_profile(
@@ -23,6 +26,12 @@ hypothesis.settings.load_profile("dlrover")
 for _number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
     signal.signal(_number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with small.mounted(tmp_path / "disk") as disk:
+        yield disk
 
 
 @pytest.fixture

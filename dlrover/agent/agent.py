@@ -158,6 +158,7 @@ class Connect(Protocol):
         on_attached: Callable[[Attached], None],
         on_desired: Callable[[Desired], None],
         on_order: Callable[[WatchOrder], None] | None = None,
+        on_blocked: Callable[[str], None] | None = None,
     ) -> Channel: ...
 
 
@@ -239,6 +240,7 @@ class Agent:
             on_attached=self._on_attached,
             on_desired=self._on_desired,
             on_order=None if watch is None else watch.take_order,
+            on_blocked=self._on_blocked,
         )
         if watch is not None:
             watch.connect(self._channel.observe, lambda: (self._node, self._incarnation), self._master_now)
@@ -665,6 +667,11 @@ class Agent:
         if newest is None or (desired.master_epoch, desired.number) >= (newest.master_epoch, newest.number):
             self._desired, self._is_followed = desired, False
             self._news.set()
+
+    def _on_blocked(self, reason: str) -> None:
+        # Where nodes share a console, whoever shows the state of the job there shows this too.
+        level = logging.WARNING if self._config.platform_node < 0 else logging.INFO
+        log.log(level, "%s", reason or "The master can write its journal again, and the job goes on.")
 
     def _on_outcome(self, round_: Round, outcome: Finished | Failed) -> None:
         if self._watch is not None:

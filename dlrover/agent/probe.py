@@ -31,7 +31,7 @@ _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "gluste
 
 class Answer(Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceSample, ...] = ()
-    disk_free_mb: dict[str, float] = {}
+    disk_free_bytes: dict[str, int] = {}
     troubles: tuple[str, ...] = ()
 
 
@@ -145,8 +145,8 @@ def read_nvidia() -> tuple[list[DeviceSample], list[str]]:
                 DeviceSample(
                     index=index,
                     name=_text(nvml.nvmlDeviceGetName(handle)),
-                    used_memory_mb=memory.used / 1e6,
-                    total_memory_mb=memory.total / 1e6,
+                    used_memory_bytes=memory.used,
+                    total_memory_bytes=memory.total,
                     utilization=float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
                     temperature=float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
                 )
@@ -182,8 +182,8 @@ def read_ascend() -> tuple[list[DeviceSample], list[str]]:
             DeviceSample(
                 index=index,
                 name="npu",
-                used_memory_mb=(total - free) / 1e6,
-                total_memory_mb=total / 1e6,
+                used_memory_bytes=total - free,
+                total_memory_bytes=total,
                 utilization=utilization,
             )
         )
@@ -208,8 +208,8 @@ def _answer(paths: Sequence[str], readers: Sequence[Callable[[], tuple[list[Devi
         except OSError as error:
             troubles.append(f"{path}: {error.strerror}")
         else:
-            free[path] = status.f_bavail * status.f_frsize / 1e6
-    return Answer(devices=tuple(devices), disk_free_mb=free, troubles=tuple(troubles))
+            free[path] = status.f_bavail * status.f_frsize
+    return Answer(devices=tuple(devices), disk_free_bytes=free, troubles=tuple(troubles))
 
 
 def main() -> None:

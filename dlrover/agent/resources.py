@@ -18,16 +18,16 @@ from dlrover.agent.limits import Limits
 from dlrover.agent.probe import DEVICE_FILES, Answer, Probe, is_remote, needs_probe
 from dlrover.host.processes import descendants, look_up
 from dlrover.protocol.messages import Incarnation, NodeId
+from dlrover.protocol.units import MIB
 from dlrover.protocol.watch_messages import MAX_TEXT, NodeEvent, ProcessSample, ResourceReport, WatchObservation
 
 log = logging.getLogger("dlrover.agent")
 
-_MB = 1e6
 SHORTEST, USUAL, LONGEST = 2.0, 10.0, 30.0
 """Seconds between two reports."""
 CLOCK_JUMP = 0.5
 """Seconds. Slewing, as time services do it, moves the clock by less than a hundredth of that in a period."""
-_GROWTH_MB, _GROWTH = 20.0, 0.02
+_GROWTH_BYTES, _GROWTH = 20 * MIB, 0.02
 """Of a worker between two reports: more is worth a second look soon."""
 _MAX_WORKERS = 256
 _MAX_TROUBLES = 16
@@ -136,22 +136,22 @@ class ResourceMonitor:
         resident = sum(use.resident_bytes for use in now.processes.values())
         shm_used, shm_size = _disk_use(self._shm)
         free = [free for path in self._local if (free := _disk_free(path)) is not None]
-        free += answer.disk_free_mb.values()
+        free += answer.disk_free_bytes.values()
         jump = now.clock_offset - before.clock_offset
         return ResourceReport(
             node=node,
             incarnation=incarnation,
             cpu=sum(delta.cpu for delta in deltas.values()) / elapsed,
             cores=self._limits.cores(),
-            memory_mb=(resident if memory.used_bytes is None else memory.used_bytes) / _MB,
-            memory_limit_mb=memory.limit_bytes / _MB,
-            shm_mb=shm_used / _MB,
-            shm_limit_mb=shm_size / _MB,
-            disk_free_mb=min(free, default=None),
-            disk_read_mb_s=sum(delta.read_bytes for delta in deltas.values()) / elapsed / _MB,
-            disk_write_mb_s=sum(delta.written_bytes for delta in deltas.values()) / elapsed / _MB,
-            network_in_mb_s=max(0, now.network_in - before.network_in) / elapsed / _MB,
-            network_out_mb_s=max(0, now.network_out - before.network_out) / elapsed / _MB,
+            memory_bytes=resident if memory.used_bytes is None else memory.used_bytes,
+            memory_limit_bytes=memory.limit_bytes,
+            shm_bytes=shm_used,
+            shm_limit_bytes=shm_size,
+            disk_free_bytes=min(free, default=None),
+            disk_read_bytes_per_second=sum(delta.read_bytes for delta in deltas.values()) / elapsed,
+            disk_write_bytes_per_second=sum(delta.written_bytes for delta in deltas.values()) / elapsed,
+            network_in_bytes_per_second=max(0, now.network_in - before.network_in) / elapsed,
+            network_out_bytes_per_second=max(0, now.network_out - before.network_out) / elapsed,
             workers=self._samples(now, deltas, elapsed),
             devices=answer.devices,
             has_devices=self._has_devices or bool(answer.devices),
@@ -172,17 +172,17 @@ class ResourceMonitor:
 
 def next_period(before: ResourceReport | None, now: ResourceReport, period: float) -> float:
     """Seconds until the next report."""
-    limit = now.memory_limit_mb or float("inf")
-    if now.memory_mb > 0.9 * limit or now.troubles != (() if before is None else before.troubles):
+    limit = now.memory_limit_bytes or float("inf")
+    if now.memory_bytes > 0.9 * limit or now.troubles != (() if before is None else before.troubles):
         return SHORTEST
     if before is None:
         return USUAL
     if _has_grown(before.workers, now.workers):
         return SHORTEST  # once, or does it leak?
-    growth = (now.memory_mb - before.memory_mb) / period
-    if growth > 0 and (limit - now.memory_mb) / growth < 120:
+    growth = (now.memory_bytes - before.memory_bytes) / period
+    if growth > 0 and (limit - now.memory_bytes) / growth < 120:
         return SHORTEST  # full within two minutes
-    is_moving = abs(now.memory_mb - before.memory_mb) > 0.02 * limit or abs(now.cpu - before.cpu) > 0.25 * max(
+    is_moving = abs(now.memory_bytes - before.memory_bytes) > 0.02 * limit or abs(now.cpu - before.cpu) > 0.25 * max(
         now.cores, 1.0
     )
     return USUAL if is_moving else min(max(period, USUAL) * 1.5, LONGEST)
@@ -190,9 +190,9 @@ def next_period(before: ResourceReport | None, now: ResourceReport, period: floa
 
 def _has_grown(before: Sequence[ProcessSample], now: Sequence[ProcessSample]) -> bool:
     """Some worker, by more than the noise."""
-    former = {sample.global_rank: sample.memory_mb for sample in before}
-    grown = ((sample.memory_mb, former.get(sample.global_rank, sample.memory_mb)) for sample in now)
-    return any(after - then > max(_GROWTH_MB, _GROWTH * then) for after, then in grown)
+    former = {sample.global_rank: sample.memory_bytes for sample in before}
+    grown = ((sample.memory_bytes, former.get(sample.global_rank, sample.memory_bytes)) for sample in now)
+    return any(after - then > max(_GROWTH_BYTES, _GROWTH * then) for after, then in grown)
 
 
 def read_use(pid: int) -> Use | None:
@@ -251,17 +251,17 @@ def _sample(rank: int, pids: Sequence[int], now: _Counters, deltas: Mapping[int,
     return ProcessSample(
         global_rank=rank,
         cpu=sum(deltas[pid].cpu for pid in pids) / elapsed,
-        memory_mb=sum(now.processes[pid].resident_bytes for pid in pids) / _MB,
+        memory_bytes=sum(now.processes[pid].resident_bytes for pid in pids),
         processes=len(pids),
     )
 
 
-def _disk_free(path: str) -> float | None:
+def _disk_free(path: str) -> int | None:
     try:
         status = os.statvfs(path)
     except OSError:
         return None
-    return status.f_bavail * status.f_frsize / _MB
+    return status.f_bavail * status.f_frsize
 
 
 def _disk_use(path: str) -> tuple[int, int]:

@@ -580,7 +580,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--standby", type=int, default=0, metavar="S", help="so many more wait warm to take the place of a lost one")
     add("--nproc-per-node", default="", metavar="P", help="workers on each node, as for dlrover-run (1)")
     add("--max-relaunches", type=int, default=3, metavar="R", help="how often a node rank may be relaunched (3)")
-    add("--memory", type=int, default=0, metavar="MB", help="memory that each node may use; needs root (no limit)")
+    add(
+        "--memory",
+        type=int,
+        default=0,
+        metavar="MIB",
+        help="memory that each node may use, in MiB; needs root (no limit)",
+    )
     add(
         "--netns",
         choices=("auto", "on", "off"),

@@ -130,11 +130,11 @@ class Display:
     def _show(self, status: JobStatus) -> None:
         self._status = status
         num_nodes = len(status.nodes) + sum(status.left_out.nodes.values())
-        news = (status.stage, status.round, status.world_size, num_nodes)
+        news = (status.stage, status.round, status.world_size, num_nodes, status.blocked)
         if news != self._said and self._live is None:
             self.say(
-                f"{status.stage}, round {status.round}, {status.world_size} workers, {num_nodes} nodes: "
-                f"{status.verdict}"
+                f"{status.stage_text}, round {status.round}, {status.world_size} workers, {num_nodes} nodes: "
+                f"{status.reason}"
             )
         self._said = news
         self._refresh()
@@ -149,17 +149,17 @@ class Display:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table("node rank", "node", "platform", "address", "agent", "step", box=None, pad_edge=False)
+        table = Table("node", "id", "platform", "address", "agent", "step", box=None, pad_edge=False)
         agents = {} if self._status is None else {node.node_rank: node for node in self._status.nodes}
         for node in sorted(self._nodes.values(), key=lambda node: (node.rank, node.id)):
             agent = agents.get(NodeRank(node.rank))
             status, step = ("", "") if agent is None else (agent.status, "" if agent.step is None else str(agent.step))
-            table.add_row(str(node.rank), str(node.id), node.phase.value, printable(node.host), status, step)
+            table.add_row(short_name(node), str(node.id), node.phase.value, printable(node.host), status, step)
         if self._status is None:
             return Group(Text("job starting", style="bold"), table)
         state = self._status
-        head = f"job {state.job_name}: {state.stage}, round {state.round}, {state.world_size} workers"
-        return Group(Text(head, style="bold"), Text(printable(state.verdict)), table)
+        head = f"job {state.job_name}: {state.stage_text}, round {state.round}, {state.world_size} workers"
+        return Group(Text(head, style="bold"), Text(printable(state.reason)), table)
 
     def _write(self, text: str, *, is_error: bool) -> None:
         if self._live is not None:

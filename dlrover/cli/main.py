@@ -33,6 +33,9 @@ app = typer.Typer(
 )
 
 
+_NODE_HELP = "Type and rank, as in `dlrover status`: worker-3 (or 3), standby-1, ps-0."
+
+
 def _command(job: object = Job) -> Callable[[Callable[..., None]], object]:
     """Makes a command of a function that takes a connection to the job that it is about."""
     return lambda function: app.command()(takes_connection(function, job))
@@ -168,12 +171,15 @@ def report(
 @_command()
 def stop(
     connection: Connection,
-    message: Annotated[str, typer.Option(help="Reason, for the journal and the report.")] = "dlrover stop",
+    reason: Annotated[str, typer.Option(help="For the journal and the report.")] = "dlrover stop",
+    message: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """End a running job in good order, on all its nodes."""
     from dlrover.protocol.messages import StopJob
 
-    connection.send(StopJob(message=message))
+    if message:
+        _notice("--message is called --reason now.")
+    connection.send(StopJob(message=message or reason))
     typer.echo("The job is stopping.")
 
 
@@ -209,20 +215,27 @@ def scale(
 @_command()
 def migrate(
     connection: Connection,
-    node: Annotated[int, typer.Option("--node", help="Number of the platform's node, as in `dlrover status`.")],
+    node: Annotated[str, typer.Option("--node", help=_NODE_HELP)],
     cpu: Annotated[float, typer.Option("--cpu", help="Cores of the new node; 0: as the platform gives.")],
-    memory_mb: Annotated[int, typer.Option("--memory-mb", help="Memory of the new node; 0: as the platform gives.")],
+    memory_mb: Annotated[
+        int, typer.Option("--memory-mb", help="Memory of the new node in MiB; 0: as the platform gives.")
+    ],
     gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the new node.")] = 0,
     gpu_type: Annotated[str, typer.Option("--gpu-type", help="Their kind.")] = "",
 ) -> None:
     """Exchange a node of a job for one with other resources; the old one goes when the new one runs."""
+    from dlrover.cli.node_names import find_platform_node
     from dlrover.protocol.fleet_messages import MigrateNode, Resource
     from dlrover.protocol.identity import PlatformId
+    from dlrover.protocol.messages import AskStatus, JobStatus
 
     resource = Resource(cpu=cpu, memory_mb=memory_mb, gpus=gpus, gpu_type=gpu_type)
-    command = MigrateNode(node=PlatformId(node), resource=resource)
-    connection.send(command)
-    typer.echo(f"Node {node} is being exchanged.")
+    status = connection.ask(AskStatus(), JobStatus)
+    if not status.fleet:
+        connection.send(MigrateNode(node=PlatformId(-1), resource=resource))  # the master says why it cannot
+    found = find_platform_node(status, node)
+    connection.send(MigrateNode(node=found.id, resource=resource))
+    typer.echo(f"{found.label} is being exchanged.")
 
 
 @_command()
@@ -252,20 +265,25 @@ def resume(
 def restart(
     connection: Connection,
     reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover restart",
-    is_workers: Annotated[
-        bool, typer.Option("--workers", help="Only the workers, on the nodes that are there.")
+    is_nodes: Annotated[
+        bool, typer.Option("--nodes", help="Replace all worker nodes by new ones of the platform.")
     ] = False,
+    is_workers: Annotated[bool, typer.Option("--workers", hidden=True)] = False,
 ) -> None:
-    """Replace all worker nodes of a job by new ones, once; or start only its workers again."""
+    """Start the workers of a job again, on the nodes that are there; or replace all its worker nodes, once."""
     from dlrover.protocol.fleet_messages import RestartJob
     from dlrover.protocol.steering_messages import RestartWorkers
 
+    if is_workers and is_nodes:
+        raise ConfigError("Give --nodes, or nothing to restart only the workers.")
     if is_workers:
-        connection.send(RestartWorkers(reason=reason))
-        typer.echo("The job's workers stop and start again.")
+        _notice("--workers is the default now; leave it out.")
+    if is_nodes:
+        connection.send(RestartJob(reason=reason))
+        typer.echo("The job's nodes are being replaced.")
         return
-    connection.send(RestartJob(reason=reason))
-    typer.echo("The job's nodes are being replaced.")
+    connection.send(RestartWorkers(reason=reason))
+    typer.echo("The job's workers stop and start again on their nodes; `dlrover restart --nodes` replaces the nodes.")
 
 
 @_command()
@@ -283,17 +301,22 @@ def save(
 @_command()
 def relaunch(
     connection: Connection,
-    node: Annotated[int, typer.Option("--node", help="Number of the node, as in `dlrover status`.")],
+    node: Annotated[str, typer.Option("--node", help=_NODE_HELP)],
     cordon: Annotated[bool, typer.Option("--cordon", help="Its machine gets no node of this job any more.")] = False,
     reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover relaunch",
 ) -> None:
     """Exchange a node of a job for a new one of its platform, at once."""
+    from dlrover.cli.node_names import find_node, find_platform_node
     from dlrover.protocol.identity import NodeId
+    from dlrover.protocol.messages import AskStatus, JobStatus
     from dlrover.protocol.steering_messages import RelaunchNode
 
-    command = RelaunchNode(node=NodeId(node), reason=reason, is_cordoned=cordon)
-    connection.send(command)
-    typer.echo(f"Node {node} is being exchanged.")
+    status = connection.ask(AskStatus(), JobStatus)
+    if not status.fleet:  # the master says why it cannot
+        connection.send(RelaunchNode(node=find_node(status, node).node, reason=reason, is_cordoned=cordon))
+    found = find_platform_node(status, node)
+    connection.send(RelaunchNode(node=NodeId(-1), platform_node=found.id, reason=reason, is_cordoned=cordon))
+    typer.echo(f"{found.label} is being exchanged.")
 
 
 @_command()
@@ -356,6 +379,11 @@ def main() -> None:
     except DLRoverError as error:
         sys.stderr.write(f"dlrover: error: {printable(str(error))}\n")
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _notice(text: str) -> None:
+    """About an old spelling that still works."""
+    sys.stderr.write(f"dlrover: notice: {text}\n")
 
 
 def _write(write: Callable[[], object]) -> None:

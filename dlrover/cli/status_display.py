@@ -26,7 +26,7 @@ def show(status: JobStatus, console: Console) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     say(
-        f"job {status.job_name}: {status.stage}, round {status.round}, {status.world_size} workers, "
+        f"job {status.job_name}: {status.stage_text}, round {status.round}, {status.world_size} workers, "
         f"{status.num_restarts} restarts, master epoch {status.master_epoch}"
         + (f", started by {status.user}" if status.user else "")
     )
@@ -35,7 +35,7 @@ def show(status: JobStatus, console: Console) -> None:
     has_others = status.num_standby or status.num_pending
     beside = f", {status.num_standby} standby, {status.num_pending} pending" if has_others else ""
     say(f"nodes {status.min_nodes}:{status.max_nodes}{scaled}{beside}")
-    say(f"because: {status.verdict}")
+    say(f"because: {status.reason}")
     if status.newest_verdict is not None:
         for line in verdict_lines(status.newest_verdict, status.now):
             say(line)
@@ -52,7 +52,7 @@ def show(status: JobStatus, console: Console) -> None:
         say(_more("platform nodes", status.left_out.fleet))
     for node in status.nodes:
         if node.check is not None and node.check.reason:
-            say(f"check of node rank {node.node_rank}: {node.check.status}, {node.check.reason}")
+            say(f"check of {node.label}: {node.check.status}, {node.check.reason}")
     for failure in status.distinct_failures:
         where = f"first on node rank {failure.node_rank} ({failure.host})"
         say(f"failed {failure.count} times, {where}: {failure.kind}: {failure.message}")
@@ -151,26 +151,26 @@ def _span(seconds: float) -> str:
 def _agents(nodes: tuple[NodeStatus, ...]) -> Table:
     is_checked = any(node.check is not None for node in nodes)
     is_named = any(node.name for node in nodes)
-    columns = ["node rank", "node", "incarnation", *(["name"] if is_named else []), "host", "status", "wish", "step"]
+    columns = ["node", "id", "incarnation", *(["name"] if is_named else []), "host", "status", "wish", "step"]
     table = _table(*columns, *(["check", "elapsed"] if is_checked else []))
     for node in nodes:
         step = "" if node.step is None else node.step
         wish = "" if node.status in _NOT_THERE else node.wish
         name = (node.name,) if is_named else ()
-        cells = (node.node_rank, node.node, node.incarnation, *name, node.host, node.status, wish, step)
+        cells = (node.label, node.node, node.incarnation, *name, node.host, node.status, wish, step)
         _add(table, *cells, *(_check_cells(node.check) if is_checked else ()))
     return table
 
 
 def _platform_nodes(nodes: tuple[FleetNodeStatus, ...]) -> Table:
-    table = _table("platform node", "type", "rank", "phase", "relaunches", "exit reason", "host", "message")
+    table = _table("platform node", "id", "phase", "relaunches", "exit reason", "host", "message")
     for node in nodes:
         phase = f"{node.phase.value}, let go" if node.is_released else node.phase.value
         relaunches = f"{node.num_relaunches} of {node.max_relaunches}"
         if node.num_evictions:
             relaunches += f", {node.num_evictions} free"
         reason = "" if node.exit_reason is NodeExit.NONE else node.exit_reason.value
-        _add(table, node.id, node.node_type.value, node.rank, phase, relaunches, reason, node.host, node.message)
+        _add(table, node.label, node.id, phase, relaunches, reason, node.host, node.message)
     return table
 
 

@@ -20,6 +20,7 @@ from dlrover.protocol.codec import Question
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.goodput_messages import AskEvents, AskGoodput, Events, GoodputStatus, JobEvent
 from dlrover.protocol.messages import AskStatus, JobStatus, NodeStatus, Reply
+from dlrover.protocol.units import amount
 from dlrover.protocol.watch_messages import Activity, AskActivity, NodeActivity
 
 REFRESH = 1.0
@@ -85,7 +86,7 @@ def view_of(
 ) -> RenderableType:
     step = "" if goodput.highest_step is None else f", step {goodput.highest_step}"
     head = Text(
-        f"job {status.job_name}: {status.stage}, round {status.round}, {status.world_size} workers, {status.num_restarts} "
+        f"job {status.job_name}: {status.stage_text}, round {status.round}, {status.world_size} workers, {status.num_restarts} "
         f"restarts, {goodput.num_faults} fault{'' if goodput.num_faults == 1 else 's'}{step}, {goodput.wall:.0f} s",
         style="bold",
     )
@@ -93,12 +94,12 @@ def view_of(
         head,
         Text(goodput_line(goodput)),
         *([] if goodput.is_redo_known else [Text(REDO_UNKNOWN)]),
-        Text(f"because: {status.verdict}", style="dim"),
+        Text(f"because: {status.reason}", style="dim"),
     ]
     doing = {node.node_rank: node.doing for node in goodput.nodes}
     told = {node.node: node for node in activity.nodes}
     # So that a terminal of 80 columns has room for the words: no lines between, and what is too wide is folded.
-    names = ("node rank", "host", "status", "does", "phase", "step", "s/step", "steps/s", "CPU", "memory")
+    names = ("node", "host", "status", "does", "phase", "step", "s/step", "steps/s", "CPU", "memory")
     columns = (Column(name, overflow="fold") for name in names)
     table = Table(*columns, expand=True, box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for node in status.nodes[:most_nodes]:
@@ -111,7 +112,7 @@ def view_of(
 
 def _cells(node: NodeStatus, does: str, told: NodeActivity | None) -> tuple[str, ...]:
     step = "" if node.step is None else str(node.step)
-    first = (str(node.node_rank), node.host, node.status, does)
+    first = (node.label, node.host, node.status, does)
     if told is None:
         return (*first, "", step, "", "", "", "")
     phase = "" if told.phase is None else told.phase.value + (" (stalled)" if told.is_stalled else "")
@@ -119,9 +120,9 @@ def _cells(node: NodeStatus, does: str, told: NodeActivity | None) -> tuple[str,
     seconds = f"{told.step_seconds:.3f}" if told.step_seconds else ""
     speed = f"{1 / told.step_seconds:.2f}" if told.step_seconds else ""
     cpu = "" if told.cpu is None else f"{told.cpu:.1f}"
-    memory = "" if told.memory_mb is None else f"{told.memory_mb:.0f} MB"
-    if told.memory_limit_mb and told.memory_mb is not None:
-        memory += f" ({100 * told.memory_mb / told.memory_limit_mb:.0f} %)"
+    memory = "" if told.memory_bytes is None else amount(told.memory_bytes)
+    if told.memory_limit_bytes and told.memory_bytes is not None:
+        memory += f" ({100 * told.memory_bytes / told.memory_limit_bytes:.0f} %)"
     return (*first, phase, step, seconds, speed, cpu, memory)
 
 

@@ -14,10 +14,9 @@ import psutil
 from dlrover.compat.comm import GPUStats
 from dlrover.compat.constants import Accelerators
 from dlrover.compat.singleton import Singleton
+from dlrover.protocol.units import GIB, in_mib
 
 log = logging.getLogger(__name__)
-
-_MIB, _GIB = 1 << 20, 1 << 30
 
 
 def get_process_cpu_percent() -> float:
@@ -38,12 +37,12 @@ def get_used_cpu() -> float:
 
 def get_used_memory() -> int:
     """MiB."""
-    return int(psutil.virtual_memory().used / _MIB)
+    return int(in_mib(psutil.virtual_memory().used))
 
 
 def get_used_disk() -> int:
     """GiB of the file system of `/`."""
-    return int(psutil.disk_usage("/").used / _GIB)
+    return int(psutil.disk_usage("/").used / GIB)
 
 
 def get_gpu_stats(gpus: list[int] | None = None) -> list[GPUStats]:
@@ -97,7 +96,7 @@ def _gpu(nvml: Any, index: int) -> GPUStats:
     memory = nvml.nvmlDeviceGetMemoryInfo(device)
     return GPUStats(
         index=index,
-        total_memory_mb=int(memory.total / _MIB),
-        used_memory_mb=int(memory.used / _MIB),
+        total_memory_mb=int(in_mib(memory.total)),
+        used_memory_mb=int(in_mib(memory.used)),
         gpu_utilization=nvml.nvmlDeviceGetUtilizationRates(device).gpu,
     )

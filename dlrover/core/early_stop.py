@@ -18,7 +18,7 @@ from dlrover.core.parameter_servers import WAIT_FOR_PS
 from dlrover.core.relaunch import smaller
 from dlrover.core.state import JobState
 from dlrover.core.turn import MICROS_PER_SECOND, micros
-from dlrover.protocol.fleet_messages import NodePhase, NodeType, Strategy
+from dlrover.protocol.fleet_messages import NodePhase, NodeType, Resource, Strategy
 from dlrover.protocol.messages import DeadlineKind, ExitReason, Limits, Micros
 
 MIN_PENDING_TIMEOUT = 600.0
@@ -173,7 +173,7 @@ def to_make_smaller(fleet: Fleet) -> list[Wait]:
         for node in _all_pending(fleet)
         if node.phase is NodePhase.PENDING and not node.is_oom_replacement and not _is_exchange(fleet, node)
     ]
-    return _waits([node for node in candidates if _can_be_smaller(node)], timeout)
+    return _waits([node for node in candidates if smaller_resource(fleet, node) is not None], timeout)
 
 
 def groups_to_move(fleet: Fleet) -> list[Wait]:
@@ -255,11 +255,12 @@ def _is_exchange(fleet: Fleet, node: FleetNode) -> bool:
 
 def _will_be_smaller(fleet: Fleet, node: FleetNode) -> bool:
     is_tried = fleet.spec.strategy is Strategy.PS and node.phase is NodePhase.PENDING and not node.is_oom_replacement
-    return is_tried and _can_be_smaller(node)
+    return is_tried and smaller_resource(fleet, node) is not None
 
 
-def _can_be_smaller(node: FleetNode) -> bool:
-    return smaller(node.resource) is not None
+def smaller_resource(fleet: Fleet, node: FleetNode) -> Resource | None:
+    """What a node that waits may ask for instead; None: it cannot ask for less."""
+    return smaller(node.resource, fleet.replicas[node.node_type].spec.resource)
 
 
 def _have_all_checks_failed(fleet: Fleet) -> bool:

@@ -204,7 +204,7 @@ def make_smaller(course: Course, node_id: PlatformId) -> None:
     """A node that waits too long for its resources asks for half of them; if it cannot, it keeps its place in the queue."""
     fleet = life_cycle.fleet_of(course)
     for wait in early_stop.to_make_smaller(fleet):
-        less = relaunch.smaller(wait.node.resource)
+        less = early_stop.smaller_resource(fleet, wait.node)
         if wait.node.id == node_id and wait.at <= course.now and less is not None:
             old = wait.node
             seconds = (course.now - (old.asked_at or 0)) / MICROS_PER_SECOND
@@ -269,4 +269,4 @@ def _is_dismissed(course: Course, node: FleetNode) -> bool:
 
 
 def _amount(resource: Resource) -> str:
-    return f"{resource.cpu:g} cores and {resource.memory_mb} MB"
+    return f"{resource.cpu:g} cores and {resource.memory_mb} MiB"

@@ -28,6 +28,7 @@ from dlrover.protocol.check_messages import CheckResult
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.goodput_messages import AskFault, AskGoodput, GoodputStatus
 from dlrover.protocol.messages import (
+    STANDBY,
     AskStatus,
     Attached,
     Command,
@@ -235,7 +236,7 @@ class Job:
         elif node.life is NodeLife.ALIVE and node.finished_round:
             status = "finished"
         elif node.id in warm:
-            status = "standby"
+            status = STANDBY
         elif node.id in too_many:
             status = "pending"
         group_rank, num_workers = self._state.rendezvous.place_of(node.id)

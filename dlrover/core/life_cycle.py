@@ -47,6 +47,9 @@ def started(course: Course, node: FleetNode) -> None:
 def succeeded(course: Course, node: FleetNode) -> None:
     """Its processes ended well. The agent may have said so before, or its report was lost with it."""
     state, fleet = course.state, fleet_of(course)
+    if _is_serving(fleet, node) and state.end is None and course.ending is None:
+        end_node(course, node, NodePhase.SUCCEEDED, NodeExit.SUCCEEDED)
+        return
     finished(course, node)
     fleet.enter(node, NodePhase.SUCCEEDED, course.now)
     node.exit_reason = NodeExit.SUCCEEDED
@@ -253,6 +256,12 @@ def _is_critical_work_left(fleet: Fleet) -> bool:
     return any(node.is_critical for kind in kinds for node in fleet.live_nodes(kind) if not node.is_finished)
 
 
+def _is_serving(fleet: Fleet, node: FleetNode) -> bool:
+    """A parameter server has no work of its own that could be done: it is needed as long as others train."""
+    training = (other for kind in (NodeType.CHIEF, NodeType.WORKER) for other in fleet.live_nodes(kind))
+    return node.node_type is NodeType.PS and any(not other.is_finished for other in training)
+
+
 def is_critical(fleet: Fleet, node_type: NodeType, rank: int) -> bool:
     if node_type in (NodeType.CHIEF, NodeType.EVALUATOR):
         return True
@@ -288,6 +297,7 @@ def facts_of(fleet: Fleet, node: FleetNode) -> relaunch.End:
         resource=node.resource,
         num_relaunches=replicas.spent.get(node.rank, 0),
         max_relaunches=replicas.budget(node.rank),
+        is_serving=_is_serving(fleet, node),
     )
 
 

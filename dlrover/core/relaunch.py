@@ -63,6 +63,8 @@ class End(Struct, frozen=True, kw_only=True):
     num_relaunches: int = 0
     """Of its rank, after failures."""
     max_relaunches: int = 0
+    is_serving: bool = False
+    """Others that still train need it, so it cannot have done its work, whatever its exit code says."""
 
 
 class Terms(Struct, frozen=True, kw_only=True):
@@ -91,7 +93,9 @@ def decide(end: End, terms: Terms) -> Relaunch:
     if terms.is_restarting:
         return Relaunch(sentence=f"{how}; all workers are being replaced.")
     if end.exit_reason is NodeExit.SUCCEEDED:
-        return Relaunch(sentence=f"{how}; its work is done.")
+        if not end.is_serving:
+            return Relaunch(sentence=f"{how}; its work is done.")
+        how = f"{how} although others still train with it"
     if end.exit_reason is NodeExit.FATAL and not terms.relaunch_always:
         return Relaunch(sentence=f"{how}; errors of user code are not relaunched in this job.")
     if end.exit_reason is NodeExit.RELAUNCHED:
@@ -105,7 +109,7 @@ def decide(end: End, terms: Terms) -> Relaunch:
     if end.num_relaunches >= end.max_relaunches:
         return Relaunch(sentence=f"{how}; all {end.max_relaunches} relaunches of its rank are used up.")
     resource = more_memory(end.resource) if end.exit_reason is NodeExit.OOM else end.resource
-    grown = f" with {resource.memory_mb} MB" if resource != end.resource else ""
+    grown = f" with {resource.memory_mb} MiB" if resource != end.resource else ""
     return Relaunch(
         sentence=f"{how}; relaunch {end.num_relaunches + 1} of at most {end.max_relaunches} of its rank{grown}.",
         is_relaunched=True,
@@ -118,7 +122,7 @@ def _refuse_more_memory(end: End, terms: Terms) -> str | None:
     if terms.strategy is Strategy.ALLREDUCE:
         return "all workers of this job need as much memory as this one, so another node would end like it"
     if end.resource.memory_mb >= MAX_MEMORY_MB:
-        return f"it had {end.resource.memory_mb} MB, and more than {MAX_MEMORY_MB} MB are not asked for"
+        return f"it had {end.resource.memory_mb} MiB, and more than {MAX_MEMORY_MB} MiB are not asked for"
     return None
 
 
@@ -128,15 +132,19 @@ def more_memory(resource: Resource) -> Resource:
     return replace(resource, memory_mb=min(memory * OOM_FACTOR, memory + OOM_MOST_MB, MAX_MEMORY_MB))
 
 
-def smaller(resource: Resource) -> Resource | None:
-    """What a node that waits for too long may ask for instead; None: it cannot ask for less. GPUs are never given up."""
+def smaller(resource: Resource, described: Resource) -> Resource | None:
+    """
+    What a node that waits for too long may ask for instead; None: it cannot ask for less. GPUs are never given up.
+
+    `described`: by the user, for all nodes of its type. What stands there is what the job needs, and is kept.
+    """
     if resource.gpus:
         return None
     cpu, memory = float(math.ceil(resource.cpu / 2)), math.ceil(resource.memory_mb / 2)
     less = replace(
         resource,
-        cpu=cpu if cpu > MIN_CPU else resource.cpu,
-        memory_mb=memory if memory > MIN_MEMORY_MB else resource.memory_mb,
+        cpu=cpu if cpu > MIN_CPU and not described.cpu else resource.cpu,
+        memory_mb=memory if memory > MIN_MEMORY_MB and not described.memory_mb else resource.memory_mb,
     )
     return None if less == resource else less
 

@@ -19,6 +19,7 @@ from dlrover.protocol.fleet_messages import (
     NodeExit,
     NodePhase,
     NodesListed,
+    NodeType,
     PlatformNode,
     RemoveNode,
     exit_reason_of,
@@ -47,7 +48,7 @@ def hear_list(course: Course, told: NodesListed) -> None:
     is_first = not fleet.was_ever_listed
     # Before anything else: a replacement for one of them must not be called like another that comes further down.
     fleet.next_id = max(fleet.next_id, told.next_id)
-    for node in sorted(shown, key=lambda node: node.id):
+    for node in sorted(shown, key=_order):
         kind = NodeEventKind.DELETED if node.phase is NodePhase.DELETED else NodeEventKind.MODIFIED
         hear_change(course, kind, node)
         if is_first and node.id in fleet.nodes:
@@ -61,6 +62,12 @@ def hear_list(course: Course, told: NodesListed) -> None:
         fleet.to_launch[node_id] = None  # asking again is harmless, and heals what was lost on the way
     for node_id in [node.id for node in fleet.nodes.values() if node.removal is not None]:
         fleet.to_remove[node_id] = None
+
+
+def _order(shown: PlatformNode) -> tuple[bool, PlatformId]:
+    """As they were launched; but whether an ended server was still needed is known when all others were heard."""
+    is_ended_server = shown.node_type is NodeType.PS and shown.phase is NodePhase.SUCCEEDED
+    return is_ended_server, shown.id
 
 
 def hear_change(course: Course, kind: NodeEventKind, shown: PlatformNode) -> None:

@@ -62,8 +62,8 @@ class Bookkeeper:
             step_seconds=max((worker.step_seconds for worker in workers), default=0.0),
             is_stalled=any(worker.is_stalled for worker in workers),
             cpu=None if resources is None else resources.cpu,
-            memory_mb=None if resources is None else resources.memory_mb,
-            memory_limit_mb=0.0 if resources is None else resources.memory_limit_mb,
+            memory_bytes=None if resources is None else resources.memory_bytes,
+            memory_limit_bytes=0 if resources is None else resources.memory_limit_bytes,
             metrics=next((worker.metrics for worker in workers if worker.metrics), {}),
         )
 

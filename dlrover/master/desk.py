@@ -405,6 +405,7 @@ class Desk:
             self._presence.with_steps(status),
             newest_verdict=self.newest_verdict(),
             dashboard=self.dashboard,
+            blocked=self._durable.blocked,
             now=self._clock.now(),
         )
 
@@ -420,14 +421,13 @@ class Desk:
         await self._durable.fall_back(error, batch)
         self._begin_anew()
         for work in [*works, *self._tray.take()]:
-            self._tray.turn_away(work, error)
+            self._tray.turn_away(work, self._durable.refusal())
 
     def _refuse_commands(self, works: list[Work]) -> list[Work]:
         """While the journal cannot be written; gives what can be answered all the same."""
-        error = Unavailable("The master's journal cannot be written now; the command changed nothing.", 1.0)
         for work in works:
             if not isinstance(work.body, Query):
-                self._tray.turn_away(work, error)
+                self._tray.turn_away(work, self._durable.refusal())
         return [work for work in works if isinstance(work.body, Query)]
 
     async def _quarantine(self, work: Work, fault: CoreFault) -> None:

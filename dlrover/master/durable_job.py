@@ -20,6 +20,7 @@ from dlrover.master.clock import MasterClock
 from dlrover.master.keeper import Keeper
 from dlrover.protocol.encoding import UNENCODABLE
 from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.frames import BLOCKED
 from dlrover.protocol.messages import Command, Desired, Micros, NodeId
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ class DurableJob:
         self._clock = clock
         self._poison: set[bytes] = set()  # commands that broke the core once
         self._failed_bytes = 0  # size of what could not be written; 0 while the journal works
+        self.blocked = ""
+        """Why nothing can be decided now, and what to do about it, for people; empty: it can."""
         self._retry_at = 0  # elapsed microseconds at which the journal is tried again
         self._adopt(job)
 
@@ -108,6 +111,7 @@ class DurableJob:
             log.error("journal cannot be written, commands are refused until it can: %s", error)
             self._retry_at = self._clock.elapsed() + RETRY_PERIOD  # later failures must not put it off
             self._clock.stop()  # nothing can be decided, so no deadline comes nearer
+        self._block(error)
         self._failed_bytes = max(64 * 1024, sum(map(len, batch.records)) if batch is not None else 0)
         self._adopt(await self._keeper.restore())
 
@@ -121,10 +125,11 @@ class DurableJob:
             return False
         try:
             await self._keeper.probe(self._failed_bytes)
-        except Unavailable:
+        except Unavailable as error:
+            self._block(error)
             self._retry_at = self._clock.elapsed() + RETRY_PERIOD
             return False
-        self._failed_bytes = 0
+        self._failed_bytes, self.blocked = 0, ""
         self._clock.go_on()
         log.warning("journal can be written again")
         return True
@@ -139,6 +144,15 @@ class DurableJob:
         except Unavailable as error:
             log.warning("quarantine not written reason=%s", error)
         self._adopt(await self._keeper.restore())
+
+    def refusal(self) -> Unavailable:
+        """For every command, while nothing can be decided."""
+        return Unavailable(self.blocked, RETRY_PERIOD / 1e6, code=BLOCKED)
+
+    def _block(self, error: Unavailable) -> None:
+        self.blocked = (
+            f"{error} Until then the master decides nothing and refuses commands; workers that run go on running."
+        )
 
     def _adopt(self, job: Job) -> None:
         self.job = job

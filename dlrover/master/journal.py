@@ -282,7 +282,9 @@ class Journal:
         except NotOurs as error:
             raise JournalError(f"The journal cannot be used: {error.strerror}. Choose another directory.") from error
         except OSError as error:
-            raise Unavailable(f"The journal {self.path} cannot be written: {error.strerror}.", RETRY_AFTER) from error
+            raise Unavailable(
+                f"The master cannot write its journal {self.path}: {error.strerror}. Check that disk.", RETRY_AFTER
+            ) from error
 
 
 def checksum(data: bytes) -> bytes:
@@ -332,7 +334,10 @@ def explain(error: sqlite3.Error, path: Path) -> DLRoverError:
     """Passing trouble apart from a file that is lost."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code == sqlite3.SQLITE_FULL:
-        return Unavailable(f"The disk of the journal {path} is full ({error}). Free some space there.", RETRY_AFTER)
+        return Unavailable(
+            f"The master cannot write its journal {path}: its disk is full ({error}). Free some space there.",
+            RETRY_AFTER,
+        )
     passing = (
         sqlite3.SQLITE_BUSY,
         sqlite3.SQLITE_LOCKED,
@@ -342,7 +347,7 @@ def explain(error: sqlite3.Error, path: Path) -> DLRoverError:
         sqlite3.SQLITE_CANTOPEN,
     )
     if code in passing:
-        return Unavailable(f"The journal {path} cannot be written now: {error}.", RETRY_AFTER)
+        return Unavailable(f"The master cannot write its journal {path}: {error}. Check that disk.", RETRY_AFTER)
     return JournalError(f"The journal {path} is damaged or not a journal: {error}. {ADVICE}")
 
 

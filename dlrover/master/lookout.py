@@ -300,6 +300,7 @@ class Lookout:
                 "num_standby": status.num_standby,
                 "num_restarts": status.num_restarts,
                 "verdict": status.verdict,
+                "blocked": status.blocked,
                 "shortage": status.shortage,
                 "master_epoch": status.master_epoch,
                 "step": self.step,

@@ -318,15 +318,14 @@ def _tell_data(families: Families, status: JobStatus) -> None:
 def _tell_usage(families: Families, rank: NodeRank, usage: ResourceReport) -> None:
     families.add("dlrover_node_cpu_cores", usage.cpu, rank)
     families.add("dlrover_node_cpu_cores_allowed", usage.cores, rank)
-    families.add("dlrover_node_memory_bytes", usage.memory_mb * 2**20, rank)
-    families.add("dlrover_node_memory_limit_bytes", usage.memory_limit_mb * 2**20, rank)
-    families.add("dlrover_node_shared_memory_bytes", usage.shm_mb * 2**20, rank)
-    if usage.disk_free_mb is not None:
-        families.add("dlrover_node_disk_free_bytes", usage.disk_free_mb * 2**20, rank)
-    families.add("dlrover_node_network_bytes_per_second", usage.network_in_mb_s * 2**20, rank, "in")
-    families.add("dlrover_node_network_bytes_per_second", usage.network_out_mb_s * 2**20, rank, "out")
+    families.add("dlrover_node_memory_bytes", usage.memory_bytes, rank)
+    families.add("dlrover_node_memory_limit_bytes", usage.memory_limit_bytes, rank)
+    families.add("dlrover_node_shared_memory_bytes", usage.shm_bytes, rank)
+    families.add("dlrover_node_disk_free_bytes", usage.disk_free_bytes, rank)
+    families.add("dlrover_node_network_bytes_per_second", usage.network_in_bytes_per_second, rank, "in")
+    families.add("dlrover_node_network_bytes_per_second", usage.network_out_bytes_per_second, rank, "out")
     families.add("dlrover_node_troubles", len(usage.troubles), rank)
     for device in {device.index: device for device in usage.devices[:MAX_DEVICES]}.values():
         families.add("dlrover_device_utilization_ratio", device.utilization / 100, rank, device.index)
-        families.add("dlrover_device_memory_bytes", device.used_memory_mb * 2**20, rank, device.index)
+        families.add("dlrover_device_memory_bytes", device.used_memory_bytes, rank, device.index)
         families.add("dlrover_device_temperature_celsius", device.temperature, rank, device.index)

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from dlrover.protocol.fleet_messages import FleetNodeStatus
 from dlrover.protocol.messages import Micros, NodeStatus
+from dlrover.protocol.units import MIB
 from dlrover.protocol.watch_messages import ProgressReport, ResourceReport
 
 MAX_WORKERS_SHOWN = 16
@@ -38,6 +39,8 @@ class WorkerView(Struct, frozen=True, omit_defaults=True, kw_only=True):
 class NodeView(Struct, frozen=True, omit_defaults=True, kw_only=True):
     node: int
     rank: int
+    label: str
+    """By which people name it."""
     host: str = ""
     status: str = ""
     wish: str = ""
@@ -51,13 +54,13 @@ class NodeView(Struct, frozen=True, omit_defaults=True, kw_only=True):
     workers: tuple[WorkerView, ...] = ()
     cpu: float = 0.0
     cores: float = 0.0
-    memory_mb: int = 0
-    memory_limit_mb: int = 0
-    shm_mb: int = 0
-    disk_free_mb: int | None = None
-    network_mb_s: float = 0.0
-    gpus: tuple[tuple[float, float, float], ...] = ()
-    """Utilization in percent, used and whole memory in GB."""
+    memory_bytes: int = 0
+    memory_limit_bytes: int = 0
+    shm_bytes: int = 0
+    disk_free_bytes: int | None = None
+    network_bytes_per_second: int = 0
+    gpus: tuple[tuple[int, int, int], ...] = ()
+    """Utilization in percent, used and whole memory in bytes."""
     has_resources: bool = False
     platform: str = ""
     """Name and phase on the platform; empty: it has none."""
@@ -85,6 +88,7 @@ def node_view(
     return NodeView(
         node=status.node,
         rank=status.node_rank,
+        label=status.label,
         host=status.host[:MAX_LABEL],
         status=status.status,
         wish=status.wish,
@@ -96,11 +100,15 @@ def node_view(
         workers=() if progress is None else tuple(_workers(progress)),
         cpu=0.0 if usage is None else round(usage.cpu, 1),
         cores=0.0 if usage is None else round(usage.cores, 1),
-        memory_mb=0 if usage is None else round(usage.memory_mb / 16) * 16,
-        memory_limit_mb=0 if usage is None else round(usage.memory_limit_mb),
-        shm_mb=0 if usage is None else round(usage.shm_mb / 16) * 16,
-        disk_free_mb=None if usage is None or usage.disk_free_mb is None else round(usage.disk_free_mb / 100) * 100,
-        network_mb_s=0.0 if usage is None else round(usage.network_in_mb_s + usage.network_out_mb_s, 1),
+        memory_bytes=0 if usage is None else _about(usage.memory_bytes, 16 * MIB),
+        memory_limit_bytes=0 if usage is None else usage.memory_limit_bytes,
+        shm_bytes=0 if usage is None else _about(usage.shm_bytes, 16 * MIB),
+        disk_free_bytes=None
+        if usage is None or usage.disk_free_bytes is None
+        else _about(usage.disk_free_bytes, 128 * MIB),
+        network_bytes_per_second=0
+        if usage is None
+        else _about(usage.network_in_bytes_per_second + usage.network_out_bytes_per_second, MIB // 8),
         gpus=() if usage is None else tuple(_gpus(usage)),
         has_resources=usage is not None,
         platform="" if fleet is None else f"{fleet.name} {fleet.phase.value}"[:MAX_LABEL],
@@ -138,8 +146,13 @@ def _workers(progress: ProgressReport) -> list[WorkerView]:
     ]
 
 
-def _gpus(usage: ResourceReport) -> list[tuple[float, float, float]]:
+def _about(amount: float, unit: int) -> int:
+    """What changes by less is no news for those who watch."""
+    return round(amount / unit) * unit
+
+
+def _gpus(usage: ResourceReport) -> list[tuple[int, int, int]]:
     return [
-        (round(device.utilization), round(device.used_memory_mb / 1024, 1), round(device.total_memory_mb / 1024, 1))
+        (round(device.utilization), _about(device.used_memory_bytes, 128 * MIB), device.total_memory_bytes)
         for device in usage.devices[:MAX_DEVICES_SHOWN]
     ]

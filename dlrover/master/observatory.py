@@ -37,6 +37,8 @@ LAST_LOOK = 0.5
 class Observatory:
     def __init__(self, config: MasterConfig, desk: Desk, token: str) -> None:
         self.dashboard = ""
+        self.link = ""
+        """Where people open the page: where it is served, or the proxy in front of it."""
         """Address of the page; empty: there is none."""
         self.metrics = ""
         self.lookout = Lookout(desk)
@@ -78,7 +80,7 @@ class Observatory:
 
     def _start_page(self) -> None:
         from dlrover.master.web.app import Web
-        from dlrover.master.web.hosts import Hosts
+        from dlrover.master.web.hosts import Hosts, parse_urls
         from dlrover.master.web.server import PageServer
 
         config = self._config
@@ -100,7 +102,9 @@ class Observatory:
         self._page = page
         scheme = "http" if config.tls is None else "https"
         self.dashboard = f"{scheme}://{Address(config.dashboard_host, port)}/"
-        log.info("dashboard %s", self.dashboard)
+        proxies = parse_urls(config.dashboard_url)
+        self.link = f"{proxies[0]}/" if proxies else self.dashboard
+        log.info("dashboard %s link=%s", self.dashboard, self.link)
 
     async def _start_metrics(self) -> None:
         config = self._config

@@ -91,7 +91,7 @@ async def serve(config: MasterConfig) -> int:
     ready = Ready(port=port, pid=os.getpid(), master_epoch=keeper.master_epoch)
     if observatory is not None:
         await observatory.start()
-        desk.dashboard = observatory.dashboard
+        desk.dashboard = observatory.link
         ready = replace(ready, dashboard=observatory.dashboard, metrics=observatory.metrics)
     announce(config, ready)
     log.info(

@@ -48,13 +48,10 @@ class Work:
                 self.answer.set_exception(error)
         elif self.line is not None:
             retry_after = None
-            code = "unavailable"
             if isinstance(error, Unavailable):
                 retry_after = SHORTEST_RETRY if error.retry_after is None else error.retry_after
                 if self.origin is not None:
                     self.line.gate.hold(self.origin.sequence)
                 elif isinstance(self.body, Attach):
                     self.line.has_presented = False
-            else:
-                code = error.code
-            self.line.stream.send(Refusal(id=self.id, code=code, message=str(error), retry_after=retry_after))
+            self.line.stream.send(Refusal(id=self.id, code=error.code, message=str(error), retry_after=retry_after))

@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 
 from dlrover.protocol.errors import Unavailable
+from dlrover.protocol.units import in_bytes
 
 _V1 = Path("/sys/fs/cgroup/memory")
 _V2 = Path("/sys/fs/cgroup")
@@ -36,7 +37,7 @@ class MemoryLimits:
     def create(self, key: str, memory_mb: int) -> str:
         """The file to write one's pid to. Raises `Unavailable`."""
         group = self._group(key)
-        limit = str(memory_mb * 1024 * 1024)
+        limit = str(in_bytes(memory_mb))
         try:
             group.mkdir(exist_ok=True)
             (group / ("memory.limit_in_bytes" if _is_v1(group) else "memory.max")).write_text(limit)

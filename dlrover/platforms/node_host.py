@@ -68,6 +68,7 @@ from dlrover.protocol.fleet_messages import (
 from dlrover.protocol.identity import PlatformId
 from dlrover.protocol.lifeline import follow_parent
 from dlrover.protocol.local import pack, read_frame
+from dlrover.protocol.units import in_mib
 
 log = logging.getLogger(__name__)
 
@@ -308,10 +309,10 @@ class NodeHost:
             raise LaunchNotTaken(f"{intent.name}: the namespaces of this node host are for its first job alone")
         if self._config.capacity and running >= self._config.capacity:
             raise LaunchNotTaken(f"{intent.name}: {running} of at most {self._config.capacity} nodes run already")
-        total_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (1024 * 1024)
+        total_mb = int(in_mib(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
         if intent.resource.memory_mb > total_mb:
             raise LaunchNotTaken(
-                f"{intent.name}: asks for {intent.resource.memory_mb} MB, and this machine has {total_mb} MB"
+                f"{intent.name}: asks for {intent.resource.memory_mb} MiB, and this machine has {total_mb} MiB"
             )
         num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
         if intent.resource.gpus > num_gpus:

@@ -26,9 +26,10 @@ class JobError(DLRoverError):
 class Unavailable(DLRoverError):
     """The peer cannot answer now; trying again later may work."""
 
-    def __init__(self, message: str, retry_after: float | None = None) -> None:
+    def __init__(self, message: str, retry_after: float | None = None, code: str = "unavailable") -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.code = code
 
 
 class Rejected(DLRoverError):

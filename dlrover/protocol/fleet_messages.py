@@ -104,6 +104,7 @@ class Resource(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     cpu: float = 0.0
     memory_mb: int = 0
+    """MiB."""
     gpus: int = 0
     gpu_type: str = ""
 
@@ -370,6 +371,11 @@ class FleetNodeStatus(Struct, frozen=True, kw_only=True):
     is_released: bool = False
     """The job does not want it any more."""
     group: int = -1
+
+    @property
+    def label(self) -> str:
+        """By which people name it."""
+        return f"{self.node_type.value}-{self.rank}"
 
 
 # Effects.

@@ -744,6 +744,10 @@ class Pong(Struct, tag=True, frozen=True, kw_only=True):
     protocol_version: int = PROTOCOL_VERSION
 
 
+STANDBY = "standby"
+"""Status of a node that waits warm to take the place of a lost one."""
+
+
 class NodeStatus(Struct, frozen=True, kw_only=True):
     node: NodeId
     node_rank: NodeRank
@@ -760,6 +764,11 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     """In the newest world; -1: it is not a member."""
     local_world_size: int = 0
     """Workers that it runs in the newest world."""
+
+    @property
+    def label(self) -> str:
+        """By which people name it."""
+        return f"{self.status if self.status == STANDBY else 'worker'}-{self.node_rank}"
 
 
 class LeftOut(Struct, frozen=True, kw_only=True):
@@ -809,6 +818,17 @@ class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
     """Of dynamic sharding, in the order of their registration; without the partitions of streams."""
     left_out: LeftOut = LeftOut()
     """Nodes that are not in here, because the job has more of them than one message can carry."""
+    blocked: str = ""
+    """Why the master can decide nothing now, and what to do about it; empty: it can. The rest is as it was then."""
+
+    @property
+    def stage_text(self) -> str:
+        return f"blocked ({self.stage})" if self.blocked else str(self.stage)
+
+    @property
+    def reason(self) -> str:
+        """For what the job does, or does not."""
+        return self.blocked or self.verdict
 
 
 Reply = (

@@ -25,6 +25,7 @@ from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.codec import QUESTION, VERDICT, Question, check_size, decode_from_master
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.frames import (
+    BLOCKED,
     Ack,
     Answer,
     Beat,
@@ -87,7 +88,8 @@ class AgentChannel:
 
     `attach` is asked for the presentation at each attempt. `on_attached` is called at each attach, then `on_desired`
     with what it carried; `on_desired` later with each newer level. Both run in the event loop and must not block; what
-    they saw is acknowledged when they return. `on_order` hears what is to be done now or never.
+    they saw is acknowledged when they return. `on_order` hears what is to be done now or never. `on_blocked` hears why the
+    master can decide nothing, when it refuses a request of ours for that reason, and an empty text when it decides again.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class AgentChannel:
         on_attached: Callable[[Attached], None],
         on_desired: Callable[[Desired], None],
         on_order: Callable[[WatchOrder], None] | None = None,
+        on_blocked: Callable[[str], None] | None = None,
     ) -> None:
         self._address = address
         self._token = token
@@ -108,6 +111,8 @@ class AgentChannel:
         self._on_attached = on_attached
         self._on_desired = on_desired
         self._on_order = on_order
+        self._on_blocked = on_blocked
+        self._blocked = ""
         self._last_id = ATTACH_ID
         self._last_sequence = 0
         self._waiting: dict[int, _Waiting] = {}  # in the order of id, which is also that of sequence
@@ -280,15 +285,17 @@ class AgentChannel:
             case Answer(id=number, body=body):
                 if number == ATTACH_ID and isinstance(body, Attached):
                     self._accept(body, outbox)
-                elif (waiting := self._settle(number)) is not None and not waiting.answer.done():
+                elif (waiting := self._decided(number)) is not None and not waiting.answer.done():
                     waiting.answer.set_result(body)
             case Refusal(id=number, retry_after=None):
                 rejected = Rejected(parcel.message, code=parcel.code)
                 if number == ATTACH_ID:
                     raise rejected
-                if (waiting := self._settle(number)) is not None and not waiting.answer.done():
+                if (waiting := self._decided(number)) is not None and not waiting.answer.done():
                     waiting.answer.set_exception(rejected)
             case Refusal(id=number, retry_after=float() as retry_after):
+                if parcel.code == BLOCKED:
+                    self._note_blocked(parcel.message)
                 self._hold(number, retry_after, outbox)
             case Push(desired=desired):
                 self._take(desired, outbox)
@@ -305,6 +312,7 @@ class AgentChannel:
         self._outbox = outbox
         self._outage_since = None
         self.trouble = ""
+        self._note_blocked("")
         self._backoff.reset()
         self._on_attached(attached)
         self._desired_number = attached.desired.number
@@ -321,6 +329,13 @@ class AgentChannel:
             self._desired_number = desired.number
             self._on_desired(desired)
         outbox.put(Ack(desired.number))
+
+    def _decided(self, number: int) -> _Waiting | None:
+        """The master has answered; questions it answers also while it is blocked."""
+        waiting = self._settle(number)
+        if waiting is not None and not isinstance(waiting.request.body, Query):
+            self._note_blocked("")
+        return waiting
 
     def _settle(self, number: int) -> _Waiting | None:
         """Answered, or nobody wants the answer any more."""
@@ -364,6 +379,11 @@ class AgentChannel:
             waiting.is_sent = False
             if waiting.answer.done():  # its caller gave up
                 self._settle(number)
+
+    def _note_blocked(self, reason: str) -> None:
+        if reason != self._blocked and self._on_blocked is not None:
+            self._on_blocked(reason)
+        self._blocked = reason
 
     def _note(self, error: Unavailable) -> None:
         text = str(error)

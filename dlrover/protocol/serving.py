@@ -239,7 +239,7 @@ async def _answer(call: grpc.aio.ServicerContext, desk: Desk) -> bytes:
         return _encode(Refusal(id=0, code=error.code, message=str(error)))
     except Unavailable as error:
         retry_after = 1.0 if error.retry_after is None else error.retry_after
-        return _encode(Refusal(id=0, code="unavailable", message=str(error), retry_after=retry_after))
+        return _encode(Refusal(id=0, code=error.code, message=str(error), retry_after=retry_after))
 
 
 def _encode(verdict: Answer | Refusal) -> bytes:

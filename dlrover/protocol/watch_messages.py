@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import enum
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from dlrover.protocol.goodput_messages import AccountGoodput as AccountGoodput
 from dlrover.protocol.goodput_messages import JobEvent as JobEvent
 from dlrover.protocol.goodput_messages import TimeClass as TimeClass
 from dlrover.protocol.identity import Incarnation, Micros, NodeId, Round
+from dlrover.protocol.units import take_megabytes
 
 MAX_FRAMES = 64
 """Of one thread's stack; the innermost ones."""
@@ -136,19 +137,24 @@ class ProgressReport(Struct, tag=True, frozen=True, kw_only=True):
     workers: tuple[WorkerProgress, ...]
 
 
-# Resources.
+# Resources. Amounts are in bytes. Names that end in `_mb` or `_mb_s` are those of former senders, who told megabytes (10^6 bytes).
 
 
 class DeviceSample(Struct, frozen=True, kw_only=True):
     index: int
     name: str = ""
-    used_memory_mb: float = 0.0
-    total_memory_mb: float = 0.0
+    used_memory_bytes: int = 0
+    total_memory_bytes: int = 0
     utilization: float = 0.0
     """Percent."""
     temperature: float | None = None
     health: str = ""
     """Empty when well; else what the driver says."""
+    used_memory_mb: float | UnsetType = UNSET
+    total_memory_mb: float | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        take_megabytes(self)
 
 
 class ProcessSample(Struct, frozen=True, kw_only=True):
@@ -156,9 +162,13 @@ class ProcessSample(Struct, frozen=True, kw_only=True):
     """-1: the agent and its helpers."""
     cpu: float = 0.0
     """Cores in use."""
-    memory_mb: float = 0.0
+    memory_bytes: int = 0
     """Resident, of the worker and its children."""
     processes: int = 1
+    memory_mb: float | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        take_megabytes(self)
 
 
 class ResourceReport(Struct, tag=True, frozen=True, kw_only=True):
@@ -170,15 +180,15 @@ class ResourceReport(Struct, tag=True, frozen=True, kw_only=True):
     """Cores in use by this job's processes."""
     cores: float = 0.0
     """Allowed, by cgroup and affinity."""
-    memory_mb: float = 0.0
-    memory_limit_mb: float = 0.0
-    shm_mb: float = 0.0
-    shm_limit_mb: float = 0.0
-    disk_free_mb: float | None = None
-    disk_read_mb_s: float = 0.0
-    disk_write_mb_s: float = 0.0
-    network_in_mb_s: float = 0.0
-    network_out_mb_s: float = 0.0
+    memory_bytes: int = 0
+    memory_limit_bytes: int = 0
+    shm_bytes: int = 0
+    shm_limit_bytes: int = 0
+    disk_free_bytes: int | None = None
+    disk_read_bytes_per_second: float = 0.0
+    disk_write_bytes_per_second: float = 0.0
+    network_in_bytes_per_second: float = 0.0
+    network_out_bytes_per_second: float = 0.0
     workers: tuple[ProcessSample, ...] = ()
     devices: tuple[DeviceSample, ...] = ()
     has_devices: bool = False
@@ -187,6 +197,18 @@ class ResourceReport(Struct, tag=True, frozen=True, kw_only=True):
     """`GPU is lost`, a driver call that does not return, ..."""
     clock_jump: float = 0.0
     """Seconds by which the wall clock moved against the monotonic one since the last report."""
+    memory_mb: float | UnsetType = UNSET
+    memory_limit_mb: float | UnsetType = UNSET
+    shm_mb: float | UnsetType = UNSET
+    shm_limit_mb: float | UnsetType = UNSET
+    disk_free_mb: float | UnsetType | None = UNSET
+    disk_read_mb_s: float | UnsetType = UNSET
+    disk_write_mb_s: float | UnsetType = UNSET
+    network_in_mb_s: float | UnsetType = UNSET
+    network_out_mb_s: float | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        take_megabytes(self)
 
 
 # A look: everybody tells what its workers are doing; harmless.
@@ -516,10 +538,15 @@ class NodeActivity(Struct, frozen=True, kw_only=True):
     is_stalled: bool = False
     cpu: float | None = None
     """Cores in use; None: not told."""
-    memory_mb: float | None = None
-    memory_limit_mb: float = 0.0
+    memory_bytes: int | None = None
+    memory_limit_bytes: int = 0
     metrics: dict[str, float] = {}
     """Of its first worker that reports any."""
+    memory_mb: float | UnsetType | None = UNSET
+    memory_limit_mb: float | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        take_megabytes(self)
 
 
 class Activity(Struct, tag=True, frozen=True, kw_only=True):

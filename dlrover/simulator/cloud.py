@@ -392,7 +392,9 @@ class VirtualCloud(Platform):
         return True
 
     def _fail_alone(self, node: CloudNode, exit_code: int) -> None:
-        """A program without an agent ends badly."""
+        """A program without an agent ends badly. One that serves may not return at all, so there 0 is as bad as 1."""
+        if node.launch.node_type is NodeType.PS and exit_code == 1:
+            exit_code = 0
         node.has_ended = True
         self.sim.ledger.fail_node(node.launch.rank, node.launch.node_type)
         reason = exit_reason_of(exit_code)

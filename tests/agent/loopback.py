@@ -96,6 +96,7 @@ class LoopbackMaster:
         on_attached: Callable[[Attached], None],
         on_desired: Callable[[Desired], None],
         on_order: Callable[[WatchOrder], None] | None = None,
+        on_blocked: Callable[[str], None] | None = None,
     ) -> LoopbackChannel:
         channel = LoopbackChannel(self, attach, on_attached, on_desired, on_order)
         self.channels.append(channel)

@@ -10,6 +10,7 @@ import textwrap
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dlrover.agent.failures import Evidence, describe_failure
@@ -20,6 +21,7 @@ from dlrover.agent.process_tree import Exit
 from dlrover.agent.resources import LONGEST, SHORTEST, USUAL, ResourceMonitor, next_period, read_network
 from dlrover.host.processes import descendants as children
 from dlrover.protocol.messages import Incarnation, Micros, NodeId
+from dlrover.protocol.units import in_bytes
 from dlrover.protocol.watch_messages import NodeEvent, ProcessSample, ResourceReport, WatchObservation
 from tests.agent.lab import start_process, until
 
@@ -68,13 +70,14 @@ async def test_a_node_tells_what_it_and_each_worker_use(tmp_path: Path) -> None:
     assert report is not None
     samples = {sample.global_rank: sample for sample in report.workers}
     assert set(samples) == {5, -1}
-    assert 50 < samples[5].memory_mb < 500
+    assert 50_000_000 < samples[5].memory_bytes < 500_000_000
     assert 0.01 < samples[5].cpu < 100
     assert report.cpu >= samples[5].cpu
     assert 0 < report.cores <= len(os.sched_getaffinity(0))
-    assert 0 < report.memory_mb <= report.memory_limit_mb
-    assert report.disk_free_mb is not None
-    assert report.shm_limit_mb > 0
+    assert 0 < report.memory_bytes <= report.memory_limit_bytes
+    assert report.memory_limit_bytes == Limits().memory().limit_bytes
+    assert report.disk_free_bytes is not None
+    assert report.shm_limit_bytes == psutil.disk_usage("/dev/shm").total
     assert report.clock_jump == 0.0
     clocks.pass_(5.0, jump=-30.0)
     report = await watching.sample()
@@ -95,14 +98,14 @@ async def test_a_device_that_nobody_can_read_is_told_of_all_the_same(tmp_path: P
         assert (report.has_devices, report.devices) == (is_there, ())
 
 
-def report(memory: float = 10.0, cpu: float = 1.0, **changes: object) -> ResourceReport:
+def report(memory: int = 10, cpu: float = 1.0, **changes: object) -> ResourceReport:
     return ResourceReport(
         node=NodeId(1),
         incarnation=Incarnation(1),
         cpu=cpu,
         cores=4.0,
-        memory_mb=memory,
-        memory_limit_mb=100.0,
+        memory_bytes=in_bytes(memory),
+        memory_limit_bytes=in_bytes(100),
         **changes,
     )  # type: ignore[arg-type]
 
@@ -111,11 +114,11 @@ def test_a_node_is_asked_often_while_memory_runs_out_and_seldom_while_nothing_ha
     assert next_period(None, report(), SHORTEST) == USUAL
     assert next_period(report(), report(), USUAL) == 1.5 * USUAL
     assert next_period(report(), report(), LONGEST) == LONGEST
-    assert next_period(report(), report(95.0), LONGEST) == SHORTEST
-    assert next_period(report(10.0), report(30.0), 10.0) == SHORTEST  # full in 35 s
+    assert next_period(report(), report(95), LONGEST) == SHORTEST
+    assert next_period(report(10), report(30), 10.0) == SHORTEST  # full in 35 s
     assert next_period(report(cpu=0.1), report(cpu=3.9), LONGEST) == USUAL
     assert next_period(report(), report(troubles=("GPU is lost",)), LONGEST) == SHORTEST
-    small, large = ((ProcessSample(global_rank=1, memory_mb=size),) for size in (900.0, 925.0))
+    small, large = ((ProcessSample(global_rank=1, memory_bytes=in_bytes(size)),) for size in (900, 925))
     assert next_period(report(workers=small), report(workers=large), LONGEST) == SHORTEST
     assert next_period(report(workers=large), report(workers=small), LONGEST) == LONGEST
 
@@ -153,7 +156,7 @@ async def test_a_probe_tells_of_disks_and_survives_rubbish(tmp_path: Path) -> No
     before = pids_of_children()
     probe = Probe(timeout=30.0)
     answer = await probe.ask([str(tmp_path), str(tmp_path / "none")])
-    assert answer.disk_free_mb[str(tmp_path)] > 0
+    assert answer.disk_free_bytes[str(tmp_path)] > 0
     assert any("none" in trouble for trouble in answer.troubles)
     probe.close()
     rubbish = Probe((sys.executable, "-c", "input(); print('rubbish', flush=True); input()"), timeout=30.0)
@@ -169,7 +172,7 @@ async def test_a_probe_is_not_deceived_by_modules_in_the_working_directory(
     monkeypatch.chdir(tmp_path)
     before = pids_of_children()
     probe = Probe(timeout=30.0)
-    assert str(tmp_path) in (await probe.ask([str(tmp_path)])).disk_free_mb
+    assert str(tmp_path) in (await probe.ask([str(tmp_path)])).disk_free_bytes
     probe.close()
     await until_reaped(before)
 

@@ -15,6 +15,7 @@ import pytest
 from tests.cli.conftest import DEADLINE, until_said
 from tests.cli.test_commands import DLROVER, run
 
+LARGER = ("--cpu", "2", "--memory-mb", "512")
 PS_JOB = {
     "replicas": {"worker": {"count": 2}, "ps": {"count": 1}},
     "strategy": "ParameterServerStrategy",
@@ -62,16 +63,62 @@ def test_a_platform_by_hand_can_be_steered(short_dir: Path, fleet_file: str) -> 
             (2, "worker", 0),
         ]
         assert "shall have ps: 2 nodes" in succeeds(short_dir, "scale", "job", "--replicas", "ps=2")
-        assert "exchanged" in succeeds(short_dir, "migrate", "job", "--node", "0", "--cpu", "2", "--memory-mb", "512")
+        assert "ps-0 is being exchanged" in succeeds(short_dir, "migrate", "job", "--node", "ps-0", *LARGER)
         assert "suspended" in succeeds(short_dir, "suspend", "job")
         status = json.loads(succeeds(short_dir, "status", "--json"))
         assert status["stage"] == "suspended"
         assert sum(node["node_type"] == "ps" for node in status["fleet"]) == 3, "one more, and one to be exchanged"
         assert "resumed" in succeeds(short_dir, "resume", "job")
-        refused = run("restart", "job", runtime=short_dir)
+        refused = run("restart", "--nodes", "job", runtime=short_dir)
         assert refused.returncode == 1
         assert "form one world" in refused.stderr
-        assert "chief" in succeeds(short_dir, "status")
+        assert "chief-0" in succeeds(short_dir, "status")
+
+
+def test_a_node_is_named_by_type_and_rank_wherever_one_is_named(short_dir: Path, fleet_file: str) -> None:
+    """A number alone is a worker's rank: the platform calls worker 0 node 2."""
+    with master(short_dir, "--platform", "fake", "--fleet", fleet_file):
+        for command in (["relaunch"], ["migrate", *LARGER]):
+            for name in ("worker-7", "2", "moon-1", "worker-", "standby-0", "-1", "a-job-worker-2"):
+                refused = run(*command, "job", f"--node={name}", runtime=short_dir)
+                assert refused.returncode == 2
+                assert refused.stderr == (
+                    f"dlrover: error: --node {name}: this job has no such node. Name one by type and rank: "
+                    "chief-0, ps-0, worker-0.\n"
+                )
+        assert succeeds(short_dir, "relaunch", "job", "--node", "0") == "worker-0 is being exchanged.\n"
+        assert succeeds(short_dir, "migrate", "job", "--node", "ps-0", *LARGER) == "ps-0 is being exchanged.\n"
+        fleet = json.loads(succeeds(short_dir, "status", "--json"))["fleet"]
+        assert [node["is_released"] for node in fleet if node["id"] == 2] == [True]
+        assert sorted(node["id"] for node in fleet if node["node_type"] == "ps") == [0, 4]
+
+
+def test_restart_is_mild_and_old_spellings_say_what_to_write_instead(short_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "pair.json"
+    path.write_text(json.dumps({"replicas": {"worker": {"count": 2}}}))
+    with master(short_dir, "--platform", "fake", "--fleet", str(path)):
+        for options, notice in (
+            ([], ""),
+            (["--workers"], "dlrover: notice: --workers is the default now; leave it out.\n"),
+        ):
+            mild = run("restart", *options, "job", runtime=short_dir)
+            assert (mild.returncode, mild.stderr) == (
+                1,
+                f"{notice}dlrover: error: No workers run now: the next round is open already.\n",
+            )
+        assert run("restart", "--workers", "--nodes", "job", runtime=short_dir).returncode == 2
+        assert "nodes are being replaced" in succeeds(short_dir, "restart", "--nodes", "job")
+        assert "--message" not in succeeds(short_dir, "stop", "--help")
+        stopped = run("stop", "job", "--message", "enough", runtime=short_dir)
+        assert (stopped.returncode, stopped.stderr) == (0, "dlrover: notice: --message is called --reason now.\n")
+
+
+def test_the_link_to_the_page_is_that_of_the_proxy_in_front_of_it(short_dir: Path) -> None:
+    page = ["--enable-dashboard", "--dashboard-port", "0"]
+    with master(short_dir, *page, "--dashboard-url", "https://Jobs.example.com,https://other"):
+        assert succeeds(short_dir, "dashboard").startswith("https://jobs.example.com/?token=")
+    with master(short_dir, *page):
+        assert succeeds(short_dir, "dashboard").startswith("http://127.0.0.1:")
 
 
 def test_the_chief_may_be_called_by_its_former_name(short_dir: Path, tmp_path: Path) -> None:
@@ -88,9 +135,9 @@ def test_without_a_platform_each_command_says_so(short_dir: Path) -> None:
     asked = (
         ["suspend"],
         ["resume"],
-        ["restart"],
+        ["restart", "--nodes"],
         ["scale", "--replicas", "ps=2"],
-        ["migrate", "--node", "1", "--cpu", "1", "--memory-mb", "1"],
+        ["migrate", "--node", "1", *LARGER],
     )
     with master(short_dir):
         for args in asked:

@@ -1,15 +1,52 @@
-"""What `dlrover local` shows on a console that takes no bytes."""
+"""What `dlrover local` shows, also on a console that takes no bytes."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
+
+from msgspec.structs import replace
 
 from dlrover.cli.console import MAX_HELD
 from dlrover.cli.local_display import Display
 from dlrover.host.console import HELD_BYTES
+from dlrover.protocol.codec import Question, Unreadable
+from dlrover.protocol.frames import FromAgent
+from dlrover.protocol.messages import JobStatus, Reply, Round, Stage
+from dlrover.protocol.serving import AgentStream, MasterServer
 
 LINE = "x" * 1000
+STATUS = JobStatus(
+    job_name="j",
+    stage=Stage.RUNNING,
+    master_epoch=1,
+    round=Round(1),
+    world_size=2,
+    num_restarts=0,
+    verdict="2 of 2 nodes start",
+    nodes=(),
+)
+
+
+class StandInDesk:
+    """A master that is asked for its status, says these, and stays at the last."""
+
+    def __init__(self, *said: JobStatus) -> None:
+        self._said = list(said)
+        self.is_done = asyncio.Event()
+
+    def receive(self, stream: AgentStream, parcels: Sequence[FromAgent | Unreadable]) -> None:
+        """No agent comes."""
+
+    def closed(self, stream: AgentStream) -> None:
+        """No agent comes."""
+
+    async def ask(self, question: Question) -> Reply:
+        if len(self._said) > 1:
+            return self._said.pop(0)
+        self.is_done.set()
+        return self._said[0]
 
 
 def display_on(writer: int) -> Display:
@@ -22,6 +59,25 @@ async def read_rest(reader: int, writer: int, display: Display) -> list[str]:
         await display.drain(30.0)
         os.close(writer)
         return (await text).lstrip(".").splitlines()
+
+
+async def test_what_stops_the_master_is_told_and_so_is_its_end() -> None:
+    reader, writer = os.pipe()
+    desk = StandInDesk(STATUS, replace(STATUS, blocked="Its disk is full."), STATUS)
+    server = MasterServer(token="token", tls=None)
+    port = server.bind("127.0.0.1", 0)
+    await server.start(desk, num_expected=0)
+    display = Display(f"127.0.0.1:{port}", "token", tls=None, is_terminal=False, stdout=writer, stderr=writer)
+    with display:
+        showing = asyncio.ensure_future(display.run())
+        await asyncio.wait_for(desk.is_done.wait(), 60)
+        await server.stop()  # gives its last answer
+        showing.cancel()
+        await asyncio.gather(showing, return_exceptions=True)
+    assert (await read_rest(reader, writer, display))[:2] == [
+        "dlrover local: running, round 1, 2 workers, 0 nodes: 2 of 2 nodes start",
+        "dlrover local: blocked (running), round 1, 2 workers, 0 nodes: Its disk is full.",
+    ]
 
 
 async def test_nodes_wait_for_a_full_console_and_of_our_own_lines_the_newest_are_kept(full_pipe):

@@ -203,13 +203,15 @@ async def test_top_prints_once_without_a_terminal_and_ends_cleanly_on_ctrl_c(sce
     log = EventLog()
     node = next(iter(scene.job.state.nodes.live))
     activity = Activity(
-        nodes=(NodeActivity(node=node, phase=Phase.BACKWARD, step=7, step_seconds=0.25, cpu=1.5, memory_mb=512.0),)
+        nodes=(
+            NodeActivity(node=node, phase=Phase.BACKWARD, step=7, step_seconds=0.25, cpu=1.5, memory_bytes=512 * 2**20),
+        )
     )
 
     def ask(question: Question) -> Reply:
         match question:
             case AskStatus():
-                return scene.job.status()
+                return replace(scene.job.status(), blocked=blocked)
             case AskGoodput():
                 return scene.job.goodput(scene.now)
             case AskActivity():
@@ -218,13 +220,19 @@ async def test_top_prints_once_without_a_terminal_and_ends_cleanly_on_ctrl_c(sce
                 return log.after(question.after, question.limit)
         raise AssertionError(question)
 
-    output = StringIO()
+    blocked, output = "", StringIO()
     top.show(ask, Console(file=output, width=160))
     text = output.getvalue()
+    assert "blocked" not in text
+    assert "512 MiB" in text
     assert "backward" in text
     assert "4.00" in text, "steps per second"
     assert "goodput" in text
     assert goodput_line(scene.job.goodput(scene.now)) in text
+    blocked, output = "its disk is full", StringIO()
+    top.show(ask, Console(file=output, width=160))
+    assert f"blocked ({scene.job.status().stage})" in output.getvalue()
+    assert "because: its disk is full" in output.getvalue()
 
     narrow = StringIO()
     top.show(ask, Console(file=narrow, width=80))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
+from dlrover.cli.node_names import find_node
 from dlrover.cli.status_display import show
 from dlrover.protocol.checkpoint_messages import CheckpointStatus, CheckpointTrouble, CommittedCheckpoint
 from dlrover.protocol.data_messages import DatasetSpec, DatasetState
@@ -42,7 +44,7 @@ FLEET = (
 )
 
 
-def shown(*, width: int = 160, **details: object) -> str:
+def a_status(**details: object) -> JobStatus:
     fields: dict[str, object] = {
         "job_name": "gpt",
         "stage": Stage.RUNNING,
@@ -62,9 +64,20 @@ def shown(*, width: int = 160, **details: object) -> str:
             ),
         ),
     }
+    return JobStatus(**(fields | details))  # type: ignore[arg-type]
+
+
+def shown(*, width: int = 160, **details: object) -> str:
     output = io.StringIO()
-    show(JobStatus(**(fields | details)), Console(file=output, width=width))  # type: ignore[arg-type]
+    show(a_status(**details), Console(file=output, width=width))
     return output.getvalue()
+
+
+def test_a_master_that_cannot_write_its_journal_is_the_reason_and_not_what_was_decided_before() -> None:
+    text = shown(blocked="The master cannot write its journal.")
+    assert "job gpt: blocked (running), round 3" in text
+    assert "because: The master cannot write its journal.\n" in text
+    assert "nodes start" not in text
 
 
 def test_a_job_by_hand_shows_no_platform() -> None:
@@ -72,6 +85,16 @@ def test_a_job_by_hand_shows_no_platform() -> None:
     assert "job gpt: running, round 3, 4 workers, 2 restarts" in text
     assert "because: 2 of [2] nodes start" in text
     assert "platform" not in text
+
+
+@pytest.mark.parametrize(("status", "name"), [("alive", "worker-3"), ("standby", "standby-3"), ("gone", "worker-3")])
+def test_a_node_is_shown_by_the_name_that_commands_take(status: str, name: str) -> None:
+    node = NodeStatus(
+        node=NodeId(7), node_rank=NodeRank(3), incarnation=Incarnation(2), host="here", status=status, wish="wait"
+    )
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown(nodes=(node,)).splitlines()]
+    assert [name, "7", "2"] in [row[:3] for row in rows]
+    assert find_node(a_status(nodes=(node,)), name) is node
 
 
 def test_nothing_is_wished_of_a_node_that_is_gone() -> None:
@@ -92,8 +115,8 @@ def test_nothing_is_wished_of_a_node_that_is_gone() -> None:
 
 def test_the_nodes_of_the_platform_are_shown_with_what_became_of_them() -> None:
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown(fleet=FLEET).splitlines()]
-    assert ["4", "ps", "1", "Failed, let go", "2 of 3, 5 free", "OOMKilled", "cloud", "took [64] MB"] in rows
-    assert ["7", "worker", "0", "Pending", "0 of 0", "", "", ""] in rows
+    assert ["ps-1", "4", "Failed, let go", "2 of 3, 5 free", "OOMKilled", "cloud", "took [64] MB"] in rows
+    assert ["worker-0", "7", "Pending", "0 of 0", "", "", ""] in rows
 
 
 def test_nodes_that_had_no_room_in_the_message_are_counted() -> None:

@@ -15,6 +15,7 @@ from dlrover.core.diagnosis.picture import Failed, Picture, Place, RankRecord, W
 from dlrover.core.diagnosis.progress_checks import Straggler
 from dlrover.core.diagnosis.samples import Sample, Samples
 from dlrover.protocol.messages import FailureKind, Incarnation, Micros, NodeId, NodeRank, Round
+from dlrover.protocol.units import in_bytes
 from dlrover.protocol.watch_messages import (
     ActionKind,
     DeviceSample,
@@ -203,17 +204,17 @@ def test_digests_of_different_steps_are_not_compared() -> None:
     ],
 )
 def test_a_worker_that_grows_alone_leaks_and_all_together_or_at_once_do_not(
-    growing: tuple[int, ...], growth: Callable[[int], float], expected: list[list[int]]
+    growing: tuple[int, ...], growth: Callable[[int], int], expected: list[list[int]]
 ) -> None:
     lab = Lab()
     for number in range(12):
         for node in NODES:
             first = 2 * NODES.index(node)
             samples = tuple(
-                ProcessSample(global_rank=rank, memory_mb=500.0 + (growth(number) if rank in growing else 0))
+                ProcessSample(global_rank=rank, memory_bytes=in_bytes(500 + (growth(number) if rank in growing else 0)))
                 for rank in (first, first + 1)
             )
-            hear(lab, resources(node, workers=samples, memory_mb=5000, memory_limit_mb=16000))
+            hear(lab, resources(node, workers=samples, memory_bytes=in_bytes(5000), memory_limit_bytes=in_bytes(16000)))
         lab.after(3)
     leaks = found(lab, FaultClass.MEMORY_LEAK)
     assert [ranks(each) for each in leaks[:1]] == expected
@@ -222,9 +223,9 @@ def test_a_worker_that_grows_alone_leaks_and_all_together_or_at_once_do_not(
 @pytest.mark.parametrize(
     ("details", "fault", "action"),
     [
-        ({"memory_mb": 97.0, "memory_limit_mb": 100.0}, FaultClass.OUT_OF_MEMORY, ActionKind.NOTIFY),
-        ({"shm_mb": 97.0, "shm_limit_mb": 100.0}, FaultClass.OUT_OF_MEMORY, ActionKind.NOTIFY),
-        ({"disk_free_mb": 3.0}, FaultClass.DISK_FULL, ActionKind.NOTIFY),
+        ({"memory_bytes": 97, "memory_limit_bytes": 100}, FaultClass.OUT_OF_MEMORY, ActionKind.NOTIFY),
+        ({"shm_bytes": 97, "shm_limit_bytes": 100}, FaultClass.OUT_OF_MEMORY, ActionKind.NOTIFY),
+        ({"disk_free_bytes": 3_000_000}, FaultClass.DISK_FULL, ActionKind.NOTIFY),
         ({"clock_jump": -40.0}, FaultClass.CLOCK_JUMP, ActionKind.NOTIFY),
         ({"troubles": ("GPU is lost: 3",)}, FaultClass.DEVICE, ActionKind.RELAUNCH_NODE),
         ({"devices": (DeviceSample(index=1, health="Xid 79"),)}, FaultClass.DEVICE, ActionKind.NOTIFY),
@@ -241,7 +242,7 @@ def test_what_a_node_tells_of_itself(details: dict[str, Any], fault: FaultClass,
 
 def test_a_healthy_node_is_not_worth_a_word() -> None:
     lab = Lab()
-    hear(lab, resources(memory_mb=50, memory_limit_mb=100, disk_free_mb=1e5, clock_jump=0.2))
+    hear(lab, resources(memory_bytes=50, memory_limit_bytes=100, disk_free_bytes=10**11, clock_jump=0.2))
     assert lab.told() == []
 
 

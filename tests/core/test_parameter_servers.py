@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import (
@@ -369,11 +370,55 @@ def test_critical_servers_do_not_keep_a_job_that_has_done_its_work() -> None:
     assert scene.end.reason is ExitReason.COMPLETED
 
 
-def test_a_critical_server_that_ends_well_ends_no_job() -> None:
-    replicas = {NodeType.WORKER: ReplicaSpec(count=2), NodeType.PS: ReplicaSpec(count=2, critical="all")}
-    scene = FleetScene().begin(FleetSpec(replicas=replicas, strategy=Strategy.CUSTOM)).run()
-    scene.show(0, NodePhase.SUCCEEDED, exit_code=0)
-    assert scene.job.end is None
+class TestServerThatExitsWithZero:
+    """It has no work of its own that could be done while others train."""
+
+    def test_in_mid_training_it_is_replaced_like_one_that_failed(self) -> None:
+        scene = two_servers()
+        outcome = scene.show(0, NodePhase.SUCCEEDED, exit_code=0)
+        assert outcome.verdicts == (
+            "Ps 0 (a-job-ps-0) ended (Succeeded) although others still train with it; relaunch 1 of at most 3 of its rank.",
+        )
+        assert scene.launches[4].service_address == "a-job-ps-0"
+        assert (ids(scene), ask(scene).is_ready) == ([4, 1], False)
+        assert version(scene, VersionType.GLOBAL) == 1, "its variables are lost"
+        assert scene.spent(0, NodeType.PS) == 1
+        scene.run(4)
+        scene.do(PsReady())
+        assert (ids(scene), ask(scene).is_ready) == ([4, 1], True)
+
+    def test_a_chief_that_has_finished_does_not_matter_while_a_worker_trains(self) -> None:
+        scene = two_servers(num_workers=3, worker={"critical": "1:3"})
+        scene.show(2, NodePhase.SUCCEEDED, exit_code=0)
+        scene.show(1, NodePhase.SUCCEEDED, exit_code=0)
+        assert scene.launches[5].rank == 1
+
+    @pytest.mark.parametrize("critical", ["", "all"])
+    def test_a_job_that_cannot_replace_it_ends(self, critical: str) -> None:
+        replicas = {NodeType.WORKER: ReplicaSpec(count=2)}
+        replicas[NodeType.PS] = ReplicaSpec(count=1, critical=critical, max_relaunches=0)
+        scene = FleetScene().begin(FleetSpec(replicas=replicas, strategy=Strategy.CUSTOM)).run()
+        scene.tick(100)
+        scene.show(0, NodePhase.SUCCEEDED, exit_code=0)
+        assert scene.end.reason is ExitReason.PS_ERROR
+        assert "cannot be replaced" in scene.end.message
+
+    def test_one_that_was_about_to_go_is_not_replaced(self) -> None:
+        scene = two_servers()
+        scale(scene, 1)
+        scene.show(1, NodePhase.SUCCEEDED, exit_code=0)
+        assert scene.launched == [0, 1, 2, 3]
+        assert scene.job.end is None
+
+    def test_at_the_end_of_the_training_it_is_fine(self) -> None:
+        """Also where a new master hears of all ends in one list, in which servers come first."""
+        for budget in (0, 3):
+            scene = two_servers(max_relaunches=budget)
+            for node in (0, 1, 2, 3):
+                scene.cloud[node] = replace(scene.cloud[node], phase=NodePhase.SUCCEEDED, exit_code=0)
+            scene.list()
+            assert scene.end.reason is ExitReason.COMPLETED
+            assert scene.launched == [0, 1, 2, 3]
 
 
 class TestEvaluatorLeftAlone:

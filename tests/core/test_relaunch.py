@@ -112,7 +112,7 @@ ALLREDUCE, PS = Terms(), Terms(strategy=Strategy.PS)
         (NodeExit.OOM, 0, 65536, PS, False, False, "65536"),
         (NodeExit.OOM, 0, 65537, PS, False, False, "65537"),
         (NodeExit.OOM, 3, 655, PS, False, False, "used up"),
-        (NodeExit.OOM, 0, 655, PS, True, True, "with 1310 MB"),
+        (NodeExit.OOM, 0, 655, PS, True, True, "with 1310 MiB"),
         (NodeExit.KILLED, 0, 0, ALLREDUCE, True, False, "no cost"),
         (NodeExit.KILLED, 3, 0, ALLREDUCE, True, False, "no cost"),
         (NodeExit.UNKNOWN, 2, 0, ALLREDUCE, True, True, "relaunch 3 of at most 3"),
@@ -157,7 +157,20 @@ def test_memory_is_doubled_within_limits(before: int, after: int) -> None:
     ],
 )
 def test_a_node_that_waits_asks_for_half_but_not_for_too_little(resource: Resource, less: Resource | None) -> None:
-    assert smaller(resource) == less
+    assert smaller(resource, Resource()) == less
+
+
+@pytest.mark.parametrize(
+    ("described", "less"),
+    [
+        (Resource(cpu=16, memory_mb=16384), None),
+        (Resource(cpu=16), Resource(cpu=16, memory_mb=8192)),
+        (Resource(memory_mb=16384), Resource(cpu=8, memory_mb=16384)),
+        (Resource(gpu_type="a100"), Resource(cpu=8, memory_mb=8192)),
+    ],
+)
+def test_what_the_user_described_is_never_halved(described: Resource, less: Resource | None) -> None:
+    assert smaller(Resource(cpu=16, memory_mb=16384), described) == less
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def rest(
                 workers=workers,
                 devices=devices,
                 has_devices=has_devices,
-                memory_mb=1,
+                memory_bytes=1,
             )
             lab.watch.hear(report, lab.now)
         lab.tick()

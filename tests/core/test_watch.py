@@ -131,6 +131,12 @@ def test_a_deadlocked_rank_is_acted_upon_after_the_second_dump_and_its_stack_is_
     assert len(page.splitlines()) < 60
 
 
+def test_several_ranks_at_fault_are_spoken_of_in_the_plural(lab: Lab) -> None:
+    lab.look(*(dump(rank, IN_LOCK, Phase.FORWARD) for rank in (0, 2)), *(dump(rank) for rank in (1, 3)))
+    evidence = acted(lab).verdict.evidence[0]
+    assert evidence.startswith("Ranks 0, 2 wait for something of their own in phase forward"), evidence
+
+
 @pytest.mark.parametrize(
     ("odd", "why"),
     [

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.jobs import DEADLINE, LAUNCHERS, SCRIPTS, JobFactory, wait_until
+from tests.small_disk import fill
 
 SCRIPT = SCRIPTS / "lost_peer.py"
 
@@ -91,3 +92,55 @@ def test_ctrl_c_is_told_in_one_line_and_the_script_clears_up(jobs: JobFactory, t
     assert line.startswith(
         "dlrover-run: job my-job was interrupted. Its workers have 30 s to end (--shutdown-timeout);"
     )
+
+
+RESTARTED = """
+import os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+    sys.exit()
+(folder / "started").touch()
+while not (folder / "fail").exists():
+    time.sleep(0.05)
+sys.exit(3)
+"""
+
+
+def dlrover(jobs: JobFactory, *args: str) -> str:
+    argv = [sys.executable, "-m", "dlrover.cli.main", *args]
+    done = subprocess.run(
+        argv,
+        env=jobs.env(COLUMNS="400", MASTER_CLIENT_TIMEOUT="3"),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+def test_a_full_disk_below_the_journal_is_told_and_not_what_the_job_did_before(
+    jobs: JobFactory, tmp_path: Path, small_disk: Path
+) -> None:
+    (tmp_path / "restarted.py").write_text(RESTARTED)
+    job = jobs.start(
+        "dlrover-run", "--standalone", "--job-name=full", "--journal", small_disk, tmp_path / "restarted.py", tmp_path
+    )
+    wait_until((tmp_path / "started").exists, DEADLINE, lambda: job.err)
+    filler = fill(small_disk)
+
+    def is_blocked() -> bool:
+        """What the journal has room for passes; then nothing more does."""
+        dlrover(jobs, "save", "full", "--reason", "x" * 1000)
+        said = dlrover(jobs, "status", "full")
+        return "job full: blocked (running), round 1" in said and f"\nbecause: {cause}" in said
+
+    cause = f"The master cannot write its journal {small_disk}/"
+    wait_until(is_blocked, DEADLINE)
+    assert json.loads(dlrover(jobs, "status", "full", "--json"))["blocked"].startswith(cause)
+    (tmp_path / "fail").touch()
+    wait_until(lambda: f"dlrover-run: {cause}" in job.err, DEADLINE, lambda: job.err)
+    filler.unlink()
+    assert job.wait() == 0, job.err
+    assert job.err.count("cannot write its journal") == 1
+    assert "dlrover-run: The master can write its journal again, and the job goes on.\n" in job.err

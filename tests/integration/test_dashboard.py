@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 
 from dlrover.protocol.goodput_messages import GoodputStatus, TimeClass
 from dlrover.protocol.steering_messages import RelaunchNode
@@ -152,12 +153,22 @@ def test_a_thousand_nodes_in_the_dark_on_a_phone_and_by_keyboard(thousand: Thous
         assert "Redo is unknown" in tab.text("#goodput")
         assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 19, 29)"
 
+        verdict = tab.text("#verdict")
+        for blocked, stage, reason in (
+            ("its disk is full", "blocked (running)", "its disk is full"),
+            ("", "running", verdict),
+        ):
+            page.job.status = replace(page.job.status, blocked=blocked)
+            thousand.update()
+            tab.wait_for_text("#verdict", reason)
+            assert tab.text("#stage") == stage
+
         tab.page.keyboard.press("Tab")
         assert tab.page.evaluate("document.activeElement.className") == "skip"
         tab.page.focus("#grid")
         for key in ("End", "ArrowLeft", "Enter"):
             tab.page.keyboard.press(key)
-        tab.wait_for_text("#node h3", "Node rank 998")
+        tab.wait_for_text("#node h3", "worker-998")
         tab.page.focus("#node button:has-text('Cordon')")
         tab.page.keyboard.press("Enter")
         assert tab.page.evaluate("document.activeElement.value") == "no", "the harmless answer has the focus"

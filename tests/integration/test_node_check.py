@@ -60,7 +60,7 @@ def test_a_faulty_node_leaves_with_a_message_and_the_others_train(
     wait_until(lambda: all("of 3" in node.out for node in good), explain=lambda: explain(nodes))
     shown = status(jobs)
     assert "faulty" in shown
-    assert "check of node rank 3: faulty" in shown
+    assert "check of worker-3: faulty" in shown
     word.touch()
     assert [node.wait() for node in good] == [0, 0, 0], explain(nodes)
     assert "training" not in bad.out
@@ -91,7 +91,7 @@ def test_a_slow_node_is_named_and_all_train(jobs: JobFactory, tmp_path: Path, re
     wait_until(lambda: all("of 4" in node.out for node in nodes), explain=lambda: explain(nodes))
     shown = status(jobs)
     assert shown.count("healthy") == 3, shown
-    assert "check of node rank 2: straggler" in shown
+    assert "check of worker-2: straggler" in shown
     assert shown.count("GB/s") == 4
     named = [node for node in nodes if "the node check found this node slow" in node.err]
     assert named == [nodes[2]], "it is told on its own console, and nowhere else"

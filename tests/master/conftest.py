@@ -77,6 +77,8 @@ class Agent:
         self.attachments: asyncio.Queue[Attached] = asyncio.Queue()
         self.levels: asyncio.Queue[Desired] = asyncio.Queue()
         self.orders: asyncio.Queue[WatchOrder] = asyncio.Queue()
+        self.blocked: list[str] = []
+        """Why the master could decide nothing; empty: it could again."""
         self.channel = AgentChannel(
             address,
             token=token,
@@ -85,6 +87,7 @@ class Agent:
             on_attached=self._on_attached,
             on_desired=self.levels.put_nowait,
             on_order=self.orders.put_nowait,
+            on_blocked=self.blocked.append,
         )
         self.running = asyncio.ensure_future(self.channel.run())
 

@@ -109,10 +109,17 @@ def a_usage(node: int, *, troubles: tuple[str, ...] = ()) -> ResourceReport:
         incarnation=Incarnation(1),
         cpu=1.0 + node % 7,
         cores=8.0,
-        memory_mb=2000.0 + node,
-        memory_limit_mb=16_000.0,
-        disk_free_mb=50_000.0,
-        devices=(DeviceSample(index=0, utilization=80.0, used_memory_mb=30_000.0, total_memory_mb=80_000.0),),
+        memory_bytes=2_000_000_000 + node * 2**20,
+        memory_limit_bytes=16_000_000_000,
+        shm_bytes=1_000_000_000,
+        disk_free_bytes=50_000_000_000,
+        network_in_bytes_per_second=3_000_000.0,
+        network_out_bytes_per_second=1_000_000.0,
+        devices=(
+            DeviceSample(
+                index=0, utilization=80.0, used_memory_bytes=30_000_000_000, total_memory_bytes=80_000_000_000
+            ),
+        ),
         troubles=troubles,
     )
 

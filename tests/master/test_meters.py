@@ -11,13 +11,18 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
+from dlrover.agent.limits import Limits
+from dlrover.agent.resources import ResourceMonitor
 from dlrover.core.turn import Outcome
 from dlrover.master.exposition import MAX_HEAD, MAX_SCRAPES, Exposition
 from dlrover.master.lookout import Lookout
 from dlrover.master.meters import MAX_NODES, METRICS, Meters
 from dlrover.protocol.checkpoint_messages import CheckpointCommitted, ShardWritten
+from dlrover.protocol.codec import decode_from_agent, encode_frame
+from dlrover.protocol.frames import Observed
 from dlrover.protocol.goodput_messages import TimeClass
-from dlrover.protocol.messages import Done, ExitReason, JobEnd, Micros, Round
+from dlrover.protocol.messages import Done, ExitReason, Incarnation, JobEnd, Micros, NodeId, Round
+from dlrover.protocol.watch_messages import WatchObservation
 from tests.master.page_lab import NO_GOODPUT, NOW, StandInJob, a_failure, a_progress, a_status, a_usage
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +65,13 @@ async def test_the_numbers_are_those_of_the_job() -> None:
     assert found["dlrover_node_heartbeat_age_seconds", ("2",)] == 2
     assert found["dlrover_node_cpu_cores", ("3",)] == 4
     assert found["dlrover_device_utilization_ratio", ("0", "0")] == 0.8
+    assert found["dlrover_node_memory_bytes", ("0",)] == 2_000_000_000
+    assert found["dlrover_node_memory_limit_bytes", ("0",)] == 16_000_000_000
+    assert found["dlrover_node_shared_memory_bytes", ("0",)] == 1_000_000_000
+    assert found["dlrover_node_disk_free_bytes", ("0",)] == 50_000_000_000
+    assert found["dlrover_node_network_bytes_per_second", ("in", "0")] == 3_000_000
+    assert found["dlrover_node_network_bytes_per_second", ("out", "0")] == 1_000_000
+    assert found["dlrover_device_memory_bytes", ("0", "0")] == 30_000_000_000
     assert found["dlrover_dataset_records", ("train", "consumed")] == 500
     assert found["dlrover_checkpoint_step", ("/data/checkpoints",)] == 900
     assert found["dlrover_checkpoint_commit_seconds_sum", ()] == 2
@@ -67,6 +79,22 @@ async def test_the_numbers_are_those_of_the_job() -> None:
     assert found["dlrover_journal_commit_seconds_bucket", ("0.0025",)] == 1
     assert found["dlrover_requests_in_work", ()] == 3
     assert found["dlrover_workers", ("forward",)] == 3
+
+
+async def test_what_an_agent_measures_is_told_to_the_byte(tmp_path: Path) -> None:
+    lookout, meters = watched(1)
+    told: list[WatchObservation] = []
+    agent = ResourceMonitor(
+        workers=dict, paths=[str(tmp_path)], observe=told.append, who=lambda: (NodeId(0), Incarnation(1))
+    )
+    await agent.sample()
+    report = await agent.sample()
+    assert report is not None
+    (parcel,) = decode_from_agent(encode_frame([Observed(report)]))
+    assert isinstance(parcel, Observed)
+    lookout.observe(parcel.observation, NOW)
+    found = samples(await meters.render())
+    assert found["dlrover_node_memory_limit_bytes", ("0",)] == Limits().memory().limit_bytes
 
 
 async def test_the_counter_of_seconds_tells_what_is_booked_because_a_counter_never_falls() -> None:

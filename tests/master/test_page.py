@@ -290,6 +290,16 @@ async def test_a_verdict_of_each_of_many_nodes_has_its_place_on_the_page() -> No
     assert {view["culprits"] for view in views} == {f"node {node}" for node in range(5)}
 
 
+async def test_the_page_is_told_what_stops_the_master_and_when_it_goes_on() -> None:
+    job = StandInJob()
+    lookout = Lookout(job)
+    for blocked in ("its disk is full", ""):
+        job.status = replace(job.status, blocked=blocked)
+        await lookout.look()
+        (view,) = lookout.board.section("job").values()
+        assert view["blocked"] == blocked
+
+
 async def test_the_page_is_told_that_redo_is_unknown() -> None:
     seconds = {TimeClass.COMPUTE: 15.0, TimeClass.START_UP: 5.0}
     found = replace(NO_GOODPUT, wall=20.0, seconds=seconds, goodput=0.75, goodput_since_start=0.75)

@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import resource
 import select
-import shutil
 import signal
 import socket
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import grpc
@@ -55,6 +55,7 @@ from dlrover.protocol.rpc import ask
 from dlrover.protocol.transport import AGENT_METHOD, SERVICE, call_metadata
 from tests.master.conftest import TOKEN, Agent, Connect, MakeMaster, MasterProcess, status_of
 from tests.master.test_watch import answer_that_one_is_stopped, progress, ranks_of, tell
+from tests.small_disk import fill
 
 
 async def test_a_master_killed_at_any_moment_has_forgotten_nothing_that_anybody_saw(
@@ -403,20 +404,6 @@ def peak_kib(pid: int) -> int:
     raise AssertionError(f"no VmHWM for {pid}")
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 1 MiB."""
-    point = tmp_path / "disk"
-    point.mkdir()
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("needs root to mount a small file system")
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(point)], check=False, timeout=10)
-    if mounted.returncode != 0:
-        pytest.skip("this environment does not allow mounting a small file system")
-    yield point
-    subprocess.run(["umount", "--lazy", str(point)], check=True, timeout=10)
-
-
 async def until_the_journal_fails(master: MasterProcess, write: Callable[[], Awaitable[object]]) -> None:
     """What the write-ahead log has room for passes; then nothing more does. A call without an answer alone may mean a busy machine."""
     async with asyncio.timeout(100):
@@ -437,11 +424,20 @@ async def test_a_full_disk_stops_commands_only_and_passes_by_itself(
     await until_the_journal_fails(master, lambda: agent.join(timeout=2))
     seen = await status_of(master.address)
     assert seen == await status_of(master.address), "an undurable decision was visible"
+    assert seen.blocked.startswith(
+        f"The master cannot write its journal {small_disk / 'journal.sqlite'}: its disk is full ("
+    )
+    assert "Free some space there. Until then the master decides nothing" in seen.blocked
+    assert (seen.stage_text, seen.reason) == (f"blocked ({seen.stage})", seen.blocked)
+    assert agent.blocked == [seen.blocked], "its console says so, once"
     assert agent.channel.outage() == 0.0
-    with pytest.raises(Unavailable, match="changed nothing"):
+    with pytest.raises(Unavailable, match=re.escape(seen.blocked)):
         await ask(master.address, StopJob(), token=TOKEN, timeout=5)
     filler.unlink()
     assert await agent.join() == Done()
+    assert agent.blocked == [seen.blocked, ""]
+    healed = await status_of(master.address)
+    assert (healed.blocked, healed.reason) == ("", healed.verdict)
     said = [line for line in master.log().splitlines() if "journal can" in line]
     assert len(said) == 2, said
     master.kill()
@@ -485,14 +481,6 @@ def test_a_disk_that_is_full_at_the_start_is_one_clear_sentence(make_master: Mak
     assert "full" in master.log()
     assert "Free some space" in master.log()
     assert "Traceback" not in master.log()
-
-
-def fill(disk: Path) -> Path:
-    filler = disk / "filler"
-    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    return filler
 
 
 async def test_an_agent_is_bridged_over_a_restart_quickly(make_master: MakeMaster) -> None:

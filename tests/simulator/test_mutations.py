@@ -265,6 +265,10 @@ def a_job_needs_no_server(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(life_cycle, "_are_servers_left", lambda fleet: True)
 
 
+def servers_may_return(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(life_cycle, "_is_serving", lambda fleet, node: False)
+
+
 def nobody_is_checked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(node_check, "expect", lambda course, node: None)
 
@@ -489,11 +493,16 @@ def test_a_pause_that_counts_as_waiting_is_noticed(monkeypatch: pytest.MonkeyPat
     assert "suspended" in failure.sentence
 
 
-@pytest.mark.parametrize("mutation", [nobody_hears_that_the_workers_switched, a_job_needs_no_server])
-def test_servers_that_do_not_settle_are_noticed(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mutation", "exit_codes"),
+    [(nobody_hears_that_the_workers_switched, ()), (a_job_needs_no_server, (201,)), (servers_may_return, (0,))],
+)
+def test_servers_that_do_not_settle_are_noticed(
+    mutation: Mutation, exit_codes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Few seeds are calm for so long."""
     plan = FOUND["a-job-goes-on-without-any-server"]
-    plan = plan if mutation is a_job_needs_no_server else replace(plan, faults=())
+    plan = replace(plan, faults=tuple(replace(plan.faults[0], amount=0.0 if code else 0.5) for code in exit_codes))
     assert isinstance(run_plan(plan), Result)
     mutation(monkeypatch)
     failure = run_plan(plan)

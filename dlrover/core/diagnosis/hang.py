@@ -221,7 +221,9 @@ def _is_ending(sight: Sight) -> bool:
 def _own_fault(culprits: Sequence[Sight]) -> tuple[FaultClass, str, float]:
     """What keeps a rank that does not wait for others. The first one speaks for all."""
     one = culprits[0]
-    dump, who = one.second, _subject(culprits)
+    dump, who, are_several = one.second, _subject(culprits), len(culprits) > 1
+    waits = f"{who} wait" if are_several else f"{who} waits"
+    their = "their" if are_several else "its"
     where = stacks.user_frame(dump)
     place = f" at {where.file}:{where.line} ({where.function})" if where is not None else ""
     phase = "" if dump.progress is None else f" in phase {dump.progress.phase.value}"
@@ -230,27 +232,35 @@ def _own_fault(culprits: Sequence[Sight]) -> tuple[FaultClass, str, float]:
     if stopped := stacks.stopped_children(dump):
         return (
             FaultClass.DATA_STALL,
-            f"{who} waits for a process of its own that is stopped or dead: {stopped[0]}.",
+            f"{waits} for a process of {their} own that is stopped or dead: {stopped[0]}.",
             0.95,
         )
     if _is_blocked(dump):
         channel = f" in {dump.wait_channel}" if dump.wait_channel else ""
-        return FaultClass.STORAGE_STALL, f"{who} is in uninterruptible sleep{channel}{place}.", 0.9
+        return FaultClass.STORAGE_STALL, f"{who} {_is(culprits)} in uninterruptible sleep{channel}{place}.", 0.9
     if stacks.is_loading(dump):
         if blocked := stacks.blocked_children(dump):
-            return FaultClass.STORAGE_STALL, f"{who} waits for data, and its loader for storage: {blocked[0]}.", 0.85
-        return FaultClass.DATA_STALL, f"{who} waits for its next batch{place}.", 0.9
+            return FaultClass.STORAGE_STALL, f"{waits} for data, and {their} loader for storage: {blocked[0]}.", 0.85
+        return FaultClass.DATA_STALL, f"{waits} for {their} next batch{place}.", 0.9
     if one.is_computing or dump.state == "R":
         return (
             FaultClass.BUSY,
-            f"{who} computes on{phase}{place}, with {one.cpu:.2f} cores, while the others wait.",
+            f"{who} {'compute' if are_several else 'computes'} on{phase}{place}, with {one.cpu:.2f} cores, while the others wait.",
             0.85,
         )
     if not dump.threads and dump.source == "none":
-        return FaultClass.BUSY, f"{who} does not answer: something holds the interpreter lock{phase}.", 0.7
+        return (
+            FaultClass.BUSY,
+            f"{who} {'do' if are_several else 'does'} not answer: something holds the interpreter lock{phase}.",
+            0.7,
+        )
     if dump.progress is not None and dump.progress.phase is Phase.CHECKPOINT:
-        return FaultClass.STORAGE_STALL, f"{who} stands still in a checkpoint{place}.", 0.7
-    return FaultClass.DEADLOCK, f"{who} waits for something of its own{phase}{place}, not for the others.", 0.9
+        return (
+            FaultClass.STORAGE_STALL,
+            f"{who} {'stand' if are_several else 'stands'} still in a checkpoint{place}.",
+            0.7,
+        )
+    return FaultClass.DEADLOCK, f"{waits} for something of {their} own{phase}{place}, not for the others.", 0.9
 
 
 def _judge_collectives(waiting: Sequence[Sight]) -> Finding:

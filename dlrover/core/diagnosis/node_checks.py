@@ -9,10 +9,11 @@ from dlrover.core.diagnosis.diagnostician import blame_ranks, conclude
 from dlrover.core.diagnosis.picture import Picture, RankRecord
 from dlrover.core.turn import MICROS_PER_SECOND
 from dlrover.protocol.messages import Micros, NodeId
+from dlrover.protocol.units import MIB, amount
 from dlrover.protocol.watch_messages import ActionKind, Culprit, FaultClass, ResourceReport, Verdict
 
 FULL = 0.95
-LITTLE_DISK_MB = 64.0
+LITTLE_DISK_BYTES = 64 * MIB
 CLOCK_JUMP = 1.0
 GPU_LOST = "GPU is lost"
 
@@ -25,19 +26,19 @@ class OutOfMemory:
     def diagnose(self, picture: Picture, now: Micros) -> Iterable[Verdict]:
         for node, report in picture.resources.items():
             for what, used, limit in (
-                ("memory", report.memory_mb, report.memory_limit_mb),
-                ("shared memory", report.shm_mb, report.shm_limit_mb),
+                ("memory", report.memory_bytes, report.memory_limit_bytes),
+                ("shared memory", report.shm_bytes, report.shm_limit_bytes),
             ):
                 if limit <= 0 or used < FULL * limit:
                     continue
-                largest = max(report.workers, key=lambda sample: sample.memory_mb, default=None)
+                largest = max(report.workers, key=lambda sample: sample.memory_bytes, default=None)
                 rank = -1 if largest is None else largest.global_rank
                 yield conclude(
                     self.name,
                     FaultClass.OUT_OF_MEMORY,
                     (Culprit(node=node, global_rank=rank),),
-                    f"Node {node} uses {used:.0f} of {limit:.0f} MB of {what}.",
-                    "" if largest is None else f"The largest is rank {rank} with {largest.memory_mb:.0f} MB.",
+                    f"Node {node} uses {amount(used)} of {amount(limit)} of {what}.",
+                    "" if largest is None else f"The largest is rank {rank} with {amount(largest.memory_bytes)}.",
                     confidence=0.8,
                     reasoning="The kernel may kill it at any time, and the job then restarts; stopping it first would gain nothing.",
                 )
@@ -50,7 +51,7 @@ class MemoryLeak:
     _samples = 8
     _seconds = 30.0
     _growth = 0.3
-    _least_mb = 100.0
+    _least_bytes = 100 * MIB
 
     def diagnose(self, picture: Picture, now: Micros) -> Iterable[Verdict]:
         if any(len(record.memory) < self._samples for record in picture.ranks.values()):
@@ -63,13 +64,13 @@ class MemoryLeak:
         rate = (last - first) / ((ended_at - began_at) / MICROS_PER_SECOND)
         report = picture.resources.get(record.place.node)
         left = ""
-        if report is not None and report.memory_limit_mb > report.memory_mb > 0 and rate > 0:
-            left = f"At this rate the node is full in {(report.memory_limit_mb - report.memory_mb) / rate / 60:.0f} minutes."
+        if report is not None and report.memory_limit_bytes > report.memory_bytes > 0 and rate > 0:
+            left = f"At this rate the node is full in {(report.memory_limit_bytes - report.memory_bytes) / rate / 60:.0f} minutes."
         yield conclude(
             self.name,
             FaultClass.MEMORY_LEAK,
             blame_ranks(leaking),
-            f"The memory of rank {record.global_rank} grew from {first:.0f} to {last:.0f} MB, by {rate:.1f} MB each second.",
+            f"The memory of rank {record.global_rank} grew from {amount(first)} to {amount(last)}, by {amount(rate)} each second.",
             left,
             confidence=0.75,
             reasoning="Training goes on; a restart would only begin the growth anew.",
@@ -81,7 +82,7 @@ class MemoryLeak:
             return False
         first, middle, last = memory[0][1], memory[len(memory) // 2][1], memory[-1][1]
         growth = last - first
-        if growth < max(self._least_mb, self._growth * first) or last - middle < 0.25 * growth:
+        if growth < max(self._least_bytes, self._growth * first) or last - middle < 0.25 * growth:
             return False
         usual = 0.25 * growth / len(memory)
         grew_at = [at for (_, before), (at, after) in pairwise(memory) if after - before >= usual]
@@ -95,12 +96,12 @@ class DiskFull:
 
     def diagnose(self, picture: Picture, now: Micros) -> Iterable[Verdict]:
         for node, report in picture.resources.items():
-            if report.disk_free_mb is not None and report.disk_free_mb < LITTLE_DISK_MB:
+            if report.disk_free_bytes is not None and report.disk_free_bytes < LITTLE_DISK_BYTES:
                 yield conclude(
                     self.name,
                     FaultClass.DISK_FULL,
                     _node(node),
-                    f"Node {node} has {report.disk_free_mb:.0f} MB of disk left.",
+                    f"Node {node} has {amount(report.disk_free_bytes)} of disk left.",
                     confidence=0.9,
                     reasoning="Training goes on, but the next checkpoint or log may fail: somebody has to make room.",
                 )

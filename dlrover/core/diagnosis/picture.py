@@ -203,7 +203,7 @@ class Picture:
         for sample in report.workers:
             record = self.ranks.get(sample.global_rank)
             if record is not None and record.place.node == report.node:
-                record.memory.append((now, sample.memory_mb))
+                record.memory.append((now, sample.memory_bytes))
 
     @property
     def stalled(self) -> Collection[RankRecord]:

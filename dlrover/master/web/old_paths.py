@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from dlrover.master.lookout import Lookout
 from dlrover.protocol.messages import JobStatus
+from dlrover.protocol.units import in_mib
 
 
 class OldPaths:
@@ -81,7 +82,7 @@ class OldPaths:
                 "timestamp": 0.0 if status is None else status.now / 1e6,
                 "resource_usage": {
                     "total_cpu": round(sum(each.cpu for each in usage), 2),
-                    "total_memory": round(sum(each.memory_mb for each in usage)),
+                    "total_memory": round(in_mib(sum(each.memory_bytes for each in usage))),
                     "total_gpu": sum(len(each.devices) for each in usage),
                 },
                 "training_stats": {

@@ -65,8 +65,8 @@ const QUESTIONS = {
   save: () => ["Save now?", "The next save of the trainers goes to storage."],
   "restart-workers": () => ["Restart all workers?", "They stop, and start again from the newest snapshot in the next round."],
   stop: () => ["Stop the job?", "All workers on all nodes end. This cannot be undone."],
-  "relaunch-node": (node) => [`Relaunch node rank ${node.rank}?`, `A new node takes the place of the one on ${node.host}.`],
-  "cordon-node": (node) => [`Cordon node rank ${node.rank}?`, `A new node takes its place, and ${node.host} gets no node of this job any more.`],
+  "relaunch-node": (node) => [`Relaunch ${node.label}?`, `A new node takes the place of the one on ${node.host}.`],
+  "cordon-node": (node) => [`Cordon ${node.label}?`, `A new node takes its place, and ${node.host} gets no node of this job any more.`],
 };
 
 function confirmAction(name, node) {

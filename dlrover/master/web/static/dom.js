@@ -51,9 +51,9 @@ export function number(value, digits = 4) {
 
 export const counted = (value, what) => `${number(value)} ${what}${value === 1 ? "" : "s"}`;
 
-export function bytes(megabytes) {
-  if (megabytes === null || megabytes === undefined) return "–";
-  return megabytes >= 1024 ? `${number(megabytes / 1024, 3)} GB` : `${number(megabytes, 3)} MB`;
+export function bytes(count) {
+  if (count === null || count === undefined) return "–";
+  return count >= 2 ** 30 ? `${number(count / 2 ** 30, 3)} GiB` : `${number(count / 2 ** 20, 3)} MiB`;
 }
 
 export function seconds(value) {

@@ -114,7 +114,7 @@ export class Nodes {
     if (this.by.value === "phase") return node.phase ? [phaseColour(node.phase), 1] : ["idle", 0.5];
     if (this.by.value === "cpu") return node.cores ? ["c2", 0.15 + 0.85 * Math.min(1, (node.cpu ?? 0) / node.cores)] : ["idle", 0.5];
     if (this.by.value === "memory") {
-      return node.memory_limit_mb ? ["c4", 0.15 + 0.85 * Math.min(1, (node.memory_mb ?? 0) / node.memory_limit_mb)] : ["idle", 0.5];
+      return node.memory_limit_bytes ? ["c4", 0.15 + 0.85 * Math.min(1, (node.memory_bytes ?? 0) / node.memory_limit_bytes)] : ["idle", 0.5];
     }
     return [health, 1];
   }
@@ -167,7 +167,7 @@ export class Nodes {
   words(node) {
     if (!node) return "";
     const why = node.why ? `, ${node.why}` : "";
-    return `Node rank ${node.rank} on ${node.host ?? "?"}: ${node.health ?? "well"}${why}, ${node.phase || node.wish || node.status}`;
+    return `${node.label} on ${node.host ?? "?"}: ${node.health ?? "well"}${why}, ${node.phase || node.wish || node.status}`;
   }
 
   detail() {
@@ -190,7 +190,7 @@ export class Nodes {
       make("li", {}, make("button", { type: "button", text: `log of rank ${worker.rank}`, onclick: () => this.onLog(worker.rank) }),
         ` ${worker.phase}${worker.step === undefined ? "" : `, step ${number(worker.step)}`}${worker.is_stalled ? ", stalled" : ""}`));
     box.replaceChildren(
-      make("h3", {}, `Node rank ${node.rank} `, make("span", { class: `badge ${node.health ?? "well"}`, text: node.health ?? "well" })),
+      make("h3", {}, `${node.label} `, make("span", { class: `badge ${node.health ?? "well"}`, text: node.health ?? "well" })),
       ...(node.why ? [make("p", { text: node.why })] : []),
       table,
       ...(node.has_resources ? [usage(node)] : [none("no resources reported yet")]),
@@ -209,14 +209,14 @@ export class Nodes {
   table() {
     if (!byId("table-box").open) return;
     const first = this.page * ROWS;
-    const head = ["rank", "host", "health", "status", "phase", "step", "CPU", "memory", ""];
+    const head = ["node", "host", "health", "status", "phase", "step", "CPU", "memory", ""];
     const rows = this.nodes.slice(first, first + ROWS).map((node) => {
       const cells = [
-        node.rank, node.host, node.health ?? "well", node.status, node.phase ?? "", number(node.step),
+        node.label, node.host, node.health ?? "well", node.status, node.phase ?? "", number(node.step),
         node.has_resources ? `${number(node.cpu ?? 0, 3)} / ${number(node.cores ?? 0, 3)}` : "–",
-        node.has_resources ? bytes(node.memory_mb ?? 0) : "–",
+        node.has_resources ? bytes(node.memory_bytes ?? 0) : "–",
       ];
-      const show = make("button", { type: "button", text: "Show", "aria-label": `Show node rank ${node.rank}`, onclick: () => this.choose(this.nodes.indexOf(node)) });
+      const show = make("button", { type: "button", text: "Show", "aria-label": `Show ${node.label}`, onclick: () => this.choose(this.nodes.indexOf(node)) });
       return make("tr", {}, ...cells.map((text) => make("td", { text })), make("td", {}, show));
     });
     byId("table").replaceChildren(make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col", text })))), make("tbody", {}, ...rows));
@@ -227,7 +227,7 @@ export class Nodes {
 }
 
 function matches(node, wanted) {
-  return [`${node.rank}`, node.host ?? "", node.status ?? "", node.health ?? "well", node.phase ?? ""].some((text) => text.toLowerCase().includes(wanted));
+  return [node.label, node.host ?? "", node.status ?? "", node.health ?? "well", node.phase ?? ""].some((text) => text.toLowerCase().includes(wanted));
 }
 
 const phaseColour = (phase) => `c${(Math.max(0, PHASES.indexOf(phase)) % 8) + 1}`;
@@ -240,10 +240,10 @@ export function usage(node) {
     rows.append(make("span", { text: name }), make("div", { class: "meter" }, fill), make("span", { text }));
   };
   add("CPU", node.cpu ?? 0, node.cores, `${number(node.cpu ?? 0, 3)} of ${number(node.cores ?? 0, 3)} cores`);
-  add("memory", node.memory_mb ?? 0, node.memory_limit_mb, `${bytes(node.memory_mb ?? 0)} of ${bytes(node.memory_limit_mb)}`);
+  add("memory", node.memory_bytes ?? 0, node.memory_limit_bytes, `${bytes(node.memory_bytes ?? 0)} of ${bytes(node.memory_limit_bytes)}`);
   (node.gpus ?? []).forEach(([busy, used, whole], index) => {
-    add(`GPU ${index}`, busy, 100, `${number(busy)} %, ${number(used, 3)} of ${number(whole, 3)} GB`);
+    add(`GPU ${index}`, busy, 100, `${number(busy)} %, ${bytes(used)} of ${bytes(whole)}`);
   });
-  const more = [["shared memory", bytes(node.shm_mb ?? 0)], ["disk free", bytes(node.disk_free_mb)], ["network", `${number(node.network_mb_s ?? 0, 3)} MB/s`]];
+  const more = [["shared memory", bytes(node.shm_bytes ?? 0)], ["disk free", bytes(node.disk_free_bytes)], ["network", `${bytes(node.network_bytes_per_second ?? 0)}/s`]];
   return make("div", {}, rows, make("p", { class: "hint", text: more.map(([name, text]) => `${name} ${text}`).join(" · ") }));
 }

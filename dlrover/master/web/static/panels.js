@@ -25,11 +25,12 @@ export function summary(store) {
       make("div", { class: "tile" }, make("dl", {}, make("dt", { text: name }), make("dd", {}, value, make("small", { text: note }))))),
   );
   byId("name").textContent = job.name;
-  document.title = `${job.name}: ${job.stage}`;
+  const shown = job.blocked ? `blocked (${job.stage})` : job.stage;
+  document.title = `${job.name}: ${shown}`;
   const stage = byId("stage");
-  stage.textContent = job.end ? `${job.stage} (${job.end.reason})` : job.stage;
-  stage.className = `badge ${job.end && job.end.exit_code ? "error" : job.stage}`;
-  const said = [job.end ? job.end.message : job.verdict, job.shortage].filter(Boolean).join(" ");
+  stage.textContent = job.end ? `${job.stage} (${job.end.reason})` : shown;
+  stage.className = `badge ${(job.end && job.end.exit_code) || job.blocked ? "error" : job.stage}`;
+  const said = [job.end ? job.end.message : job.blocked || job.verdict, job.shortage].filter(Boolean).join(" ");
   if (byId("verdict").textContent !== said) byId("verdict").textContent = said;
   byId("footer").textContent = `Master epoch ${job.master_epoch}`;
 }
@@ -100,21 +101,21 @@ export function goodput(store) {
 export function resources(store) {
   const nodes = store.all("nodes").filter((node) => node.has_resources);
   const busiest = nodes.sort((a, b) => share(b) - share(a)).slice(0, 8);
-  fill(byId("resources"), JSON.stringify(busiest.map((node) => [node.rank, node.cpu, node.memory_mb, node.gpus])), () => {
+  fill(byId("resources"), JSON.stringify(busiest.map((node) => [node.rank, node.cpu, node.memory_bytes, node.gpus])), () => {
     if (!nodes.length) return none();
     const sum = (name) => nodes.reduce((total, node) => total + (node[name] ?? 0), 0);
-    const head = make("p", { class: "hint", text: `${nodes.length} nodes use ${number(sum("cpu"), 4)} of ${number(sum("cores"), 4)} cores and ${bytes(sum("memory_mb"))} of memory. The busiest:` });
+    const head = make("p", { class: "hint", text: `${nodes.length} nodes use ${number(sum("cpu"), 4)} of ${number(sum("cores"), 4)} cores and ${bytes(sum("memory_bytes"))} of memory. The busiest:` });
     const rows = busiest.map((node) => {
       const devices = node.gpus ?? [];
       const busy = devices.length ? `${number(devices.reduce((total, each) => total + each[0], 0) / devices.length, 3)} %` : "–";
-      return make("tr", {}, ...[node.rank, node.host, `${number(node.cpu ?? 0, 3)} / ${number(node.cores ?? 0, 3)}`, `${bytes(node.memory_mb ?? 0)} / ${bytes(node.memory_limit_mb)}`, busy].map((text) => make("td", { text })));
+      return make("tr", {}, ...[node.label, node.host, `${number(node.cpu ?? 0, 3)} / ${number(node.cores ?? 0, 3)}`, `${bytes(node.memory_bytes ?? 0)} / ${bytes(node.memory_limit_bytes)}`, busy].map((text) => make("td", { text })));
     });
-    const header = ["rank", "host", "CPU", "memory", "GPU"].map((text) => make("th", { scope: "col", text }));
+    const header = ["node", "host", "CPU", "memory", "GPU"].map((text) => make("th", { scope: "col", text }));
     return [head, make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...header)), make("tbody", {}, ...rows)))];
   });
 }
 
-const share = (node) => Math.max((node.cpu ?? 0) / (node.cores || 1), (node.memory_mb ?? 0) / (node.memory_limit_mb || Infinity));
+const share = (node) => Math.max((node.cpu ?? 0) / (node.cores || 1), (node.memory_bytes ?? 0) / (node.memory_limit_bytes || Infinity));
 
 export function checkpoints(store) {
   const saved = store.one("checkpoints");
