@@ -26,7 +26,9 @@ import torch.distributed as dist
 
 from dlrover.core.cadence import BUDGET
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.commit import committed_checkpoints, delete_checkpoint, latest_step, locate
+from dlrover.snapshot.commit import committed_checkpoints, delete_checkpoint, latest_step
+from dlrover.snapshot.manifest import ManifestInvalid
+from dlrover.snapshot.newest import newest_complete
 from dlrover.snapshot.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.agreement import Ranks, own_ranks
 from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval
@@ -139,7 +141,7 @@ class HfFlashCheckpointer:
         """
         engine = self.async_save_engine
         own = engine.snapshots().of_shard(engine.shard)
-        stored = engine.stored_step()
+        stored = engine.step_beside_memory()
         for snapshot in engine.common_saves(own):
             step = snapshot.name.step
             if stored is not None and stored > step:
@@ -289,7 +291,7 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
         """The newest committed checkpoint in the output directory, or False."""
         directory = self.flash_checkpointer.checkpoint_dir
         try:
-            found = locate(LocalStorage(), directory)
+            found = newest_complete(LocalStorage(), directory)
         except DLRoverError as error:
             log.warning("%s", error)
             found = None
@@ -409,7 +411,14 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
             self._is_laid_out = True
             return laid_out
         stored = self.flash_checkpointer.newest_whole() or self.get_last_checkpoint()
-        return stored if isinstance(stored, str) else None
+        if isinstance(stored, str):
+            return stored
+        if (step := self.flash_checkpointer.async_save_engine.stored_step()) is not None:
+            raise ManifestInvalid(
+                f"{self.args.output_dir} has no checkpoint, but its tracker names step {step}. Restore its files, or start from scratch in "
+                "another directory."
+            )
+        return None
 
     def _whole(self, path: str) -> str:
         """
