@@ -213,7 +213,9 @@ def test_a_directory_of_damaged_checkpoints_only_is_an_error(
     lose(tmp_path / "checkpoints" / MANIFEST, content)
     if not has_tracker:
         lose(tmp_path / "checkpoints" / TRACKER)
-    with pytest.raises(DLRoverError, match=r"holds damaged checkpoints only\. The manifest is missing or damaged in: 2"):
+    with pytest.raises(
+        DLRoverError, match=r"holds damaged checkpoints only\. The manifest is missing or damaged in: 2"
+    ):
         make().load_checkpoint()
 
 
