@@ -349,12 +349,16 @@ def _is_dead(storage: Storage, attempt: Attempt, name: str) -> bool:
 
 
 def delete_checkpoint(storage: Storage, path: str) -> None:
-    """The manifest first, durably: a checkpoint that is half deleted must not look like one."""
+    """
+    The manifest first, durably: a checkpoint that is half deleted must not look like one. Another commit may be deleting the same: then
+    both see it gone.
+    """
     if read_global_manifest(storage, path) is not None:
         manifest = join(path, GLOBAL_NAME)
         storage.remove_file(manifest)
         if isinstance(storage, Renaming):
-            storage.sync([parent_of(manifest)])
+            with contextlib.suppress(FileNotFoundError):
+                storage.sync([parent_of(manifest)])
     storage.remove_tree(path)
 
 

@@ -263,7 +263,10 @@ def finish(request: SaveRequest, *, digest: str = "", is_newest: bool = True, da
             _link(join(committed.path, path), link)
     try:
         _apply_retention(storage, request)
-    except OSError as error:  # the checkpoint is there, and the next one deletes what this one could not
+    except (
+        OSError,
+        DLRoverError,
+    ) as error:  # the checkpoint is there, and the next one deletes what this one could not
         log.warning("step %d is committed; what it made expendable could not be deleted: %s", request.step, error)
     return committed
 
