@@ -170,7 +170,7 @@ class Settling:
         for settled in duties.settled:
             self._on_settled(settled)
         for duty in duties.commits:
-            self._run(self._obey(duty), f"commit {duty.step}")
+            self._run(self._obey(duty), f"commit of step {duty.step}")
         self._breaks.hear(duties.persists)
         if duties.request is not None:
             self._request = duties.request

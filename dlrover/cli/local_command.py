@@ -557,6 +557,12 @@ class LocalJob:
         if self._master is not None:
             processes.send(self._master, signal.SIGTERM)
             await self._host.wait_child(self._master, MASTER_TIMEOUT)
+        if self._stopped_by is not None and self._exit_code == 0 and self._host.cut_off:
+            self._exit_code = 128 + self._stopped_by
+            self._display.say(
+                f"training finished, but {signal.Signals(self._stopped_by).name} came while the last checkpoints were written: those of "
+                f"{', '.join(self._host.cut_off)} are not finished and may be lost. What was committed before stays."
+            )
 
     def _report(self) -> None:
         if self._end is None or self._exit_code == 0:
