@@ -86,7 +86,6 @@ class CheckpointEngine:
         `lazy` is how saves are made that do not say: see `save`. `is_group_private`: ranks agree in a group of their own, so that saves
         may come from another thread than the training's.
         """
-        log.disabled = False  # by a `dictConfig` of the script, which does that to all loggers that exist: in a forked worker ours does
         if local_shard_num < 1 or global_shard_num < 1:
             raise ConfigError(f"Shard numbers must be at least 1, not {local_shard_num} and {global_shard_num}.")
         if global_shard_num < local_shard_num:
