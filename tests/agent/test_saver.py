@@ -13,7 +13,7 @@ from dlrover.agent.saver import Saver, SaverConfig
 from dlrover.protocol.checkpoint_messages import OpenSnapshots, SnapshotSaved
 from dlrover.snapshot.copying import Copier
 from dlrover.snapshot.index import reap_orphans
-from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request
+from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request, finish
 from dlrover.snapshot.retention import KeepTotal
 from dlrover.snapshot.segment import Segment, SegmentWriter, SlotName
 from dlrover.snapshot.segment_format import Owner
@@ -204,6 +204,40 @@ async def test_a_job_that_ends_has_carried_out_its_deletions(make, start, tmp_pa
     await saver.drain(is_hurried=False)
     assert committed(tmp_path) == "10"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["10"]
+
+
+async def test_links_leave_nothing_behind(make, start, tmp_path, caplog):
+    """Of a process that died over it, of a file that has the name already, and of a link that cannot be made."""
+    saver = make()
+    trainer = start(saver)
+    links = tmp_path / "links"
+    (links / "taken" / "by a directory").mkdir(parents=True)
+    (links / "last.pt.new-1").write_text("of a dead one")
+    for step, link in ((1, "last.pt"), (2, "taken")):
+        name = trainer.save(step, is_storage=True, links={"rank_0.pt": str(links / link)})
+        saver.on_saved(news(name, is_storage=True))
+        await saver.drain(is_hurried=False)
+    assert "cannot be linked to" in caplog.text
+    assert sorted(path.name for path in links.iterdir()) == ["last.pt", "taken"]
+    request = read_request_of(trainer, step=1, links={"rank_0.pt": str(links / "last.pt")})
+    finish(request)
+    assert sorted(path.name for path in links.iterdir()) == ["last.pt", "taken"], "committed twice"
+
+
+def read_request_of(trainer: Trainer, *, step: int, **changes) -> SaveRequest:
+    return SaveRequest(
+        directory=trainer.directory,
+        target=str(step),
+        step=step,
+        attempt=f"try-{step}",
+        shard=0,
+        num_shards=1,
+        world_size=1,
+        is_storage=True,
+        is_writer=True,
+        is_committer=True,
+        **changes,
+    )
 
 
 async def test_a_shard_that_never_comes_ends_the_attempt_in_time(make, start, tmp_path, caplog):
