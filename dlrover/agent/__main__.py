@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from dlrover.agent.cgroups import Cgroups
 from dlrover.agent.config import AgentConfig, AgentResult, EntryKind
@@ -167,7 +168,12 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
         socket.relay_to(agent.relay)
         saver.report_to(agent.relay)
         result = await agent.run()
-        await last_saves.finish(agent.told_to_end, is_hurried=result.exit_code >= EXIT_BY_SIGNAL)
+        is_hurried = result.exit_code >= EXIT_BY_SIGNAL
+        is_saved = await last_saves.finish(agent.told_to_end, is_hurried=is_hurried)
+        if not is_saved and result.exit_code == 0 and agent.signal is not None:
+            # Training is done, its last checkpoints are not: whoever stopped us must not take that for success.
+            message = f"stopped by {agent.signal.name} before its last checkpoints were written"
+            return replace(result, exit_code=EXIT_BY_SIGNAL + agent.signal, message=message)
         return result
     except ConfigError as error:
         return AgentResult(exit_code=EXIT_USAGE, message=str(error))

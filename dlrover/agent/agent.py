@@ -743,6 +743,11 @@ class Agent:
         self._is_preempted = True
         self._news.set()
 
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The first one that told us to end."""
+        return self._signal
+
     def _on_signal(self, number: int) -> None:
         self._signal = self._signal or signal.Signals(number)
         self.told_to_end.set()
@@ -755,7 +760,7 @@ class Agent:
             await self._channel.run()
         except Rejected as error:
             if error.code == "node-released":
-                self._released = Leave(str(error).rstrip("."), EXIT_FAILED)
+                self._released = Leave(str(error).rstrip("."))  # no failure of this node's: the master has let it go
                 self._news.set()
                 return
             self._on_broken(

@@ -30,24 +30,27 @@ class LastSaves:
         """This node is about to leave the job by itself, and writes what is queued before it ends."""
         write_mark(self._mark, time.monotonic() + ANNOUNCED)
 
-    async def finish(self, told_to_end: asyncio.Event, *, is_hurried: bool) -> None:
-        """Write what is queued. When we are told to end, before or meanwhile, the patience is the short one."""
+    async def finish(self, told_to_end: asyncio.Event, *, is_hurried: bool) -> bool:
+        """
+        Write what is queued. When we are told to end, before or meanwhile, the patience is the short one. False: something is lost.
+        """
         try:
-            if is_hurried or told_to_end.is_set() or not await self._drain_until(told_to_end):
-                await self._saver.drain(is_hurried=True)
+            if not is_hurried and not told_to_end.is_set():
+                is_whole = await self._drain_until(told_to_end)
+                if is_whole is not None:
+                    return is_whole
+            return await self._saver.drain(is_hurried=True)
         finally:
             with contextlib.suppress(OSError):
                 self._mark.unlink()
 
-    async def _drain_until(self, told_to_end: asyncio.Event) -> bool:
-        """Whether it came to its end. The saves themselves go on in any case."""
+    async def _drain_until(self, told_to_end: asyncio.Event) -> bool | None:
+        """How it came to its end. None: it did not. The saves themselves go on in any case."""
         draining = asyncio.ensure_future(self._saver.drain(is_hurried=False))
         telling = asyncio.ensure_future(told_to_end.wait())
         try:
             await asyncio.wait([draining, telling], return_when=asyncio.FIRST_COMPLETED)
-            if draining.done():
-                await draining  # a bug in it shall be heard of
-            return draining.done()
+            return await draining if draining.done() else None  # a bug in it shall be heard of
         finally:
             telling.cancel()
             draining.cancel()

@@ -268,6 +268,7 @@ class WorkerOutput:
         except OSError:
             files.close_descriptors()
             files.close_held()
+            self._pump.drop(files.copies, [], lambda: None)
             raise
         return files
 
@@ -282,15 +283,21 @@ class WorkerOutput:
         if not path and not is_shown and number == 1:
             return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         needles = self._config.duplicate_stdout_filters if number == 1 else self._config.duplicate_stderr_filters
+        file = Sink.open(path) if path else None
+        try:
+            reader, writer = os.pipe()
+        except OSError:
+            if file is not None:
+                file.close()
+            raise
         copy = Copy(
             number=number,
             console=number if is_shown else None,
             prefix=prefix,
-            file=Sink.open(path) if path else None,
+            file=file,
             filtered=self._filtered.get(number) if is_teed else None,
             needles=tuple(os.fsencode(needle) for needle in needles),
         )
-        reader, writer = os.pipe()
         copy.descriptor = reader
         os.set_blocking(reader, False)
         files.copies.append(copy)

@@ -228,12 +228,12 @@ class Saver:
             log.info("break point: step %d is written to storage", request.step)
             self._start(pinned, request, is_adopted=False)
 
-    async def drain(self, *, is_hurried: bool) -> None:
-        """Finish what is queued, within the patience; tell what is lost."""
+    async def drain(self, *, is_hurried: bool) -> bool:
+        """Finish what is queued, within the patience. False: something is lost, and the log says what."""
         self._hurry.set()
         self._adopt()
         if not self._tasks:
-            return
+            return True
         patience = self._config.patience_at_signal if is_hurried else self._config.patience_at_end
         mark = Path(self._config.runtime_dir) / SAVING_FILE
         write_mark(mark, time.monotonic() + patience)
@@ -241,14 +241,16 @@ class Saver:
         left = await self._wait_for_tasks(time.monotonic() + patience)
         if left:
             log.error(
-                "%d checkpoints could not be finished within %.0f s and are lost; storage is too slow. What was committed "
+                "%d checkpoints could not be finished within %.0f s and are lost (%s); storage is too slow. What was committed "
                 "before stays.",
                 len(left),
                 patience,
+                ", ".join(sorted(task.get_name() for task in left)),
             )
             self._stop.set()
             await asyncio.wait(left, timeout=1.0)
         mark.unlink(missing_ok=True)
+        return not left
 
     def close(self, *, is_removing: bool = False) -> None:
         """Let go; with `is_removing` the segments go as well, otherwise they are for the next agent or the launcher."""
@@ -327,7 +329,7 @@ class Saver:
 
     def _start(self, pinned: PinnedSlot, request: SaveRequest, is_adopted: bool) -> None:
         self._known.add(_key(request))
-        self._run(self._save(pinned, request, is_adopted), f"save {request.step}")
+        self._run(self._save(pinned, request, is_adopted), f"save of step {request.step}")
 
     def _run(self, work: Coroutine[None, None, None], name: str) -> None:
         """Something that the end of this agent has to wait for."""

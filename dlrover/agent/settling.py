@@ -33,7 +33,8 @@ from dlrover.protocol.checkpoint_messages import (
 )
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages import Round
-from dlrover.snapshot.commit import latest_step
+from dlrover.snapshot.manifest import ManifestInvalid
+from dlrover.snapshot.newest import newest_step
 from dlrover.snapshot.persist import SaveRequest, finish, give_up, wait_until_complete
 
 log = logging.getLogger("dlrover.agent")
@@ -169,7 +170,7 @@ class Settling:
         for settled in duties.settled:
             self._on_settled(settled)
         for duty in duties.commits:
-            self._run(self._obey(duty), f"commit {duty.step}")
+            self._run(self._obey(duty), f"commit of step {duty.step}")
         self._breaks.hear(duties.persists)
         if duties.request is not None:
             self._request = duties.request
@@ -232,7 +233,10 @@ class Settling:
 
 def is_due(request: SaveRequest) -> bool:
     """Whether a save that an earlier agent was asked for is still to be done: nothing as new has been committed."""
-    newest = latest_step(request.open_storage(), request.directory)
+    try:
+        newest = newest_step(request.open_storage(), request.directory)
+    except ManifestInvalid:  # what is there cannot be restored
+        return True
     return newest is None or newest < request.step
 
 

@@ -56,6 +56,12 @@ def ls(path: Location, is_json: Json = False) -> None:
         console.print(
             f"{name} names {listing.trackers[name]!r}, and no such checkpoint is there.", style="bold red", markup=False
         )
+    if listing.untracked is not None:
+        console.print(
+            f"dlrover_latest.txt is missing. A restore takes the newest complete checkpoint: step {listing.untracked}.",
+            style="bold red",
+            markup=False,
+        )
 
 
 @app.command()

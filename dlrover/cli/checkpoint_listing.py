@@ -85,6 +85,8 @@ class Listing(Struct, frozen=True, kw_only=True):
     """File name to content."""
     dangling: tuple[str, ...] = ()
     """Trackers that name what is not there."""
+    untracked: int | None = None
+    """Our tracker is missing: the newest complete step, which a restore takes then. None: it is there, or there is nothing to track."""
 
 
 class Place:
@@ -195,7 +197,10 @@ def list_checkpoints(place: Place) -> Listing:
         for name, content in trackers.items()
         if name not in named and not (content and place.is_directory(join(directory, content)))
     )
-    return Listing(directory=directory, checkpoints=tuple(found), trackers=trackers, dangling=dangling)
+    untracked = max((step for step in complete if step is not None), default=None) if TRACKER not in trackers else None
+    return Listing(
+        directory=directory, checkpoints=tuple(found), trackers=trackers, dangling=dangling, untracked=untracked
+    )
 
 
 def read_manifest(place: Place, path: str) -> GlobalManifest | None:

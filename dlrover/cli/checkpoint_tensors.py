@@ -29,6 +29,7 @@ from dlrover.cli.checkpoint_listing import (
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.commit import locate
 from dlrover.snapshot.manifest import DIRECTORY, ManifestInvalid
+from dlrover.snapshot.newest import newest_complete
 from dlrover.snapshot.storage import join
 
 TRUST = "--trust-pickle"
@@ -50,13 +51,15 @@ def checkpoint_path(place: Place, step: int | None = None) -> str:
             raise ConfigError(f"{directory} is one checkpoint; a step is for directories of several.")
         return directory
     try:
-        found = locate(place.storage, directory, step)
+        found = newest_complete(place.storage, directory) if step is None else locate(place.storage, directory, step)
     except ManifestInvalid as error:
         if foreign := _foreign(place, directory, step):
             return foreign
         raise ConfigError(str(error)) from error
     if found is None:
-        raise ConfigError(f"{directory} has no tracker, so it is not known which checkpoint is meant. Name one in it.")
+        raise ConfigError(
+            f"{directory} has neither a tracker nor a complete checkpoint of ours. Name a checkpoint in it."
+        )
     return found.path
 
 

@@ -531,6 +531,10 @@ class LocalJob:
             return
         self._stopped_by = number
         if self._is_over.is_set():
+            if num_saving := self._host.num_saving:
+                self._display.say(
+                    f"stopped by {signal.Signals(number).name}: {num_saving} nodes that still write checkpoints finish what they can in 25 s"
+                )
             asyncio.ensure_future(self._host.stop())  # noqa: RUF006 (as above)
             return
         if self._restart is not None:
@@ -557,9 +561,15 @@ class LocalJob:
         if self._master is not None:
             processes.send(self._master, signal.SIGTERM)
             await self._host.wait_child(self._master, MASTER_TIMEOUT)
+        if self._stopped_by is not None and self._exit_code == 0 and self._host.cut_off:
+            self._exit_code = 128 + self._stopped_by
+            self._display.say(
+                f"training finished, but {signal.Signals(self._stopped_by).name} came while the last checkpoints were written: those of "
+                f"{', '.join(self._host.cut_off)} are not finished and may be lost. What was committed before stays."
+            )
 
     def _report(self) -> None:
-        if self._end is None or self._exit_code == 0:
+        if self._end is None or self._end.exit_code == 0 or self._exit_code == 0:
             return
         self._display.say_block(failure_report(self._plan.job_name, result_of(self._end)))
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # a course calls us
 
 TRAINING_BEGINS = 60.0
 """Seconds: a worker that has run so long has got beyond what a wrong script does, where nobody reports steps."""
-_EXIT_REPLACED = 1
 _FAULTY_HOST = (NodeExit.HARDWARE, NodeExit.CHECK_FAILED, NodeExit.DIAGNOSED)
 
 
@@ -148,8 +147,8 @@ def replace_node_of(course: Course, node_rank: NodeRank, exit_reason: NodeExit, 
     assert node is not None, "replaceable"
     unlink(course, node)
     hear_node_error(course, node, exit_reason, why)
-    # It may be just attaching, so it stays for long enough to hear that it shall go.
-    course.dismiss(agent, Leave(f"{node.label} is replaced: {why}", _EXIT_REPLACED))
+    # It may be just attaching, so it stays for long enough to hear that it shall go. It exits with 0: the platform must not charge its end again.
+    course.dismiss(agent, Leave(f"{node.label} is replaced: {why}"))
     return True
 
 

@@ -114,6 +114,8 @@ class _Node:
     """When it will be killed; infinite as long as it is let write."""
     is_urgent: bool = False
     """It was told to end even if it writes."""
+    was_saving: bool = False
+    """It still wrote checkpoints when it was told to end."""
     removal: RemoveNode | None = None
     """Set: it shall vanish from the list as soon as it has ended."""
 
@@ -172,6 +174,8 @@ class NodeHost:
         self._on_line = on_line
         self._on_change = on_change
         self._saving_until = saving_until
+        self.cut_off: list[str] = []
+        """Names of nodes that were told to end while they wrote checkpoints, and did not end well."""
         self._on_gone = on_gone
         self._jobs: dict[str, _Job] = {}
         self._run = os.urandom(4).hex()
@@ -376,6 +380,8 @@ class NodeHost:
         """From the start of a node's process until nothing of it is left."""
         exit_code = await asyncio.shield(node.process.exit_code)
         was_stopped = node.stopping is not None
+        if node.was_saving and exit_code != 0:
+            self.cut_off.append(node.seen.name)
         await node.process.sweep(0.0 if was_stopped else self._config.orphan_grace, self._strangers)
         await self._on_gone(node.process.pid)
         is_out_of_memory = self._memory is not None and bool(
@@ -429,6 +435,7 @@ class NodeHost:
         if not node.is_urgent:
             await self._let_save(node)
         node.stops_at = asyncio.get_running_loop().time() + grace
+        node.was_saving = node.was_saving or self._time_to_save(node) > 0
         node.process.signal(signal.SIGTERM)
         await node.process.wait(grace)
         if grace:

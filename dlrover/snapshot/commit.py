@@ -52,6 +52,8 @@ ANOTHER_JOB = "another-job"
 """Code of the refusal to replace what another job has just committed."""
 DEAD_AFTER = 900.0
 """Seconds without a change after which an attempt that is not ours is dead: a commit waits for its ranks for 600."""
+_LONGEST_STEP = 18
+"""Digits of a step: ranks tell each other numbers of 64 bits."""
 _STAGED = ".tmp-"
 _SET_ASIDE = ".old-"
 
@@ -347,12 +349,16 @@ def _is_dead(storage: Storage, attempt: Attempt, name: str) -> bool:
 
 
 def delete_checkpoint(storage: Storage, path: str) -> None:
-    """The manifest first, durably: a checkpoint that is half deleted must not look like one."""
+    """
+    The manifest first, durably: a checkpoint that is half deleted must not look like one. Another commit may be deleting the same: then
+    both see it gone.
+    """
     if read_global_manifest(storage, path) is not None:
         manifest = join(path, GLOBAL_NAME)
         storage.remove_file(manifest)
         if isinstance(storage, Renaming):
-            storage.sync([parent_of(manifest)])
+            with contextlib.suppress(FileNotFoundError):
+                storage.sync([parent_of(manifest)])
     storage.remove_tree(path)
 
 
@@ -370,12 +376,11 @@ def latest_step(storage: Storage, directory: str) -> int | None:
         content = storage.read(join(directory, TRACKER))
     except FileNotFoundError:
         return None
-    try:
-        return int(content)
-    except ValueError as error:
+    if not content.strip().isdigit() or len(content) > _LONGEST_STEP:
         raise ManifestInvalid(
             f"{join(directory, TRACKER)} should hold a step and holds {content[:40]!r}. Write the step to use into it."
-        ) from error
+        )
+    return int(content)
 
 
 def committed_checkpoints(storage: Storage, directory: str) -> list[Committed]:
@@ -396,10 +401,9 @@ def committed_checkpoints(storage: Storage, directory: str) -> list[Committed]:
 
 def locate(storage: Storage, directory: str, step: int | None = None) -> Committed | None:
     """
-    The checkpoint of a step, or the one that the tracker names.
+    The checkpoint of a step, or exactly the one that the tracker names; `newest_complete` is what a restore takes.
 
-    None: there is no tracker, so there never was a checkpoint. A tracker whose checkpoint is not there is an error: nobody shall start from
-    scratch without noticing.
+    None: there is no tracker. A tracker whose checkpoint is not there is an error.
     """
     wanted = latest_step(storage, directory) if step is None else step
     if wanted is None:
@@ -413,6 +417,11 @@ def locate(storage: Storage, directory: str, step: int | None = None) -> Committ
         f"No complete checkpoint of step {wanted} in {directory}; complete are steps {known or 'none'}. "
         "Restore its files, or name the step to resume from."
     )
+
+
+def is_staged(path: str) -> bool:
+    """Whether this is the directory of an attempt. It is not committed, also when its manifest is there already."""
+    return _STAGED in path.rsplit("/", 1)[-1]
 
 
 def read_global_manifest(storage: Storage, path: str) -> GlobalManifest | None:

@@ -11,6 +11,8 @@ all are there. A shared file system cannot tell when a file appears, so it has t
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import logging
 import os
 import threading
@@ -263,7 +265,10 @@ def finish(request: SaveRequest, *, digest: str = "", is_newest: bool = True, da
             _link(join(committed.path, path), link)
     try:
         _apply_retention(storage, request)
-    except OSError as error:  # the checkpoint is there, and the next one deletes what this one could not
+    except (
+        OSError,
+        DLRoverError,
+    ) as error:  # the checkpoint is there, and the next one deletes what this one could not
         log.warning("step %d is committed; what it made expendable could not be deleted: %s", request.step, error)
     return committed
 
@@ -372,18 +377,28 @@ def _forget_shard(storage: Storage, attempt: Attempt, request: SaveRequest) -> N
 
 
 def _link(source: str, link: str) -> None:
-    """A second name for a file, replaced at once."""
+    """A second name for a file, replaced at once. What a process left here that died meanwhile is removed."""
     temporary = f"{link}.new-{os.getpid()}"
     os.makedirs(os.path.dirname(link), exist_ok=True)
+    for left in glob.glob(f"{glob.escape(link)}.new-*"):
+        _unlink(left)
     try:
         os.link(source, temporary)
-        os.replace(temporary, link)
+        try:
+            os.replace(temporary, link)
+        finally:
+            _unlink(temporary)  # it is still there if this failed, and if both were the same file already
     except OSError as error:
         raise OSError(
             error.errno,
             f"the checkpoint is complete as {source}, but cannot be linked to {link} ({error.strerror}); "
             "give a path on the same file system",
         ) from error
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def _store_sums(segment: Segment, name: SlotName, sums: Sums) -> None:

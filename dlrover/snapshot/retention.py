@@ -85,24 +85,48 @@ class KeepFor(Struct, frozen=True, tag=True):
         return [each.manifest.step for each in checkpoints if each.manifest.saved_at < newest - self.seconds]
 
 
-MoreRules = KeepBest | KeepBytes | KeepFor
+class KeepTotal(Struct, frozen=True, tag=True):
+    """At most so many in all: the newest, the one of this name, and then the newest of the others. As `save_total_limit` of transformers."""
+
+    max_to_keep: int
+    best: str = ""
+    """Name of a checkpoint's directory; it is kept also where only one may be."""
+
+    def choose(self, checkpoints: Sequence[Committed]) -> list[int]:
+        others = [each for each in checkpoints[:-1] if each.path.rsplit("/", 1)[-1] != self.best]
+        num_room = max(0, self.max_to_keep - (len(checkpoints) - len(others)))
+        return [each.manifest.step for each in others[: len(others) - num_room]]
+
+
+MoreRules = KeepBest | KeepBytes | KeepFor | KeepTotal
 """Rules that look at more than steps; a save request carries them as they are."""
 
 
 def apply_retention(storage: Storage, directory: str, strategy: Retention | MoreRules) -> list[int]:
-    """Delete what the strategy gives up; return the steps that are gone."""
+    """
+    Delete what the strategy gives up; return the steps that are gone.
+
+    What cannot be deleted keeps nothing else from being deleted; the first such error is raised at the end.
+    """
     checkpoints = {each.manifest.step: each for each in committed_checkpoints(storage, directory)}
     steps = sorted(checkpoints)
     if not steps:
         return []
     protected = {steps[-1], latest_step(storage, directory)}
-    gone = []
+    gone: list[int] = []
+    failed: OSError | None = None
     ordered = [checkpoints[step] for step in steps]
     going = strategy.choose(ordered) if isinstance(strategy, MoreRules) else strategy.expendable(steps)
     for step in going:
-        if step in checkpoints and step not in protected and not is_kept(storage, checkpoints[step]):
+        if step not in checkpoints or step in protected or is_kept(storage, checkpoints[step]):
+            continue
+        try:
             delete_checkpoint(storage, checkpoints[step].path)
             gone.append(step)
+        except OSError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
     return gone
 
 

@@ -273,7 +273,7 @@ async def test_a_node_that_is_exchanged_stops_its_workers_and_does_not_come_agai
     stage.master.apply(RelaunchNode(node=node, reason="slow disk"))
     life.channel.restore()
     result = await life.result()
-    assert (result.exit_code, result.is_job_alive) == (EXIT_FAILED, True)
+    assert (result.exit_code, result.is_job_alive) == (0, True), "no failure that a platform could charge to it"
     assert "somebody asked for it (slow disk)" in result.message
     assert group.stops == [(StopCause.MEMBERSHIP, signal.SIGTERM)]
     assert [(type(command), code) for command, code in stage.master.refused] == [(Attach, "node-released")]

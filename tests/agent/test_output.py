@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -237,6 +238,36 @@ async def test_attempts_follow_each_other_and_leak_nothing(make: Maker, capfd: p
     attempts = os.listdir(os.path.dirname(os.path.dirname(os.path.dirname(files.error_file))))
     assert sorted(attempts) == ["attempt_3", "attempt_4"]
     assert capfd.readouterr().err.splitlines() == ["0", "0", "1", "1", "2", "2", "3", "3", "4", "4"]
+
+
+async def test_an_attempt_that_finds_too_few_descriptors_leaks_none(make: Maker, tmp_path: Path) -> None:
+    """Whichever of its files and pipes is the first that cannot be opened."""
+    output = make(log_dir=str(tmp_path / "logs"), tee_default=3)
+    output.open_attempt(0, [0])
+    await output.close_attempt()
+    before, limits = descriptors(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_failed, attempt, is_enough = 0, 0, False
+    while not is_enough:
+        attempt += 1
+        assert attempt < 40, "one attempt does not need so many"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_first_free() + attempt, limits[1]))
+        try:
+            output.open_attempt(attempt, [0, 1])
+            is_enough = True
+        except ConfigError:
+            num_failed += 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        await output.close_attempt()
+        await until(lambda: descriptors() <= before)
+    assert num_failed > 5
+
+
+def _first_free() -> int:
+    """Descriptors are numbers up to the limit: the lowest that is not in use."""
+    descriptor = os.dup(0)
+    os.close(descriptor)
+    return descriptor
 
 
 async def test_files_without_a_directory_go_to_a_new_one(

@@ -13,7 +13,8 @@ from dlrover.agent.saver import Saver, SaverConfig
 from dlrover.protocol.checkpoint_messages import OpenSnapshots, SnapshotSaved
 from dlrover.snapshot.copying import Copier
 from dlrover.snapshot.index import reap_orphans
-from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request
+from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request, finish
+from dlrover.snapshot.retention import KeepTotal
 from dlrover.snapshot.segment import Segment, SegmentWriter, SlotName
 from dlrover.snapshot.segment_format import Owner
 from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter
@@ -185,6 +186,58 @@ async def test_the_commit_waits_for_all_shards(make, start, tmp_path):
     await saver.drain(is_hurried=False)
     assert committed(tmp_path) == "6"
     assert (tmp_path / "checkpoints/6/rank_1.pt").exists()
+
+
+async def test_a_job_that_ends_has_carried_out_its_deletions(make, start, tmp_path):
+    """Step 8 is committed after step 10, because a shard of it was slow: it goes again before the agent ends."""
+    saver = make()
+    first, second = start(saver, 0, 2), start(saver, 1, 2)
+    rule = {"is_storage": True, "keep": KeepTotal(1)}
+    early = [first.save(8, **rule), first.save(10, **rule), second.save(8, **rule), second.save(10, **rule)]
+    for name in (early[0], early[1], early[3]):
+        saver.on_saved(news(name, is_storage=True))
+    async with asyncio.timeout(DEADLINE):
+        while not (tmp_path / "checkpoints/dlrover_latest.txt").exists():  # noqa: ASYNC110 (a file tells nobody)
+            await asyncio.sleep(0.02)
+    assert committed(tmp_path) == "10"
+    saver.on_saved(news(early[2], is_storage=True))
+    await saver.drain(is_hurried=False)
+    assert committed(tmp_path) == "10"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["10"]
+
+
+async def test_links_leave_nothing_behind(make, start, tmp_path, caplog):
+    """Of a process that died over it, of a file that has the name already, and of a link that cannot be made."""
+    saver = make()
+    trainer = start(saver)
+    links = tmp_path / "links"
+    (links / "taken" / "by a directory").mkdir(parents=True)
+    (links / "last.pt.new-1").write_text("of a dead one")
+    for step, link in ((1, "last.pt"), (2, "taken")):
+        name = trainer.save(step, is_storage=True, links={"rank_0.pt": str(links / link)})
+        saver.on_saved(news(name, is_storage=True))
+        await saver.drain(is_hurried=False)
+    assert "cannot be linked to" in caplog.text
+    assert sorted(path.name for path in links.iterdir()) == ["last.pt", "taken"]
+    request = read_request_of(trainer, step=1, links={"rank_0.pt": str(links / "last.pt")})
+    finish(request)
+    assert sorted(path.name for path in links.iterdir()) == ["last.pt", "taken"], "committed twice"
+
+
+def read_request_of(trainer: Trainer, *, step: int, **changes) -> SaveRequest:
+    return SaveRequest(
+        directory=trainer.directory,
+        target=str(step),
+        step=step,
+        attempt=f"try-{step}",
+        shard=0,
+        num_shards=1,
+        world_size=1,
+        is_storage=True,
+        is_writer=True,
+        is_committer=True,
+        **changes,
+    )
 
 
 async def test_a_shard_that_never_comes_ends_the_attempt_in_time(make, start, tmp_path, caplog):

@@ -128,6 +128,17 @@ def test_ls_tells_of_a_tracker_that_names_nothing(ours: Path) -> None:
     assert "names '99'" in run("ls", ours).output
 
 
+def test_without_the_tracker_the_newest_complete_checkpoint_is_meant(ours: Path) -> None:
+    """Decision 46, for those who look: what a restore takes is what the tools take."""
+    (ours / "dlrover_latest.txt").unlink()
+    assert "A restore takes the newest complete checkpoint: step 15." in run("ls", ours).output
+    assert json.loads(run("ls", ours, "--json").output)["untracked"] == 15
+    assert "0 different" in run("diff", ours, ours / "15").output
+    (ours / "dlrover_latest.txt").write_text("15")
+    shutil.rmtree(ours / "15")
+    assert "0 different" in run("diff", ours, ours / "10").output
+
+
 def test_ls_and_verify_reach_through_fsspec(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     directory = f"memory://{tmp_path.name}/run"

@@ -297,6 +297,28 @@ def test_a_terminal_that_hangs_up_ends_the_job_with_the_exit_code_of_its_signal(
         host.wait()
 
 
+def test_a_signal_during_the_last_saves_is_no_success_if_one_is_lost(jobs, tmp_path):
+    """Of two jobs that were interrupted so, one gets its save written in time; the other is interrupted again."""
+    for is_written in (True, False):
+        folder = tmp_path / f"written-{is_written}"
+        folder.mkdir()
+        job = LocalJob(jobs, folder, "--nodes=1", "--netns=off", script=SCRIPTS / "held_save.py")
+        wait_until(lambda job=job: "still write checkpoints" in job.host.err, explain=lambda job=job: job.host.err)
+        job.host.signal(signal.SIGINT)
+        wait_until(lambda job=job: "stopped by SIGINT: 1 nodes" in job.host.err, explain=lambda job=job: job.host.err)
+        if is_written:
+            (folder / "go").touch()
+            assert job.host.wait() == 0, job.host.err
+            assert (folder / "checkpoints" / "dlrover_latest.txt").read_text() == "1"
+        else:
+            job.host.signal(signal.SIGINT)
+            assert job.host.wait() == 128 + signal.SIGINT, job.host.err
+            assert "SIGINT came while the last checkpoints were written: those of " in job.host.err
+            assert "are not finished and may be lost" in job.host.err
+            assert not (folder / "checkpoints" / "dlrover_latest.txt").exists()
+        assert job.directories() == []
+
+
 class UnreadConsole(NamedTuple):
     """What it shows is read by nobody, unless the test does."""
 

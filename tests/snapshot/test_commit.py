@@ -42,7 +42,16 @@ from dlrover.snapshot.manifest import (
     join_manifests,
 )
 from dlrover.snapshot.persist import SaveRequest, finish
-from dlrover.snapshot.retention import KEEP, KeepBest, KeepBytes, KeepFor, KeepInterval, KeepLatest, apply_retention
+from dlrover.snapshot.retention import (
+    KEEP,
+    KeepBest,
+    KeepBytes,
+    KeepFor,
+    KeepInterval,
+    KeepLatest,
+    KeepTotal,
+    apply_retention,
+)
 from dlrover.snapshot.storage import LocalStorage, Renaming, Storage, join, storage_for
 from tests.snapshot.power_cut import Disk, PowerCut
 
@@ -501,6 +510,42 @@ def test_a_limit_of_bytes_and_a_limit_of_time() -> None:
     assert KeepBytes(50).choose(stored) == [1]
     assert KeepBytes(1).choose(stored) == [3, 2, 1]
     assert KeepFor(150.0).choose(stored) == [1]
+
+
+def test_a_total_counts_the_best_and_the_newest() -> None:
+    stored = [checkpoint(step) for step in (2, 4, 6, 8)]
+    assert KeepTotal(1).choose(stored) == [2, 4, 6]
+    assert KeepTotal(2).choose(stored) == [2, 4]
+    assert KeepTotal(1, best="2").choose(stored) == [4, 6], (
+        "the best stays beside the newest, also where the limit is 1"
+    )
+    assert KeepTotal(2, best="2").choose(stored) == [4, 6]
+    assert KeepTotal(3, best="2").choose(stored) == [4]
+    assert KeepTotal(9).choose(stored) == []
+
+
+class TwoDeleters(LocalStorage):
+    """Another commit deletes step 1 at the same time, a little quicker; and step 2 cannot be deleted at all."""
+
+    def remove_file(self, path: str) -> None:
+        if "/1/" in path:
+            super().remove_tree(path.split("/.dlrover")[0])
+        super().remove_file(path)
+
+    def remove_tree(self, path: str) -> None:
+        if path.endswith("/2"):
+            raise PermissionError(13, "not yours", path)
+        super().remove_tree(path)
+
+
+def test_what_cannot_be_deleted_keeps_nothing_else_from_being_deleted(tmp_path: Path) -> None:
+    """The last commit of a job has no later one that could do the rest."""
+    storage, directory = TwoDeleters(), str(tmp_path)
+    for step in (1, 2, 3, 4):
+        save(storage, attempt_at(step, "a", directory))
+    with pytest.raises(PermissionError, match="not yours"):
+        apply_retention(storage, directory, KeepLatest(1))
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["2", "4"]
 
 
 def test_a_pinned_checkpoint_stays_whatever_the_rule(place: tuple[Storage, str]) -> None:

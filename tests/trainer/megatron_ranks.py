@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from megatron.training.global_vars import set_args  # noqa: E402
 
 from dlrover.protocol.errors import ConfigError  # noqa: E402
 from dlrover.snapshot.checksum import Corrupt  # noqa: E402
+from dlrover.snapshot.manifest import ManifestInvalid  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint import megatron, megatron_dist_ckpt  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.megatron import MegatronCheckpointer, StorageType  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.megatron_dist_ckpt import MegatronDistCheckpointer  # noqa: E402
@@ -269,10 +271,63 @@ def damage() -> None:
         dist.barrier()
 
 
+def lost_trackers() -> None:
+    """Decision 46: without its tracker, or without the iteration that it names, Megatron goes on from a complete one, on all ranks."""
+    for kind, holder in ((megatron, MegatronCheckpointer), (megatron_dist_ckpt, MegatronDistCheckpointer)):
+        args = new_args(f"lost-{holder.__name__}")
+        other, its_optimizer = new_model(9)
+        assert kind.load_checkpoint(other, its_optimizer, None)[0] == 0, "a beginning"
+        for iteration in (1, 2, 3):
+            model, optimizer = new_model(iteration)
+            assert kind.save_checkpoint(iteration, model, optimizer, None, 0.0, on_busy="block")
+        assert kind.wait_latest_checkpoint(60)
+        holder._instance.close()
+        dist.barrier()
+        ours, theirs = Path(args.save, "dlrover_latest.txt"), Path(args.save, "latest_checkpointed_iteration.txt")
+
+        def garble(theirs: Path = theirs) -> None:
+            theirs.write_text("no iteration")
+
+        def lose_both(theirs: Path = theirs, ours: Path = ours) -> None:
+            theirs.unlink()
+            ours.unlink()
+
+        def lose_iteration(theirs: Path = theirs) -> None:
+            theirs.write_text("3")
+            shutil.rmtree(theirs.parent / "iter_0000003")
+
+        def lose_manifest(theirs: Path = theirs) -> None:
+            theirs.write_text("2")
+            (theirs.parent / "iter_0000002/.dlrover/manifest.json").unlink()
+
+        for spoil, expected in ((garble, 3), (lose_both, 3), (lose_iteration, 2), (lose_manifest, 1)):
+            if rank == 0:
+                spoil()
+            dist.barrier()
+            args.consumed_train_samples = args.consumed_valid_samples = 0
+            other, its_optimizer = new_model(9)
+            assert kind.load_checkpoint(other, its_optimizer, None)[0] == expected, spoil
+            assert same(other[0], new_model(expected)[0][0]), spoil
+            assert args.load == args.save
+            holder._instance.close()
+            dist.barrier()
+        if rank == 0:
+            (theirs.parent / "iter_0000001/.dlrover/manifest.json").unlink()
+        dist.barrier()
+        try:
+            kind.load_checkpoint(other, its_optimizer, None)
+        except ManifestInvalid:
+            dist.barrier()
+        else:
+            raise AssertionError("a damaged iteration was loaded")
+        holder._instance.close()
+        dist.barrier()
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     mpu.initialize_model_parallel()
-    for scenario in (replicas, stages, shares, failures, damage):
+    for scenario in (replicas, stages, shares, failures, damage, lost_trackers):
         scenario()
         print(f"{scenario.__name__} done", flush=True)
     dist.destroy_process_group()

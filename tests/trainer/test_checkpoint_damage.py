@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.checksum import Corrupt
+from dlrover.snapshot.commit import TRACKER
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.persist import persist, pin_newest, read_request, release, sum_slot
 from dlrover.snapshot.segment import Segment, segment_paths
@@ -162,6 +164,78 @@ def test_a_bit_that_flips_in_memory_does_not_become_a_file(make: Make, tmp_path:
     flip(path, data_at + 5000, 4)
     persist(pinned, request)
     release(pinned)
+
+
+MANIFEST = f"{NEW}/.dlrover/manifest.json"
+
+
+@pytest.mark.parametrize(
+    ("missing", "content", "expected", "warning"),
+    [
+        (TRACKER, None, NEW, "dlrover_latest.txt is missing. The newest complete checkpoint counts: step 2"),
+        (TRACKER, "", NEW, "should hold a step and holds b''. Write the step to use into it. The newest complete"),
+        (TRACKER, "\u2028 -7", NEW, "The newest complete checkpoint counts: step 2"),
+        (TRACKER, "9" * 5000, NEW, "The newest complete checkpoint counts: step 2"),
+        (MANIFEST, None, OLD, "step 2 in {} is not complete"),
+        (MANIFEST, "{ damaged", OLD, "step 2 in {} is not complete"),
+        (str(NEW), None, OLD, "The next older complete one counts: step 1"),
+    ],
+)
+def test_a_beginning_is_an_empty_directory(
+    make: Make,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    missing: str,
+    content: str | None,
+    expected: int,
+    warning: str,
+) -> None:
+    """Decision 46: a lost tracker or a lost newest checkpoint costs a warning and at most one save, never the training."""
+    checkpointer = make()
+    assert checkpointer.load_checkpoint() == {}
+    assert "checkpoint" not in caplog.text, "nothing is lost where nothing was saved"
+    for step in (OLD, NEW):
+        assert checkpointer.save_checkpoint(step, state_of(step), on_busy="block")
+    checkpointer.close()
+    lose(tmp_path / "checkpoints" / missing, content)
+    assert whose(make().load_checkpoint()) == expected
+    assert warning.format(tmp_path / "checkpoints") in caplog.text
+
+
+@pytest.mark.parametrize("has_tracker", [True, False])
+@pytest.mark.parametrize("content", [None, "{ damaged"])
+def test_a_directory_of_damaged_checkpoints_only_is_an_error(
+    make: Make, tmp_path: Path, content: str | None, has_tracker: bool
+) -> None:
+    checkpointer = make()
+    checkpointer.save_checkpoint(NEW, state_of(NEW))
+    checkpointer.close()
+    lose(tmp_path / "checkpoints" / MANIFEST, content)
+    if not has_tracker:
+        lose(tmp_path / "checkpoints" / TRACKER)
+    with pytest.raises(
+        DLRoverError, match=r"holds damaged checkpoints only\. The manifest is missing or damaged in: 2"
+    ):
+        make().load_checkpoint()
+
+
+def test_checkpoints_of_others_without_a_tracker_are_told(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+    torch.save(state_of(5), tmp_path / "checkpoints" / "5" / "rank_0.pt")
+    assert make().load_checkpoint() == {}
+    assert "Steps [5], which other software wrote, are not restored" in caplog.text
+
+
+def lose(path: Path, content: str | None = None) -> None:
+    """The file or directory is gone, or holds something else."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif content is None:
+        path.unlink()
+    else:
+        path.write_text(content)
 
 
 def test_when_everything_is_damaged_there_is_an_error_and_no_state(make: Make, tmp_path: Path) -> None:

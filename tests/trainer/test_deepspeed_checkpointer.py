@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -310,3 +311,45 @@ def test_a_flipped_bit_in_a_file_leads_to_the_next_older_checkpoint(make, engine
     flip(directory / "1" / ".dlrover" / "manifest.json")
     with pytest.raises(ManifestInvalid, match="none is as it was written"):
         make(StandIn()).load_checkpoint(directory)
+
+
+@pytest.mark.parametrize(
+    ("lost", "content", "expected"),
+    [
+        (("dlrover_latest.txt",), None, 2),
+        (("dlrover_latest.txt", "latest"), None, 2),
+        (("dlrover_latest.txt", "latest"), "no step", 2),
+        (("2",), None, 1),
+        (("2/.dlrover/manifest.json",), None, 1),
+    ],
+)
+def test_a_beginning_is_an_empty_directory(make, engine, directory, caplog, lost, content, expected):
+    """Decision 46: whatever is lost, a complete checkpoint is found and told; where only damaged ones are left, the load raises."""
+    checkpointer = make(engine)
+    assert checkpointer.load_checkpoint(directory) == (None, None)
+    for step in (1, 2):
+        assert checkpointer.save_checkpoint(directory, step, {"at": step}, on_busy="block")
+    assert checkpointer.wait_latest_checkpoint(20)
+    checkpointer.close()
+    for name in lost:
+        lose(directory / name, content)
+    assert make(StandIn()).load_checkpoint(directory)[1] == {"at": expected}
+    assert f"complete {'checkpoint' if expected == 2 else 'one'} counts: step {expected}" in caplog.text
+    for step in (1, 2):
+        (directory / str(step) / ".dlrover" / "manifest.json").unlink(missing_ok=True)
+    with pytest.raises(ManifestInvalid, match="damaged checkpoints only"):
+        make(StandIn()).load_checkpoint(directory)
+    for step in (1, 2):
+        lose(directory / str(step))
+    (directory / "latest").write_text("2")
+    with pytest.raises(ManifestInvalid, match=r"has no complete checkpoint, but|should hold a step"):
+        make(StandIn()).load_checkpoint(directory)
+
+
+def lose(path: Path, content: str | None = None) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif content is not None:
+        path.write_text(content)
+    else:
+        path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 
@@ -20,6 +21,7 @@ with warnings.catch_warnings():
 from safetensors.torch import load_file
 
 from dlrover.snapshot.checksum import Corrupt
+from dlrover.snapshot.manifest import ManifestInvalid
 
 
 @pytest.fixture(autouse=True)
@@ -156,3 +158,24 @@ def test_the_newest_checkpoint_in_storage_is_one_that_is_as_it_was_written(check
     assert checkpointer.newest_whole() == str(directory / "checkpoint-1")
     with pytest.raises(Corrupt, match=r"optimizer\.pt has other bytes"):
         checkpointer.async_save_engine.refuse_damaged(str(directory / "checkpoint-2"))
+
+
+def test_a_beginning_is_an_empty_directory(checkpointer, directory, caplog):
+    """Decision 46, for the tracker, the directory and the manifest."""
+    assert checkpointer.newest_whole() is None
+    for step in (1, 2, 3):
+        checkpointer.ckpt_agent.save({"w": torch.arange(300)}, directory / f"checkpoint-{step}" / "optimizer.pt")
+        assert checkpointer.save_checkpoint_to_storage(step, blocking=True)
+    assert checkpointer.wait_latest_checkpoint(20)
+    tracker = directory / "dlrover_latest.txt"
+    tracker.unlink()
+    assert checkpointer.newest_whole() == str(directory / "checkpoint-3")
+    assert "dlrover_latest.txt is missing" in caplog.text
+    tracker.write_text("3")
+    shutil.rmtree(directory / "checkpoint-3")
+    assert checkpointer.newest_whole() == str(directory / "checkpoint-2")
+    assert "The next older complete one counts: step 2." in caplog.text
+    for step in (1, 2):
+        (directory / f"checkpoint-{step}" / ".dlrover" / "manifest.json").unlink()
+    with pytest.raises(ManifestInvalid, match="damaged checkpoints only"):
+        checkpointer.newest_whole()

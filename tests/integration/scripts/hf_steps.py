@@ -24,6 +24,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
+from dlrover.snapshot.persist import finish, persist, pin_newest, release  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.hf_trainer import FlashCkptTrainer  # noqa: E402
 
 NUM_STEPS, DISK_EVERY, KILL_AT = 10, 4, 7
@@ -114,6 +115,24 @@ def keep_the_best() -> None:
     trainer.flash_checkpointer.close()
 
 
+def delete_late() -> None:
+    """A snapshot that storage gets only after the training, as from a slow agent or after a break: `save_total_limit` holds for it, too."""
+    arguments = make_arguments("late", max_steps=3, save_steps=3)
+    trainer = FlashCkptTrainer(model=make_model(), args=arguments, train_dataset=data(), memory_steps=2)
+    trainer.train()
+    engine = trainer.flash_checkpointer.async_save_engine
+    [snapshot] = [each for each in engine.snapshots().of_shard(RANK) if each.name.step == 2]
+    pinned = pin_newest(snapshot.name.path, snapshot.name.slot, snapshot.name.generation)
+    persist(pinned, snapshot.request)
+    release(pinned)
+    torch.distributed.barrier()
+    if RANK == 0:
+        finish(snapshot.request, is_newest=False)
+        assert sorted(path.name for path in (FOLDER / "late").glob("checkpoint-*")) == ["checkpoint-3"]
+    torch.distributed.barrier()
+    trainer.flash_checkpointer.close()
+
+
 def save_by_itself() -> None:
     """With a rhythm of its own, which begins with a save to storage, though transformers saves nothing."""
     arguments = make_arguments("rhythm", max_steps=3, save_strategy="no")
@@ -154,6 +173,7 @@ def main() -> None:
         assert_same(opened.state_dict(), trained)
     if MODE[0] == "ddp":
         keep_the_best()
+        delete_late()
         save_by_itself()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -161,9 +161,16 @@ def main() -> None:
     if isinstance(job, Core):
         job.checkpointer.close()
         without_our_files(job, folder / "theirs")
-        fresh = job.new_model(1)
-        assert Core(folder / "theirs", is_first=False).load(fresh) == 7
-        assert same(fresh, job.new_model(5))
+        if dist.get_rank() == 0:
+            for tracker in ("dlrover_latest.txt", "latest_checkpointed_iteration.txt"):
+                (job.directory / tracker).unlink()
+        dist.barrier()
+        for place in ("theirs", "."):  # with Megatron's tracker and nothing of ours; with our manifest and no tracker
+            fresh = job.new_model(1)
+            found = Core(folder / place, is_first=False)
+            assert found.load(fresh) == 7
+            assert same(fresh, job.new_model(5))
+            found.checkpointer.close()
 
 
 if __name__ == "__main__":

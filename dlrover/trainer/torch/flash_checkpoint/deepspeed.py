@@ -26,7 +26,7 @@ from typing import Any
 
 from dlrover.core.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.manifest import DIRECTORY
+from dlrover.snapshot.manifest import DIRECTORY, ManifestInvalid
 from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
@@ -358,7 +358,7 @@ class DeepSpeedCheckpointer:
             for snapshot in snapshots.of_shard(self._engine.shard)
             if tag is None or snapshot.request.target == str(tag)
         ]
-        stored = self._engine.stored_step()
+        stored = self._engine.step_beside_memory()
         for snapshot in self._engine.common_saves(own):
             if tag is None and stored is not None and stored > snapshot.name.step:
                 return None
@@ -402,13 +402,17 @@ class DeepSpeedCheckpointer:
         """
         directory = self._engine.checkpoint_dir
         newest = self._engine.stored_step()
-        if newest is None:
-            return None
         named = _latest_tag(directory)
-        is_theirs = named is not None and not os.path.isdir(os.path.join(directory, named, DIRECTORY))
-        if self._engine.is_so_for_all(is_theirs):
+        path = os.path.join(directory, named or "")
+        is_there = named is not None and os.path.isdir(path)
+        if self._engine.is_so_for_all(is_there and not os.path.isdir(os.path.join(path, DIRECTORY))):
             return named
-        found = self._engine.newest_whole(newest)
+        found = None if newest is None else self._engine.newest_whole(newest)
+        if found is None and not self._engine.is_so_for_all(newest is None and named is None):
+            said = f"{LATEST} names {named}" if newest is None else f"the tracker names step {newest}"
+            raise ManifestInvalid(
+                f"{directory} has no complete checkpoint, but {said}. Restore its files, or start from scratch in another directory."
+            )
         return None if found is None else os.path.basename(found.path)
 
 

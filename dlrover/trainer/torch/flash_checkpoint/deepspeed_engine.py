@@ -15,14 +15,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.commit import Committed, latest_step
+from dlrover.snapshot.commit import Committed
+from dlrover.snapshot.manifest import ManifestInvalid
+from dlrover.snapshot.newest import complete_up_to, newest_step
 from dlrover.snapshot.storage import Storage
 from dlrover.snapshot.user_storage import storage_of
 from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
 from dlrover.trainer.torch.flash_checkpoint.node_snapshots import NodeSnapshots, Snapshot, read_files
-from dlrover.trainer.torch.flash_checkpoint.stored_files import newest_whole, refuse_damaged
+from dlrover.trainer.torch.flash_checkpoint.stored_files import newest_whole, refuse_damaged, told_by_first
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
@@ -94,16 +96,30 @@ class FileCheckpointEngine(CheckpointEngine):
         return storage_of(self.checkpoint_dir, self._storage)
 
     def stored_step(self) -> int | None:
-        """The newest committed step, as global rank 0 sees it. All ranks call this."""
+        """
+        The newest committed step, as global rank 0 sees it. All ranks call this.
+
+        None: nothing was ever committed. Raises ManifestInvalid, on all ranks, when the storage cannot be read or holds damaged checkpoints only.
+        """
         self._agree_late()
-        step = None
-        if self._agreement.ranks.global_rank == 0 or not self._agreement.is_joint:
-            try:
-                step = latest_step(self.open_storage(), self.checkpoint_dir)
-            except (OSError, DLRoverError) as error:
-                log.warning("the tracker in %s cannot be read: %s", self.checkpoint_dir, error)
-        told = self._agreement.tell_all([] if step is None else [step])
+        told = told_by_first(self._agreement, self._find_step)
         return told[0] if told else None
+
+    def step_beside_memory(self) -> int | None:
+        """The same for a caller that looks at memory first: a storage that cannot be used costs a warning, because memory may do."""
+        try:
+            return self.stored_step()
+        except ManifestInvalid as error:
+            log.warning("the storage cannot be used: %s", error)
+            return None
+
+    def _find_step(self) -> list[int]:
+        storage = self.open_storage()
+        newest = newest_step(storage, self.checkpoint_dir)
+        if newest is None:
+            return []
+        complete = complete_up_to(storage, self.checkpoint_dir, newest)
+        return [complete[0].manifest.step if complete else newest]  # without any of ours it is another software's
 
     def newest_whole(self, at_most: int) -> Committed | None:
         """In storage, up to that step, and every byte as it was written; see there. All ranks call this."""

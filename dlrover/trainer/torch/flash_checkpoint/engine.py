@@ -86,7 +86,6 @@ class CheckpointEngine:
         `lazy` is how saves are made that do not say: see `save`. `is_group_private`: ranks agree in a group of their own, so that saves
         may come from another thread than the training's.
         """
-        log.disabled = False  # by a `dictConfig` of the script, which does that to all loggers that exist: in a forked worker ours does
         if local_shard_num < 1 or global_shard_num < 1:
             raise ConfigError(f"Shard numbers must be at least 1, not {local_shard_num} and {global_shard_num}.")
         if global_shard_num < local_shard_num:
@@ -129,6 +128,8 @@ class CheckpointEngine:
         """A storage save was asked for and could only be made in memory. The same on all ranks."""
         self._storage_request: SaveRequest | None = None
         """The newest that this rank asked to be written."""
+        self._unsettled: dict[str, int] = {}
+        """Attempts that this rank commits and of which the end is not known yet, with their step."""
         self.restored_step: int | None = None
         self._is_error_told = False
         self._lazily = LazySaves(lazy, self._publish)
@@ -375,6 +376,31 @@ class CheckpointEngine:
                 return False
             self.outlet.wait_for_news(min(left, _TRACKER_LOOK_AFTER))
 
+    def wait_until_settled(self, timeout: float) -> bool:
+        """
+        Until the end of every storage save is known that this rank commits, also of older ones than the newest. What they made expendable
+        is deleted then.
+        """
+        self.wait_for_staging()
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._writing:
+                self.outlet.listen()
+                self._forget_settled()
+            left = deadline - time.monotonic()
+            if not self._unsettled or left <= 0:
+                break
+            self.outlet.wait_for_news(min(left, _TRACKER_LOOK_AFTER))
+        if self._unsettled:
+            log.warning(
+                "steps %s were neither committed nor given up within %g s", sorted(self._unsettled.values()), timeout
+            )
+        return not self._unsettled
+
+    def _forget_settled(self) -> None:
+        for attempt in self._unsettled.keys() & self.outlet.settled.keys():
+            del self._unsettled[attempt]
+
     def close(self) -> None:
         """Give up saving. Without an agent this waits for what is being written, and the memory goes."""
         atexit.unregister(self._at_exit)
@@ -569,6 +595,9 @@ class CheckpointEngine:
         self._unjudged = name
         if request.is_storage:
             self._storage_request = request
+            self._forget_settled()
+            if request.is_committer:
+                self._unsettled[request.attempt] = request.step
         self._is_error_told = False
         self._look.close()  # nobody restores any more, and a file that was outgrown shall go
         if self._preparation is not None:

@@ -26,7 +26,9 @@ import torch.distributed as dist
 
 from dlrover.core.cadence import BUDGET
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.commit import committed_checkpoints, delete_checkpoint, latest_step, locate
+from dlrover.snapshot.manifest import ManifestInvalid
+from dlrover.snapshot.newest import newest_complete
+from dlrover.snapshot.retention import KeepTotal, apply_retention
 from dlrover.snapshot.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.agreement import Ranks, own_ranks
 from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval
@@ -139,7 +141,7 @@ class HfFlashCheckpointer:
         """
         engine = self.async_save_engine
         own = engine.snapshots().of_shard(engine.shard)
-        stored = engine.stored_step()
+        stored = engine.step_beside_memory()
         for snapshot in engine.common_saves(own):
             step = snapshot.name.step
             if stored is not None and stored > step:
@@ -289,7 +291,7 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
         """The newest committed checkpoint in the output directory, or False."""
         directory = self.flash_checkpointer.checkpoint_dir
         try:
-            found = locate(LocalStorage(), directory)
+            found = newest_complete(LocalStorage(), directory)
         except DLRoverError as error:
             log.warning("%s", error)
             found = None
@@ -318,7 +320,6 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
             log.warning(
                 "checkpoint-%d was not saved: %s %s", self.state.global_step, result.reason.value, result.message
             )
-        self._rotate()
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         self._remove_layout()  # a whole step is done, on all ranks: everything has been read
@@ -336,9 +337,14 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
             checkpointer.cadence.saved(self._snapshot(model, due, blocking=False), due)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """The best model may still be on its way to storage, and what is deleted is decided by what is there."""
+        """
+        The best model may still be on its way to storage. Older saves may be, too: who commits a save deletes afterwards, by the rule as it
+        was at that save.
+        """
         if not self._is_native:
-            self.flash_checkpointer.wait_latest_checkpoint(self.flash_checkpointer.async_save_engine._save_timeout)
+            engine = self.flash_checkpointer.async_save_engine
+            engine.wait_for_storage(engine._save_timeout)
+            engine.wait_until_settled(engine._save_timeout)
             self.accelerator.wait_for_everyone()
             self._rotate()
             self.accelerator.wait_for_everyone()
@@ -367,6 +373,8 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
                     self._scratch = None
                 self._name_best_model(scratch, storage_type)
                 agent.add_files()
+            if self._rule() is not None:
+                checkpointer.async_save_engine.delete_by(self._rule())
             return checkpointer.save(step, storage_type, blocking=blocking)
 
     def _name_best_model(self, scratch: str, storage_type: StorageType) -> None:
@@ -383,23 +391,22 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
         if best and os.path.isfile(written):
             self.state.save_to_json(written)
 
+    def _rule(self) -> KeepTotal | None:
+        """What `save_total_limit` keeps; each save carries it to its committer. None: everything."""
+        limit = self.args.save_total_limit
+        if not limit or limit < 0:
+            return None
+        best = os.path.abspath(self.state.best_model_checkpoint or "")
+        is_here = os.path.dirname(best) == self.flash_checkpointer.checkpoint_dir
+        return KeepTotal(limit, best=os.path.basename(best) if is_here else "")
+
     def _rotate(self) -> None:
         """Delete what `save_total_limit` gives up. Only committed checkpoints count, so there is always one to go back to."""
-        limit = self.args.save_total_limit
-        if not limit or limit < 0 or not self.args.should_save:
+        rule, directory = self._rule(), self.flash_checkpointer.checkpoint_dir
+        if rule is None or not self.args.should_save:
             return
-        storage = LocalStorage()
-        directory = self.flash_checkpointer.checkpoint_dir
         try:
-            newest = latest_step(storage, directory)
-            checkpoints = [each for each in committed_checkpoints(storage, directory) if newest is not None]
-            best = self.state.best_model_checkpoint
-            kept = {each.path for each in checkpoints if each.manifest.step == newest}
-            kept |= {each.path for each in checkpoints if best and os.path.abspath(best) == each.path}
-            others = [each for each in checkpoints if each.path not in kept]
-            num_surplus = len(checkpoints) - max(limit, len(kept))
-            for checkpoint in others[: max(0, num_surplus)]:
-                delete_checkpoint(storage, checkpoint.path)
+            apply_retention(LocalStorage(), directory, rule)
         except (OSError, DLRoverError) as error:
             log.warning("old checkpoints in %s could not be deleted: %s", directory, error)
 
@@ -409,7 +416,14 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
             self._is_laid_out = True
             return laid_out
         stored = self.flash_checkpointer.newest_whole() or self.get_last_checkpoint()
-        return stored if isinstance(stored, str) else None
+        if isinstance(stored, str):
+            return stored
+        if (step := self.flash_checkpointer.async_save_engine.stored_step()) is not None:
+            raise ManifestInvalid(
+                f"{self.args.output_dir} has no checkpoint, but its tracker names step {step}. Restore its files, or start from scratch in "
+                "another directory."
+            )
+        return None
 
     def _whole(self, path: str) -> str:
         """

@@ -28,13 +28,8 @@ from dlrover.protocol.errors import ConfigError
 from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
-from dlrover.trainer.torch.flash_checkpoint.megatron_engine import (
-    TRACKER,
-    MegatronCheckpointEngine,
-    Memory,
-    iteration_directory,
-)
-from dlrover.trainer.torch.flash_checkpoint.megatron_stored import whole_directory
+from dlrover.trainer.torch.flash_checkpoint.megatron_engine import MegatronCheckpointEngine, Memory
+from dlrover.trainer.torch.flash_checkpoint.megatron_stored import TRACKER, iteration_directory, whole_directory
 
 _LAYOUTS = (
     ("megatron.training.checkpointing", "megatron.training.global_vars"),

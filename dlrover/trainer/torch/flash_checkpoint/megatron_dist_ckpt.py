@@ -21,25 +21,29 @@ import torch.distributed as dist
 
 from dlrover.core.cadence import BUDGET
 from dlrover.snapshot import user_deletion
+from dlrover.snapshot.storage import LocalStorage
 from dlrover.snapshot.user_storage import get_checkpoint_storage as get_checkpoint_storage
 from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.megatron import Megatron, find_megatron, is_resuming, own_model_file
 from dlrover.trainer.torch.flash_checkpoint.megatron_engine import (
-    TRACKER,
     MegatronCheckpointEngine,
     MegatronDistCheckpointEngine,
     Memory,
-    iteration_directory,
 )
 from dlrover.trainer.torch.flash_checkpoint.megatron_optimizer import load_parameter_state, parameter_state
-from dlrover.trainer.torch.flash_checkpoint.megatron_stored import named_iteration, whole_directory
+from dlrover.trainer.torch.flash_checkpoint.megatron_stored import (
+    RELEASE,
+    TRACKER,
+    iteration_directory,
+    named_iteration,
+    whole_directory,
+)
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
 CHECKPOINT_VERSION = 3.0
-_RELEASE = "release"
 
 
 class KeepStepIntervalStrategy(user_deletion.KeepStepIntervalStrategy):
@@ -96,7 +100,7 @@ class MegatronDistCheckpointer:
 
 def get_dist_optimizer_checkpoint_name(checkpoints_path: str, iteration: int, release: bool = False) -> str:
     """Of this rank."""
-    directory = _RELEASE if release else iteration_directory(iteration)
+    directory = RELEASE if release else iteration_directory(iteration)
     return os.path.join(checkpoints_path, directory, _own_optimizer_file())
 
 
@@ -271,13 +275,13 @@ def _from_storage(args: Any, load_arg: str, megatron: Megatron) -> _Source | Non
     load = getattr(args, load_arg, None)
     if load is None:
         return None
-    if not (said := named_iteration(load)):
+    if not (said := named_iteration(LocalStorage(), load)):
         return None
-    is_release = said == _RELEASE
+    is_release = said == RELEASE
     if not is_release and not said.isdigit():
         raise ValueError(f"{os.path.join(load, TRACKER)} should hold an iteration and holds {said[:40]!r}.")
     iteration = 0 if is_release else int(said)
-    directory = os.path.join(load, _RELEASE if is_release else iteration_directory(iteration))
+    directory = os.path.join(load, RELEASE if is_release else iteration_directory(iteration))
     return _StorageSource(directory, own_model_file(megatron, iteration), is_release)
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.checksum import Corrupt
-from dlrover.snapshot.commit import latest_step, read_global_manifest
+from dlrover.snapshot.commit import read_global_manifest
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.manifest import ManifestInvalid
+from dlrover.snapshot.newest import newest_step
 from dlrover.snapshot.persist import read_request
 from dlrover.snapshot.segment import Segment, SlotName, segment_paths
 from dlrover.snapshot.segment_format import SegmentInvalid
@@ -32,16 +32,11 @@ from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.copying import load_state
 from dlrover.trainer.torch.flash_checkpoint.early_look import check
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
+from dlrover.trainer.torch.flash_checkpoint.megatron_stored import RELEASE, TRACKER, iteration_directory, restorable
 from dlrover.trainer.torch.flash_checkpoint.restoring import Restorer
+from dlrover.trainer.torch.flash_checkpoint.stored_files import told_by_first
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
-
-TRACKER = "latest_checkpointed_iteration.txt"
-"""Megatron's own: names the iteration to load."""
-
-
-def iteration_directory(iteration: int) -> str:
-    return f"iter_{iteration:07d}"
 
 
 class Memory:
@@ -149,7 +144,7 @@ class MegatronCheckpointEngine:
         tracker = join(self.checkpoint_dir, TRACKER)
         if read_global_manifest(storage, directory) is None:
             storage.remove_tree(directory)
-        newest = latest_step(storage, self.checkpoint_dir)
+        newest = newest_step(storage, self.checkpoint_dir)
         if newest is None:
             storage.remove_file(tracker)
         else:
@@ -162,7 +157,6 @@ class MegatronCheckpointEngine:
     def restore_memory(self) -> Memory | None:
         """The newest iteration in all ranks' memory, if the storage has none that is newer. All ranks call this."""
         self.engine.wait_for_staging()
-        [stored] = self.engine.agreement.tell_all([1 + self._stored_iteration()])
         restorer = _FromMemory(
             self.checkpoint_dir,
             self.engine.outlet.home,
@@ -171,7 +165,7 @@ class MegatronCheckpointEngine:
             storage=self._storage,
             look=self.engine._look,
         )
-        restorer.oldest = stored - 1
+        restorer.oldest = self._stored_iteration()
         try:
             restored = restorer.load(None, None)
         except ManifestInvalid as error:  # the same on all ranks, and the warnings have said why
@@ -227,15 +221,17 @@ class MegatronCheckpointEngine:
             return load_state(pinned, self.engine._copier, names=[name])[name]
 
     def _stored_iteration(self) -> int:
-        """What Megatron's tracker names; -1 without one. A release counts as 0."""
+        """What the storage has to restore, as global rank 0 sees it; -1: nothing. A release counts as 0. All ranks call this."""
         try:
-            content = storage_of(self.checkpoint_dir, self._storage).read(join(self.checkpoint_dir, TRACKER)).strip()
-            return int(content) if content.isdigit() else 0
-        except FileNotFoundError:
+            told = told_by_first(self.engine.agreement, self._find_iteration)
+        except ManifestInvalid as error:  # memory may do
+            log.warning("the storage cannot be used: %s", error)
             return -1
-        except (OSError, DLRoverError) as error:
-            log.warning("the tracker in %s cannot be read: %s", self.checkpoint_dir, error)
-            return -1
+        return told[0] if told else -1
+
+    def _find_iteration(self) -> list[int]:
+        found = restorable(storage_of(self.checkpoint_dir, self._storage), self.checkpoint_dir)
+        return [0 if found == RELEASE else int(found)] if found else []
 
 
 class MegatronDistCheckpointEngine(MegatronCheckpointEngine):

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dlrover.core.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.contents import decode_contents
+from dlrover.snapshot.manifest import DIRECTORY, ManifestInvalid
 from dlrover.snapshot.persist import pin_newest, release
 from dlrover.snapshot.segment import Segment, segment_paths
 from dlrover.snapshot.storage import LocalStorage
@@ -37,9 +38,14 @@ from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as S
 from dlrover.trainer.torch.flash_checkpoint.dcp import FlashStorageWriter
 from dlrover.trainer.torch.flash_checkpoint.dcp_reading import PieceReader
 from dlrover.trainer.torch.flash_checkpoint.fsdp_engine import FsdpCheckpointEngine
-from dlrover.trainer.torch.flash_checkpoint.megatron_engine import TRACKER, iteration_directory
-from dlrover.trainer.torch.flash_checkpoint.megatron_stored import named_iteration, whole_iteration
+from dlrover.trainer.torch.flash_checkpoint.megatron_stored import (
+    TRACKER,
+    iteration_directory,
+    restorable,
+    whole_iteration,
+)
 from dlrover.trainer.torch.flash_checkpoint.parts import RawPart
+from dlrover.trainer.torch.flash_checkpoint.stored_files import told_by_first
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
@@ -111,8 +117,15 @@ class MegatronShardedCheckpointer:
 
         From memory where every rank finds its pieces on its own node, as after a restart with the same cut; else from storage.
         """
-        stored = self._newest_stored()
+        stored = trouble = None
+        try:
+            stored = self._newest_stored()
+        except ManifestInvalid as error:  # memory may do
+            log.warning("the storage cannot be used: %s", error)
+            trouble = error
         reader = self.engine.get_storage_reader()
+        if reader is None and trouble is not None:
+            raise trouble
         step = self.engine.restored_step if reader is not None else None
         if reader is None or step is None or (stored is not None and stored >= step):
             return None if stored is None else self._load_stored(stored, sharded_state_dict, options)
@@ -155,15 +168,21 @@ class MegatronShardedCheckpointer:
 
     def _newest_stored(self) -> int | None:
         """
-        What Megatron's tracker names, as rank 0 sees it, if that is a distributed checkpoint: the commit writes it, and so does Megatron
-        itself. None without one.
+        What there is to restore, as rank 0 sees it: the commit writes Megatron's tracker, and so does Megatron itself. None without
+        one.
         """
-        found = -1
-        said = named_iteration(self.engine.checkpoint_dir)
-        if said.isdigit() and os.path.isfile(os.path.join(self._directory_of(int(said)), CONFIG)):
-            found = int(said)
-        [told] = self.engine.agreement.tell_all([found + 1])
-        return told - 1 if told else None
+        told = told_by_first(self.engine.agreement, self._find_stored)
+        return told[0] if told else None
+
+    def _find_stored(self) -> list[int]:
+        found = restorable(LocalStorage(), self.engine.checkpoint_dir)
+        if not found.isdigit():
+            return []
+        folder = self._directory_of(int(found))
+        if not os.path.isdir(os.path.join(folder, DIRECTORY)) and not os.path.isfile(os.path.join(folder, CONFIG)):
+            log.warning("%s is not a distributed checkpoint: it has no %s. It is not restored.", folder, CONFIG)
+            return []
+        return [int(found)]
 
     def _directory_of(self, step: int) -> str:
         return os.path.join(self.engine.checkpoint_dir, iteration_directory(step))

@@ -23,33 +23,32 @@ from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.checksum import Corrupt
 from dlrover.snapshot.class_meta import ClassMeta
 from dlrover.snapshot.commit import (
+    TRACKER,
     Committed,
     committed_checkpoints,
-    has_damaged_manifest,
-    latest_step,
     read_global_manifest,
 )
 from dlrover.snapshot.contents import TORCH, decode_extra
 from dlrover.snapshot.copying import Copier
 from dlrover.snapshot.manifest import DIRECTORY, FileRecord, ManifestInvalid
+from dlrover.snapshot.newest import complete_up_to, newest_step
 from dlrover.snapshot.persist import SaveRequest, of_present_history, request_in
 from dlrover.snapshot.segment import Segment, SlotName, segment_paths
 from dlrover.snapshot.segment_format import SegmentInvalid
-from dlrover.snapshot.storage import LocalStorage, Storage, join, read_bytes
+from dlrover.snapshot.storage import LocalStorage, join, read_bytes
 from dlrover.snapshot.user_storage import storage_of
 from dlrover.trainer import data_steps
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, Share
 from dlrover.trainer.torch.flash_checkpoint.copying import load_state
 from dlrover.trainer.torch.flash_checkpoint.early_look import EarlyLook, check, close_behind
 from dlrover.trainer.torch.flash_checkpoint.reading import check_content, read_content, read_file, read_raw
+from dlrover.trainer.torch.flash_checkpoint.stored_files import told_by_first
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
 DEFAULT_PART = "model_states"
 """What the original DLRover calls the one part of its files."""
 _REMEDY = "Mend the directory, or give a resume_path, or begin anew in another directory."
-_UNREADABLE = 1
-"""What rank 0 tells the others in place of steps, when the storage cannot be read."""
 
 
 class Restored(Struct, frozen=True):
@@ -193,47 +192,42 @@ class Restorer:
 
     def _stored_steps(self) -> tuple[list[int], str]:
         """What rank 0 finds in the storage, newest first, and what is wrong there; the same on all ranks."""
-        steps: list[int] = []
-        trouble = ""
-        if self._agreement.ranks.global_rank == 0 or not self._agreement.is_joint:
-            try:
-                steps = self._find_stored()
-            except (OSError, DLRoverError) as error:
-                trouble = str(error)
-        told = self._agreement.tell_all([_UNREADABLE if trouble else 0, *steps[:8]])
-        if told[0] == _UNREADABLE:
-            return [], trouble or "Global rank 0 could not read the storage."
-        return told[1:], ""
+        try:
+            return told_by_first(self._agreement, self._find_stored), ""
+        except ManifestInvalid as error:
+            return [], str(error)
 
     def _find_stored(self) -> list[int]:
         storage = storage_of(self._directory, self._storage)
-        newest = latest_step(storage, self._directory)
+        newest = newest_step(storage, self._directory)
+        stored = [each.manifest.step for each in committed_checkpoints(storage, self._directory)]
         if newest is None:
+            self._warn_of_foreign([entry.name for entry in storage.list(self._directory)])
             return []
-        steps = [each.manifest.step for each in committed_checkpoints(storage, self._directory)]
-        found = sorted((step for step in steps if step <= newest), reverse=True)
-        if newest not in found and self._is_foreign(newest):
-            return [newest, *found]
-        if newest not in found and found and self._has_damaged_manifest(storage):
-            log.warning("the manifest of step %d cannot be read; an older checkpoint is taken", newest)
-            return found
-        if newest not in found:
+        if newest not in stored and self._is_foreign(newest):
+            return [newest, *(step for step in reversed(stored) if step < newest)]
+        found = [each.manifest.step for each in complete_up_to(storage, self._directory, newest)]
+        if not found:
             raise ManifestInvalid(
-                f"The tracker in {self._directory} names step {newest}, which is not complete there (complete: {found})."
+                f"The tracker in {self._directory} names step {newest}, which is not there (complete: {stored})."
             )
         return found
+
+    def _warn_of_foreign(self, names: Sequence[str]) -> None:
+        """Without a tracker it is not known which of them is complete."""
+        foreign = [int(name) for name in names if name.isdigit() and self._is_foreign(int(name))]
+        if foreign:
+            log.warning(
+                "%s has no %s. Steps %s, which other software wrote, are not restored: write the step to restore into that file.",
+                self._directory,
+                TRACKER,
+                sorted(foreign),
+            )
 
     def _is_foreign(self, step: int) -> bool:
         """Written by software that knows no manifests, such as the original DLRover: its tracker has to be believed."""
         is_ours = os.path.isdir(join(self._directory, str(step), DIRECTORY))
         return not is_ours and os.path.isfile(self._foreign_file(step))
-
-    def _has_damaged_manifest(self, storage: Storage) -> bool:
-        """Something was committed, because the tracker comes last, and its manifest has suffered since."""
-        entries = storage.list(self._directory)
-        return any(
-            entry.is_directory and has_damaged_manifest(storage, join(self._directory, entry.name)) for entry in entries
-        )
 
     def _foreign_file(self, step: int) -> str:
         return join(self._directory, str(step), f"rank_{self._agreement.share.shard}.pt")

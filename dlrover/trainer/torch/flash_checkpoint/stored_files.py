@@ -8,6 +8,7 @@ what one of them finds all of them know: a damaged checkpoint gives way to the n
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from dlrover.protocol.errors import DLRoverError
@@ -20,27 +21,44 @@ from dlrover.snapshot.commit import (
     read_global_manifest,
 )
 from dlrover.snapshot.manifest import ManifestInvalid
-from dlrover.snapshot.storage import Storage, join
+from dlrover.snapshot.newest import complete_up_to
+from dlrover.snapshot.storage import Storage
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, Ranks
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
 _MOST = 8
-"""Checkpoints that are looked at, newest first."""
+"""Checkpoints that are looked at, newest first. Ranks tell each other no more than 16 numbers."""
 _TURN = 10.0
 """Seconds after which the ranks tell each other that they are still reading: a large file must not try the patience of their group."""
+
+
+def told_by_first(agreement: Agreement, find: Callable[[], Sequence[int]]) -> list[int]:
+    """
+    What global rank 0 finds in the storage, the first 8 numbers. All ranks call this. Raises ManifestInvalid on all of them when it cannot find out.
+    """
+    found: Sequence[int] = ()
+    trouble = ""
+    if agreement.ranks.global_rank == 0 or not agreement.is_joint:
+        try:
+            found = find()[:_MOST]
+        except (OSError, DLRoverError) as error:
+            trouble = str(error) or type(error).__name__
+    told = agreement.tell_all([int(bool(trouble)), *found])
+    if told[0]:
+        raise ManifestInvalid(trouble or "Global rank 0 could not read the storage; its log says why.")
+    return told[1:]
 
 
 def newest_whole(agreement: Agreement, storage: Storage, directory: str, at_most: int) -> Committed | None:
     """
     The newest checkpoint up to that step of which every byte is as it was written. None: there is none of ours. All ranks call this.
 
-    Raises ManifestInvalid when all are damaged.
+    Raises ManifestInvalid when all are damaged, or when the storage cannot be read.
     """
-    steps: list[int] = []
-    if agreement.ranks.global_rank == 0 or not agreement.is_joint:
-        steps = _steps(storage, directory, at_most)
-    steps = agreement.tell_all(steps)
+    steps = told_by_first(
+        agreement, lambda: [each.manifest.step for each in complete_up_to(storage, directory, at_most)]
+    )
     for step in steps:
         found = _find(storage, directory, step)
         damage = _damage(agreement, storage, found)
@@ -64,22 +82,6 @@ def refuse_damaged(agreement: Agreement, storage: Storage, path: str) -> None:
     is_foreign = found is None and not has_damaged_manifest(storage, path)
     if not agreement.have_all(is_foreign) and (damage := _damage(agreement, storage, found)):
         raise Corrupt(f"{path} is damaged: {damage}. Resume from another checkpoint.")
-
-
-def _steps(storage: Storage, directory: str, at_most: int) -> list[int]:
-    """Newest first."""
-    try:
-        stored = committed_checkpoints(storage, directory)
-        steps = [each.manifest.step for each in reversed(stored) if each.manifest.step <= at_most][:_MOST]
-        if at_most not in steps and any(
-            entry.is_directory and has_damaged_manifest(storage, join(directory, entry.name))
-            for entry in storage.list(directory)
-        ):
-            log.warning("the manifest of step %d cannot be read; an older checkpoint is taken", at_most)
-    except OSError as error:
-        log.warning("the checkpoints in %s cannot be listed: %s", directory, error)
-        return []
-    return steps
 
 
 def _find(storage: Storage, directory: str, step: int) -> Committed | None:
