@@ -100,6 +100,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
     from dlrover.agent.process_tree import ProcessTree
     from dlrover.agent.saver import Saver, SaverConfig
     from dlrover.agent.scrape import scrapes
+    from dlrover.agent.user_patterns import UserPatterns
     from dlrover.agent.watch import Watch
     from dlrover.agent.worker_group import WorkerGroup
     from dlrover.agent.worker_socket import WorkerSocket
@@ -123,6 +124,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             bytes_per_second=config.snapshot_write_limit * 1e6,
         )
     )
+    patterns = UserPatterns(config.watch.log_patterns)
     watch.read_tail = output.tail_of
     socket.tell_of_snapshots(saver)
     saver.tell_trainers_by(socket.tell_trainers)
@@ -140,6 +142,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             master_now=master_now,
             snapshot_home=saver.home_for(node_rank) if config.snapshot_root else "",
             watch=watch,
+            patterns=patterns,
         )
 
     replicas = _open_replicas(config, saver)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from dlrover.agent.config import LogAction, LogPattern
-from dlrover.agent.log_patterns import read_log
+from dlrover.agent.config import LogAction
+from dlrover.agent.log_patterns import LogVerdict, find_node_error, log_lines
 from dlrover.agent.process_tree import Exit
 from dlrover.protocol.encoding import encodable
 from dlrover.protocol.lost_peers import mentions_lost_peer, tells_of_lost_peer
@@ -39,7 +39,7 @@ _MEMORY = re.compile(
     r"^[\w.]*MemoryError\b|CUDA out of memory|DefaultCPUAllocator: (can't|not enough)|std::bad_alloc",
 )
 _BAD_SCRIPT = re.compile(r"^(SyntaxError|IndentationError|TabError|ModuleNotFoundError)\b")
-_CANNOT_OPEN = re.compile(r"can't open file .*: \[Errno \d+\]|: No module named ")
+_CANNOT_OPEN = re.compile(r"can't open file (?:(?!can't open).)*: \[Errno \d+\]|: No module named ")
 _SYNTAX_ERROR = re.compile(r"^  File .*\n(?:.*\n){1,4}?(?:SyntaxError|IndentationError|TabError): .*$", re.MULTILINE)
 _CHAINED = re.compile(r"(During handling of the above|direct cause of the following) exception")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
@@ -71,8 +71,8 @@ class Evidence:
     """File that the script logs to beside its streams."""
     node_errors: tuple[str, ...] = ()
     """Texts of the user's that say the node is broken."""
-    log_patterns: tuple[LogPattern, ...] = ()
-    """What the user wants to follow which line."""
+    pattern_verdict: LogVerdict | None = None
+    """What the user wants to follow a line that is in its log; None: no pattern was found."""
     hosts_coordinator: bool = False
     """It binds the coordinator's port."""
     is_before_step: bool = False
@@ -85,11 +85,7 @@ def describe_failure(evidence: Evidence) -> WorkerFailure:
     told = recorded if recorded and any((recorded.message, recorded.traceback)) else _from_log(evidence.log_tail)
     exception = keep_ends(told.message or last_line(told.traceback))
     kind = classify(evidence, exception)
-    said = None
-    if kind is not FailureKind.STOPPED_BY_US:
-        said = read_log(
-            evidence.log_tail, evidence.training_log, texts=evidence.node_errors, patterns=evidence.log_patterns
-        )
+    said = None if kind is FailureKind.STOPPED_BY_US else _log_verdict(evidence)
     return WorkerFailure(
         global_rank=evidence.global_rank,
         local_rank=evidence.local_rank,
@@ -109,6 +105,13 @@ def describe_failure(evidence: Evidence) -> WorkerFailure:
         exceptions=told.exceptions or exceptions_of(told.traceback),
         is_before_step=evidence.is_before_step,
     )
+
+
+def _log_verdict(evidence: Evidence) -> LogVerdict | None:
+    if evidence.pattern_verdict is not None:
+        return evidence.pattern_verdict
+    node_error = find_node_error(log_lines(evidence.log_tail, evidence.training_log), evidence.node_errors)
+    return LogVerdict(LogAction.RELAUNCH, node_error) if node_error else None
 
 
 def fit_into_report(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, ...]:

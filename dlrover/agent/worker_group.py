@@ -21,9 +21,11 @@ from dataclasses import dataclass
 
 from dlrover.agent.config import AgentConfig, EntryKind
 from dlrover.agent.failures import Evidence, could_not_start, count_oom_kills, describe_failure
+from dlrover.agent.log_patterns import LogVerdict
 from dlrover.agent.output import WorkerFiles, WorkerOutput
 from dlrover.agent.process_tree import Exit, ProcessTree
 from dlrover.agent.spawner import Leash, Spawner, StartFailed
+from dlrover.agent.user_patterns import UserPatterns
 from dlrover.agent.watch import Watch
 from dlrover.agent.worker_socket import WorkerSocket
 from dlrover.core.mistakes import FIRST_LIFE, may_be_mistake
@@ -81,6 +83,7 @@ class _Worker:
     pid: int = 0
     leash: Leash | None = None
     exit: asyncio.Future[Exit] | None = None
+    pattern_verdict: LogVerdict | None = None
     failure: WorkerFailure | None = None
     is_told: bool = False
     """`wait` or `stop` has given its failure to the caller: only one of them does."""
@@ -100,6 +103,7 @@ class WorkerGroup:
         master_now: Callable[[], Micros],
         snapshot_home: str = "",
         watch: Watch | None = None,
+        patterns: UserPatterns | None = None,
         environ: Mapping[str, str] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         alike_patience: float = ALIKE_PATIENCE,
@@ -114,6 +118,7 @@ class WorkerGroup:
         self._master_now = master_now
         self._snapshot_home = snapshot_home
         self._watch = watch
+        self._patterns = patterns
         self._environ = dict(spawner.environ if environ is None else environ)
         self._sleep = sleep
         self._alike_patience = alike_patience
@@ -201,7 +206,7 @@ class WorkerGroup:
         if pending:
             await asyncio.wait(pending, timeout=SIMULTANEOUS)
         failed = [worker for worker in self._workers if worker.failure or _has_ended_badly(worker)]
-        await asyncio.gather(*(self._output.drain(worker.files) for worker in failed))
+        await asyncio.gather(*map(self._read_log, failed))
         return Failed(self._tell(failed), self.step, lived, self.reach)
 
     @property
@@ -240,10 +245,16 @@ class WorkerGroup:
             self._stepless = frozenset(each.local_rank for each in self._workers if self._is_before_step(each))
             self._watch.close_round()
         late = [worker for worker in self._workers if worker.failure is None and self._failed_by_itself(worker)]
-        await asyncio.gather(*(self._output.drain(worker.files) for worker in late))
+        await asyncio.gather(*map(self._read_log, late))
         failures = self._tell(late)
         await self._output.close_attempt()
         return failures
+
+    async def _read_log(self, worker: _Worker) -> None:
+        """Before its failure is described: all that it printed, and what the user wants to follow it."""
+        await self._output.drain(worker.files)
+        if self._patterns is not None and worker.failure is None and self._failed_by_itself(worker):
+            worker.pattern_verdict = await self._patterns.find(worker.files.tail(), self._config.watch.log_file)
 
     def _tell(self, workers: Sequence[_Worker]) -> tuple[WorkerFailure, ...]:
         """Failures that nobody was told of. Both callers may have waited for the output of the same worker."""
@@ -367,7 +378,7 @@ class WorkerGroup:
                     has_stepped=self.step is not None,
                     training_log=self._config.watch.log_file,
                     node_errors=self._config.watch.node_errors,
-                    log_patterns=self._config.watch.log_patterns,
+                    pattern_verdict=worker.pattern_verdict,
                     hosts_coordinator=worker.global_rank == 0,
                     is_before_step=self._is_before_step(worker),
                 )

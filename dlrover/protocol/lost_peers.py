@@ -23,7 +23,7 @@ _PEER_LOST_TEXTS = (
     r"ncclremoteerror|ncclsystemerror|nccl communicator was aborted",
     r"failed to recv|recv(value|bytes) failed",
     r"the client socket has (failed|timed out)",
-    r"store.*(timeout|timed out)",
+    r"store(?:(?!store).)*(timeout|timed out)",  # up to the next "store", or the time grows with the square of a line
     r"connectfullmesh failed",
 )
 _PEER_LOST = re.compile("|".join(_PEER_LOST_TEXTS), re.IGNORECASE)

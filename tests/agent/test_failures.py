@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dlrover.agent.config import LogAction, LogPattern
+from dlrover.agent.config import LogAction
 from dlrover.agent.failures import (
     Evidence,
     could_not_start,
@@ -18,6 +18,7 @@ from dlrover.agent.failures import (
     last_traceback,
     read_error_file,
 )
+from dlrover.agent.log_patterns import LogVerdict
 from dlrover.agent.process_tree import Exit
 from dlrover.protocol.messages import MAX_FAILURE_BYTES, FailureKind, Micros, WorkerFailure
 
@@ -284,23 +285,28 @@ def test_oom_kills_are_counted_in_both_cgroup_versions(
     assert count_oom_kills(str(tmp_path / "absent")) == 0
 
 
-def test_what_shall_follow_a_line_is_for_the_user_to_say(tmp_path: Path) -> None:
+def test_what_the_user_says_of_a_line_counts_before_what_we_know_ourselves(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
-    log.write_text("well\nXid (PCI:0): 79, pid 1\nout of tokens: 17 # left\n")
-    xid = LogPattern(pattern=r"Xid .*: 79\b", action=LogAction.RESTART)
-    tokens = LogPattern(pattern="out of tokens: [0-9]+", action=LogAction.ABORT)
-    faulty = LogPattern(pattern="^well$", action=LogAction.RELAUNCH)
+    log.write_text("well\nXid (PCI:0): 79, pid 1\n")
 
-    def describe(*patterns: LogPattern) -> tuple[str, str]:
-        found = describe_failure(evidence(exit_code=1, training_log=str(log), log_patterns=patterns))
+    def describe(verdict: LogVerdict | None) -> tuple[str, str]:
+        found = describe_failure(evidence(exit_code=1, training_log=str(log), pattern_verdict=verdict))
         return found.node_error, found.stop_line
 
-    assert describe() == ("Xid (PCI:0): 79, pid 1", "")
-    assert describe(xid) == ("", "")
-    assert describe(tokens, xid) == ("", "out of tokens: 17 # left")
-    assert describe(faulty, tokens) == ("well", "")
-    printed = describe_failure(evidence(exit_code=1, log_tail="a\nout of tokens: 3\n", log_patterns=(tokens,)))
-    assert printed.stop_line == "out of tokens: 3"
+    assert describe(None) == ("Xid (PCI:0): 79, pid 1", "")
+    assert describe(LogVerdict(LogAction.RESTART, "Xid")) == ("", "")
+    assert describe(LogVerdict(LogAction.ABORT, "tokens")) == ("", "tokens")
+    assert describe(LogVerdict(LogAction.RELAUNCH, "well")) == ("well", "")
+
+
+@pytest.mark.parametrize(
+    "word", ["store", "store time", "can't open file ", "  File \n", "Xid ", "error code is ", "[rank0]: ", "a.", "Error\n"]
+)
+def test_no_output_of_a_worker_is_searched_for_longer_than_in_proportion_to_its_length(word: str) -> None:
+    """A search whose time grows with the square of a line would take most of an hour for one of these."""
+    tail = word * (1_000_000 // len(word))
+    assert describe_failure(evidence(exit_code=1, log_tail=tail)).kind is FailureKind.EXIT_CODE
+    assert describe_failure(evidence(number=signal.SIGABRT, log_tail=tail)).kind is FailureKind.SIGNAL
 
 
 HALF = "caf\udce9.png"

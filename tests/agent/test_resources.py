@@ -15,7 +15,7 @@ import pytest
 
 from dlrover.agent.failures import Evidence, describe_failure
 from dlrover.agent.limits import Limits, MemoryUse
-from dlrover.agent.log_patterns import find_node_error, node_error_in, tail_lines
+from dlrover.agent.log_patterns import find_node_error, log_lines, tail_lines
 from dlrover.agent.probe import Probe, is_remote
 from dlrover.agent.process_tree import Exit
 from dlrover.agent.resources import LONGEST, SHORTEST, USUAL, ResourceMonitor, next_period, read_network
@@ -249,7 +249,7 @@ def test_a_log_that_names_a_broken_node_says_so(tmp_path: Path) -> None:
     assert find_node_error(["NCCL WARN remote process exited"]) == ""
     log = tmp_path / "log"
     log.write_text("my own words\nDLRover agent started with: x\nall well\n")
-    assert node_error_in(str(log), texts) == ""  # of a former run
+    assert find_node_error(log_lines("", str(log)), texts) == ""  # of a former run
     ended = Exit(1, 1, None, False, 0.0)
     log.write_text("and then my own words\n")
     evidence = Evidence(

@@ -55,6 +55,17 @@ def test_a_line_in_the_log_may_end_the_job_at_once(jobs, tmp_path):
     assert num_told(job.err) == 1
 
 
+def test_a_pattern_that_never_ends_is_named_and_the_job_recovers(jobs, tmp_path):
+    patterns = tmp_path / "patterns.json"
+    patterns.write_text('[{"pattern": "(a+)+$", "action": "abort"}, {"pattern": "(fire)+$", "action": "restart"}]')
+    job = jobs.run(
+        "--nproc-per-node=2", f"--log-patterns={patterns}", SCRIPTS / "fail.py", "endless-line", "--folder", tmp_path
+    )
+    assert job.process.returncode == 0, job.err
+    assert [(tmp_path / f"done-{rank}").read_text() for rank in (0, 1)] == ["1", "1"], "one restart, nothing was lost"
+    assert job.err.count("The pattern '(a+)+$' of --log-patterns is switched off") == 1
+
+
 def test_max_restarts_is_torchruns(jobs, tmp_path):
     job = jobs.run(
         "--nproc-per-node=2", "--max-restarts=1", SCRIPTS / "fail.py", "exit", "--always", "--folder", tmp_path

@@ -17,6 +17,8 @@ def fail() -> None:
     match args.how:
         case "exception":
             raise ValueError("the weights are on fire")
+        case "endless-line":
+            raise ValueError("a" * 60 + "!")
         case "memory-error":
             raise MemoryError("cannot allocate 1 TiB")
         case "exit":
