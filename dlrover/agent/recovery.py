@@ -54,6 +54,8 @@ class _Loss:
     resumed_after: float = 0.0
     fault: FaultTold | None = None
     """None: the master was not asked yet."""
+    is_answered: bool = True
+    """False: the master was asked, and did not say. It is away, or older than we are."""
     is_cause_told: bool = False
     is_start_told: bool = False
 
@@ -148,7 +150,7 @@ class Recovery:
 
     async def _tell(self, loss: _Loss) -> None:
         if loss.fault is None:
-            loss.fault = await self._find_fault(loss.round)
+            loss.fault = await self._find_fault(loss)
             first = loss.fault.global_rank if loss.fault.kind else None
             is_known = bool(loss.fault.kind)
             self._settle_output(lambda rank: rank == first or not is_known)  # unknown: nothing may be lost
@@ -162,18 +164,22 @@ class Recovery:
         if news:
             log.log(logging.WARNING if self._speaks(loss, loss.fault) else logging.INFO, "%s", " ".join(news))
 
-    async def _find_fault(self, round_: Round) -> FaultTold:
+    async def _find_fault(self, loss: _Loss) -> FaultTold:
         try:
-            fault = await self._ask(AskFault(round=round_), timeout=ASK_TIMEOUT)
+            fault = await self._ask(AskFault(round=loss.round), timeout=ASK_TIMEOUT)
         except (Rejected, Unavailable) as error:
-            log.info("what stopped round %d is not known: %s", round_, error)
+            log.info("what stopped round %d is not known: %s", loss.round, error)
+            loss.is_answered = False
             return FaultTold()
         assert isinstance(fault, FaultTold), f"the master answered AskFault with {type(fault).__name__}"
         return fault
 
     def _speaks(self, loss: _Loss, fault: FaultTold) -> bool:
-        """Whether it is for us to tell: the first of those that were in the round and are still there does."""
-        if self._shares_console_as is None:
+        """
+        Whether it is for us to tell: the first of those that were in the round and are still there does. If the master did not say who is
+        gone, each tells: twice is better than never.
+        """
+        if self._shares_console_as is None or not loss.is_answered:
             return True
         is_first_gone = (
             fault.kind == "node" and fault.node_rank is not None and fault.node_rank < self._shares_console_as()

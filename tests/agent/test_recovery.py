@@ -7,12 +7,16 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from dlrover.agent.recovery import Recovery
+from dlrover.agent.recovery import Ask, Recovery
 from dlrover.agent.watch import FirstStep
+from dlrover.protocol.codec import Unreadable, decode_from_agent, encode_frame
 from dlrover.protocol.errors import Unavailable
+from dlrover.protocol.frames import Refusal, Request
 from dlrover.protocol.goodput_messages import AskFault, FaultTold
 from dlrover.protocol.messages import NodeRank, Reply, Round
+from dlrover.protocol.serving import MasterServer
 from tests.agent.lab import make_world, until
+from tests.protocol.conftest import TOKEN, Agent, PlainDesk
 
 KILLED = FaultTold(kind="worker", cause="Round 1: global rank 1 failed: killed.", global_rank=1)
 
@@ -25,6 +29,7 @@ class Stage:
         caplog: pytest.LogCaptureFixture,
         tell_after: float = 1e6,
         shares_console_as: Callable[[], NodeRank] | None = None,
+        ask: Ask | None = None,
     ) -> None:
         self._caplog = caplog
         self.faults: dict[int, FaultTold] = {1: KILLED}
@@ -33,7 +38,7 @@ class Stage:
         self.shown: list[list[int]] = []
         """Which of the ranks 0 to 2 may say on the console how they failed, by decision."""
         self.recovery = Recovery(
-            self._ask,
+            self._ask if ask is None else ask,
             start=asyncio.create_task,
             first_step=lambda after: self.stepped if self.stepped and self.stepped.round > after else None,
             is_over=lambda _round: self.is_over,
@@ -157,3 +162,46 @@ async def test_where_all_nodes_are_read_at_one_place_the_first_that_is_left_spea
     await until(lambda: "A node is gone." in caplog.text)
     assert bool(stage.told()) == speaks
     stage.recovery.close()
+
+
+@pytest.mark.parametrize("is_console_shared", [False, True])
+async def test_a_master_that_does_not_know_the_question_costs_no_word(
+    caplog: pytest.LogCaptureFixture, is_console_shared: bool
+) -> None:
+    """An older one. Over the wire: it refuses the one request and the stream lives on; every node tells its own reason."""
+    desk, server = PlainDesk(), MasterServer(token=TOKEN)
+    desk.answers = _refuse_as_unknown
+    address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+    await server.start(desk)
+    agent = Agent(address)
+    try:
+        await agent.attached()
+        rank = NodeRank(1)  # of two; the one that speaks for all may be gone, which nobody can tell
+        shares = (lambda: rank) if is_console_shared else None
+        stage = Stage(caplog, ask=agent.channel.call, shares_console_as=shares)
+        stage.runs(1, group_rank=1, group_world_size=2)
+        stage.recovery.began(Round(1), "global rank 3 failed: it lost a peer")
+        stage.runs(2)
+        stage.step(2, 8)
+        (text,) = await until(stage.told)
+        assert text.startswith(
+            "Global rank 3 failed: it lost a peer. All 2 workers were started again. Training went on"
+        )
+        assert stage.shown == [[0, 1, 2]], "nobody knows whose traceback is the cause"
+        stage.recovery.began(Round(2), "global rank 0 failed: exit code 1")
+        stage.step(3, 9)
+        await until(lambda: len(stage.told()) == 2)
+        assert [type(request.body) for request in desk.requests] == [AskFault, AskFault], "asked once for each loss"
+        assert len(desk.attaches) == 1, "the stream lives on"
+        stage.recovery.close()
+    finally:
+        await agent.leave()
+        await server.stop()
+
+
+def _refuse_as_unknown(request: Request) -> Refusal:
+    """What a master answers to a message that its codec does not have."""
+    (parcel,) = decode_from_agent(encode_frame([request]).replace(b"AskFault", b"AskOther"))
+    assert isinstance(parcel, Unreadable)
+    assert parcel.code == "unknown"
+    return Refusal(id=parcel.id, code=parcel.code, message=parcel.message)
