@@ -16,7 +16,7 @@ from dlrover.core.data_books import RESTORE_PATIENCE, fold, state_for_manifest
 from dlrover.core.data_checkpoint import write_checkpoint
 from dlrover.core.data_leases import Reader
 from dlrover.core.data_progress import state_of
-from dlrover.core.data_restoring import return_to, say_if_unread
+from dlrover.core.data_restoring import restore_topic, return_to, say_if_unread
 from dlrover.core.data_rules import check_exchange, check_partitions, check_same, check_sender, check_spec
 from dlrover.core.datasets import Dataset
 from dlrover.core.turn import NotYet, micros
@@ -27,11 +27,13 @@ from dlrover.protocol.data_messages import (
     NO_STEP,
     AskDataCheckpoint,
     AskDataset,
+    AwaitRestore,
     DataCheckpoint,
     DatasetSpec,
     ExchangeShards,
     ExtendStream,
     RegisterDataset,
+    RestoreState,
     Shard,
     ShardsGiven,
     Storage,
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 LOOK_AGAIN = 1.0
 """Seconds after which a worker that got nothing shall ask again."""
 QUICK_LOOK = 0.1
-"""The same in a small world, if only the word about its model is missing."""
+"""The same in a small world, if only the word about its model is missing. Workers of today wait for `AwaitRestore` instead."""
 
 
 def _register(command: RegisterDataset, course: Course) -> Reply:
@@ -126,7 +128,12 @@ def _give(command: ExchangeShards, dataset: Dataset, reader: Reader, course: Cou
             supply=Supply.END, recalled=recalled
         )  # the rest is the asker's own: it would wait for itself
     if is_held_back:
-        return ShardsGiven(supply=Supply.WAIT, recalled=recalled, retry_after=_patience_for_word(course))
+        return ShardsGiven(
+            supply=Supply.WAIT,
+            recalled=recalled,
+            retry_after=_patience_for_word(course),
+            held_back_for=_held_back_for(course),
+        )
     if not reader.ids:
         dataset.recall()
         is_training = dataset.spec.task_type is TaskType.TRAINING
@@ -156,6 +163,13 @@ def _is_held_back(command: ExchangeShards, dataset: Dataset, course: Course) -> 
             f"Nobody said which model round {command.round} goes on with: {command.dataset!r} counts everything as seen that was told so far."
         )
     return False
+
+
+def _held_back_for(course: Course) -> float:
+    """Seconds until the word about the model is waited for no longer."""
+    since = course.state.data.held_back_since
+    assert since is not None, "who is held back waits since a moment"
+    return max((since + micros(RESTORE_PATIENCE) - course.now) / 1e6, 0.001)
 
 
 def _patience_for_word(course: Course) -> float:
@@ -226,6 +240,12 @@ def _ask_checkpoint(query: AskDataCheckpoint, state: JobState) -> Reply | NotYet
     return DataCheckpoint(write_checkpoint(dataset, query.step))
 
 
+def _await_restore(query: AwaitRestore, state: JobState) -> Reply | NotYet:
+    if query.round != state.rendezvous.round or query.round in state.data.restored:
+        return RestoreState(True)
+    return NotYet((restore_topic(query.round),), RestoreState(False))
+
+
 HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
     RegisterDataset: _register,
     ExchangeShards: _exchange,
@@ -236,4 +256,5 @@ HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
 ANSWERS: dict[type[Query], Callable[[Any, JobState], Reply | NotYet]] = {
     AskDataset: _ask_dataset,
     AskDataCheckpoint: _ask_checkpoint,
+    AwaitRestore: _await_restore,
 }

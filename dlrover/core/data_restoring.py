@@ -18,7 +18,7 @@ from dlrover.core.datasets import Dataset
 from dlrover.protocol.data_messages import MAX_STATE_BYTES, RestoreAgreed, RestoreDataset, TaskType
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.identity import Round
-from dlrover.protocol.messages import Command, Done, Reply
+from dlrover.protocol.messages import Command, Done, LookAgain, Reply
 
 if TYPE_CHECKING:
     from dlrover.core.course import Course
@@ -83,7 +83,12 @@ def _restore_agreed(command: RestoreAgreed, course: Course) -> Reply:
             )
     fold(books)
     course.model_restored()
+    course.effects.append(LookAgain((restore_topic(command.round),)))
     return Done()
+
+
+def restore_topic(round_: Round) -> str:
+    return f"restore/{round_}"
 
 
 def say_if_unread(course: Course, dataset: Dataset, step: int) -> None:

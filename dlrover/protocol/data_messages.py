@@ -217,6 +217,19 @@ class AskDataCheckpoint(Struct, tag=True, frozen=True, kw_only=True):
     round: Round = Round(0)
 
 
+class AwaitRestore(Struct, tag=True, frozen=True, kw_only=True):
+    """Have the ranks said which model they go on with (`RestoreAgreed`)? Answered by `RestoreState`, as soon as they have."""
+
+    round: Round
+    wait: float = 0.0
+    """Seconds to wait for a positive answer."""
+
+
+class RestoreState(Struct, tag=True, frozen=True):
+    is_agreed: bool
+    """Also for a round that is not the newest: its workers have nothing to wait for."""
+
+
 class Supply(enum.StrEnum):
     GIVEN = "given"
     WAIT = "wait"
@@ -230,6 +243,11 @@ class ShardsGiven(Struct, tag=True, frozen=True, kw_only=True):
     recalled: tuple[int, ...] = ()
     """Others have nothing to do: give these back unless you have begun them."""
     retry_after: float = 0.0
+    held_back_for: float = 0.0
+    """
+    Seconds after which shards are given out at the latest, although the ranks have not said which model they go on with. `AwaitRestore` tells
+    when they have. 0: that is not what is waited for.
+    """
 
 
 class DatasetState(Struct, tag=True, frozen=True, kw_only=True):
@@ -269,5 +287,5 @@ class DataCheckpoint(Struct, tag=True, frozen=True):
 
 
 AnyDataCommand = RegisterDataset | ExchangeShards | RestoreAgreed | RestoreDataset | ExtendStream
-AnyDataQuery = AskDataset | AskDataCheckpoint
-DataReply = ShardsGiven | DatasetState | DataCheckpoint
+AnyDataQuery = AskDataset | AskDataCheckpoint | AwaitRestore
+DataReply = ShardsGiven | DatasetState | DataCheckpoint | RestoreState

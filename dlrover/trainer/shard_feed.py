@@ -24,6 +24,7 @@ from dlrover.protocol.data_messages import (
     NO_STEP,
     AskDataCheckpoint,
     AskDataset,
+    AwaitRestore,
     Claim,
     Consumption,
     DataCheckpoint,
@@ -41,7 +42,7 @@ from dlrover.protocol.data_messages import (
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages import Reply, Round, WorkerRequest
 from dlrover.trainer import data_steps, environment, phases
-from dlrover.trainer.agent_link import Link, current_link
+from dlrover.trainer.agent_link import Link, current_link, pause_before_retry
 
 log = logging.getLogger("dlrover.trainer.data")
 
@@ -51,6 +52,8 @@ FEWEST_AHEAD, MOST_AHEAD = 2, 512
 _WORTH = 0.5
 """Seconds of reading that are kept ahead."""
 _LONGEST_PAUSE = 5.0
+_MARGIN = 2.0
+"""Seconds that the answer to a question may need on top of those that it waits on the master."""
 _LAST_WORDS = 5.0
 """Seconds that the end of a process waits for the master to hear what was read."""
 
@@ -109,6 +112,8 @@ class ShardFeed:
         self._ahead = float(self._fixed_ahead or FEWEST_AHEAD)
         self._num_used, self._used_since = 0, time.monotonic()
         self._thread: threading.Thread | None = None
+        self._listener: threading.Thread | None = None
+        """Waits for the word about the model while shards are held back for it: meanwhile our own reports go on."""
 
     # Reading.
 
@@ -391,14 +396,37 @@ class ShardFeed:
             self._is_ended = self._is_ended or (given.supply is Supply.END and not has_given_back)
             self._news.notify_all()
             if given.supply is Supply.WAIT:
-                # Others hold the rest. They may come any time; meanwhile our own reports go on.
-                until = time.monotonic() + min(given.retry_after, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)
+                # Others hold the rest, or have not said yet which model goes on. Meanwhile our own reports go on.
+                if given.held_back_for > 0:
+                    self._listen(given.held_back_for)
+                    until = time.monotonic() + given.held_back_for
+                else:
+                    until = time.monotonic() + min(given.retry_after, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)
                 while (
                     not (self._has_news or self._is_closed or self._is_stirred)
                     and (left := until - time.monotonic()) > 0
                 ):
                     self._news.wait(left)
             self._is_stirred = False
+
+    def _listen(self, wait: float) -> None:
+        if self._listener is None or not self._listener.is_alive():
+            self._listener = threading.Thread(
+                target=self._hear_of_model, args=(wait,), name="dlrover-shards-held-back", daemon=True
+            )
+            self._listener.start()
+
+    def _hear_of_model(self, wait: float) -> None:
+        """Until the ranks have said which model they go on with, or so many seconds. One question: the master answers when it knows."""
+        try:
+            self._link.ask(AwaitRestore(round=self._who[0], wait=wait), timeout=wait + _MARGIN)
+        except (Rejected, Unavailable) as error:
+            log.info("the shards of %r are asked for again: %s", self.spec.name, error)
+            pause_before_retry(wait)
+        with self._news:
+            self._listener = None
+            self._is_stirred = True
+            self._news.notify_all()
 
     def _hand_back(self, recalled: Iterable[int]) -> None:
         """Somebody has nothing to do: what we have not begun is theirs."""

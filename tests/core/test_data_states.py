@@ -10,17 +10,21 @@ from msgspec.structs import replace
 from dlrover.core.data_audit import Audit
 from dlrover.core.data_books import RESTORE_PATIENCE, state_for_manifest
 from dlrover.core.data_commands import QUICK_LOOK
+from dlrover.core.turn import NotYet
 from dlrover.protocol.checkpoint_messages import AwaitSaveDuties, CheckpointCommitted, SaveDuties, ShardWritten
 from dlrover.protocol.data_messages import (
     MAX_STATE_BYTES,
     AskDataCheckpoint,
+    AwaitRestore,
     Consumption,
     DataCheckpoint,
     RestoreAgreed,
+    RestoreState,
     Storage,
     Supply,
 )
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages import Round
 from tests.core.scene import terms
 from tests.core.test_data_books import SPEC, Reading, commit, places
 
@@ -109,8 +113,16 @@ def test_who_has_loaded_a_model_waits_for_the_word_about_it() -> None:
     scene.exchange("a", want=0)
     given = scene.exchange("b", want=2, has_model=True)
     assert (given.supply, given.shards) == (Supply.WAIT, ())
-    assert given.retry_after == QUICK_LOOK
+    assert (given.retry_after, given.held_back_for) == (QUICK_LOOK, RESTORE_PATIENCE)
+    question = AwaitRestore(round=scene.job.state.rendezvous.round)
+    waiting = scene.job.ask(question)
+    assert isinstance(waiting, NotYet)
+    assert waiting.otherwise == RestoreState(False)
     scene.restored("a", 2, data_state=text, is_explicit=True)
+    assert scene.job.ask(question) == RestoreState(True)
+    assert scene.job.ask(AwaitRestore(round=Round(question.round + 1))) == RestoreState(True), (
+        "no such round is waited for"
+    )
     given = scene.exchange("b", want=2, has_model=True)
     assert places(list(given.shards)) == [(20, 30), (30, 40)]
 
