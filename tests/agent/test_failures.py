@@ -300,7 +300,8 @@ def test_what_the_user_says_of_a_line_counts_before_what_we_know_ourselves(tmp_p
 
 
 @pytest.mark.parametrize(
-    "word", ["store", "store time", "can't open file ", "  File \n", "Xid ", "error code is ", "[rank0]: ", "a.", "Error\n"]
+    "word",
+    ["store", "store time", "can't open file ", "  File \n", "Xid ", "error code is ", "[rank0]: ", "a.", "Error\n"],
 )
 def test_no_output_of_a_worker_is_searched_for_longer_than_in_proportion_to_its_length(word: str) -> None:
     """A search whose time grows with the square of a line would take most of an hour for one of these."""
