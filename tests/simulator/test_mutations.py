@@ -405,6 +405,26 @@ def barriers_stay_closed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SyncPoints, "notify", lambda points, name, round_: None)
 
 
+LIKELY = {
+    "a_world_may_hold_who_is_gone": 18,
+    "replaced_masters_do_not_look": 20,
+    "relaunches_are_without_limit": 22,
+    "intents_die_with_their_master": 22,
+    "exchanged_nodes_stay": 18,
+    "exchanged_nodes_are_not_told": 18,
+    "suspended_jobs_stay_so": 18,
+    "servers_go_before_the_switch": 173,
+    "servers_are_used_before_they_run": 112,
+    "a_restored_model_takes_everything_back": 24,
+    "what_a_model_claims_is_not_heard": 65,
+    "the_word_about_a_model_is_not_waited_for": 134,
+}
+"""
+Seeds that noticed the mutations which few seeds notice. Only the time of the search hangs on them: if the faults of a seed change,
+the search goes on from the first one.
+"""
+
+
 @pytest.mark.parametrize(
     ("mutation", "invariants"),
     [
@@ -471,7 +491,7 @@ def test_a_broken_promise_is_noticed(mutation: Mutation, invariants: set[str], m
         "sync": "has_sync_traffic",
     }
     room = next((rooms[name] for name in sorted(invariants) if name in rooms), "")
-    failure = first_failure(invariants, room)
+    failure = first_failure(invariants, room, likely=LIKELY.get(mutation.__name__, 1))
     assert failure.invariant in invariants, failure.sentence
 
 
@@ -528,10 +548,13 @@ def test_a_failing_seed_shrinks_to_few_faults(monkeypatch: pytest.MonkeyPatch) -
     assert len(plan.faults) <= 5
 
 
-def first_failure(invariants: Container[str], room: str = "") -> Failure:
-    """Of one of these; others may be missed before. `room`: only jobs that have it, or it would take longer."""
+def first_failure(invariants: Container[str], room: str = "", *, likely: int = 1) -> Failure:
+    """
+    Of one of these; others may be missed before. `room`: only jobs that have it, or it would take longer. `likely`: the seed that is
+    tried first.
+    """
     num_faults = 0
-    for seed in itertools.count(1):
+    for seed in itertools.chain([likely], itertools.count(1)):
         plan = draw_plan(seed)
         if plan.shape.num_nodes > MOST_NODES or (room and not getattr(plan.shape, room)):
             continue
