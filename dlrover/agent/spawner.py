@@ -222,7 +222,7 @@ class Spawner:
         # Our own Python, whatever the workers run under: a cold zygote only forks and executes.
         command = [sys.executable, "-u", "-c", _CODE, "--fd", str(theirs.fileno()), "--agent-pid", str(os.getpid())]
         if self._wants_warm:
-            command += ["--warm", "--preload", ",".join(self._preload), "--search-path", self._search_path]
+            command += ["--warm", f"--preload={','.join(self._preload)}", "--search-path", self._search_path]
         command += ["--cgroups", self._cgroups, "--room", _TITLE_ROOM]
         environ = dict(self._environ)
         if self._wants_warm:

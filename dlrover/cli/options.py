@@ -301,7 +301,8 @@ OUR_OPTIONS: tuple[Option, ...] = (
         Kind.TEXT,
         "",
         "Modules to import once, beside torch, before workers are forked. They may start no thread and touch no "
-        "device.",
+        "device. A minus leaves out what is imported by default: -torch._dynamo, for scripts without an optimizer, and "
+        "-dlrover.trainer.torch.flash_checkpoint.",
         group=OURS,
         metavar="MODULE,...",
     ),

@@ -584,10 +584,16 @@ def _node_rank(parsed: Parsed, environment: Environment, limits: Limits, notes: 
     return rank
 
 
+_PRELOADED = ("torch._dynamo", "dlrover.trainer.torch.flash_checkpoint")
+"""Beside torch, for all jobs that do not say otherwise."""
+
+
 def _preload(text: str) -> tuple[str, ...]:
     modules = tuple(part.strip() for part in text.split(",") if part.strip())
     for module in modules:
-        if not all(piece.isidentifier() for piece in module.split(".")):
+        if module.startswith("-") and module[1:] not in _PRELOADED:
+            raise ConfigError(f"--preload {text}: only {' and '.join(_PRELOADED)} can be left out with a minus.")
+        if not all(piece.isidentifier() for piece in module.removeprefix("-").split(".")):
             raise ConfigError(f"--preload {text}: {module!r} is no name of a Python module.")
     return modules
 

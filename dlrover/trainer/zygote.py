@@ -47,6 +47,9 @@ _READ_AT_IMPORT = ("GOMP_", "KMP_", "LD_", "MALLOC_", "PYTHON", "PYTORCH_", "TOR
 _IDLE = 1.0
 """Seconds without a request before workers are forked ahead: the last ones are busy starting until then."""
 _FLASH_CHECKPOINT = "dlrover.trainer.torch.flash_checkpoint.ddp"
+_NO_COMPILER = "-torch._dynamo"
+_NO_FLASH_CHECKPOINT = "-dlrover.trainer.torch.flash_checkpoint"
+"""Names of --preload with a minus: what is imported by default, and shall not be."""
 _READ_LATER = ("TORCH_NCCL_", "TORCHELASTIC_")
 _MAX_CGROUP_ATTEMPTS = 3
 _MAX_AT_ONCE = 8
@@ -237,8 +240,10 @@ class _Zygote:
             ) from error
         if torch.distributed.is_available():
             importlib.import_module("torch.distributed")
+        unwanted = [name for name in _split(self._arguments.preload) if name.startswith("-")]
         try:
-            importlib.import_module("torch._dynamo")
+            if _NO_COMPILER not in unwanted:
+                importlib.import_module("torch._dynamo")
         except Exception as error:
             # Some builds lack it; the first optimizer of a worker then pays for what it finds.
             print(f"dlrover: torch._dynamo is not preloaded ({type(error).__name__}: {error})", file=sys.stderr)
@@ -250,6 +255,8 @@ class _Zygote:
         if search_path:
             sys.path.insert(0, search_path)
         for name in _split(self._arguments.preload):
+            if name in unwanted:
+                continue
             try:
                 importlib.import_module(name)
             except (Exception, SystemExit) as error:
@@ -261,7 +268,8 @@ class _Zygote:
 
     def _import_flash_checkpoint(self) -> None:
         """What a worker that restores would import first. Not before the first workers run, whose start would wait for it."""
-        if self._is_warm and not self._has_flash_checkpoint:
+        is_wanted = _NO_FLASH_CHECKPOINT not in _split(self._arguments.preload)
+        if self._is_warm and is_wanted and not self._has_flash_checkpoint:
             self._has_flash_checkpoint = True
             try:
                 importlib.import_module(_FLASH_CHECKPOINT)
@@ -280,7 +288,7 @@ class _Zygote:
         if isinstance(obstacle, _CannotPreloadError):
             kept = [name for name in _split(given.preload) if name != obstacle.module]
             left_out = [*_split(given.left_out), obstacle.module]
-            arguments += ["--warm", "--preload", ",".join(kept), "--search-path", given.search_path]
+            arguments += ["--warm", f"--preload={','.join(kept)}", "--search-path", given.search_path]
             arguments += ["--left-out", ",".join(left_out)]
         note = f"{given.note}; {obstacle}" if given.note else str(obstacle)
         arguments += ["--note", note, "--cgroups", given.cgroups, "--room", given.room]

@@ -409,9 +409,10 @@ async def test_without_torch_workers_start_cold(tmp_path: Path, caplog: pytest.L
         tree.close()
 
 
-async def test_a_preload_is_there_when_the_worker_begins(tmp_path: Path) -> None:
+async def test_a_preload_is_there_when_the_worker_begins_and_what_has_a_minus_is_not(tmp_path: Path) -> None:
     write(tmp_path / "good_preload.py", "import os; pid = os.getpid()")
-    spawner = Spawner.start(preload=["good_preload", "json.tool"], search_path=str(tmp_path))
+    unwanted = ["-torch._dynamo", "-dlrover.trainer.torch.flash_checkpoint"]
+    spawner = Spawner.start(preload=[*unwanted, "good_preload", "json.tool"], search_path=str(tmp_path))
     tree = ProcessTree(keep=lambda: spawner.zygote_pids)
     try:
         script = write(
@@ -419,6 +420,9 @@ async def test_a_preload_is_there_when_the_worker_begins(tmp_path: Path) -> None
         )
         ended = await run_worker(spawner, tree, script, scratch=tmp_path)
         assert ended.stdout == f"{spawner.zygote_pids[0]} 1\n", ended.stderr
+        source = "import sys; print(*(name in sys.modules for name in ('torch', 'torch._dynamo', 'good_preload')))"
+        ended = await run_worker(spawner, tree, write(tmp_path / "t.py", source), scratch=tmp_path)
+        assert ended.stdout == "True False True\n", ended.stderr
     finally:
         spawner.close()
         tree.close()

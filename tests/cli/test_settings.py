@@ -291,6 +291,11 @@ BAD = [
     (["--master-port=70000", "{script}"], {}, "--master-port 70000"),
     (["--node-rank=-2", "{script}"], {}, "--node-rank -2"),
     (["--preload=a-b", "{script}"], {}, "--preload a-b"),
+    (
+        ["--preload=-torch", "{script}"],
+        {},
+        "only torch._dynamo and dlrover.trainer.torch.flash_checkpoint can be left out",
+    ),
     (["--tls-cert=/nowhere/cert.pem", "{script}"], {}, "/nowhere/cert.pem"),
     (["--journal={script}", "{script}"], {}, "give a directory"),
     (["--journal=/proc/nowhere", "{script}"], {}, "journal directory /proc/nowhere"),

@@ -32,6 +32,22 @@ LAUNCHERS = {
 }
 
 
+LIGHT_SCRIPTS = {
+    "bad_end.py",
+    "crash_cycles.py",
+    "dump_env.py",
+    "fail.py",
+    "heard.py",
+    "lost_peer.py",
+    "recorded.py",
+    "steps.py",
+    "tail_steps.py",
+    "wait_for_word.py",
+}
+"""Without optimizers and checkpoints: their jobs spare a quarter of their processor time when the zygote does not import what those need."""
+LIGHT = "-torch._dynamo,-dlrover.trainer.torch.flash_checkpoint"
+
+
 class Launched:
     """One launcher process with its output in files."""
 
@@ -91,6 +107,8 @@ class JobFactory:
         self, launcher: str, *args: str | Path, cwd: Path | None = None, stdin: bytes = b"", **env: str
     ) -> Launched:
         argv = [sys.executable, *LAUNCHERS[launcher], *map(str, args)]
+        if LIGHT_SCRIPTS & {Path(arg).name for arg in args}:
+            env = {"PET_PRELOAD": LIGHT} | env
         job = Launched(argv, self.env(**env), cwd or self.tmp_path, f"{launcher}-{len(self.launched)}", stdin)
         self.launched.append(job)
         return job
