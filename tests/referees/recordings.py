@@ -117,12 +117,16 @@ def _described(name: str, value: object) -> Iterator[str]:
 
 
 def _taken(value: object) -> str:
+    """Parameters with their defaults; not their annotations, which may name what is inside."""
     if not callable(value):
         return ""
     try:
-        return re.sub(r" at 0x[0-9a-f]+|dlrover(\.\w+)+\.", "", str(inspect.signature(value)))
+        signature = inspect.signature(value)
     except (TypeError, ValueError):  # made by C, or of no fixed form
         return "(…)"
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    text = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    return re.sub(r" at 0x[0-9a-f]+|dlrover(\.\w+)+\.", "", text)
 
 
 def helps() -> str:
