@@ -126,7 +126,7 @@ def _taken(value: object) -> str:
         return "(…)"
     bare = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
     text = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
-    return re.sub(r" at 0x[0-9a-f]+|dlrover(\.\w+)+\.", "", text)
+    return re.sub(r"<[\w.]+ object at 0x[0-9a-f]+>", "<an object>", text)
 
 
 def helps() -> str:
