@@ -25,8 +25,8 @@ from dlrover.agent.config import WatchConfig
 from dlrover.agent.native_stacks import NativeStacks
 from dlrover.agent.resources import ResourceMonitor
 from dlrover.agent.seats import Facts, Seat
-from dlrover.core.phases import PhaseBook, Seen, StallWatch
-from dlrover.core.reach import NOTHING_TOLD, furthest
+from dlrover.agreed.reach import NOTHING_TOLD, furthest
+from dlrover.agreed.stall_thresholds import PhaseBook, Seen, StallWatch
 from dlrover.protocol.messages import MAX_MESSAGE_BYTES, Incarnation, Micros, NodeId, Round, WorldSpec
 from dlrover.protocol.watch_messages import (
     LookTaken,

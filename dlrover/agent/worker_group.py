@@ -28,8 +28,8 @@ from dlrover.agent.spawner import Leash, Spawner, StartFailed
 from dlrover.agent.user_patterns import UserPatterns
 from dlrover.agent.watch import Watch
 from dlrover.agent.worker_socket import WorkerSocket
-from dlrover.core.mistakes import FIRST_LIFE, may_be_mistake
-from dlrover.core.reach import NOTHING_TOLD
+from dlrover.agreed.mistakes import FIRST_LIFE, may_be_mistake
+from dlrover.agreed.reach import NOTHING_TOLD
 from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import Micros, NodeRank, StopCause, WorkerFailure, WorldSpec

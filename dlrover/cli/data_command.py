@@ -15,7 +15,7 @@ import typer
 from dlrover.cli.tables import echo, plain_console
 
 if TYPE_CHECKING:
-    from dlrover.core.data_audit import Finding
+    from dlrover.core.data.audit import Finding
 
 _NUM_NAMED = 20
 
@@ -34,7 +34,7 @@ def audit(
 ) -> None:
     """Prove from the journal that the model has seen each record exactly once."""
     from dlrover.cli.replay import walk_journal
-    from dlrover.core.data_audit import Audit
+    from dlrover.core.data.audit import Audit
 
     audit: Audit | None = None
     job = None

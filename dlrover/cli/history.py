@@ -14,8 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.cli.replay import walk_journal
-from dlrover.core.event_words import EventTeller
-from dlrover.core.goodput import Place
+from dlrover.core.goodput.accountant import Place
+from dlrover.core.goodput.events import EventTeller
 from dlrover.core.job import Job
 from dlrover.master.events import events_file, read_events
 from dlrover.protocol.codec import Question

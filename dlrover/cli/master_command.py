@@ -171,7 +171,7 @@ def _watch(options: argparse.Namespace) -> WatchTerms | None:
 
 def _fleet(options: argparse.Namespace) -> FleetSpec | None:
     """None: people start the nodes. That is what `--platform local` alone has always meant."""
-    from dlrover.core.fleet_commands import check_spec
+    from dlrover.core.fleet.commands import check_spec
     from dlrover.platforms.registry import find_platform
 
     if options.platform in _LATER_PLATFORMS:

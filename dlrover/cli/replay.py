@@ -22,8 +22,8 @@ import msgspec
 from rich.text import Text
 
 from dlrover.cli.tables import plain_console
+from dlrover.core.commit_order import JournalCorrupt, Step, load, walk
 from dlrover.core.job import DECISION_VERSION, Job
-from dlrover.core.sequence import JournalCorrupt, Step, load, walk
 from dlrover.host.plain_text import printable
 from dlrover.master.journal import ADVICE, JournalError, check_meta, checksum, explain, read_meta, read_stored
 from dlrover.protocol.errors import DLRoverError

@@ -7,10 +7,10 @@ events of it. It decides nothing.
 
 from __future__ import annotations
 
-from dlrover.core.event_words import EventTeller, of_node
+from dlrover.core.goodput.events import EventTeller, of_node
+from dlrover.core.goodput.progress_ledger import ProgressLedger
 from dlrover.core.job import Job
-from dlrover.core.progress_ledger import ProgressLedger
-from dlrover.core.turn import Outcome
+from dlrover.core.outcome import Outcome
 from dlrover.master.events import EventLog
 from dlrover.protocol.goodput_messages import AccountGoodput
 from dlrover.protocol.messages import Command, LeaveJob, Micros, NodeId, Query, ReportFailure, ReportFinished

@@ -24,9 +24,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from dlrover.core.commit_order import Batch, BrokenQuestion, CoreFault
 from dlrover.core.job import Job
-from dlrover.core.sequence import Batch, BrokenQuestion, CoreFault
-from dlrover.core.turn import NotYet, Outcome
+from dlrover.core.outcome import NotYet, Outcome
 from dlrover.master.bookkeeper import Bookkeeper
 from dlrover.master.clock import MasterClock
 from dlrover.master.durable_job import DurableJob

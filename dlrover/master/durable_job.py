@@ -13,9 +13,9 @@ import logging
 
 import msgspec
 
+from dlrover.core.commit_order import Batch, CommitSequence, CoreFault
 from dlrover.core.job import Job
-from dlrover.core.sequence import Batch, CommitSequence, CoreFault
-from dlrover.core.turn import Origin
+from dlrover.core.outcome import Origin
 from dlrover.master.clock import MasterClock
 from dlrover.master.keeper import Keeper
 from dlrover.protocol.encoding import UNENCODABLE

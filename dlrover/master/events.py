@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from dlrover.core.event_words import WARN, event
+from dlrover.core.goodput.events import WARN, event
 from dlrover.master.event_reporters import EventReporter
 from dlrover.protocol.goodput_messages import MAX_EVENTS_PER_ANSWER, AskEvents, Events, JobEvent
 from dlrover.protocol.kv_messages import MAX_WAIT

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from dlrover.core.sightings import REFUSAL_COUNTS
+from dlrover.core.fleet.platform_news import REFUSAL_COUNTS
 from dlrover.platforms.base import Intent, Platform, StaleMaster
 from dlrover.protocol.encoding import encodable
 from dlrover.protocol.errors import Rejected, Unavailable

@@ -9,7 +9,7 @@ A single node tells nothing about us, so the rule needs two.
 
 from __future__ import annotations
 
-from dlrover.core.turn import micros
+from dlrover.core.outcome import micros
 from dlrover.protocol.messages import Detection, NodeId
 
 LONGEST = 15

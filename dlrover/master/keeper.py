@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from dlrover.core.commit_order import Batch, JournalCorrupt, replay
 from dlrover.core.job import DECISION_VERSION, Job
-from dlrover.core.sequence import Batch, JournalCorrupt, replay
 from dlrover.master.filesystem import network_filesystem
 from dlrover.master.journal import ADVICE, Journal, JournalError, Stored
 from dlrover.protocol.errors import Unavailable

@@ -18,7 +18,7 @@ from typing import Protocol
 from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
-from dlrover.core.turn import Outcome
+from dlrover.core.outcome import Outcome
 from dlrover.master.board import Board
 from dlrover.master.node_views import Health, node_view
 from dlrover.protocol.codec import Question

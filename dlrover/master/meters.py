@@ -23,7 +23,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from dlrover.core.turn import Outcome
+from dlrover.core.outcome import Outcome
 from dlrover.master.lookout import Lookout
 from dlrover.protocol.checkpoint_messages import CheckpointCommitted, CheckpointFailed, ShardWritten
 from dlrover.protocol.messages import Command, JobStatus, Micros, NodeId, NodeRank, Stage

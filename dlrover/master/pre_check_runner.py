@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from dlrover.core.event_words import WARN, event
-from dlrover.core.pre_check import is_wanted
-from dlrover.core.turn import Outcome
+from dlrover.core.check.pre_check import is_wanted
+from dlrover.core.goodput.events import WARN, event
+from dlrover.core.outcome import Outcome
 from dlrover.master.desk import Desk
 from dlrover.master.diagnosis_actions import (
     DiagnosisAction,

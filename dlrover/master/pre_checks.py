@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from dlrover.core.early_stop import MIN_PENDING_TIMEOUT
+from dlrover.core.fleet.early_stop import MIN_PENDING_TIMEOUT
+from dlrover.core.outcome import MICROS_PER_SECOND
 from dlrover.core.state import JobState
-from dlrover.core.turn import MICROS_PER_SECOND
 from dlrover.master.diagnosis_actions import (
     DiagnosisAction,
     DiagnosisActionType,

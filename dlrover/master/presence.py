@@ -13,8 +13,8 @@ import logging
 
 from msgspec.structs import replace
 
-from dlrover.core.observations import Observations
-from dlrover.core.turn import micros
+from dlrover.core.membership.liveness import Observations
+from dlrover.core.outcome import micros
 from dlrover.master.clock import MasterClock
 from dlrover.master.durable_job import DurableJob
 from dlrover.master.grace import AFTERMATH, LONG_STALL, NEVER, Grace, StallWatch

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dlrover.core.turn import Origin
+from dlrover.core.outcome import Origin
 from dlrover.master.clock import MasterClock
 from dlrover.master.errands import Errands
 from dlrover.master.events import EventLog

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from dlrover.core.topology import Placed, arrange
+from dlrover.core.membership.topology import Placed, arrange
 from dlrover.protocol.encoding import encodable
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import NodeRank

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from dlrover.core.diagnosis.failure_checks import WorkerEnded
+from dlrover.core.diagnosis.checks.failures import WorkerEnded
 from dlrover.core.diagnosis.mute_nodes import MuteNodes
 from dlrover.core.diagnosis.picture import Failed, scene_of
 from dlrover.core.diagnosis.stacks import say_ranks
 from dlrover.core.diagnosis.watch import Act, AskNode, Publish, Tell, Watch
-from dlrover.core.turn import Outcome
+from dlrover.core.outcome import Outcome
 from dlrover.master.clock import MasterClock
 from dlrover.master.desk import Desk
 from dlrover.master.diagnosticians import UserDiagnosticians

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from dlrover.core.turn import Origin
+from dlrover.core.outcome import Origin
 from dlrover.master.roster import Line
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.frames import Answer, Refusal

@@ -6,7 +6,7 @@ what they have consumed of them together with the step of the model that contain
 costs the master one command for many shards.
 
 What a range means depends on the dataset: numbers of records for a table and for an unshuffled text; places in the shuffled order of the
-epoch for a shuffled text (`dlrover.core.permutation`); offsets in a partition for a stream.
+epoch for a shuffled text (`dlrover.agreed.permutation`); offsets in a partition for a stream.
 """
 
 from __future__ import annotations

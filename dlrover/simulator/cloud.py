@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlrover.core.sightings import REFUSAL_COUNTS
+from dlrover.core.fleet.platform_news import REFUSAL_COUNTS
 from dlrover.protocol.fleet_messages import (
     DefineFleet,
     FleetSpec,

@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from dlrover.core.data_audit import Audit
-from dlrover.core.data_books import state_for_manifest
-from dlrover.core.data_checkpoint import write_states
-from dlrover.core.data_commands import new_dataset
-from dlrover.core.data_leases import Reader as CoreReader
-from dlrover.core.data_ranges import Range, overlapping, said, subtract
-from dlrover.core.datasets import Dataset
+from dlrover.core.commit_order import walk
+from dlrover.core.data.audit import Audit
+from dlrover.core.data.books import state_for_manifest
+from dlrover.core.data.checkpoint_text import write_states
+from dlrover.core.data.commands import new_dataset
+from dlrover.core.data.dataset import Dataset
+from dlrover.core.data.leases import Reader as CoreReader
+from dlrover.core.data.ranges import Range, overlapping, said, subtract
 from dlrover.core.job import Job
-from dlrover.core.sequence import walk
 from dlrover.protocol.data_messages import (
     Claim,
     Consumption,

@@ -23,11 +23,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from dlrover.core.checkpoints import Committed
+from dlrover.core.checkpoints.commits import Committed
+from dlrover.core.desired import wish_of
 from dlrover.core.job import Job
-from dlrover.core.rendezvous import Opening, Rendezvous
-from dlrover.core.turn import Origin
-from dlrover.core.wishes import wish_of
+from dlrover.core.membership.rendezvous import Opening, Rendezvous
+from dlrover.core.outcome import Origin
 from dlrover.protocol.fleet_messages import (
     DefineFleet,
     LaunchRefused,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 
+from dlrover.core.commit_order import Batch, replay
 from dlrover.core.job import Job
-from dlrover.core.sequence import Batch, replay
 from dlrover.protocol.errors import DLRoverError, Unavailable
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlrover.core.observations import Observations
+from dlrover.core.membership.liveness import Observations
 from dlrover.protocol.messages import (
     Attached,
     Heartbeat,

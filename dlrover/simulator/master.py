@@ -13,9 +13,9 @@ import enum
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from dlrover.core.commit_order import Batch, CommitSequence, Released
 from dlrover.core.job import Job
-from dlrover.core.sequence import Batch, CommitSequence, Released
-from dlrover.core.turn import Origin
+from dlrover.core.outcome import Origin
 from dlrover.protocol.checkpoint_messages import AwaitSaveDuties
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.fleet_messages import AskPsNodes, LaunchNode, RemoveNode

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from dlrover.core.commit_order import Batch
 from dlrover.core.job import Job
-from dlrover.core.rendezvous import NUM_USED_OFFERS
-from dlrover.core.sequence import Batch
+from dlrover.core.membership.rendezvous import NUM_USED_OFFERS
 from dlrover.protocol.data_messages import RestoreAgreed
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import (

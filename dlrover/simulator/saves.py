@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from dlrover.core.checkpoints import Committed
+from dlrover.core.checkpoints.commits import Committed
 from dlrover.core.job import Job
 from dlrover.protocol.checkpoint_messages import (
     AwaitSaveDuties,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from dlrover.core.sequence import CoreFault, JournalCorrupt
+from dlrover.core.commit_order import CoreFault, JournalCorrupt
 from dlrover.simulator import worlds
 from dlrover.simulator.beside import Beside
 from dlrover.simulator.checks import CheckRuns

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from dlrover.core.permutation import Permutation
+from dlrover.agreed.permutation import Permutation
 from dlrover.protocol.data_messages import DatasetSpec, DatasetState, Shard, Storage, TaskType
 from dlrover.protocol.errors import ConfigError
 from dlrover.trainer.agent_link import Link

@@ -27,7 +27,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from dlrover.core.permutation import Permutation
+from dlrover.agreed.permutation import Permutation
 from dlrover.protocol.data_messages import NO_STEP, DatasetSpec, Storage, TaskType
 from dlrover.protocol.data_messages import Shard as Lease
 from dlrover.protocol.errors import ConfigError, Rejected

@@ -14,10 +14,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dlrover.core import sync_points
+from dlrover.core.exchange import sync_points
+from dlrover.core.exchange.kv_store import KvStore
 from dlrover.core.job import Job
-from dlrover.core.kv_store import KvStore
-from dlrover.core.turn import NotYet
+from dlrover.core.outcome import NotYet
 from dlrover.protocol.data_messages import AskDataCheckpoint, AskDataset, DataCommand
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import AskClusterVersion, AskPsNodes

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from dlrover.agent.worker_group import Failed, Finished, PortOffer, split_address
 from dlrover.core.job import Job, Origin, Outcome
-from dlrover.core.turn import NotYet
+from dlrover.core.outcome import NotYet
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages import (

@@ -6,7 +6,7 @@ import asyncio
 
 from msgspec.structs import replace
 
-from dlrover.core.turn import NotYet
+from dlrover.core.outcome import NotYet
 from dlrover.protocol.checkpoint_messages import AnyCheckpointCommand, AwaitSaveDuties, CheckpointCommand
 from dlrover.protocol.errors import Unavailable
 from dlrover.protocol.messages import LookAgain, Reply

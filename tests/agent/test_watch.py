@@ -24,7 +24,7 @@ from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.seats import Seat, parse_stacks
 from dlrover.agent.spawner import Spawner
 from dlrover.agent.watch import Watch, fit_into_look
-from dlrover.core.phases import Patience, PhaseBook
+from dlrover.agreed.stall_thresholds import Patience, PhaseBook
 from dlrover.host.processes import descendants
 from dlrover.protocol.codec import check_size
 from dlrover.protocol.frames import Observed

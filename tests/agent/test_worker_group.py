@@ -20,8 +20,8 @@ from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.spawner import Spawner, StartFailed
 from dlrover.agent.watch import Watch
 from dlrover.agent.worker_group import HEAD_START, Failed, Finished, PortOffer, split_address, worker_environment
-from dlrover.core.mistakes import may_be_mistake
-from dlrover.core.restarts import traceback_digest
+from dlrover.agreed.mistakes import may_be_mistake
+from dlrover.core.failures.blame import traceback_digest
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages import FailureKind, JobTerms, RestartPolicy, StopCause
 from tests.agent.lab import DEADLINE, group_of, is_gone, make_config, make_world, until, write

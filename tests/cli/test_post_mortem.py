@@ -22,7 +22,7 @@ from dlrover.cli.history import History, read_history
 from dlrover.cli.post_mortem import as_html, as_markdown
 from dlrover.cli.report import REDO_UNKNOWN, goodput_line
 from dlrover.cli.trace import build_trace
-from dlrover.core.event_words import event
+from dlrover.core.goodput.events import event
 from dlrover.core.job import DECISION_VERSION
 from dlrover.master.events import EventLog
 from dlrover.master.journal import Journal

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from dlrover.core.check_cycle import CheckCycle, Next, Verdict
-from dlrover.core.check_evidence import ExitClass
-from dlrover.core.pairing import Groups
+from dlrover.core.check.cycle import CheckCycle, Next, Verdict
+from dlrover.core.check.evidence import ExitClass
+from dlrover.core.check.pairing import Groups
 from dlrover.protocol.messages import NodeRank, Round
 
 QUICK_MS = 5_000.0

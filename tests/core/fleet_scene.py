@@ -12,9 +12,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dlrover.core.fleet import Fleet, FleetNode
+from dlrover.core.fleet.fleet import Fleet, FleetNode
+from dlrover.core.fleet.relaunch import LIVE
 from dlrover.core.job import Origin, Outcome
-from dlrover.core.relaunch import LIVE
 from dlrover.protocol.fleet_messages import (
     DefineFleet,
     FleetSpec,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover.core.cadence import (
+from dlrover.agreed.cadence import (
     ASSUMED_AGE,
     MOST_STEPS,
     Cadence,

@@ -14,7 +14,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrover.core.sequence import replay
+from dlrover.core.commit_order import replay
 from dlrover.protocol.checkpoint_messages import CommitCheckpoint
 from dlrover.protocol.errors import Rejected
 from tests.core.test_checkpoints import DIRECTORY, saving

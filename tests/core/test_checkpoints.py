@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover.core.checkpoint_breaks import BREAK_GRACE
-from dlrover.core.checkpoints import MAX_DIRECTORIES, MAX_SETTLED, MAX_UNDER_WAY, SHORTEST_COMMIT
-from dlrover.core.sequence import replay
-from dlrover.core.turn import NotYet
+from dlrover.core.checkpoints.break_points import BREAK_GRACE
+from dlrover.core.checkpoints.commits import MAX_DIRECTORIES, MAX_SETTLED, MAX_UNDER_WAY, SHORTEST_COMMIT
+from dlrover.core.commit_order import replay
+from dlrover.core.outcome import NotYet
 from dlrover.protocol.checkpoint_messages import (
     AwaitSaveDuties,
     CheckpointCommitted,

@@ -8,9 +8,9 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from dlrover.core.data_audit import Audit, Finding
+from dlrover.core.commit_order import walk
+from dlrover.core.data.audit import Audit, Finding
 from dlrover.core.job import Job
-from dlrover.core.sequence import walk
 from dlrover.protocol.data_messages import Claim, Consumption, DatasetSpec, ExchangeShards, Shard, Storage
 from dlrover.protocol.messages import RestartPolicy
 from tests.core.scene import terms

@@ -7,8 +7,8 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from dlrover.core.data_books import MAX_RESTORED, RESTORE_PATIENCE, DataBooks, state_for_manifest
-from dlrover.core.sequence import replay
+from dlrover.core.commit_order import replay
+from dlrover.core.data.books import MAX_RESTORED, RESTORE_PATIENCE, DataBooks, state_for_manifest
 from dlrover.protocol.checkpoint_messages import CheckpointCommitted, ShardWritten
 from dlrover.protocol.data_messages import (
     MAX_PARTITIONS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from dlrover.core.data_audit import Audit
+from dlrover.core.data.audit import Audit
 from dlrover.protocol.data_messages import Consumption, ExchangeShards, Shard, ShardError, Supply, TaskType
 from dlrover.protocol.errors import Rejected
 from tests.core.scene import terms

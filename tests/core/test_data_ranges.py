@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover.core.data_ranges import Places, Range, subtract, united
+from dlrover.core.data.ranges import Places, Range, subtract, united
 
 PLACES = st.integers(0, 30)
 

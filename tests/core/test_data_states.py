@@ -7,10 +7,10 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from dlrover.core.data_audit import Audit
-from dlrover.core.data_books import RESTORE_PATIENCE, state_for_manifest
-from dlrover.core.data_commands import QUICK_LOOK
-from dlrover.core.turn import NotYet
+from dlrover.core.data.audit import Audit
+from dlrover.core.data.books import RESTORE_PATIENCE, state_for_manifest
+from dlrover.core.data.commands import QUICK_LOOK
+from dlrover.core.outcome import NotYet
 from dlrover.protocol.checkpoint_messages import AwaitSaveDuties, CheckpointCommitted, SaveDuties, ShardWritten
 from dlrover.protocol.data_messages import (
     MAX_STATE_BYTES,

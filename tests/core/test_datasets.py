@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dlrover.core.data_checkpoint import read_checkpoint, write_checkpoint
-from dlrover.core.data_leases import Reader
-from dlrover.core.data_ranges import Range
-from dlrover.core.datasets import Dataset
+from dlrover.core.data.checkpoint_text import read_checkpoint, write_checkpoint
+from dlrover.core.data.dataset import Dataset
+from dlrover.core.data.leases import Reader
+from dlrover.core.data.ranges import Range
 from dlrover.protocol.data_messages import NO_STEP, Claim, DatasetSpec, Shard, Storage
 from dlrover.protocol.identity import Incarnation, NodeId, Round
 from dlrover.protocol.messages import Micros

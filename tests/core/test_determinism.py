@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from dlrover.core.sequence import replay
+from dlrover.core.commit_order import replay
 from tests.core.test_properties import a_random_journal
 
 REPLAY = """
 import pathlib, sys
 import msgspec
-from dlrover.core.sequence import replay
+from dlrover.core.commit_order import replay
 records = msgspec.msgpack.decode(pathlib.Path(sys.argv[1]).read_bytes(), type=list[bytes])
 print(replay(None, records).job.digest().hex())
 """

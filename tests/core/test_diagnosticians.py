@@ -9,10 +9,10 @@ from typing import Any, SupportsIndex
 
 import pytest
 
-from dlrover.core.diagnosis.failure_checks import fault_of
-from dlrover.core.diagnosis.node_checks import Devices
+from dlrover.core.diagnosis.checks.failures import fault_of
+from dlrover.core.diagnosis.checks.nodes import Devices
+from dlrover.core.diagnosis.checks.progress import Straggler
 from dlrover.core.diagnosis.picture import Failed, Picture, Place, RankRecord, Window
-from dlrover.core.diagnosis.progress_checks import Straggler
 from dlrover.core.diagnosis.samples import Sample, Samples
 from dlrover.protocol.messages import FailureKind, Incarnation, Micros, NodeId, NodeRank, Round
 from dlrover.protocol.units import in_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from dlrover.core.early_stop import shortage_ends_at
+from dlrover.core.fleet.early_stop import shortage_ends_at
 from dlrover.protocol.fleet_messages import (
     FleetSpec,
     MigrateNode,

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from dlrover.core.fleet import NUM_FORMER, Replicas
-from dlrover.core.restarts import DEVICE_FAULT_CODES
+from dlrover.core.failures.blame import DEVICE_FAULT_CODES
+from dlrover.core.fleet.fleet import NUM_FORMER, Replicas
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import (
     DefineFleet,

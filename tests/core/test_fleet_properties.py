@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from dlrover.core.course import DRAIN_MARGIN
+from dlrover.core.commit_order import replay
+from dlrover.core.decision import DRAIN_MARGIN
+from dlrover.core.fleet.platform_news import UNSEEN_TOO_LONG
+from dlrover.core.fleet.relaunch import ENDED, is_failure
 from dlrover.core.job import Origin, Outcome
-from dlrover.core.relaunch import ENDED, is_failure
-from dlrover.core.sequence import replay
-from dlrover.core.sightings import UNSEEN_TOO_LONG
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import (
     DefineFleet,

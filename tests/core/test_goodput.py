@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from dlrover.core.commit_order import replay
+from dlrover.core.goodput.progress_ledger import ProgressLedger
 from dlrover.core.job import Job
-from dlrover.core.progress_ledger import ProgressLedger
-from dlrover.core.sequence import replay
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.goodput_messages import SPLIT, AccountGoodput, AskGoodput, GoodputStatus, NodeAccount, TimeClass
 from dlrover.protocol.messages import LeaveReason, NodeId, Round

@@ -7,9 +7,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrover.core.data_commands import _grow
-from dlrover.core.data_leases import Reader
-from dlrover.core.datasets import Dataset
+from dlrover.core.data.commands import _grow
+from dlrover.core.data.dataset import Dataset
+from dlrover.core.data.leases import Reader
 from dlrover.protocol.data_messages import DatasetSpec, ExtendStream, Shard, Storage
 from dlrover.protocol.identity import Incarnation, NodeId, Round
 from dlrover.protocol.messages import Micros

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover.core.sequence import replay
+from dlrover.core.commit_order import replay
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import (
     End,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrover.core.commit_order import replay
+from dlrover.core.exchange.kv_store import KvStore
 from dlrover.core.job import Job, Origin
-from dlrover.core.kv_store import KvStore
-from dlrover.core.sequence import replay
-from dlrover.core.turn import NotYet
+from dlrover.core.outcome import NotYet
 from dlrover.protocol.codec import encode_frame
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.frames import Answer
@@ -492,7 +492,7 @@ class TestTheJob:
 
 
 def test_every_command_of_the_store_touches_or_is_known_not_to() -> None:
-    from dlrover.core.kv_store import topics_of
+    from dlrover.core.exchange.kv_store import topics_of
 
     silent = {KvDelete, KvPop}
     for kind in typing.get_args(AnyKvCommand):

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from dlrover.core.observations import Observations
+from dlrover.core.membership.liveness import Observations
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import Detection, FailureKind, Heartbeat, Incarnation, NodeId, NodeSilent, Run
 from tests.core.scene import Scene, failure, micros, terms

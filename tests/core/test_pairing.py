@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover.core.pairing import (
+from dlrover.core.check.pairing import (
     across,
     across_rotated,
     alone,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover.core.permutation import Permutation
+from dlrover.agreed.permutation import Permutation
 
 
 @given(st.integers(1, 2000), st.integers(0, 2**64 - 1), st.integers(0, 100))

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dlrover.core.phases import Patience, PhaseBook, Seen, StallWatch, bucket_of, percentile_99, upper_seconds
+from dlrover.agreed.stall_thresholds import (
+    Patience,
+    PhaseBook,
+    Seen,
+    StallWatch,
+    bucket_of,
+    percentile_99,
+    upper_seconds,
+)
 from dlrover.protocol.progress_page import NUM_BUCKETS
 from dlrover.protocol.watch_messages import Phase
 

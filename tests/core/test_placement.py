@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover.core.placement import Spot, place_copies, place_groups
+from dlrover.core.checkpoints.placement import Spot, place_copies, place_groups
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import NodeId, Round
 from dlrover.protocol.peer_messages import AskPeers, Peers

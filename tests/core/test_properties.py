@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from dlrover.core.course import DRAIN_MARGIN
+from dlrover.core.commit_order import CommitSequence, replay
+from dlrover.core.decision import DRAIN_MARGIN
 from dlrover.core.job import Job, Origin
-from dlrover.core.sequence import CommitSequence, replay
 from dlrover.protocol.checkpoint_messages import CheckpointFailed, ShardWritten, SnapshotsHeld
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.goodput_messages import AccountGoodput, NodeAccount

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from dlrover.core.relaunch import (
+from dlrover.core.fleet.relaunch import (
     End,
     Terms,
     critical_ranks,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlrover.core.restarts import NUM_DISTINCT, describe, traceback_digest
+from dlrover.core.failures.blame import NUM_DISTINCT, describe, traceback_digest
 from dlrover.protocol.goodput_messages import AskFault, FaultTold
 from dlrover.protocol.messages import (
     End,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover.core.bystanders import FIRST_DELAY, LONGEST_DELAY
+from dlrover.core.membership.standby import FIRST_DELAY, LONGEST_DELAY
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import (
     Detection,

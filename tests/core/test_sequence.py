@@ -8,8 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from dlrover.core.job import Job, Origin
-from dlrover.core.sequence import (
+from dlrover.core.commit_order import (
     BrokenQuestion,
     CommitSequence,
     CoreFault,
@@ -21,7 +20,8 @@ from dlrover.core.sequence import (
     trimmed_for_journal,
     walk,
 )
-from dlrover.core.turn import NotYet, Outcome
+from dlrover.core.job import Job, Origin
+from dlrover.core.outcome import NotYet, Outcome
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import (
     MAX_JOURNALLED_FAILURE_BYTES,

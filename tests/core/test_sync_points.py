@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover.core.sequence import replay
-from dlrover.core.sync_points import SYNC_TIMEOUT
-from dlrover.core.turn import NotYet
+from dlrover.core.commit_order import replay
+from dlrover.core.exchange.sync_points import SYNC_TIMEOUT
+from dlrover.core.outcome import NotYet
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec, Strategy
 from dlrover.protocol.messages import DeadlineKind, DeadlinePassed, Done, LookAgain, Reply, Round, Run

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from dlrover.core.take_up import Claim, TakeUp
-from dlrover.core.turn import NotYet
+from dlrover.core.membership.claims import Claim, TakeUp
+from dlrover.core.outcome import NotYet
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import (
     Attached,

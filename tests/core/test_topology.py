@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlrover.core.topology import Placed, arrange
+from dlrover.core.membership.topology import Placed, arrange
 from dlrover.protocol.messages import AwaitOrder, NodeRank, Run
 from tests.core.scene import Scene, terms
 

@@ -8,7 +8,7 @@ import http.client
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from dlrover.core.turn import Outcome
+from dlrover.core.outcome import Outcome
 from dlrover.master.gathering import gather_data, gather_diagnosis, gather_events, gather_goodput
 from dlrover.master.lookout import Lookout
 from dlrover.master.meters import CONTENT_TYPE, Meters

@@ -11,9 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.cli.replay import replay
+from dlrover.core.commit_order import decode_record
 from dlrover.core.job import Job
-from dlrover.core.sequence import decode_record
-from dlrover.core.turn import NotYet, Origin, Outcome
+from dlrover.core.outcome import NotYet, Origin, Outcome
 from dlrover.master import journal
 from dlrover.protocol.checkpoint_messages import AwaitSaveDuties, SaveDuties
 from dlrover.protocol.codec import decode_from_master, encode_frame

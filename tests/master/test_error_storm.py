@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.core.restarts import NUM_DISTINCT
+from dlrover.core.failures.blame import NUM_DISTINCT
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages import (
     MAX_FAILURE_BYTES,

@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 from dlrover.python.common.event.reporter import EventReporter
 
-from dlrover.core.event_words import event, of_node
+from dlrover.core.goodput.events import event, of_node
 from dlrover.master import event_reporters
 from dlrover.master import events as events_module
 from dlrover.master.event_reporters import MAX_QUEUED, WebhookReporter, as_line, build_reporters

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dlrover.agent.limits import Limits
 from dlrover.agent.resources import ResourceMonitor
-from dlrover.core.turn import Outcome
+from dlrover.core.outcome import Outcome
 from dlrover.master.exposition import MAX_HEAD, MAX_SCRAPES, Exposition
 from dlrover.master.lookout import Lookout
 from dlrover.master.meters import MAX_NODES, METRICS, Meters

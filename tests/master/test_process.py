@@ -23,7 +23,7 @@ import grpc.aio
 import msgspec
 import pytest
 
-from dlrover.core.sequence import load, walk
+from dlrover.core.commit_order import load, walk
 from dlrover.master.config import (
     EXIT_FENCED,
     EXIT_JOURNAL,

@@ -200,7 +200,7 @@ def test_the_sorter_of_the_original_keeps_neighbours_together() -> None:
         ("no-separator", "module::Class"),
         ("no_such_module::Class", "ModuleNotFoundError"),
         ("dlrover.master.topology::Nothing", "AttributeError"),
-        ("dlrover.core.nodes::Node", "TypeError"),
+        ("dlrover.core.membership.nodes::Node", "TypeError"),
         ("dlrover.master.topology::DpTopologySorter", "query"),
     ],
 )

@@ -14,9 +14,9 @@ from typing import TypeVar
 import pytest
 import pytest_asyncio
 
+from dlrover.core.commit_order import Batch
 from dlrover.core.job import Job
-from dlrover.core.sequence import Batch
-from dlrover.core.turn import Origin, Outcome
+from dlrover.core.outcome import Origin, Outcome
 from dlrover.master.clock import MasterClock
 from dlrover.master.desk import COMING_BACK, Desk
 from dlrover.master.grace import PULSE, StallWatch

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dlrover.core.turn import NotYet
+from dlrover.core.outcome import NotYet
 from dlrover.master.roster import Line
 from dlrover.master.waiting_room import WaitingRoom
 from dlrover.master.work import Work

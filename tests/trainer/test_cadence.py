@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrover.core.cadence import Plan
+from dlrover.agreed.cadence import Plan
 from dlrover.protocol.checkpoint_messages import CheckpointSettled
 from dlrover.protocol.errors import ConfigError
 from dlrover.trainer.torch.flash_checkpoint.cadence import SaveCadence

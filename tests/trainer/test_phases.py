@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dlrover.agent.seats import Seat
-from dlrover.core.phases import bucket_of
+from dlrover.agreed.stall_thresholds import bucket_of
 from dlrover.protocol import progress_page as layout
 from dlrover.protocol.progress_page import ProgressPage
 from dlrover.protocol.watch_messages import Phase

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from dlrover.core.diagnosis.hang import Sight, see
 from dlrover.core.diagnosis.picture import Scene
-from dlrover.core.turn import MICROS_PER_SECOND, micros
+from dlrover.core.outcome import MICROS_PER_SECOND, micros
 from dlrover.protocol.messages import Micros, NodeId, Round
 from dlrover.protocol.watch_messages import LookTaken, TakeLook, WatchOrder, WorkerDump
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from dlrover.core.turn import micros
+from dlrover.core.outcome import micros
 from dlrover.protocol.messages import Micros, NodeId
 from dlrover.protocol.watch_messages import SampleTaken
 

@@ -21,7 +21,7 @@ from dlrover.core.diagnosis.hang import Finding, Sight, judge
 from dlrover.core.diagnosis.looks import AGAIN_AFTER, Look, interval_after
 from dlrover.core.diagnosis.picture import Failed, Picture, Scene
 from dlrover.core.diagnosis.registry import HANG, built_in
-from dlrover.core.turn import MICROS_PER_SECOND, micros
+from dlrover.core.outcome import MICROS_PER_SECOND, micros
 from dlrover.protocol.messages import Micros, NodeId, Round
 from dlrover.protocol.watch_messages import (
     ActionKind,

@@ -5,7 +5,7 @@ Saving by itself: the checkpointer measures what saves and steps take and decide
     ...
     checkpointer.save_if_due(step, lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
 
-Global rank 0 plans (`dlrover.core.cadence`) and tells the others, by one small broadcast at steps that all of them know beforehand. So all
+Global rank 0 plans (`dlrover.agreed.cadence`) and tells the others, by one small broadcast at steps that all of them know beforehand. So all
 ranks have to ask at every step, and none of them decides by a clock of its own.
 """
 
@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable
 
-from dlrover.core.cadence import BUDGET, Cadence, Measurements, Plan, make_plan
+from dlrover.agreed.cadence import BUDGET, Cadence, Measurements, Plan, make_plan
 from dlrover.protocol.errors import ConfigError
 from dlrover.trainer import environment
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult, StorageType

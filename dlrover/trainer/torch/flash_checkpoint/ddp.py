@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from dlrover.core.cadence import BUDGET
+from dlrover.agreed.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.storage import full_path
 from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval

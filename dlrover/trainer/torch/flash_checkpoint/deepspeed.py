@@ -24,7 +24,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dlrover.core.cadence import BUDGET
+from dlrover.agreed.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.manifest import DIRECTORY, ManifestInvalid
 from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from dlrover.core.cadence import BUDGET
+from dlrover.agreed.cadence import BUDGET
 from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
 from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer, SaveReason, SaveResult

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dlrover.core.cadence import BUDGET
+from dlrover.agreed.cadence import BUDGET
 from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.manifest import ManifestInvalid
 from dlrover.snapshot.newest import newest_complete

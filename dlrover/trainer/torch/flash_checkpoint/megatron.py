@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dlrover.core.cadence import BUDGET
+from dlrover.agreed.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
 from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult

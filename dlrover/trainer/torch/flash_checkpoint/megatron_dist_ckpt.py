@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dlrover.core.cadence import BUDGET
+from dlrover.agreed.cadence import BUDGET
 from dlrover.snapshot import user_deletion
 from dlrover.snapshot.storage import LocalStorage
 from dlrover.snapshot.user_storage import get_checkpoint_storage as get_checkpoint_storage

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dlrover.core.cadence import BUDGET
+from dlrover.agreed.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.manifest import DIRECTORY, ManifestInvalid
