@@ -22,8 +22,8 @@ from dlrover.master.clock import MasterClock
 from dlrover.master.desk import Desk
 from dlrover.master.keeper import Keeper
 from dlrover.protocol.codec import decode_from_agent, decode_from_master, encode_frame
-from dlrover.protocol.frames import Ack, Answer, FromAgent, FromMaster, Push, Refusal, Request
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.frames import Ack, Answer, FromAgent, FromMaster, Push, Refusal, Request
+from dlrover.protocol.messages.job import (
     MAX_REQUESTS_IN_WORK,
     Attach,
     Attached,
@@ -35,7 +35,7 @@ from dlrover.protocol.messages import (
     NodeRank,
     Run,
 )
-from dlrover.protocol.serving import AgentStream
+from dlrover.protocol.rpc.server import AgentStream
 
 
 class DeskAgent(AgentStream):

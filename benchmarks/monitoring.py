@@ -26,8 +26,8 @@ from figures import summarise, table
 from dlrover.agent.config import WatchConfig
 from dlrover.agent.seats import Seat
 from dlrover.agent.watch import Watch
-from dlrover.protocol.messages import Incarnation, NodeId, Round, WorldSpec
-from dlrover.protocol.watch_messages import WatchObservation
+from dlrover.protocol.messages.job import Incarnation, NodeId, Round, WorldSpec
+from dlrover.protocol.messages.watch import WatchObservation
 
 STEP_SECONDS = 0.05
 NUM_CALLS = 20_000

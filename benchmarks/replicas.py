@@ -27,8 +27,8 @@ from typing import Any
 
 from dlrover.agent.replica_config import ReplicaConfig
 from dlrover.agent.replicas import Replicas
-from dlrover.protocol.messages import AgentCommand, NodeId, NodeRank, Query, Round, WorldSpec
-from dlrover.protocol.peer_messages import AskPeers, Peer, Peers
+from dlrover.protocol.messages.job import AgentCommand, NodeId, NodeRank, Query, Round, WorldSpec
+from dlrover.protocol.messages.peers import AskPeers, Peer, Peers
 from dlrover.snapshot.contents import Contents, encode_contents
 from dlrover.snapshot.layout import Layout
 from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request, sum_slot

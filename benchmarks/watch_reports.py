@@ -11,8 +11,8 @@ import time
 
 from dlrover.core.diagnosis.picture import Place, Scene
 from dlrover.core.diagnosis.watch import Watch
-from dlrover.protocol.messages import Incarnation, Micros, NodeId, NodeRank, Round
-from dlrover.protocol.watch_messages import Phase, ProgressReport, WatchTerms, WorkerProgress
+from dlrover.protocol.messages.job import Incarnation, Micros, NodeId, NodeRank, Round
+from dlrover.protocol.messages.watch import Phase, ProgressReport, WatchTerms, WorkerProgress
 
 WORKERS = 8
 PERIOD = 5_000_000

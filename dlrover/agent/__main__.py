@@ -24,9 +24,9 @@ from dlrover.agent.config import AgentConfig, AgentResult, EntryKind
 from dlrover.agent.spawner import Spawner
 from dlrover.host import descriptors
 from dlrover.host.console import ConsoleHandler
+from dlrover.host.lifeline import follow_parent
 from dlrover.host.log_file import log_to_file
-from dlrover.protocol.descriptors import open_standard_descriptors
-from dlrover.protocol.lifeline import follow_parent
+from dlrover.host.standard_streams import open_standard_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dlrover.agent.replicas import Replicas
     from dlrover.agent.saver import Saver
     from dlrover.agent.worker_group import WorkerGroup
-    from dlrover.protocol.messages import Micros, NodeRank, WorldSpec
+    from dlrover.protocol.messages.job import Micros, NodeRank, WorldSpec
 
 EXIT_USAGE = 2
 RESULT_PART = "result.json.part"

@@ -32,10 +32,10 @@ from dlrover.agent.relay import Ask, Relay
 from dlrover.agent.watch import FirstStep
 from dlrover.agent.worker_group import Failed, Finished, PortOffer
 from dlrover.protocol.addresses import TlsConfig
-from dlrover.protocol.check_messages import ExitClass, ReportCheck
-from dlrover.protocol.checkpoint_messages import HeldSnapshot
 from dlrover.protocol.errors import DLRoverError, JobError, Rejected, Unavailable
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.check import ExitClass, ReportCheck
+from dlrover.protocol.messages.checkpoint import HeldSnapshot
+from dlrover.protocol.messages.job import (
     NODE_CHECK_RENDEZVOUS,
     TRAINING_RENDEZVOUS,
     AgentCommand,
@@ -68,8 +68,8 @@ from dlrover.protocol.messages import (
     Wait,
     WorldSpec,
 )
-from dlrover.protocol.rpc import AgentChannel
-from dlrover.protocol.watch_messages import WatchObservation, WatchOrder
+from dlrover.protocol.messages.watch import WatchObservation, WatchOrder
+from dlrover.protocol.rpc.client import AgentChannel
 
 log = logging.getLogger("dlrover.agent")
 

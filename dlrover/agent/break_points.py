@@ -15,8 +15,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from dlrover.agent.save_line import SaveLine
-from dlrover.protocol.checkpoint_messages import HeldSnapshot, PersistSnapshot, SnapshotsHeld
-from dlrover.protocol.messages import Round
+from dlrover.protocol.messages.checkpoint import HeldSnapshot, PersistSnapshot, SnapshotsHeld
+from dlrover.protocol.messages.job import Round
 from dlrover.snapshot.mirror import copy_paths
 from dlrover.snapshot.persist import SaveRequest, of_present_history, pin_newest, release
 from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName

@@ -18,9 +18,9 @@ from typing import Any
 from dlrover.agent import side_thread
 from dlrover.agent.old_diagnosis_data import DiagnosisData
 from dlrover.agent.scrape import ScrapeError
-from dlrover.protocol.encoding import encodable
-from dlrover.protocol.messages import Incarnation, NodeId
-from dlrover.protocol.watch_messages import MAX_SAMPLE_TEXT, MAX_SERIES, MAX_TEXT, SampleTaken, WatchObservation
+from dlrover.protocol.messages.job import Incarnation, NodeId
+from dlrover.protocol.messages.watch import MAX_SAMPLE_TEXT, MAX_SERIES, MAX_TEXT, SampleTaken, WatchObservation
+from dlrover.protocol.text import encodable
 
 log = logging.getLogger("dlrover.agent")
 

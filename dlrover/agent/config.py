@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from dlrover.host.log_root import LogRoot
 from dlrover.protocol.addresses import TlsConfig as TlsConfig
-from dlrover.protocol.fleet_messages import NodeType
-from dlrover.protocol.messages import JobEnd, JobTerms
+from dlrover.protocol.messages.fleet import NodeType
+from dlrover.protocol.messages.job import JobEnd, JobTerms
 
 
 class EntryKind(enum.StrEnum):

@@ -17,8 +17,8 @@ from typing import Protocol
 
 from dlrover.agent.worker_group import Failed, Finished, PortOffer
 from dlrover.protocol.errors import DLRoverError
-from dlrover.protocol.messages import FailureKind, Round, StopCause, WorkerFailure, WorldSpec
-from dlrover.protocol.watch_messages import Reach
+from dlrover.protocol.messages.job import FailureKind, Round, StopCause, WorkerFailure, WorldSpec
+from dlrover.protocol.messages.watch import Reach
 
 log = logging.getLogger("dlrover.agent")
 

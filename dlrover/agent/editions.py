@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import Struct
 
-from dlrover.protocol.peer_messages import HeldList, HeldParity
+from dlrover.protocol.messages.peers import HeldList, HeldParity
 
 Rows = tuple[tuple[str, HeldParity], ...]
 """Of one stripe: address and parity, by row."""

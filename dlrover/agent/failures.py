@@ -21,10 +21,10 @@ from msgspec.structs import replace
 from dlrover.agent.config import LogAction
 from dlrover.agent.log_patterns import LogVerdict, find_node_error, log_lines
 from dlrover.agent.process_tree import Exit
-from dlrover.protocol.encoding import encodable
-from dlrover.protocol.lost_peers import mentions_lost_peer, tells_of_lost_peer
-from dlrover.protocol.messages import MAX_FAILURE_BYTES, MAX_MESSAGE_BYTES, FailureKind, Micros, WorkerFailure
-from dlrover.protocol.signals import signal_name
+from dlrover.agreed.lost_peers import mentions_lost_peer, tells_of_lost_peer
+from dlrover.host.signals import signal_name
+from dlrover.protocol.messages.job import MAX_FAILURE_BYTES, MAX_MESSAGE_BYTES, FailureKind, Micros, WorkerFailure
+from dlrover.protocol.text import encodable
 
 _MAX_MESSAGE_CHARACTERS = 500
 _MAX_EXCEPTION_CHARACTERS = 16 * 1024

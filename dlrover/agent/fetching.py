@@ -23,8 +23,8 @@ from dlrover.agent.replica_config import ReplicaConfig
 from dlrover.agent.replica_store import ReplicaStore, geometry_of
 from dlrover.host.ownership import make_private
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
-from dlrover.protocol.messages import WorldSpec
-from dlrover.protocol.peer_messages import Accepted, HeldList, ListHeld, Peer, Peers, PullSlot, SlotHeader
+from dlrover.protocol.messages.job import WorldSpec
+from dlrover.protocol.messages.peers import Accepted, HeldList, ListHeld, Peer, Peers, PullSlot, SlotHeader
 from dlrover.snapshot.image import read_head
 from dlrover.snapshot.mirror import ArrivingSlot, Fill, next_generation, own_path, read_transfer
 from dlrover.snapshot.segment_format import Geometry, Owner, SlotRecord, Sums

@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.protocol.peer_messages import Held
+from dlrover.protocol.messages.peers import Held
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.mirror import copy_paths
 from dlrover.snapshot.persist import SaveRequest, of_present_history, pin_newest, read_request, release, sum_slot

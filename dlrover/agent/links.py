@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from dlrover.protocol.watch_messages import UnansweredLink
+from dlrover.protocol.messages.watch import UnansweredLink
 
 _MAX_SOCKETS = 4096
 _MAX_TABLE = 4 << 20

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dlrover.protocol.watch_messages import MAX_FRAMES, MAX_TEXT
+from dlrover.protocol.messages.watch import MAX_FRAMES, MAX_TEXT
 
 _LEAST = 0.5
 """Seconds. Reading the symbols of torch alone takes longer than less."""

@@ -28,9 +28,9 @@ from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.spawner import Spawner
 from dlrover.agent.worker_group import Failed, Finished, PortOffer, WorkerGroup
 from dlrover.agent.worker_socket import WorkerSocket
-from dlrover.protocol.check_messages import MAX_CHECK_MESSAGE, CheckTerms, ExitClass
 from dlrover.protocol.errors import DLRoverError
-from dlrover.protocol.messages import Check, Micros, NodeRank, Round, StopCause, WorkerFailure, WorldSpec
+from dlrover.protocol.messages.check import MAX_CHECK_MESSAGE, CheckTerms, ExitClass
+from dlrover.protocol.messages.job import Check, Micros, NodeRank, Round, StopCause, WorkerFailure, WorldSpec
 
 log = logging.getLogger("dlrover.agent")
 

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from dlrover.agent.peers import Connection
 from dlrover.host.ownership import make_private
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.peer_messages import (
+from dlrover.protocol.messages.peers import (
     LARGEST_GROUP,
     Accepted,
     AwaitParity,

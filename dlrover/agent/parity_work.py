@@ -21,8 +21,8 @@ from dlrover.agent.editions import Edition, Rows
 from dlrover.agent.parity_store import ParityStore
 from dlrover.agent.peers import Connection, RateLimit
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
-from dlrover.protocol.identity import Round
-from dlrover.protocol.peer_messages import Accepted, AwaitParity, Peer, Piece, PieceHeader, PullPiece
+from dlrover.protocol.messages.identity import Round
+from dlrover.protocol.messages.peers import Accepted, AwaitParity, Peer, Piece, PieceHeader, PullPiece
 from dlrover.snapshot.checksum import Corrupt, algorithm_of, best_algorithm, checksum_function, joint_checksum
 from dlrover.snapshot.image import Image
 from dlrover.snapshot.parity import Add, holders_of, piece_range, rebuild, stripes_of

@@ -33,7 +33,7 @@ import msgspec
 from dlrover.agent.handshakes import HANDSHAKE, Caller, Handshakes
 from dlrover.protocol.addresses import Address, TlsConfig, is_loopback, parse_address
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
-from dlrover.protocol.peer_messages import (
+from dlrover.protocol.messages.peers import (
     PEER_PROTOCOL,
     Accepted,
     Challenge,
@@ -42,7 +42,7 @@ from dlrover.protocol.peer_messages import (
     Refused,
     Welcome,
 )
-from dlrover.protocol.rarely import Rarely
+from dlrover.protocol.rpc.rarely import Rarely
 
 log = logging.getLogger("dlrover.agent")
 

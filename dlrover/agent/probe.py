@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from dlrover.protocol.watch_messages import MAX_TEXT, DeviceSample
+from dlrover.protocol.messages.watch import MAX_TEXT, DeviceSample
 
 _MAX_DEVICES = 64
 _MAX_ANSWER = 1 << 18
@@ -213,7 +213,7 @@ def _answer(paths: Sequence[str], readers: Sequence[Callable[[], tuple[list[Devi
 
 
 def main() -> None:
-    from dlrover.protocol.lifeline import follow_parent
+    from dlrover.host.lifeline import follow_parent
 
     if not follow_parent(signal.SIGKILL):
         return

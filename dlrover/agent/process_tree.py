@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dlrover.agent.cgroups import Cgroups
 from dlrover.agent.reaction import LOOK_EVERY, Handler, Reaction, caught_signals
 from dlrover.host.processes import Process, all_processes, below, descendants, look_up, open_pidfd
-from dlrover.protocol.messages import StopCause
+from dlrover.protocol.messages.job import StopCause
 
 if TYPE_CHECKING:
     import asyncio

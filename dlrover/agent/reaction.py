@@ -26,8 +26,8 @@ import enum
 import os
 import signal
 
+from dlrover.host.lifeline import HANDLER_BEGAN, HANDLER_INSTALLED
 from dlrover.host.processes import main_thread
-from dlrover.protocol.lifeline import HANDLER_BEGAN, HANDLER_INSTALLED
 
 LOOK_EVERY = 0.2
 """Seconds for a handler to begin, and between two looks at a main thread that computes: nothing announces its return."""

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from dlrover.agent.watch import FirstStep
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.goodput_messages import AskFault, FaultTold
-from dlrover.protocol.messages import NodeRank, Reply, Round, WorldSpec
+from dlrover.protocol.messages.goodput import AskFault, FaultTold
+from dlrover.protocol.messages.job import NodeRank, Reply, Round, WorldSpec
 
 log = logging.getLogger("dlrover.agent")
 

@@ -19,8 +19,8 @@ from dlrover.agent.parity_store import MOST_PULLED_BYTES, ParityStore, send_piec
 from dlrover.agent.peers import Connection, be_nice
 from dlrover.host.ownership import make_private
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
-from dlrover.protocol.identity import Round
-from dlrover.protocol.peer_messages import (
+from dlrover.protocol.messages.identity import Round
+from dlrover.protocol.messages.peers import (
     Accepted,
     AwaitParity,
     HeldList,

@@ -34,10 +34,10 @@ from dlrover.agent.replica_config import ReplicaConfig
 from dlrover.agent.replica_store import ReplicaStore, header_of, meta_of
 from dlrover.agent.saver import Saver
 from dlrover.protocol.addresses import TlsConfig
-from dlrover.protocol.checkpoint_messages import OpenSnapshots
 from dlrover.protocol.errors import ConfigError, DLRoverError, Rejected, Unavailable
-from dlrover.protocol.messages import NodeId, NodeRank, Round, WorldSpec
-from dlrover.protocol.peer_messages import AskPeers, Peer, Peers
+from dlrover.protocol.messages.checkpoint import OpenSnapshots
+from dlrover.protocol.messages.job import NodeId, NodeRank, Round, WorldSpec
+from dlrover.protocol.messages.peers import AskPeers, Peer, Peers
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.persist import SaveRequest, pin_newest, read_request, release
 from dlrover.snapshot.segment import PinnedSlot, SlotName

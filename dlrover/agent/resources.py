@@ -17,9 +17,9 @@ from typing import NamedTuple
 from dlrover.agent.limits import Limits
 from dlrover.agent.probe import DEVICE_FILES, Answer, Probe, is_remote, needs_probe
 from dlrover.host.processes import descendants, look_up
-from dlrover.protocol.messages import Incarnation, NodeId
+from dlrover.protocol.messages.job import Incarnation, NodeId
+from dlrover.protocol.messages.watch import MAX_TEXT, NodeEvent, ProcessSample, ResourceReport, WatchObservation
 from dlrover.protocol.units import MIB
-from dlrover.protocol.watch_messages import MAX_TEXT, NodeEvent, ProcessSample, ResourceReport, WatchObservation
 
 log = logging.getLogger("dlrover.agent")
 

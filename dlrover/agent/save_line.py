@@ -15,15 +15,15 @@ import random
 from collections.abc import Callable
 from typing import Protocol
 
-from dlrover.protocol.checkpoint_messages import (
+from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.messages.checkpoint import (
     AnyCheckpointCommand,
     AwaitSaveDuties,
     CheckpointSettled,
     SaveDuties,
     ShardWritten,
 )
-from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.messages import Reply
+from dlrover.protocol.messages.job import Reply
 
 log = logging.getLogger("dlrover.agent")
 

@@ -27,7 +27,8 @@ from msgspec.structs import replace
 from dlrover.agent.break_points import BreakPoints, Held, copied_slots, describe, in_order, pin_held
 from dlrover.agent.save_line import Relay
 from dlrover.agent.settling import NICENESS, Settling, is_due, nice_pool
-from dlrover.protocol.checkpoint_messages import (
+from dlrover.protocol.errors import DLRoverError
+from dlrover.protocol.messages.checkpoint import (
     HeldSnapshot,
     OpenSnapshots,
     SnapshotFailed,
@@ -35,8 +36,7 @@ from dlrover.protocol.checkpoint_messages import (
     SnapshotTaken,
     TrainerNews,
 )
-from dlrover.protocol.errors import DLRoverError
-from dlrover.protocol.messages import Round, WorldSpec
+from dlrover.protocol.messages.job import Round, WorldSpec
 from dlrover.snapshot.commit import ANOTHER_JOB
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.direct_io import WriteOptions

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from dlrover.agent import side_thread
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.watch_messages import MAX_SERIES
+from dlrover.protocol.messages.watch import MAX_SERIES
 
 TIMEOUT = 5.0
 """Seconds for connecting, asking and reading together."""

@@ -18,8 +18,7 @@ import msgspec
 from dlrover.agent.links import Links, read_links
 from dlrover.agent.process_tree import send_signal
 from dlrover.host.processes import Process, descendants, look_up
-from dlrover.protocol.progress_page import ProgressPage, Reading
-from dlrover.protocol.watch_messages import (
+from dlrover.protocol.messages.watch import (
     MAX_FRAMES,
     MAX_TEXT,
     MAX_THREADS,
@@ -28,6 +27,7 @@ from dlrover.protocol.watch_messages import (
     WorkerDump,
     WorkerProgress,
 )
+from dlrover.protocol.progress_page import ProgressPage, Reading
 
 MAX_DUMP_BYTES = 1 << 20
 MAX_CHILDREN = 32

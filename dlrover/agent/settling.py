@@ -20,7 +20,8 @@ from msgspec.structs import replace
 
 from dlrover.agent.break_points import BreakPoints
 from dlrover.agent.save_line import Relay, SaveLine
-from dlrover.protocol.checkpoint_messages import (
+from dlrover.protocol.errors import DLRoverError
+from dlrover.protocol.messages.checkpoint import (
     CheckpointCommitted,
     CheckpointFailed,
     CheckpointSettled,
@@ -31,8 +32,7 @@ from dlrover.protocol.checkpoint_messages import (
     SnapshotFailed,
     TrainerNews,
 )
-from dlrover.protocol.errors import DLRoverError
-from dlrover.protocol.messages import Round
+from dlrover.protocol.messages.job import Round
 from dlrover.snapshot.manifest import ManifestInvalid
 from dlrover.snapshot.newest import newest_step
 from dlrover.snapshot.persist import SaveRequest, finish, give_up, wait_until_complete

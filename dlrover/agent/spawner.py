@@ -25,9 +25,18 @@ import msgspec
 from dlrover.agent.process_tree import become_subreaper
 from dlrover.host.descriptors import UsersLimit
 from dlrover.protocol.errors import ConfigError, JobError
-from dlrover.protocol.local import FrameBuffer, pack, send_some
-from dlrover.protocol.messages import MAX_MESSAGE_BYTES
-from dlrover.protocol.spawning import CountDevices, Counted, Forked, ForkWorker, FromZygote, Prepared, Refused, Spares
+from dlrover.protocol.local_frames import FrameBuffer, pack, send_some
+from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES
+from dlrover.protocol.messages.spawning import (
+    CountDevices,
+    Counted,
+    Forked,
+    ForkWorker,
+    FromZygote,
+    Prepared,
+    Refused,
+    Spares,
+)
 
 if TYPE_CHECKING:
     import asyncio

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from dlrover.host.console import write_all
-from dlrover.protocol.messages import MAX_FAILURE_BYTES
+from dlrover.protocol.messages.job import MAX_FAILURE_BYTES
 
 _log = logging.getLogger(__name__)
 

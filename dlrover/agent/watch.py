@@ -27,8 +27,8 @@ from dlrover.agent.resources import ResourceMonitor
 from dlrover.agent.seats import Facts, Seat
 from dlrover.agreed.reach import NOTHING_TOLD, furthest
 from dlrover.agreed.stall_thresholds import PhaseBook, Seen, StallWatch
-from dlrover.protocol.messages import MAX_MESSAGE_BYTES, Incarnation, Micros, NodeId, Round, WorldSpec
-from dlrover.protocol.watch_messages import (
+from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES, Incarnation, Micros, NodeId, Round, WorldSpec
+from dlrover.protocol.messages.watch import (
     LookTaken,
     NodeEvent,
     Phase,

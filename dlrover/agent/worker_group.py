@@ -32,8 +32,8 @@ from dlrover.agreed.mistakes import FIRST_LIFE, may_be_mistake
 from dlrover.agreed.reach import NOTHING_TOLD
 from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages import Micros, NodeRank, StopCause, WorkerFailure, WorldSpec
-from dlrover.protocol.watch_messages import Reach
+from dlrover.protocol.messages.job import Micros, NodeRank, StopCause, WorkerFailure, WorldSpec
+from dlrover.protocol.messages.watch import Reach
 
 _log = logging.getLogger(__name__)
 

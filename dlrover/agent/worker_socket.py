@@ -20,17 +20,17 @@ import msgspec
 from msgspec.structs import replace
 
 from dlrover.host.ownership import make_private, peer_credentials
-from dlrover.protocol.checkpoint_messages import (
+from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
+from dlrover.protocol.local_frames import pack, read_frame
+from dlrover.protocol.messages.checkpoint import (
     OpenSnapshots,
     SnapshotFailed,
     SnapshotSaved,
     SnapshotTaken,
     TrainerNews,
 )
-from dlrover.protocol.data_messages import DataCommand
-from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
-from dlrover.protocol.local import pack, read_frame
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.data import DataCommand
+from dlrover.protocol.messages.job import (
     AgentMessage,
     AskMaster,
     Hello,
@@ -42,7 +42,7 @@ from dlrover.protocol.messages import (
     WorkerMessage,
     WorkerRequest,
 )
-from dlrover.protocol.sync_messages import JoinSync
+from dlrover.protocol.messages.sync import JoinSync
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import re
 
 from msgspec import Struct
 
-from dlrover.protocol.messages import FailureKind, RestartPolicy, Round, WorkerFailure
+from dlrover.protocol.messages.job import FailureKind, RestartPolicy, Round, WorkerFailure
 
 FIRST_LIFE = Round(1)
 SENTENCE = (

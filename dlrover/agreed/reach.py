@@ -23,7 +23,7 @@ whole epoch, and then crashes without a traceback is restarted without end.
 
 from __future__ import annotations
 
-from dlrover.protocol.watch_messages import Reach
+from dlrover.protocol.messages.watch import Reach
 
 NOTHING_TOLD = Reach()
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from dlrover.protocol.watch_messages import Phase
+from dlrover.protocol.messages.watch import Phase
 
 _FIRST_OCTAVE = 10
 _PARTS = 4

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dlrover.cli.history import History
     from dlrover.protocol.addresses import TlsConfig
     from dlrover.protocol.codec import Question
-    from dlrover.protocol.messages import Reply
+    from dlrover.protocol.messages.job import Reply
 
 ASK_TIMEOUT = 10.0
 MASTER_FILE = "master.json"
@@ -107,7 +107,7 @@ class Connection:
         import asyncio
 
         from dlrover.cli.environment import read_environment
-        from dlrover.protocol.rpc import ask
+        from dlrover.protocol.rpc.client import ask
 
         address, token, tls = self.reached
         timeout = read_environment(os.environ).client_timeout or ASK_TIMEOUT

@@ -19,9 +19,9 @@ from msgspec import Struct
 
 from dlrover.cli.node_types import node_type_of
 from dlrover.host.log_root import DEFAULT_BACKUPS, DEFAULT_BYTES, MIN_BYTES, LogRoot
-from dlrover.protocol.encoding import encodable
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.fleet_messages import NodeType
+from dlrover.protocol.messages.fleet import NodeType
+from dlrover.protocol.text import encodable
 
 DEFAULT_LOG_LEVEL = "WARNING"
 """torchrun is silent unless something happens, and so are we. DLROVER_LOG_LEVEL=INFO shows settings and decisions."""

@@ -18,8 +18,8 @@ from dlrover.cli.tables import plain_console
 from dlrover.host.plain_text import printable
 from dlrover.protocol.codec import Question
 from dlrover.protocol.errors import Unavailable
-from dlrover.protocol.goodput_messages import MAX_EVENTS_PER_ANSWER, AskEvents, Events, JobEvent
-from dlrover.protocol.messages import Reply
+from dlrover.protocol.messages.goodput import MAX_EVENTS_PER_ANSWER, AskEvents, Events, JobEvent
+from dlrover.protocol.messages.job import Reply
 
 FOLLOW_WAIT = 8.0
 """Seconds that the master may keep a question open: below the time that a question may take."""

@@ -19,7 +19,7 @@ from dlrover.core.goodput.events import EventTeller
 from dlrover.core.job import Job
 from dlrover.master.events import events_file, read_events
 from dlrover.protocol.codec import Question
-from dlrover.protocol.goodput_messages import (
+from dlrover.protocol.messages.goodput import (
     MAX_EVENTS_PER_ANSWER,
     AccountGoodput,
     AskEvents,
@@ -30,7 +30,7 @@ from dlrover.protocol.goodput_messages import (
     JobEvent,
     TimeClass,
 )
-from dlrover.protocol.messages import AskStatus, JobEnd, JobStatus, Micros, NodeRank, Reply, Round
+from dlrover.protocol.messages.job import AskStatus, JobEnd, JobStatus, Micros, NodeRank, Reply, Round
 
 MAX_PLACES = 128
 """So many node ranks have their spans told; in larger jobs only the rounds."""

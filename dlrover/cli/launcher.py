@@ -39,7 +39,7 @@ from dlrover.cli.settings import Settings
 from dlrover.host.neighbours import Neighbours
 from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError, DLRoverError
-from dlrover.protocol.messages import JobEnd
+from dlrover.protocol.messages.job import JobEnd
 
 if TYPE_CHECKING:
     from dlrover.cli.master_probe import MasterProbe
@@ -679,7 +679,7 @@ class Launcher:
     def _tell_goodput(self) -> None:
         """One line about where the time went, if anything happened: torchrun says nothing, and nor do we without need."""
         from dlrover.master.config import goodput_file
-        from dlrover.protocol.goodput_messages import GoodputStatus
+        from dlrover.protocol.messages.goodput import GoodputStatus
 
         try:
             with open(goodput_file(self._end_file), "rb") as file:
@@ -738,8 +738,8 @@ def _write_outcome(path: str, result: AgentResult) -> None:
 
 def main() -> int:
     """`python -m dlrover.cli.launcher SETTINGS`: the child of a programmatic launch, ends with its parent."""
-    from dlrover.protocol.descriptors import open_standard_descriptors
-    from dlrover.protocol.lifeline import follow_parent
+    from dlrover.host.lifeline import follow_parent
+    from dlrover.host.standard_streams import open_standard_descriptors
 
     open_standard_descriptors()
     with open(sys.argv[1], "rb") as file:

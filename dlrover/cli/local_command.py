@@ -60,8 +60,8 @@ from dlrover.platforms.namespaces import Namespaces
 from dlrover.platforms.node_host import HostConfig, NodeHost, claim_kernel_names, remove_left_behind
 from dlrover.protocol.addresses import LOOPBACK, Address
 from dlrover.protocol.errors import ConfigError, DLRoverError, JobError
-from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec, Resource
-from dlrover.protocol.messages import JobEnd
+from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Resource
+from dlrover.protocol.messages.job import JobEnd
 
 NODE_FAREWELL = 5.0
 """Seconds that nodes have for leaving by themselves when the master has said that the job is over."""

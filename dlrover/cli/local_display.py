@@ -23,9 +23,9 @@ from dlrover.host.plain_text import printable
 from dlrover.platforms.node_host import short_name
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import DLRoverError
-from dlrover.protocol.fleet_messages import NodeChanged, NodePhase, PlatformNode
-from dlrover.protocol.identity import NodeRank, PlatformId
-from dlrover.protocol.messages import AskStatus, JobStatus
+from dlrover.protocol.messages.fleet import NodeChanged, NodePhase, PlatformNode
+from dlrover.protocol.messages.identity import NodeRank, PlatformId
+from dlrover.protocol.messages.job import AskStatus, JobStatus
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -118,7 +118,7 @@ class Display:
 
     async def run(self) -> None:
         """Until cancelled."""
-        from dlrover.protocol.rpc import ask  # late: gRPC is not needed for starting anything
+        from dlrover.protocol.rpc.client import ask  # late: gRPC is not needed for starting anything
 
         while True:
             with contextlib.suppress(DLRoverError):  # it starts, or starts again; the next look will tell

@@ -20,13 +20,13 @@ from dlrover.cli.data_command import app as data
 from dlrover.cli.simulate_command import simulate
 from dlrover.cli.tables import echo, table_console
 from dlrover.host.plain_text import printable
-from dlrover.protocol.descriptors import open_standard_descriptors
+from dlrover.host.standard_streams import open_standard_descriptors
 from dlrover.protocol.errors import ConfigError, DLRoverError
 
 if TYPE_CHECKING:
     from dlrover.protocol.codec import Question
-    from dlrover.protocol.fleet_messages import ScaleReplicas
-    from dlrover.protocol.messages import JobStatus
+    from dlrover.protocol.messages.fleet import ScaleReplicas
+    from dlrover.protocol.messages.job import JobStatus
 
 app = typer.Typer(
     name="dlrover", help="Look at, steer and clean up training jobs.", no_args_is_help=True, add_completion=False
@@ -74,7 +74,7 @@ def status(
     is_json: Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")] = False,
 ) -> None:
     """Show a running job: its stage, its nodes, and the reason for what it does."""
-    from dlrover.protocol.messages import AskStatus, JobStatus
+    from dlrover.protocol.messages.job import AskStatus, JobStatus
 
     reply = connection.ask(AskStatus(), JobStatus)
     _show(reply, is_json=is_json)
@@ -89,7 +89,7 @@ def diagnosis(
     import msgspec
 
     from dlrover.cli.status_display import verdict_lines
-    from dlrover.protocol.watch_messages import AskDiagnosis, Diagnosis
+    from dlrover.protocol.messages.watch import AskDiagnosis, Diagnosis
 
     reply = connection.ask(AskDiagnosis(), Diagnosis)
     if is_json:
@@ -175,7 +175,7 @@ def stop(
     message: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """End a running job in good order, on all its nodes."""
-    from dlrover.protocol.messages import StopJob
+    from dlrover.protocol.messages.job import StopJob
 
     if message:
         _notice("--message is called --reason now.")
@@ -193,7 +193,7 @@ def scale(
 ) -> None:
     """Change how many nodes a running job has."""
     from dlrover.cli.settings import parse_nnodes
-    from dlrover.protocol.fleet_messages import ScaleJob
+    from dlrover.protocol.messages.fleet import ScaleJob
 
     if bool(nodes) == bool(replicas):
         raise ConfigError("Give either --nodes N or MIN:MAX, or --replicas TYPE=COUNT.")
@@ -225,9 +225,9 @@ def migrate(
 ) -> None:
     """Exchange a node of a job for one with other resources; the old one goes when the new one runs."""
     from dlrover.cli.node_names import find_platform_node
-    from dlrover.protocol.fleet_messages import MigrateNode, Resource
-    from dlrover.protocol.identity import PlatformId
-    from dlrover.protocol.messages import AskStatus, JobStatus
+    from dlrover.protocol.messages.fleet import MigrateNode, Resource
+    from dlrover.protocol.messages.identity import PlatformId
+    from dlrover.protocol.messages.job import AskStatus, JobStatus
 
     resource = Resource(cpu=cpu, memory_mb=memory_mb, gpus=gpus, gpu_type=gpu_type)
     status = connection.ask(AskStatus(), JobStatus)
@@ -244,7 +244,7 @@ def suspend(
     reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover suspend",
 ) -> None:
     """Launch no more nodes of a job until it is resumed; what runs, runs on."""
-    from dlrover.protocol.fleet_messages import SuspendJob
+    from dlrover.protocol.messages.fleet import SuspendJob
 
     connection.send(SuspendJob(reason=reason))
     typer.echo("The job is suspended; `dlrover resume` ends that.")
@@ -255,7 +255,7 @@ def resume(
     connection: Connection,
 ) -> None:
     """End the suspension of a job."""
-    from dlrover.protocol.fleet_messages import ResumeJob
+    from dlrover.protocol.messages.fleet import ResumeJob
 
     connection.send(ResumeJob())
     typer.echo("The job is resumed.")
@@ -271,8 +271,8 @@ def restart(
     is_workers: Annotated[bool, typer.Option("--workers", hidden=True)] = False,
 ) -> None:
     """Start the workers of a job again, on the nodes that are there; or replace all its worker nodes, once."""
-    from dlrover.protocol.fleet_messages import RestartJob
-    from dlrover.protocol.steering_messages import RestartWorkers
+    from dlrover.protocol.messages.fleet import RestartJob
+    from dlrover.protocol.messages.requests import RestartWorkers
 
     if is_workers and is_nodes:
         raise ConfigError("Give --nodes, or nothing to restart only the workers.")
@@ -292,7 +292,7 @@ def save(
     reason: Annotated[str, typer.Option(help="For the journal, the status and the trainers.")] = "dlrover save",
 ) -> None:
     """Have the next save of a job written to storage, whatever it would have been."""
-    from dlrover.protocol.checkpoint_messages import RequestSave
+    from dlrover.protocol.messages.checkpoint import RequestSave
 
     connection.send(RequestSave(reason=reason))
     typer.echo("The trainers are asked; `dlrover status` shows when a checkpoint is committed.")
@@ -307,9 +307,9 @@ def relaunch(
 ) -> None:
     """Exchange a node of a job for a new one of its platform, at once."""
     from dlrover.cli.node_names import find_node, find_platform_node
-    from dlrover.protocol.identity import NodeId
-    from dlrover.protocol.messages import AskStatus, JobStatus
-    from dlrover.protocol.steering_messages import RelaunchNode
+    from dlrover.protocol.messages.identity import NodeId
+    from dlrover.protocol.messages.job import AskStatus, JobStatus
+    from dlrover.protocol.messages.requests import RelaunchNode
 
     status = connection.ask(AskStatus(), JobStatus)
     if not status.fleet:  # the master says why it cannot
@@ -330,7 +330,7 @@ def dashboard(
     import time
 
     from dlrover.master.web.access import one_time_link, read_only_token
-    from dlrover.protocol.messages import AskStatus, JobStatus
+    from dlrover.protocol.messages.job import AskStatus, JobStatus
 
     reply = connection.ask(AskStatus(), JobStatus)
     if not reply.dashboard:
@@ -395,7 +395,7 @@ def _write(write: Callable[[], object]) -> None:
 
 def _scale_replicas(text: str) -> ScaleReplicas:
     from dlrover.cli.node_types import node_type_of
-    from dlrover.protocol.fleet_messages import NodeType, ScaleReplicas
+    from dlrover.protocol.messages.fleet import NodeType, ScaleReplicas
 
     name, _, count = text.partition("=")
     try:

@@ -29,8 +29,8 @@ from dlrover.cli.watching import Watching
 from dlrover.host.console import PATIENCE, ConsoleWriter
 from dlrover.protocol.addresses import LOOPBACK, Address, TlsConfig
 from dlrover.protocol.errors import ConfigError, Rejected
-from dlrover.protocol.fleet_messages import FleetSpec
-from dlrover.protocol.watch_messages import WatchTerms
+from dlrover.protocol.messages.fleet import FleetSpec
+from dlrover.protocol.messages.watch import WatchTerms
 
 STOP_TIMEOUT = 5.0
 _YES = ("true", "1", "yes")

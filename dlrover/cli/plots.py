@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from dlrover.cli.history import Span
-from dlrover.protocol.goodput_messages import FaultCost, TimeClass
+from dlrover.protocol.messages.goodput import FaultCost, TimeClass
 
 COLOURS: Mapping[TimeClass | None, str] = {
     None: "#2e9e5b",

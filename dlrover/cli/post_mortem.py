@@ -14,7 +14,7 @@ from html import escape
 from dlrover.cli import plots
 from dlrover.cli.history import History
 from dlrover.cli.report import REDO_UNKNOWN, at_most
-from dlrover.protocol.goodput_messages import FaultCost, JobEvent, TimeClass
+from dlrover.protocol.messages.goodput import FaultCost, JobEvent, TimeClass
 
 MAX_EVENTS = 300
 """Shown, the newest; warnings and errors first of all."""

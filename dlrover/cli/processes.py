@@ -16,8 +16,8 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 
+from dlrover.host.signals import signal_name
 from dlrover.protocol.errors import JobError
-from dlrover.protocol.signals import signal_name
 
 
 class SignalInbox:

@@ -27,8 +27,8 @@ from dlrover.core.job import DECISION_VERSION, Job
 from dlrover.host.plain_text import printable
 from dlrover.master.journal import ADVICE, JournalError, check_meta, checksum, explain, read_meta, read_stored
 from dlrover.protocol.errors import DLRoverError
-from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.fleet import LaunchNode, RemoveNode
+from dlrover.protocol.messages.job import (
     Attach,
     Check,
     Command,

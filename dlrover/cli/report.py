@@ -11,9 +11,9 @@ import re
 import textwrap
 
 from dlrover.agent.config import AgentResult
-from dlrover.protocol.goodput_messages import GoodputStatus, TimeClass
-from dlrover.protocol.messages import ExitReason, FailureKind, FirstFailure, JobEnd
-from dlrover.protocol.signals import signal_name
+from dlrover.host.signals import signal_name
+from dlrover.protocol.messages.goodput import GoodputStatus, TimeClass
+from dlrover.protocol.messages.job import ExitReason, FailureKind, FirstFailure, JobEnd
 
 WIDTH = 100
 MAX_TAIL_LINES = 30

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from dlrover.cli.console import say, say_block
-from dlrover.protocol.descriptors import open_standard_descriptors
+from dlrover.host.standard_streams import open_standard_descriptors
 from dlrover.protocol.errors import ConfigError, DLRoverError
 
 EXIT_USAGE = 2

@@ -23,11 +23,11 @@ from dlrover.cli.piped_script import is_read_once
 from dlrover.cli.watch_settings import watch_config
 from dlrover.cli.watching import Watching
 from dlrover.host.ownership import make_directory
-from dlrover.protocol.check_messages import CheckTerms
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages import Detection, JobTerms, Limits, RestartPolicy
-from dlrover.protocol.peer_messages import LARGEST_GROUP, MOST_COPIES
-from dlrover.protocol.watch_messages import HangStrategy, WatchTerms
+from dlrover.protocol.messages.check import CheckTerms
+from dlrover.protocol.messages.job import Detection, JobTerms, Limits, RestartPolicy
+from dlrover.protocol.messages.peers import LARGEST_GROUP, MOST_COPIES
+from dlrover.protocol.messages.watch import HangStrategy, WatchTerms
 
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
 

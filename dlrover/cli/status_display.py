@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from dlrover.protocol.check_messages import CheckResult
-from dlrover.protocol.data_messages import DatasetState, Storage
-from dlrover.protocol.fleet_messages import FleetNodeStatus, NodeExit
-from dlrover.protocol.messages import JobStatus, NodeStatus
-from dlrover.protocol.precheck_messages import PreCheckStage, PreCheckStatus
-from dlrover.protocol.watch_messages import PastVerdict
+from dlrover.protocol.messages.check import CheckResult
+from dlrover.protocol.messages.data import DatasetState, Storage
+from dlrover.protocol.messages.fleet import FleetNodeStatus, NodeExit
+from dlrover.protocol.messages.job import JobStatus, NodeStatus
+from dlrover.protocol.messages.precheck import PreCheckStage, PreCheckStatus
+from dlrover.protocol.messages.watch import PastVerdict
 
 _NOT_THERE = ("gone", "left")
 """Of a node that is one of these the last wish is history."""

@@ -18,10 +18,10 @@ from rich.text import Text
 from dlrover.cli.report import REDO_UNKNOWN, goodput_line
 from dlrover.protocol.codec import Question
 from dlrover.protocol.errors import DLRoverError
-from dlrover.protocol.goodput_messages import AskEvents, AskGoodput, Events, GoodputStatus, JobEvent
-from dlrover.protocol.messages import AskStatus, JobStatus, NodeStatus, Reply
+from dlrover.protocol.messages.goodput import AskEvents, AskGoodput, Events, GoodputStatus, JobEvent
+from dlrover.protocol.messages.job import AskStatus, JobStatus, NodeStatus, Reply
+from dlrover.protocol.messages.watch import Activity, AskActivity, NodeActivity
 from dlrover.protocol.units import amount
-from dlrover.protocol.watch_messages import Activity, AskActivity, NodeActivity
 
 REFRESH = 1.0
 """Seconds between two looks when nothing happens; an event is shown at once."""

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from dlrover.compat import comm, environment
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.kv_messages import KvCompareSet, KvGet, KvSet, KvValues
-from dlrover.protocol.messages import Reply, Round, WorkerRequest
+from dlrover.protocol.messages.job import Reply, Round, WorkerRequest
+from dlrover.protocol.messages.kv import KvCompareSet, KvGet, KvSet, KvValues
 
 Ask = Callable[[WorkerRequest], Reply]
 

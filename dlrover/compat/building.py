@@ -9,7 +9,7 @@ from dlrover.compat import environment as node_environment
 from dlrover.compat.constants import JobConstant, NodeEnv
 from dlrover.compat.master_client import MasterClient
 from dlrover.protocol.errors import Unavailable
-from dlrover.protocol.messages import Reply, WorkerRequest
+from dlrover.protocol.messages.job import Reply, WorkerRequest
 from dlrover.trainer import environment
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from dlrover.compat import comm, environment
 from dlrover.compat.constants import JobConstant, NodeStatus, NodeType
 from dlrover.compat.master_client import MasterClient
 from dlrover.compat.tasks import TaskBook
-from dlrover.protocol.data_messages import TaskType
-from dlrover.protocol.messages import Round
+from dlrover.protocol.messages.data import TaskType
+from dlrover.protocol.messages.job import Round
 from dlrover.trainer.agent_link import current_link
 from dlrover.trainer.environment import current
 from dlrover.trainer.stand_in import StandIn

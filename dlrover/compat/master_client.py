@@ -26,7 +26,7 @@ from dlrover.compat.constants import (
 )
 from dlrover.compat.tasks import TaskBook
 from dlrover.protocol.errors import ConfigError, DLRoverError, Rejected, Unavailable
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     AskClusterVersion,
     AskPsNodes,
     ClusterVersion,
@@ -38,9 +38,8 @@ from dlrover.protocol.fleet_messages import (
     UpdateClusterVersion,
     VersionType,
 )
-from dlrover.protocol.fleet_messages import NodeType as PlatformNodeType
-from dlrover.protocol.kv_messages import KvAdd, KvGet, KvNumber, KvSet, KvValues
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.fleet import NodeType as PlatformNodeType
+from dlrover.protocol.messages.job import (
     AskStatus,
     BlockRendezvous,
     Incarnation,
@@ -53,10 +52,11 @@ from dlrover.protocol.messages import (
     UnblockRendezvous,
     WorkerRequest,
 )
-from dlrover.protocol.messages import NodeStatus as NodeView
-from dlrover.protocol.steering_messages import RestartWorkers
-from dlrover.protocol.sync_messages import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncJoined, SyncState
-from dlrover.protocol.watch_messages import MAX_SAMPLE_TEXT, NodeEvent, SampleTaken
+from dlrover.protocol.messages.job import NodeStatus as NodeView
+from dlrover.protocol.messages.kv import KvAdd, KvGet, KvNumber, KvSet, KvValues
+from dlrover.protocol.messages.requests import RestartWorkers
+from dlrover.protocol.messages.sync import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncJoined, SyncState
+from dlrover.protocol.messages.watch import MAX_SAMPLE_TEXT, NodeEvent, SampleTaken
 from dlrover.trainer import environment, phases, progress
 from dlrover.trainer.agent_link import Link, current_link
 

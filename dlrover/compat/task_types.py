@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from dlrover.protocol.data_messages import TaskType as TaskType
+from dlrover.protocol.messages.data import TaskType as TaskType
 
 NONE, TRAINING, EVALUATION, PREDICTION, WAIT, TRAIN_END_CALLBACK = TaskType

@@ -12,7 +12,8 @@ import logging
 import threading
 
 from dlrover.compat import comm
-from dlrover.protocol.data_messages import (
+from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.messages.data import (
     AskDataCheckpoint,
     AskDataset,
     Consumption,
@@ -28,8 +29,7 @@ from dlrover.protocol.data_messages import (
     Supply,
     TaskType,
 )
-from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.messages import Round
+from dlrover.protocol.messages.job import Round
 from dlrover.trainer import data_steps
 from dlrover.trainer.agent_link import Link
 from dlrover.trainer.sharding_client import MINIBATCHES_PER_SHARD, beginning_of, shard_of, storage_named

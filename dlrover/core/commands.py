@@ -35,13 +35,12 @@ from dlrover.core.membership.rounds import EXIT_RENDEZVOUS_TIMEOUT
 from dlrover.core.membership.waiting import gone_times, pend_timeouts
 from dlrover.core.outcome import Origin, micros
 from dlrover.core.state import JobState
-from dlrover.protocol.check_messages import ReportCheck
-from dlrover.protocol.checkpoint_messages import CheckpointCommand
-from dlrover.protocol.data_messages import DataCommand
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import NodeExit, ReportNodeError, ScaleJob
-from dlrover.protocol.kv_messages import KvCommand
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.check import ReportCheck
+from dlrover.protocol.messages.checkpoint import CheckpointCommand
+from dlrover.protocol.messages.data import DataCommand
+from dlrover.protocol.messages.fleet import NodeExit, ReportNodeError, ScaleJob
+from dlrover.protocol.messages.job import (
     NODE_CHECK_RENDEZVOUS,
     TRAINING_RENDEZVOUS,
     Attach,
@@ -73,7 +72,8 @@ from dlrover.protocol.messages import (
     StopJob,
     UnblockRendezvous,
 )
-from dlrover.protocol.sync_messages import SyncCommand
+from dlrover.protocol.messages.kv import KvCommand
+from dlrover.protocol.messages.sync import SyncCommand
 
 _LARGEST = 2**53
 """No counter of an agent comes near; beyond it is rubbish, and adding to it must not overflow the encoding."""

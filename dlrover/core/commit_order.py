@@ -21,9 +21,8 @@ from msgspec.structs import replace
 
 from dlrover.core.job import Job
 from dlrover.core.outcome import NotYet, Origin, Outcome
-from dlrover.protocol.encoding import UNENCODABLE
 from dlrover.protocol.errors import DLRoverError, Rejected
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     MAX_JOURNALLED_FAILURE_BYTES,
     BlockRendezvous,
     Command,
@@ -34,6 +33,7 @@ from dlrover.protocol.messages import (
     StopJob,
     WorkerFailure,
 )
+from dlrover.protocol.text import UNENCODABLE
 
 DIGEST_BYTES = 8
 """Of the state's digest, in a record: enough to notice, small enough to repeat."""

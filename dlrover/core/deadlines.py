@@ -13,7 +13,7 @@ from dlrover.core.check import commands as check_commands
 from dlrover.core.fleet import early_stop
 from dlrover.core.membership.waiting import gone_times, pend_timeouts
 from dlrover.core.state import JobState
-from dlrover.protocol.messages import DeadlineKind, Micros, NodeId
+from dlrover.protocol.messages.job import DeadlineKind, Micros, NodeId
 
 
 class Deadline(NamedTuple):

@@ -28,8 +28,8 @@ from dlrover.core.membership.rendezvous import Opening
 from dlrover.core.membership.waiting import pending
 from dlrover.core.outcome import micros
 from dlrover.core.state import JobState
-from dlrover.protocol.fleet_messages import NodeExit
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.fleet import NodeExit
+from dlrover.protocol.messages.job import (
     Attach,
     Desired,
     Detection,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dlrover.core.check import commands as check_commands
 from dlrover.core.membership.nodes import Node
 from dlrover.core.state import JobState
-from dlrover.protocol.messages import End, Idle, Join, Run, StopCause, Wait, Wish
+from dlrover.protocol.messages.job import End, Idle, Join, Run, StopCause, Wait, Wish
 
 
 def wish_of(state: JobState, node: Node) -> Wish:

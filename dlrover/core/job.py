@@ -29,10 +29,10 @@ from dlrover.core.membership.nodes import Node, NodeLife
 from dlrover.core.membership.waiting import pending, standby, suspects
 from dlrover.core.outcome import NotYet, Origin, Outcome
 from dlrover.core.state import DECISION_VERSION, JobState
-from dlrover.protocol.check_messages import CheckResult
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.goodput_messages import AskFault, AskGoodput, GoodputStatus
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.check import CheckResult
+from dlrover.protocol.messages.goodput import AskFault, AskGoodput, GoodputStatus
+from dlrover.protocol.messages.job import (
     STANDBY,
     AskStatus,
     Attached,
@@ -52,8 +52,8 @@ from dlrover.protocol.messages import (
     Reply,
     Stage,
 )
-from dlrover.protocol.peer_messages import AskPeers
-from dlrover.protocol.watch_messages import AskDiagnosis, Diagnosis
+from dlrover.protocol.messages.peers import AskPeers
+from dlrover.protocol.messages.watch import AskDiagnosis, Diagnosis
 
 __all__ = ["DECISION_VERSION", "HANDLERS", "Job", "JobState", "Origin", "Outcome"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Effect, Incarnation, NodeId, Reply
+from dlrover.protocol.messages.job import Effect, Incarnation, NodeId, Reply
 
 MICROS_PER_SECOND = 1_000_000
 

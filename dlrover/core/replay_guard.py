@@ -18,8 +18,8 @@ from msgspec import Struct
 
 from dlrover.core.outcome import Origin
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.kv_messages import MAX_VALUE_BYTES, KvCompareSet, KvPop, KvValues
-from dlrover.protocol.messages import Command, Incarnation, NodeId, Reply
+from dlrover.protocol.messages.job import Command, Incarnation, NodeId, Reply
+from dlrover.protocol.messages.kv import MAX_VALUE_BYTES, KvCompareSet, KvPop, KvValues
 
 NUM_STORED_REPLIES = 64
 """Per sender: more than a sender has unanswered."""

@@ -23,7 +23,7 @@ from dlrover.core.goodput.accountant import Goodput
 from dlrover.core.membership.nodes import Nodes
 from dlrover.core.membership.rendezvous import Rendezvous
 from dlrover.core.replay_guard import Senders
-from dlrover.protocol.messages import Detection, JobEnd, JobTerms, Micros, Stage
+from dlrover.protocol.messages.job import Detection, JobEnd, JobTerms, Micros, Stage
 
 DECISION_VERSION = 14
 """Grows when the same commands would lead to another state: then only the snapshots of a journal can be used."""

@@ -24,6 +24,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from dlrover.host import descriptors
 from dlrover.host.console import ConsoleHandler
+from dlrover.host.lifeline import follow_parent
 from dlrover.host.log_file import log_to_file
 from dlrover.master.config import (
     EXIT_BUG,
@@ -38,8 +39,7 @@ from dlrover.master.config import (
 from dlrover.master.journal import Fenced, JournalError
 from dlrover.master.service import serve
 from dlrover.protocol.errors import ConfigError, DLRoverError, Unavailable
-from dlrover.protocol.lifeline import follow_parent
-from dlrover.protocol.serving import PortTaken
+from dlrover.protocol.rpc.server import PortTaken
 
 log = logging.getLogger("dlrover.master")
 

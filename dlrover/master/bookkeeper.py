@@ -12,9 +12,9 @@ from dlrover.core.goodput.progress_ledger import ProgressLedger
 from dlrover.core.job import Job
 from dlrover.core.outcome import Outcome
 from dlrover.master.events import EventLog
-from dlrover.protocol.goodput_messages import AccountGoodput
-from dlrover.protocol.messages import Command, LeaveJob, Micros, NodeId, Query, ReportFailure, ReportFinished
-from dlrover.protocol.watch_messages import (
+from dlrover.protocol.messages.goodput import AccountGoodput
+from dlrover.protocol.messages.job import Command, LeaveJob, Micros, NodeId, Query, ReportFailure, ReportFinished
+from dlrover.protocol.messages.watch import (
     Activity,
     AskActivity,
     HangFound,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from dlrover.protocol.messages import Micros
+from dlrover.protocol.messages.job import Micros
 
 
 class MasterClock:

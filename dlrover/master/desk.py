@@ -42,10 +42,10 @@ from dlrover.master.waiting_room import WaitingRoom
 from dlrover.master.work import Work
 from dlrover.protocol.codec import Question, Unreadable
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
-from dlrover.protocol.frames import Ack, Beat, FromAgent, Observed, Ordered, Refusal, Request
-from dlrover.protocol.goodput_messages import GoodputStatus
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.fleet import LaunchNode, RemoveNode
+from dlrover.protocol.messages.frames import Ack, Beat, FromAgent, Observed, Ordered, Refusal, Request
+from dlrover.protocol.messages.goodput import GoodputStatus
+from dlrover.protocol.messages.job import (
     Attach,
     Attached,
     AwaitOrder,
@@ -65,8 +65,8 @@ from dlrover.protocol.messages import (
     Reply,
     TellNode,
 )
-from dlrover.protocol.serving import AgentStream
-from dlrover.protocol.watch_messages import AskActivity, PastVerdict, WatchObservation, WatchOrder
+from dlrover.protocol.messages.watch import AskActivity, PastVerdict, WatchObservation, WatchOrder
+from dlrover.protocol.rpc.server import AgentStream
 
 log = logging.getLogger(__name__)
 

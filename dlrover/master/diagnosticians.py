@@ -1,7 +1,7 @@
 """
 Users' own diagnosticians: found under the entry point group `dlrover.diagnosticians`, run here, at the edge.
 
-A diagnostician is built without arguments and has `diagnose(portrait)`, which gives verdicts (`dlrover.protocol.watch_messages.Verdict`), or nothing. It may
+A diagnostician is built without arguments and has `diagnose(portrait)`, which gives verdicts (`dlrover.protocol.messages.watch.Verdict`), or nothing. It may
 have an `interval` in seconds, at least ten. It runs in a thread with a time limit that is real: while a call that took too long still
 runs, it is not called again, and after a few such calls never. What it concludes enters the watch like any other verdict.
 """
@@ -22,7 +22,7 @@ from dlrover.core.diagnosis.picture import Failed, Picture, Scene
 from dlrover.core.diagnosis.samples import Sample
 from dlrover.core.failures.hangs import MAX_CULPRITS, MAX_EVIDENCE
 from dlrover.master.old_diagnosticians import Diagnostician, Translated
-from dlrover.protocol.watch_messages import MAX_TEXT, ResourceReport, Verdict, WorkerProgress
+from dlrover.protocol.messages.watch import MAX_TEXT, ResourceReport, Verdict, WorkerProgress
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from dlrover.core.job import Job
 from dlrover.core.outcome import Origin
 from dlrover.master.clock import MasterClock
 from dlrover.master.keeper import Keeper
-from dlrover.protocol.encoding import UNENCODABLE
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.frames import BLOCKED
-from dlrover.protocol.messages import Command, Desired, Micros, NodeId
+from dlrover.protocol.messages.frames import BLOCKED
+from dlrover.protocol.messages.job import Command, Desired, Micros, NodeId
+from dlrover.protocol.text import UNENCODABLE
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from dlrover.master.roster import Line
 from dlrover.master.topology import NodeTopologyMeta, Topology
 from dlrover.master.tray import Tray
 from dlrover.master.work import Work
-from dlrover.protocol.messages import Attach, NodesOrdered
+from dlrover.protocol.messages.job import Attach, NodesOrdered
 
 
 class Errands:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.goodput_messages import JobEvent
+from dlrover.protocol.messages.goodput import JobEvent
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from msgspec.structs import replace
 
 from dlrover.core.goodput.events import WARN, event
 from dlrover.master.event_reporters import EventReporter
-from dlrover.protocol.goodput_messages import MAX_EVENTS_PER_ANSWER, AskEvents, Events, JobEvent
-from dlrover.protocol.kv_messages import MAX_WAIT
-from dlrover.protocol.messages import Micros
+from dlrover.protocol.messages.goodput import MAX_EVENTS_PER_ANSWER, AskEvents, Events, JobEvent
+from dlrover.protocol.messages.job import Micros
+from dlrover.protocol.messages.kv import MAX_WAIT
 
 log = logging.getLogger(__name__)
 

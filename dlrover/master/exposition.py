@@ -14,7 +14,7 @@ import ssl
 from collections.abc import Awaitable, Callable
 
 from dlrover.master.meters import CONTENT_TYPE
-from dlrover.protocol.door import Door
+from dlrover.protocol.rpc.door import Door
 
 log = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ from msgspec.structs import replace
 
 from dlrover.core.fleet.platform_news import REFUSAL_COUNTS
 from dlrover.platforms.base import Intent, Platform, StaleMaster
-from dlrover.protocol.encoding import encodable
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.fleet_messages import DefineFleet, FleetSpec, LaunchNode, LaunchRefused, NodeChanged, NodesListed
-from dlrover.protocol.identity import PlatformId
-from dlrover.protocol.messages import Reply
+from dlrover.protocol.messages.fleet import DefineFleet, FleetSpec, LaunchNode, LaunchRefused, NodeChanged, NodesListed
+from dlrover.protocol.messages.identity import PlatformId
+from dlrover.protocol.messages.job import Reply
+from dlrover.protocol.text import encodable
 
 log = logging.getLogger(__name__)
 

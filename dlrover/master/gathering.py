@@ -7,9 +7,9 @@ import hashlib
 import msgspec
 
 from dlrover.master.lookout import Lookout
-from dlrover.protocol.goodput_messages import AskEvents, AskGoodput, Events, GoodputStatus
-from dlrover.protocol.messages import JobStatus
-from dlrover.protocol.watch_messages import AskDiagnosis, Culprit, Diagnosis, PastVerdict
+from dlrover.protocol.messages.goodput import AskEvents, AskGoodput, Events, GoodputStatus
+from dlrover.protocol.messages.job import JobStatus
+from dlrover.protocol.messages.watch import AskDiagnosis, Culprit, Diagnosis, PastVerdict
 
 MAX_DATASETS = 64
 NUM_EVENTS = 400

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from dlrover.protocol.messages import Micros
+from dlrover.protocol.messages.job import Micros
 
 PULSE = 0.5
 """Seconds between two looks at the loop's own punctuality. Only a look can tell: who is stopped gets no signal of it."""

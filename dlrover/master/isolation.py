@@ -10,7 +10,7 @@ A single node tells nothing about us, so the rule needs two.
 from __future__ import annotations
 
 from dlrover.core.outcome import micros
-from dlrover.protocol.messages import Detection, NodeId
+from dlrover.protocol.messages.job import Detection, NodeId
 
 LONGEST = 15
 """Silences, ten minutes by default, the time for which agents train on without a master: who was not heard of by then has

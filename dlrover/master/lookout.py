@@ -23,9 +23,9 @@ from dlrover.master.board import Board
 from dlrover.master.node_views import Health, node_view
 from dlrover.protocol.codec import Question
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.fleet_messages import FleetNodeStatus
-from dlrover.protocol.goodput_messages import GoodputStatus
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.fleet import FleetNodeStatus
+from dlrover.protocol.messages.goodput import GoodputStatus
+from dlrover.protocol.messages.job import (
     AskStatus,
     Command,
     FailureKind,
@@ -36,8 +36,8 @@ from dlrover.protocol.messages import (
     ReportFailure,
     WorkerFailure,
 )
-from dlrover.protocol.precheck_messages import PreCheckStage
-from dlrover.protocol.watch_messages import PastVerdict, ProgressReport, ResourceReport, WatchObservation
+from dlrover.protocol.messages.precheck import PreCheckStage
+from dlrover.protocol.messages.watch import PastVerdict, ProgressReport, ResourceReport, WatchObservation
 
 log = logging.getLogger(__name__)
 

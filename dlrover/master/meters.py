@@ -25,9 +25,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from dlrover.core.outcome import Outcome
 from dlrover.master.lookout import Lookout
-from dlrover.protocol.checkpoint_messages import CheckpointCommitted, CheckpointFailed, ShardWritten
-from dlrover.protocol.messages import Command, JobStatus, Micros, NodeId, NodeRank, Stage
-from dlrover.protocol.watch_messages import Phase, ResourceReport
+from dlrover.protocol.messages.checkpoint import CheckpointCommitted, CheckpointFailed, ShardWritten
+from dlrover.protocol.messages.job import Command, JobStatus, Micros, NodeId, NodeRank, Stage
+from dlrover.protocol.messages.watch import Phase, ResourceReport
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MAX_NODES = 1024

@@ -7,10 +7,10 @@ from collections import Counter
 
 from msgspec import Struct
 
-from dlrover.protocol.fleet_messages import FleetNodeStatus
-from dlrover.protocol.messages import Micros, NodeStatus
+from dlrover.protocol.messages.fleet import FleetNodeStatus
+from dlrover.protocol.messages.job import Micros, NodeStatus
+from dlrover.protocol.messages.watch import ProgressReport, ResourceReport
 from dlrover.protocol.units import MIB
-from dlrover.protocol.watch_messages import ProgressReport, ResourceReport
 
 MAX_WORKERS_SHOWN = 16
 MAX_DEVICES_SHOWN = 16

@@ -22,8 +22,8 @@ from dlrover.master.meters import CONTENT_TYPE, Meters
 from dlrover.master.web.access import Access
 from dlrover.master.web.logs import LogReader
 from dlrover.protocol.addresses import Address
-from dlrover.protocol.messages import Micros, NodeId
-from dlrover.protocol.watch_messages import WatchObservation
+from dlrover.protocol.messages.job import Micros, NodeId
+from dlrover.protocol.messages.watch import WatchObservation
 
 if TYPE_CHECKING:
     from dlrover.master.web.server import PageServer

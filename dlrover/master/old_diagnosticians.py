@@ -17,8 +17,8 @@ from dlrover.master.diagnosis_actions import (
     JobRestartAction,
     NodeAction,
 )
-from dlrover.protocol.messages import NodeId
-from dlrover.protocol.watch_messages import ActionKind, Culprit, FaultClass, Verdict
+from dlrover.protocol.messages.job import NodeId
+from dlrover.protocol.messages.watch import ActionKind, Culprit, FaultClass, Verdict
 
 CONFIDENCE = 0.6
 """They do not say how sure they are."""

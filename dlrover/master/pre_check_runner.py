@@ -32,19 +32,19 @@ from dlrover.master.diagnosis_actions import (
     NodeAction,
 )
 from dlrover.master.pre_checks import Operator, PreCheckResult, view_of
-from dlrover.protocol.encoding import encodable
 from dlrover.protocol.errors import DLRoverError
-from dlrover.protocol.fleet_messages import RestartJob
-from dlrover.protocol.goodput_messages import JobEvent
-from dlrover.protocol.messages import AskStatus, Command, JobStatus, Micros, NodeId, PlatformId, Reply
-from dlrover.protocol.precheck_messages import (
+from dlrover.protocol.messages.fleet import RestartJob
+from dlrover.protocol.messages.goodput import JobEvent
+from dlrover.protocol.messages.job import AskStatus, Command, JobStatus, Micros, NodeId, PlatformId, Reply
+from dlrover.protocol.messages.precheck import (
     OperatorResult,
     OperatorState,
     PreCheckBegan,
     PreCheckNoted,
     PreCheckStage,
 )
-from dlrover.protocol.steering_messages import RelaunchNode
+from dlrover.protocol.messages.requests import RelaunchNode
+from dlrover.protocol.text import encodable
 
 log = logging.getLogger(__name__)
 

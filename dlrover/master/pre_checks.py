@@ -26,8 +26,8 @@ from dlrover.master.diagnosis_actions import (
     NodeAction,
 )
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.fleet_messages import NodePhase, NodeType, Strategy
-from dlrover.protocol.messages import Micros, NodeStatus
+from dlrover.protocol.messages.fleet import NodePhase, NodeType, Strategy
+from dlrover.protocol.messages.job import Micros, NodeStatus
 
 log = logging.getLogger(__name__)
 

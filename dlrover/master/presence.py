@@ -20,7 +20,7 @@ from dlrover.master.durable_job import DurableJob
 from dlrover.master.grace import AFTERMATH, LONG_STALL, NEVER, Grace, StallWatch
 from dlrover.master.isolation import Isolation
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     Attached,
     Detection,
     Heartbeat,

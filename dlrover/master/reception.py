@@ -20,15 +20,15 @@ from dlrover.master.events import EventLog
 from dlrover.master.roster import Line
 from dlrover.master.tray import Tray
 from dlrover.master.work import Work
-from dlrover.protocol.checkpoint_messages import AwaitSaveDuties
 from dlrover.protocol.codec import Codec, Question
-from dlrover.protocol.encoding import UNENCODABLE
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.frames import Answer, Refusal, Request
-from dlrover.protocol.goodput_messages import AskEvents
-from dlrover.protocol.kv_messages import MAX_WAIT
-from dlrover.protocol.messages import MAX_FAILURE_BYTES, Attach, Command, Micros, Query, Reply, ReportFailure
-from dlrover.protocol.peer_messages import AskPeers
+from dlrover.protocol.messages.checkpoint import AwaitSaveDuties
+from dlrover.protocol.messages.frames import Answer, Refusal, Request
+from dlrover.protocol.messages.goodput import AskEvents
+from dlrover.protocol.messages.job import MAX_FAILURE_BYTES, Attach, Command, Micros, Query, Reply, ReportFailure
+from dlrover.protocol.messages.kv import MAX_WAIT
+from dlrover.protocol.messages.peers import AskPeers
+from dlrover.protocol.text import UNENCODABLE
 
 
 class Reception:

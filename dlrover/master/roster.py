@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from dlrover.protocol.frames import Push
-from dlrover.protocol.messages import Attached, Desired, Incarnation, NodeDisconnected, NodeId
-from dlrover.protocol.serving import AgentStream
+from dlrover.protocol.messages.frames import Push
+from dlrover.protocol.messages.job import Attached, Desired, Incarnation, NodeDisconnected, NodeId
+from dlrover.protocol.rpc.server import AgentStream
 
 RESEND_AFTER = 2_000_000
 """Microseconds without an acknowledgement before the level is sent again, with the agent's next heartbeat."""

@@ -33,8 +33,8 @@ from dlrover.master.watch import WatchKeeper
 from dlrover.platforms.base import Platform
 from dlrover.platforms.registry import build_platform
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
-from dlrover.protocol.messages import StopJob
-from dlrover.protocol.serving import MasterServer
+from dlrover.protocol.messages.job import StopJob
+from dlrover.protocol.rpc.server import MasterServer
 
 if TYPE_CHECKING:
     from dlrover.master.observatory import Observatory

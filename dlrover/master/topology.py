@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dlrover.core.membership.topology import Placed, arrange
-from dlrover.protocol.encoding import encodable
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages import NodeRank
+from dlrover.protocol.messages.job import NodeRank
+from dlrover.protocol.text import encodable
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import asyncio
 
 from dlrover.master.work import SHORTEST_RETRY, Work
 from dlrover.protocol.errors import Unavailable
-from dlrover.protocol.messages import MAX_REQUESTS_IN_WORK
+from dlrover.protocol.messages.job import MAX_REQUESTS_IN_WORK
 
 SERVICE_TIME = 0.0005
 """Rough seconds of work per request: those refused are told to come back spread over the time their number needs."""

@@ -25,10 +25,10 @@ from dlrover.master.clock import MasterClock
 from dlrover.master.desk import Desk
 from dlrover.master.diagnosticians import UserDiagnosticians
 from dlrover.protocol.errors import DLRoverError, Unavailable
-from dlrover.protocol.fleet_messages import NodePhase, NodesListed
-from dlrover.protocol.messages import Command, JobTerms, Micros, NodeId, Reply, ReportFailure
-from dlrover.protocol.steering_messages import RelaunchNode
-from dlrover.protocol.watch_messages import (
+from dlrover.protocol.messages.fleet import NodePhase, NodesListed
+from dlrover.protocol.messages.job import Command, JobTerms, Micros, NodeId, Reply, ReportFailure
+from dlrover.protocol.messages.requests import RelaunchNode
+from dlrover.protocol.messages.watch import (
     ActionKind,
     AskDiagnosis,
     Autopsy,

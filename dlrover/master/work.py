@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from dlrover.core.outcome import Origin
 from dlrover.master.roster import Line
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.frames import Answer, Refusal
-from dlrover.protocol.messages import Attach, Command, Query, Reply
+from dlrover.protocol.messages.frames import Answer, Refusal
+from dlrover.protocol.messages.job import Attach, Command, Query, Reply
 
 SHORTEST_RETRY = 0.05
 """Seconds: a busy master has decided a full desk several times over in this time."""

@@ -24,7 +24,7 @@ from dlrover.platforms.base import (
     phase_of,
 )
 from dlrover.protocol.errors import ConfigError, Unavailable
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     LaunchNode,
     NodeChanged,
     NodeEventKind,
@@ -34,7 +34,7 @@ from dlrover.protocol.fleet_messages import (
     PlatformNode,
     exit_reason_of,
 )
-from dlrover.protocol.identity import PlatformId
+from dlrover.protocol.messages.identity import PlatformId
 
 
 @dataclass

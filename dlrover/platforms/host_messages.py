@@ -12,7 +12,7 @@ import enum
 from msgspec import Struct
 
 from dlrover.protocol.codec import Codec
-from dlrover.protocol.fleet_messages import LaunchNode, NodeChanged, NodesListed, RemoveNode
+from dlrover.protocol.messages.fleet import LaunchNode, NodeChanged, NodesListed, RemoveNode
 
 
 class ListNodes(Struct, tag=True, frozen=True):

@@ -29,8 +29,8 @@ from dlrover.platforms.host_messages import (
     WatchNodes,
 )
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
-from dlrover.protocol.fleet_messages import LaunchNode, NodeChanged, NodesListed, PlatformNode, RemoveNode
-from dlrover.protocol.local import pack, read_frame
+from dlrover.protocol.local_frames import pack, read_frame
+from dlrover.protocol.messages.fleet import LaunchNode, NodeChanged, NodesListed, PlatformNode, RemoveNode
 
 CALL_TIMEOUT = 10.0
 """Seconds for the host's answer. It answers in milliseconds, or tens of them where it sets up a namespace."""

@@ -26,6 +26,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from dlrover.host.lifeline import follow_parent
 from dlrover.host.neighbours import Neighbours
 from dlrover.host.ownership import peer_credentials
 from dlrover.host.processes import all_processes
@@ -54,7 +55,8 @@ from dlrover.platforms.namespaces import NODE_INTERFACE, Namespaces, Place, remo
 from dlrover.platforms.node_process import MARK, SWEEP_TIMEOUT, NodeCommand, NodeProcess, send, wait_gone
 from dlrover.protocol.addresses import LOOPBACK
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.local_frames import pack, read_frame
+from dlrover.protocol.messages.fleet import (
     LaunchNode,
     NodeChanged,
     NodeEventKind,
@@ -65,9 +67,7 @@ from dlrover.protocol.fleet_messages import (
     RemoveNode,
     exit_reason_of,
 )
-from dlrover.protocol.identity import PlatformId
-from dlrover.protocol.lifeline import follow_parent
-from dlrover.protocol.local import pack, read_frame
+from dlrover.protocol.messages.identity import PlatformId
 from dlrover.protocol.units import in_mib
 
 log = logging.getLogger(__name__)

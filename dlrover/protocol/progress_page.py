@@ -12,7 +12,7 @@ import mmap
 import os
 from typing import NamedTuple
 
-from dlrover.protocol.watch_messages import MAX_METRICS, Collective, Phase, Reach
+from dlrover.protocol.messages.watch import MAX_METRICS, Collective, Phase, Reach
 
 SIZE = 32768
 MAGIC = 0x31_45_47_41_50_52_4C_44  # "DLRPAGE1"

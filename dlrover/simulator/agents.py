@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from dlrover.protocol.check_messages import ExitClass, ReportCheck
-from dlrover.protocol.frames import Request
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.check import ExitClass, ReportCheck
+from dlrover.protocol.messages.frames import Request
+from dlrover.protocol.messages.job import (
     AgentCommand,
     Attach,
     Attached,

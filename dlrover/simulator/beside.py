@@ -12,8 +12,8 @@ import random
 from typing import TYPE_CHECKING
 
 from dlrover.core.job import Job
-from dlrover.protocol.fleet_messages import AskPsNodes, NodePhase, NodeType, PsNode, PsNodes, PsReady
-from dlrover.protocol.messages import Command, Query, Reply
+from dlrover.protocol.messages.fleet import AskPsNodes, NodePhase, NodeType, PsNode, PsNodes, PsReady
+from dlrover.protocol.messages.job import Command, Query, Reply
 from dlrover.simulator.events import span
 from dlrover.simulator.invariants import Violation
 

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.protocol.lifeline import follow_parent
+from dlrover.host.lifeline import follow_parent
 from dlrover.simulator.faults import (
     CHECK_MIX,
     CLOUD_MIX,

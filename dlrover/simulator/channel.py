@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlrover.protocol.frames import Answer, Push, Refusal
-from dlrover.protocol.messages import Attached, Desired
+from dlrover.protocol.messages.frames import Answer, Push, Refusal
+from dlrover.protocol.messages.job import Attached, Desired
 from dlrover.simulator.events import SECOND, span
 from dlrover.simulator.network import CLOSE, KEEPALIVE, PULSE, Connection, Downward
 

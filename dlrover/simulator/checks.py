@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlrover.protocol.check_messages import ExitClass, ReportCheck
-from dlrover.protocol.messages import WorldSpec
+from dlrover.protocol.messages.check import ExitClass, ReportCheck
+from dlrover.protocol.messages.job import WorldSpec
 from dlrover.simulator.events import micros, span
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dlrover.core.fleet.platform_news import REFUSAL_COUNTS
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     DefineFleet,
     FleetSpec,
     LaunchNode,
@@ -26,7 +26,7 @@ from dlrover.protocol.fleet_messages import (
     RemoveNode,
     exit_reason_of,
 )
-from dlrover.protocol.messages import Command, PlatformId, Query
+from dlrover.protocol.messages.job import Command, PlatformId, Query
 from dlrover.simulator.agents import VirtualAgent, VirtualNode
 from dlrover.simulator.events import SECOND, micros, span
 from dlrover.simulator.invariants import Violation

@@ -30,7 +30,7 @@ from dlrover.core.data.dataset import Dataset
 from dlrover.core.data.leases import Reader as CoreReader
 from dlrover.core.data.ranges import Range, overlapping, said, subtract
 from dlrover.core.job import Job
-from dlrover.protocol.data_messages import (
+from dlrover.protocol.messages.data import (
     Claim,
     Consumption,
     DataCommand,
@@ -44,8 +44,8 @@ from dlrover.protocol.data_messages import (
     Supply,
     last_shared,
 )
-from dlrover.protocol.identity import Incarnation, NodeId
-from dlrover.protocol.messages import AgentCommand, Command, ExitReason, Micros, Reply, Round
+from dlrover.protocol.messages.identity import Incarnation, NodeId
+from dlrover.protocol.messages.job import AgentCommand, Command, ExitReason, Micros, Reply, Round
 from dlrover.simulator.events import micros, span
 from dlrover.simulator.invariants import Violation
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlrover.protocol.messages import Incarnation, LeaveJob, LeaveReason, StopCause
+from dlrover.protocol.messages.job import Incarnation, LeaveJob, LeaveReason, StopCause
 from dlrover.simulator.events import SECOND
 
 if TYPE_CHECKING:

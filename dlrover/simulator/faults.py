@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from dlrover.protocol.check_messages import ExitClass
-from dlrover.protocol.messages import FailureKind
+from dlrover.protocol.messages.check import ExitClass
+from dlrover.protocol.messages.job import FailureKind
 from dlrover.simulator.cloud import VirtualCloud
 from dlrover.simulator.events import micros
 from dlrover.simulator.master import CrashPoint

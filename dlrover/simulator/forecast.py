@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages import ExitReason
+from dlrover.protocol.messages.job import ExitReason
 from dlrover.simulator.events import SECOND
 from dlrover.simulator.faults import Fault, draw_faults
 from dlrover.simulator.invariants import Violation

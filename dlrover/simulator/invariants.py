@@ -28,7 +28,7 @@ from dlrover.core.desired import wish_of
 from dlrover.core.job import Job
 from dlrover.core.membership.rendezvous import Opening, Rendezvous
 from dlrover.core.outcome import Origin
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     DefineFleet,
     LaunchRefused,
     MigrateNode,
@@ -41,7 +41,7 @@ from dlrover.protocol.fleet_messages import (
     ScaleReplicas,
     SuspendJob,
 )
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     TRAINING_RENDEZVOUS,
     Attach,
     Command,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlrover.protocol.fleet_messages import NodeType
-from dlrover.protocol.messages import Incarnation, NodeId, NodeRank, Round
+from dlrover.protocol.messages.fleet import NodeType
+from dlrover.protocol.messages.job import Incarnation, NodeId, NodeRank, Round
 
 if TYPE_CHECKING:
     from dlrover.simulator.agents import VirtualAgent

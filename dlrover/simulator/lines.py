@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dlrover.core.membership.liveness import Observations
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     Attached,
     Heartbeat,
     Incarnation,

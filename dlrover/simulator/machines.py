@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlrover.protocol.messages import NodeId
+from dlrover.protocol.messages.job import NodeId
 from dlrover.simulator.agents import VirtualAgent, VirtualNode
 from dlrover.simulator.events import SECOND, span
 from dlrover.simulator.invariants import Violation

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 from dlrover.core.commit_order import Batch, CommitSequence, Released
 from dlrover.core.job import Job
 from dlrover.core.outcome import Origin
-from dlrover.protocol.checkpoint_messages import AwaitSaveDuties
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.fleet_messages import AskPsNodes, LaunchNode, RemoveNode
-from dlrover.protocol.frames import Answer, Push, Refusal, Request
-from dlrover.protocol.kv_messages import KvQuery
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.checkpoint import AwaitSaveDuties
+from dlrover.protocol.messages.fleet import AskPsNodes, LaunchNode, RemoveNode
+from dlrover.protocol.messages.frames import Answer, Push, Refusal, Request
+from dlrover.protocol.messages.job import (
     MAX_REQUESTS_IN_WORK,
     Attach,
     Attached,
@@ -38,7 +37,8 @@ from dlrover.protocol.messages import (
     Query,
     TellNode,
 )
-from dlrover.protocol.sync_messages import SyncQuery
+from dlrover.protocol.messages.kv import KvQuery
+from dlrover.protocol.messages.sync import SyncQuery
 from dlrover.simulator import oversight
 from dlrover.simulator.events import SECOND, span
 from dlrover.simulator.journal import Fenced

@@ -7,7 +7,7 @@ than so much in a row.
 
 from __future__ import annotations
 
-from dlrover.protocol.messages import Micros
+from dlrover.protocol.messages.job import Micros
 from dlrover.simulator.events import SECOND, Events
 
 START = 1_700_000_000 * SECOND

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from dlrover.protocol.frames import FromAgent, FromMaster
+from dlrover.protocol.messages.frames import FromAgent, FromMaster
 from dlrover.simulator.events import Events, span
 from dlrover.simulator.shapes import Costs
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlrover.protocol.frames import Answer, Refusal, Request
-from dlrover.protocol.messages import AgentCommand, Query
+from dlrover.protocol.messages.frames import Answer, Refusal, Request
+from dlrover.protocol.messages.job import AgentCommand, Query
 from dlrover.simulator.data import is_of_data
 from dlrover.simulator.events import span
 from dlrover.simulator.network import Connection

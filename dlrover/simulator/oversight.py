@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, cast
 from dlrover.core.commit_order import Batch
 from dlrover.core.job import Job
 from dlrover.core.membership.rendezvous import NUM_USED_OFFERS
-from dlrover.protocol.data_messages import RestoreAgreed
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.data import RestoreAgreed
+from dlrover.protocol.messages.job import (
     Command,
     DeadlineKind,
     DeadlinePassed,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     LaunchNode,
     MigrateNode,
     NodeType,
@@ -20,7 +20,7 @@ from dlrover.protocol.fleet_messages import (
     ScaleReplicas,
     SuspendJob,
 )
-from dlrover.protocol.messages import Command, Query
+from dlrover.protocol.messages.job import Command, Query
 from dlrover.simulator.cloud import VirtualCloud
 from dlrover.simulator.events import SECOND
 from dlrover.simulator.invariants import Violation

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlrover.protocol.check_messages import ExitClass
-from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode
-from dlrover.protocol.messages import Command, PlatformId, Query
+from dlrover.protocol.messages.check import ExitClass
+from dlrover.protocol.messages.fleet import LaunchNode, RemoveNode
+from dlrover.protocol.messages.job import Command, PlatformId, Query
 from dlrover.simulator.agents import VirtualAgent, VirtualNode
 from dlrover.simulator.events import span
 

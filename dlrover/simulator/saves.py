@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from dlrover.core.checkpoints.commits import Committed
 from dlrover.core.job import Job
-from dlrover.protocol.checkpoint_messages import (
+from dlrover.protocol.messages.checkpoint import (
     AwaitSaveDuties,
     CheckpointCommand,
     CheckpointCommitted,
@@ -23,7 +23,7 @@ from dlrover.protocol.checkpoint_messages import (
     SaveDuties,
     ShardWritten,
 )
-from dlrover.protocol.messages import AgentCommand, Done, Query, Reply, Round
+from dlrover.protocol.messages.job import AgentCommand, Done, Query, Reply, Round
 from dlrover.simulator.events import span
 from dlrover.simulator.invariants import Violation
 

@@ -12,10 +12,10 @@ import random
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.protocol.check_messages import CheckTerms
-from dlrover.protocol.data_messages import DatasetSpec, Storage
-from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec, Resource, Strategy
-from dlrover.protocol.messages import Detection, JobTerms, Limits, RestartPolicy
+from dlrover.protocol.messages.check import CheckTerms
+from dlrover.protocol.messages.data import DatasetSpec, Storage
+from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Resource, Strategy
+from dlrover.protocol.messages.job import Detection, JobTerms, Limits, RestartPolicy
 
 
 class Costs(Struct, frozen=True, kw_only=True):

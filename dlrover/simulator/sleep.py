@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dlrover.protocol.messages import FailureKind
+from dlrover.protocol.messages.job import FailureKind
 from dlrover.simulator.events import micros
 from dlrover.simulator.network import KEEPALIVE
 

@@ -12,8 +12,8 @@ import random
 from typing import TYPE_CHECKING
 
 from dlrover.core.job import Job
-from dlrover.protocol.kv_messages import KvAdd, KvCommand, KvCompareSet, KvGet, KvNumber, KvSet, KvValues
-from dlrover.protocol.messages import AgentCommand, Query, Reply, Round
+from dlrover.protocol.messages.job import AgentCommand, Query, Reply, Round
+from dlrover.protocol.messages.kv import KvAdd, KvCommand, KvCompareSet, KvGet, KvNumber, KvSet, KvValues
 from dlrover.simulator.events import span
 from dlrover.simulator.invariants import Violation
 

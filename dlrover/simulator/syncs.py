@@ -12,8 +12,8 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from dlrover.protocol.messages import AgentCommand, Query, Reply, Round
-from dlrover.protocol.sync_messages import (
+from dlrover.protocol.messages.job import AgentCommand, Query, Reply, Round
+from dlrover.protocol.messages.sync import (
     BarrierOpen,
     JoinSync,
     NotifyBarrier,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dlrover.protocol.messages import WorldSpec
+from dlrover.protocol.messages.job import WorldSpec
 from dlrover.simulator.events import Events, micros
 from dlrover.simulator.shapes import Shape
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     NODE_CHECK_RENDEZVOUS,
     TRAINING_RENDEZVOUS,
     Check,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     FailureKind,
     Micros,
     ReportFailure,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlrover.protocol.messages import FailureKind, WorldSpec
+from dlrover.protocol.messages.job import FailureKind, WorldSpec
 from dlrover.simulator.departure import MASTER_GRACE
 from dlrover.simulator.events import SECOND, span
 from dlrover.simulator.invariants import Violation

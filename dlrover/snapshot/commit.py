@@ -28,8 +28,8 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from dlrover.protocol.checkpoint_messages import digest_of_shards
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.checkpoint import digest_of_shards
 from dlrover.snapshot.manifest import (
     DIRECTORY,
     GLOBAL_NAME,

@@ -23,8 +23,8 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.protocol.data_messages import Claim
 from dlrover.protocol.errors import DLRoverError, Rejected
+from dlrover.protocol.messages.data import Claim
 from dlrover.snapshot.checksum import best_algorithm, chunk_checksums
 from dlrover.snapshot.class_meta import ClassMeta
 from dlrover.snapshot.commit import (

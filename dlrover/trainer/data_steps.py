@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dlrover.protocol.data_messages import AskDataCheckpoint, Claim, DataCheckpoint, RestoreAgreed, last_shared
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.messages import Round
+from dlrover.protocol.messages.data import AskDataCheckpoint, Claim, DataCheckpoint, RestoreAgreed, last_shared
+from dlrover.protocol.messages.job import Round
 from dlrover.trainer import environment
 from dlrover.trainer.agent_link import Link, current_link
 

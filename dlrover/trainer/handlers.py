@@ -13,7 +13,7 @@ import signal
 from types import FrameType
 from typing import Any
 
-from dlrover.protocol.lifeline import HANDLER_BEGAN, HANDLER_INSTALLED
+from dlrover.host.lifeline import HANDLER_BEGAN, HANDLER_INSTALLED
 from dlrover.trainer import watching
 
 _set, _get = signal.signal, signal.getsignal

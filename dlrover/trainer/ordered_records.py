@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from dlrover.protocol.data_messages import NO_STEP
 from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.messages.data import NO_STEP
 from dlrover.trainer.loader_service import LoaderClient, LoaderService
 from dlrover.trainer.sharding_client import ShardingClient
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from dlrover.protocol import progress_page as layout
-from dlrover.protocol.watch_messages import MAX_METRICS, Phase
+from dlrover.protocol.messages.watch import MAX_METRICS, Phase
 
 _INDEX = {phase: number for number, phase in enumerate(layout.PHASES)}
 START, COMPILE, DATA, FORWARD, BACKWARD, OPTIMIZER, COLLECTIVE, CHECKPOINT, EVALUATION, RESTORE, END = (

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from dlrover.host.ownership import check_server
-from dlrover.protocol.local import pack
-from dlrover.protocol.messages import Hello, ReportStep
+from dlrover.protocol.local_frames import pack
+from dlrover.protocol.messages.job import Hello, ReportStep
 from dlrover.protocol.progress_page import REPORTED
 from dlrover.trainer import environment, phases
 

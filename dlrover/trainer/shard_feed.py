@@ -20,7 +20,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from dlrover.protocol.data_messages import (
+from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
+from dlrover.protocol.messages.data import (
     NO_STEP,
     AskDataCheckpoint,
     AskDataset,
@@ -39,8 +40,7 @@ from dlrover.protocol.data_messages import (
     ShardsGiven,
     Supply,
 )
-from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
-from dlrover.protocol.messages import Reply, Round, WorkerRequest
+from dlrover.protocol.messages.job import Reply, Round, WorkerRequest
 from dlrover.trainer import data_steps, environment, phases
 from dlrover.trainer.agent_link import Link, current_link, pause_before_retry
 

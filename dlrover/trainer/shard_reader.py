@@ -17,8 +17,8 @@ from typing import Any
 from msgspec import Struct
 
 from dlrover.agreed.permutation import Permutation
-from dlrover.protocol.data_messages import DatasetSpec, DatasetState, Shard, Storage, TaskType
 from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.messages.data import DatasetSpec, DatasetState, Shard, Storage, TaskType
 from dlrover.trainer.agent_link import Link
 from dlrover.trainer.data_sources.directory_tail import DirectoryTail, TailWatch
 from dlrover.trainer.data_sources.source import Source, SourceChanged, SourceError

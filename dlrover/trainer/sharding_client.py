@@ -28,9 +28,9 @@ from typing import Any
 from msgspec import Struct
 
 from dlrover.agreed.permutation import Permutation
-from dlrover.protocol.data_messages import NO_STEP, DatasetSpec, Storage, TaskType
-from dlrover.protocol.data_messages import Shard as Lease
 from dlrover.protocol.errors import ConfigError, Rejected
+from dlrover.protocol.messages.data import NO_STEP, DatasetSpec, Storage, TaskType
+from dlrover.protocol.messages.data import Shard as Lease
 from dlrover.trainer.agent_link import Link
 from dlrover.trainer.shard_feed import ShardFeed
 

@@ -34,7 +34,7 @@ from msgspec import Struct
 
 from dlrover.host.ownership import check_directory, check_server, make_private, open_checked, peer_credentials
 from dlrover.protocol.errors import DLRoverError, Rejected
-from dlrover.protocol.local import pack, receive_frame
+from dlrover.protocol.local_frames import pack, receive_frame
 
 log = logging.getLogger("dlrover.trainer.shared_objects")
 

@@ -26,10 +26,10 @@ import types
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
+from dlrover.agreed.lost_peers import tells_of_lost_peer
+from dlrover.host.lifeline import follow_parent
 from dlrover.host.processes import look_up
-from dlrover.protocol.lifeline import follow_parent
-from dlrover.protocol.lost_peers import tells_of_lost_peer
-from dlrover.protocol.spawning import ForkWorker
+from dlrover.protocol.messages.spawning import ForkWorker
 from dlrover.trainer import environment, watching
 
 EXIT_CANNOT_START = 127

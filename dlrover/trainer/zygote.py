@@ -26,9 +26,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dlrover.protocol.lifeline import follow_parent
-from dlrover.protocol.local import receive_frame, send_frame
-from dlrover.protocol.spawning import (
+from dlrover.host.lifeline import follow_parent
+from dlrover.protocol.local_frames import receive_frame, send_frame
+from dlrover.protocol.messages.spawning import (
     CountDevices,
     Counted,
     Forked,

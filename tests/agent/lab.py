@@ -20,7 +20,7 @@ from dlrover.agent.process_tree import Exit, ProcessTree
 from dlrover.agent.spawner import Spawner
 from dlrover.agent.worker_group import PortOffer, WorkerGroup
 from dlrover.agent.worker_socket import WorkerSocket
-from dlrover.protocol.messages import JobTerms, Micros, NodeRank, RestartPolicy, Round, WorldSpec
+from dlrover.protocol.messages.job import JobTerms, Micros, NodeRank, RestartPolicy, Round, WorldSpec
 
 DEADLINE = 60.0
 """Of nothing that a test is about: on a busy machine the imports of torch alone take half of it."""

@@ -14,8 +14,8 @@ import torch
 
 from dlrover.agent.replica_config import ReplicaConfig
 from dlrover.agent.replicas import Replicas
-from dlrover.protocol.messages import NodeId, NodeRank, Round, WorldSpec
-from dlrover.protocol.peer_messages import AskPeers, Peer, Peers
+from dlrover.protocol.messages.job import NodeId, NodeRank, Round, WorldSpec
+from dlrover.protocol.messages.peers import AskPeers, Peer, Peers
 from dlrover.snapshot.copying import Copier
 from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request, sum_slot
 from dlrover.snapshot.segment import Segment, SegmentWriter, SlotName, segment_paths

@@ -7,9 +7,9 @@ import asyncio
 from msgspec.structs import replace
 
 from dlrover.core.outcome import NotYet
-from dlrover.protocol.checkpoint_messages import AnyCheckpointCommand, AwaitSaveDuties, CheckpointCommand
 from dlrover.protocol.errors import Unavailable
-from dlrover.protocol.messages import LookAgain, Reply
+from dlrover.protocol.messages.checkpoint import AnyCheckpointCommand, AwaitSaveDuties, CheckpointCommand
+from dlrover.protocol.messages.job import LookAgain, Reply
 from tests.agent.lab import DEADLINE
 from tests.core.scene import Scene, terms
 

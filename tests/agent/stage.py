@@ -12,7 +12,7 @@ from typing import Any
 from dlrover.agent.agent import Agent, Patience
 from dlrover.agent.config import AgentResult
 from dlrover.agent.worker_group import PortOffer
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     JobTerms,
     JoinRendezvous,
     Limits,

@@ -19,7 +19,7 @@ from dlrover.agent.config import EntryKind
 from dlrover.agent.process_tree import Exit, ProcessTree
 from dlrover.agent.spawner import Spawner
 from dlrover.cli.runtime_dir import NodeDirectory, reap
-from dlrover.protocol.messages import StopCause
+from dlrover.protocol.messages.job import StopCause
 from tests.agent.lab import DEADLINE, environment, is_alive, is_gone, start_process, until, write
 
 RUNNER = """

@@ -19,8 +19,8 @@ from dlrover.agent.old_diagnosis_data import TrainingLog, WorkerTrainingMetric
 from dlrover.agent.scrape import Scrape, ScrapeError, fetch, parse, scrapes, xpu_timer
 from dlrover.agent.watch import Watch
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages import Incarnation, NodeId
-from dlrover.protocol.watch_messages import MAX_SERIES, SampleTaken, WatchObservation
+from dlrover.protocol.messages.job import Incarnation, NodeId
+from dlrover.protocol.messages.watch import MAX_SERIES, SampleTaken, WatchObservation
 from tests.agent.lab import DEADLINE, until
 
 METRICS = """# HELP XPU_TIMER_COMMON_HANG whether it hangs

@@ -14,7 +14,7 @@ import torch
 
 from dlrover.agent import break_points
 from dlrover.agent.saver import Saver, SaverConfig
-from dlrover.protocol.checkpoint_messages import (
+from dlrover.protocol.messages.checkpoint import (
     CheckpointFailed,
     CheckpointSettled,
     OpenSnapshots,
@@ -26,7 +26,7 @@ from dlrover.protocol.checkpoint_messages import (
     SnapshotsHeld,
     TrainerNews,
 )
-from dlrover.protocol.messages import LeaveJob, LeaveReason, LookAgain, NodeRank, Round, WorldSpec
+from dlrover.protocol.messages.job import LeaveJob, LeaveReason, LookAgain, NodeRank, Round, WorldSpec
 from dlrover.snapshot.commit import read_global_manifest
 from dlrover.snapshot.copying import Copier
 from dlrover.snapshot.mirror import copy_path

@@ -11,7 +11,7 @@ import pytest
 from dlrover.agent.driver import WorkerDriver
 from dlrover.agent.worker_group import Failed, Finished, PortOffer
 from dlrover.protocol.errors import ConfigError, DLRoverError
-from dlrover.protocol.messages import FailureKind, Round, StopCause
+from dlrover.protocol.messages.job import FailureKind, Round, StopCause
 from tests.agent.lab import make_world
 from tests.agent.loopback import DEADLINE, News, StandInGroup, StandInNode, a_failure
 

@@ -20,7 +20,7 @@ from dlrover.agent.failures import (
 )
 from dlrover.agent.log_patterns import LogVerdict
 from dlrover.agent.process_tree import Exit
-from dlrover.protocol.messages import MAX_FAILURE_BYTES, FailureKind, Micros, WorkerFailure
+from dlrover.protocol.messages.job import MAX_FAILURE_BYTES, FailureKind, Micros, WorkerFailure
 
 
 def evidence(*, exit_code: int | None = None, number: int | None = None, **changes: Any) -> Evidence:

@@ -13,8 +13,8 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.agent.saver import Saver, SaverConfig
-from dlrover.protocol.checkpoint_messages import OpenSnapshots, SnapshotSaved
-from dlrover.protocol.messages import NodeRank, Round, WorldSpec
+from dlrover.protocol.messages.checkpoint import OpenSnapshots, SnapshotSaved
+from dlrover.protocol.messages.job import NodeRank, Round, WorldSpec
 from dlrover.snapshot.class_meta import ClassMeta
 from dlrover.snapshot.mirror import copy_paths
 from dlrover.snapshot.places import Place, encode_place

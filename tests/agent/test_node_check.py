@@ -18,8 +18,8 @@ from dlrover.agent.node_check import CheckOutcome, CheckTask, class_of
 from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.spawner import Spawner
 from dlrover.agent.worker_group import PortOffer
-from dlrover.protocol.check_messages import CheckTerms, ExitClass, ReportCheck
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.check import CheckTerms, ExitClass, ReportCheck
+from dlrover.protocol.messages.job import (
     NODE_CHECK_RENDEZVOUS,
     Check,
     FailureKind,

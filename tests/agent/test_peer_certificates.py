@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from dlrover.agent.peers import Connection, PeerServer, Secret, connect
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import ConfigError, DLRoverError
-from dlrover.protocol.peer_messages import Accepted, ListHeld
+from dlrover.protocol.messages.peers import Accepted, ListHeld
 from tests.agent.lab import DEADLINE
 from tests.protocol.test_certificates import Authority
 

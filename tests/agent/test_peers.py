@@ -16,7 +16,7 @@ from dlrover.agent.handshakes import MAX_HANDSHAKES
 from dlrover.agent.peers import MAX_CONNECTIONS, Connection, PeerServer, Secret, connect
 from dlrover.protocol.addresses import parse_address
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.peer_messages import Challenge
+from dlrover.protocol.messages.peers import Challenge
 from tests.agent.lab import DEADLINE
 
 

@@ -16,7 +16,7 @@ from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.spawner import Spawner
 from dlrover.host import processes
 from dlrover.host.processes import descendants, look_up
-from dlrover.protocol.messages import StopCause
+from dlrover.protocol.messages.job import StopCause
 from tests.agent.lab import DEADLINE, is_alive, is_gone, start_process, until, write
 
 FAMILY = """

@@ -24,7 +24,7 @@ from dlrover.agent.process_tree import (
 from dlrover.agent.reaction import LOOK_EVERY, Handler, Reaction
 from dlrover.agent.spawner import Spawner
 from dlrover.host.processes import descendants, look_up
-from dlrover.protocol.messages import StopCause
+from dlrover.protocol.messages.job import StopCause
 from tests.agent.lab import DEADLINE, environment, is_alive, until, write
 
 PRELUDE = """

@@ -11,10 +11,10 @@ from dlrover.agent.recovery import Ask, Recovery
 from dlrover.agent.watch import FirstStep
 from dlrover.protocol.codec import Unreadable, decode_from_agent, encode_frame
 from dlrover.protocol.errors import Unavailable
-from dlrover.protocol.frames import Refusal, Request
-from dlrover.protocol.goodput_messages import AskFault, FaultTold
-from dlrover.protocol.messages import NodeRank, Reply, Round
-from dlrover.protocol.serving import MasterServer
+from dlrover.protocol.messages.frames import Refusal, Request
+from dlrover.protocol.messages.goodput import AskFault, FaultTold
+from dlrover.protocol.messages.job import NodeRank, Reply, Round
+from dlrover.protocol.rpc.server import MasterServer
 from tests.agent.lab import make_world, until
 from tests.protocol.conftest import TOKEN, Agent, PlainDesk
 

@@ -16,8 +16,8 @@ from dlrover.agent.parity_store import HEAD_BYTES, ParityStore
 from dlrover.agent.peers import PeerServer, RateLimit, Secret, connect
 from dlrover.agent.replica_store import header_of, meta_of
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.messages import NodeId, NodeRank, Round
-from dlrover.protocol.peer_messages import Accepted, HeldList, ListHeld, Peer, PieceHeader, Proof
+from dlrover.protocol.messages.job import NodeId, NodeRank, Round
+from dlrover.protocol.messages.peers import Accepted, HeldList, ListHeld, Peer, PieceHeader, Proof
 from dlrover.snapshot.checksum import Algorithm
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.mirror import copy_paths

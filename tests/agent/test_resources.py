@@ -20,9 +20,9 @@ from dlrover.agent.probe import Probe, is_remote
 from dlrover.agent.process_tree import Exit
 from dlrover.agent.resources import LONGEST, SHORTEST, USUAL, ResourceMonitor, next_period, read_network
 from dlrover.host.processes import descendants as children
-from dlrover.protocol.messages import Incarnation, Micros, NodeId
+from dlrover.protocol.messages.job import Incarnation, Micros, NodeId
+from dlrover.protocol.messages.watch import NodeEvent, ProcessSample, ResourceReport, WatchObservation
 from dlrover.protocol.units import in_bytes
-from dlrover.protocol.watch_messages import NodeEvent, ProcessSample, ResourceReport, WatchObservation
 from tests.agent.lab import start_process, until
 
 

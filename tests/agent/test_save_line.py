@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from dlrover.agent.save_line import SaveLine
-from dlrover.protocol.checkpoint_messages import (
+from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.messages.checkpoint import (
     AnyCheckpointCommand,
     AwaitSaveDuties,
     CheckpointSettled,
     SaveDuties,
     ShardWritten,
 )
-from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.messages import Done, Reply, Round
+from dlrover.protocol.messages.job import Done, Reply, Round
 
 WRITTEN = ShardWritten(
     directory="/d", target="5", step=5, attempt="a", shard=0, num_shards=1, round=Round(1), digest="x"

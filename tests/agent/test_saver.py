@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlrover.agent.saver import Saver, SaverConfig
-from dlrover.protocol.checkpoint_messages import OpenSnapshots, SnapshotSaved
+from dlrover.protocol.messages.checkpoint import OpenSnapshots, SnapshotSaved
 from dlrover.snapshot.copying import Copier
 from dlrover.snapshot.index import reap_orphans
 from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request, finish

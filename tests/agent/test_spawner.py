@@ -19,7 +19,7 @@ from dlrover.agent.config import EntryKind
 from dlrover.agent.process_tree import ProcessTree
 from dlrover.agent.spawner import Spawner, StartFailed
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.spawning import Forked, FromZygote
+from dlrover.protocol.messages.spawning import Forked, FromZygote
 from tests.agent.lab import (
     DEADLINE,
     Ended,

@@ -27,9 +27,9 @@ from dlrover.agent.watch import Watch, fit_into_look
 from dlrover.agreed.stall_thresholds import Patience, PhaseBook
 from dlrover.host.processes import descendants
 from dlrover.protocol.codec import check_size
-from dlrover.protocol.frames import Observed
-from dlrover.protocol.messages import Incarnation, Micros, NodeId, Round
-from dlrover.protocol.watch_messages import (
+from dlrover.protocol.messages.frames import Observed
+from dlrover.protocol.messages.job import Incarnation, Micros, NodeId, Round
+from dlrover.protocol.messages.watch import (
     MAX_FRAMES,
     MAX_THREADS,
     LookTaken,

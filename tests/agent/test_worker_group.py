@@ -23,7 +23,7 @@ from dlrover.agent.worker_group import HEAD_START, Failed, Finished, PortOffer, 
 from dlrover.agreed.mistakes import may_be_mistake
 from dlrover.core.failures.blame import traceback_digest
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages import FailureKind, JobTerms, RestartPolicy, StopCause
+from dlrover.protocol.messages.job import FailureKind, JobTerms, RestartPolicy, StopCause
 from tests.agent.lab import DEADLINE, group_of, is_gone, make_config, make_world, until, write
 
 FILES = WorkerFiles(local_rank=0, stdin=-1, stdout=-1, stderr=-1, error_file="/e/error.json")

@@ -13,11 +13,10 @@ from msgspec.structs import replace
 
 from dlrover.agent.relay import MAX_RELAYED, Relay
 from dlrover.agent.worker_socket import MAX_ASKED, WorkerSocket
-from dlrover.protocol.checkpoint_messages import AwaitSaveDuties
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.kv_messages import KvAdd, KvGet, KvNumber, KvSet, KvValues
-from dlrover.protocol.local import pack, read_frame
-from dlrover.protocol.messages import (
+from dlrover.protocol.local_frames import pack, read_frame
+from dlrover.protocol.messages.checkpoint import AwaitSaveDuties
+from dlrover.protocol.messages.job import (
     AgentCommand,
     AgentMessage,
     AskMaster,
@@ -37,9 +36,10 @@ from dlrover.protocol.messages import (
     StopJob,
     WorkerRequest,
 )
-from dlrover.protocol.peer_messages import AskPeers
-from dlrover.protocol.sync_messages import JoinSync, SyncJoined
-from dlrover.protocol.watch_messages import NodeEvent, SampleTaken
+from dlrover.protocol.messages.kv import KvAdd, KvGet, KvNumber, KvSet, KvValues
+from dlrover.protocol.messages.peers import AskPeers
+from dlrover.protocol.messages.sync import JoinSync, SyncJoined
+from dlrover.protocol.messages.watch import NodeEvent, SampleTaken
 from tests.agent.lab import until
 
 ROUND = Round(3)

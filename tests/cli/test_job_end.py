@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     ExitReason,
     FailureKind,
     FirstFailure,

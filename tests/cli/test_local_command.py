@@ -9,7 +9,7 @@ import pytest
 
 from dlrover.cli.local_command import Plan, read_plan
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.fleet_messages import NodeType
+from dlrover.protocol.messages.fleet import NodeType
 from tests.cli.test_commands import run
 
 

@@ -12,9 +12,9 @@ from dlrover.cli.console import MAX_HELD
 from dlrover.cli.local_display import Display
 from dlrover.host.console import HELD_BYTES
 from dlrover.protocol.codec import Question, Unreadable
-from dlrover.protocol.frames import FromAgent
-from dlrover.protocol.messages import JobStatus, Reply, Round, Stage
-from dlrover.protocol.serving import AgentStream, MasterServer
+from dlrover.protocol.messages.frames import FromAgent
+from dlrover.protocol.messages.job import JobStatus, Reply, Round, Stage
+from dlrover.protocol.rpc.server import AgentStream, MasterServer
 
 LINE = "x" * 1000
 STATUS = JobStatus(

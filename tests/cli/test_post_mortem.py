@@ -28,7 +28,7 @@ from dlrover.master.events import EventLog
 from dlrover.master.journal import Journal
 from dlrover.protocol.codec import Question
 from dlrover.protocol.errors import Unavailable
-from dlrover.protocol.goodput_messages import (
+from dlrover.protocol.messages.goodput import (
     SPLIT,
     AccountGoodput,
     AskEvents,
@@ -37,8 +37,8 @@ from dlrover.protocol.goodput_messages import (
     NodeAccount,
     TimeClass,
 )
-from dlrover.protocol.messages import AskStatus, Micros, Reply
-from dlrover.protocol.watch_messages import Activity, AskActivity, NodeActivity, Phase
+from dlrover.protocol.messages.job import AskStatus, Micros, Reply
+from dlrover.protocol.messages.watch import Activity, AskActivity, NodeActivity, Phase
 from tests.core.scene import Scene, failure, terms
 
 HOSTILE = "<script>alert('x')</script> | **bold** \x1b[31m `tick` [link](http://evil)"

@@ -5,8 +5,8 @@ from msgspec.structs import replace
 
 from dlrover.agent.config import AgentResult
 from dlrover.cli.report import failure_report, goodput_line
-from dlrover.protocol.goodput_messages import GoodputStatus, TimeClass
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.goodput import GoodputStatus, TimeClass
+from dlrover.protocol.messages.job import (
     ExitReason,
     FailureKind,
     FirstFailure,

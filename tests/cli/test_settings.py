@@ -15,7 +15,7 @@ from dlrover.cli.command_line import parse
 from dlrover.cli.environment import read_environment
 from dlrover.cli.settings import Settings, build_settings, effective_values, parse_streams, read_settings
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages import Detection
+from dlrover.protocol.messages.job import Detection
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from dlrover.cli.node_names import find_node
 from dlrover.cli.status_display import show
-from dlrover.protocol.checkpoint_messages import CheckpointStatus, CheckpointTrouble, CommittedCheckpoint
-from dlrover.protocol.data_messages import DatasetSpec, DatasetState
-from dlrover.protocol.fleet_messages import FleetNodeStatus, NodeExit, NodePhase, NodeType
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.checkpoint import CheckpointStatus, CheckpointTrouble, CommittedCheckpoint
+from dlrover.protocol.messages.data import DatasetSpec, DatasetState
+from dlrover.protocol.messages.fleet import FleetNodeStatus, NodeExit, NodePhase, NodeType
+from dlrover.protocol.messages.job import (
     Incarnation,
     JobStatus,
     LeftOut,

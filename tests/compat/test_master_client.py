@@ -21,10 +21,10 @@ from dlrover.compat.local_master import LocalDataset, LocalMasterClient
 from dlrover.compat.master_client import MasterClient
 from dlrover.compat.resource_monitor import ResourceMonitor
 from dlrover.master.diagnosis_actions import EventAction, JobAbortionAction, JobRestartAction, NoAction
-from dlrover.protocol.data_messages import TaskType
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.goodput_messages import AskEvents, Events, JobEvent
-from dlrover.protocol.messages import AskStatus, JobStatus, Query, Reply
+from dlrover.protocol.messages.data import TaskType
+from dlrover.protocol.messages.goodput import AskEvents, Events, JobEvent
+from dlrover.protocol.messages.job import AskStatus, JobStatus, Query, Reply
 from dlrover.trainer.stand_in import StandIn
 from tests.trainer.store_lab import StoreLab
 

@@ -17,7 +17,7 @@ import msgspec
 from dlrover.core.check.cycle import CheckCycle, Next, Verdict
 from dlrover.core.check.evidence import ExitClass
 from dlrover.core.check.pairing import Groups
-from dlrover.protocol.messages import NodeRank, Round
+from dlrover.protocol.messages.job import NodeRank, Round
 
 QUICK_MS = 5_000.0
 SLOW_MS = 15_000.0

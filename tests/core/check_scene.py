@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlrover.core.job import Origin, Outcome
-from dlrover.protocol.check_messages import CheckResult, CheckTerms, ExitClass, ReportCheck
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.check import CheckResult, CheckTerms, ExitClass, ReportCheck
+from dlrover.protocol.messages.job import (
     NODE_CHECK_RENDEZVOUS,
     Check,
     Command,

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from dlrover.core.fleet.fleet import Fleet, FleetNode
 from dlrover.core.fleet.relaunch import LIVE
 from dlrover.core.job import Origin, Outcome
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     DefineFleet,
     FleetSpec,
     LaunchNode,
@@ -31,7 +31,7 @@ from dlrover.protocol.fleet_messages import (
     Resource,
     Strategy,
 )
-from dlrover.protocol.messages import Attached, Command, PlatformId
+from dlrover.protocol.messages.job import Attached, Command, PlatformId
 from tests.core.scene import Scene, terms
 
 

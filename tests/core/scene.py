@@ -17,8 +17,8 @@ from dlrover.core.desired import wish_of
 from dlrover.core.goodput.accountant import LOST, class_of
 from dlrover.core.job import Job, Origin, Outcome
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import ScaleJob
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.fleet import ScaleJob
+from dlrover.protocol.messages.job import (
     Attach,
     Attached,
     BlockRendezvous,

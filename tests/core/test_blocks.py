@@ -6,7 +6,7 @@ import pytest
 
 from dlrover.core.commands import LONGEST_BLOCK
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import AwaitOrder, Join, Leave, LeaveReason, Run, Wait
+from dlrover.protocol.messages.job import AwaitOrder, Join, Leave, LeaveReason, Run, Wait
 from tests.core.scene import Scene, micros, terms
 
 

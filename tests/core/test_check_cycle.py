@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dlrover.core.check.cycle import CheckCycle, CheckMode, Next, NodeStatus, Verdict
 from dlrover.core.check.evidence import CheckRules, ExitClass, PhaseName, median, say_ranks, stragglers
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import NodeRank, Round
+from dlrover.protocol.messages.job import NodeRank, Round
 from tests.core.check_lab import QUICK_MS, SLOW_MS, Fault, Layout, check_groups, drive, random_layout
 
 FAILED = ExitClass.COMMUNICATION

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrover.core.commit_order import replay
-from dlrover.protocol.checkpoint_messages import CommitCheckpoint
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.checkpoint import CommitCheckpoint
 from tests.core.test_checkpoints import DIRECTORY, saving
 
 NAMES = "abc"

@@ -8,7 +8,8 @@ from dlrover.core.checkpoints.break_points import BREAK_GRACE
 from dlrover.core.checkpoints.commits import MAX_DIRECTORIES, MAX_SETTLED, MAX_UNDER_WAY, SHORTEST_COMMIT
 from dlrover.core.commit_order import replay
 from dlrover.core.outcome import NotYet
-from dlrover.protocol.checkpoint_messages import (
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.checkpoint import (
     AwaitSaveDuties,
     CheckpointCommitted,
     CheckpointFailed,
@@ -21,8 +22,7 @@ from dlrover.protocol.checkpoint_messages import (
     SnapshotsHeld,
     digest_of_shards,
 )
-from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Done, LeaveJob, LeaveReason, LookAgain, NodeId, Round
+from dlrover.protocol.messages.job import Done, LeaveJob, LeaveReason, LookAgain, NodeId, Round
 from tests.core.scene import Scene, terms
 
 DIRECTORY = "/shared/run"

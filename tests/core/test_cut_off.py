@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlrover.core.diagnosis.cut_off import find_cut_off, lasting
-from dlrover.protocol.watch_messages import FaultClass, Phase, UnansweredLink, WorkerDump
+from dlrover.protocol.messages.watch import FaultClass, Phase, UnansweredLink, WorkerDump
 from tests.core.watch_lab import IN_ALL_REDUCE, Lab, dump, inside, progress
 
 

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from dlrover.core.commit_order import walk
 from dlrover.core.data.audit import Audit, Finding
 from dlrover.core.job import Job
-from dlrover.protocol.data_messages import Claim, Consumption, DatasetSpec, ExchangeShards, Shard, Storage
-from dlrover.protocol.messages import RestartPolicy
+from dlrover.protocol.messages.data import Claim, Consumption, DatasetSpec, ExchangeShards, Shard, Storage
+from dlrover.protocol.messages.job import RestartPolicy
 from tests.core.scene import terms
 from tests.core.test_data_books import SPEC, Reading
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from dlrover.protocol.data_messages import (
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.data import (
     AskDataCheckpoint,
     AskDataset,
     Consumption,
@@ -20,8 +21,7 @@ from dlrover.protocol.data_messages import (
     ShardError,
     Storage,
 )
-from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Command
+from dlrover.protocol.messages.job import Command
 from tests.core.scene import terms
 from tests.core.test_data_books import SPEC, Reading
 

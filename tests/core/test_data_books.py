@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from dlrover.core.commit_order import replay
 from dlrover.core.data.books import MAX_RESTORED, RESTORE_PATIENCE, DataBooks, state_for_manifest
-from dlrover.protocol.checkpoint_messages import CheckpointCommitted, ShardWritten
-from dlrover.protocol.data_messages import (
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.checkpoint import CheckpointCommitted, ShardWritten
+from dlrover.protocol.messages.data import (
     MAX_PARTITIONS,
     MAX_SHARDS_AT_ONCE,
     AskDataCheckpoint,
@@ -33,8 +34,7 @@ from dlrover.protocol.data_messages import (
     TaskType,
     last_shared,
 )
-from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import ExitReason, FailureKind, MasterStarted, Round
+from dlrover.protocol.messages.job import ExitReason, FailureKind, MasterStarted, Round
 from tests.core.scene import Scene, failure, terms
 
 SPEC = DatasetSpec(name="d", size=100, shard_size=10)

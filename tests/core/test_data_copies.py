@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.core.data.audit import Audit
-from dlrover.protocol.data_messages import Consumption, ExchangeShards, Shard, ShardError, Supply, TaskType
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.data import Consumption, ExchangeShards, Shard, ShardError, Supply, TaskType
 from tests.core.scene import terms
 from tests.core.test_data_books import SPEC, Reading, places
 

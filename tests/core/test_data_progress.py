@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from dlrover.protocol.data_messages import DatasetSpec, ShardError, Storage, TaskType
-from dlrover.protocol.messages import ExitReason
+from dlrover.protocol.messages.data import DatasetSpec, ShardError, Storage, TaskType
+from dlrover.protocol.messages.job import ExitReason
 from tests.core.scene import terms
 from tests.core.test_data_books import SPEC, Reading
 

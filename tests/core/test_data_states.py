@@ -11,8 +11,9 @@ from dlrover.core.data.audit import Audit
 from dlrover.core.data.books import RESTORE_PATIENCE, state_for_manifest
 from dlrover.core.data.commands import QUICK_LOOK
 from dlrover.core.outcome import NotYet
-from dlrover.protocol.checkpoint_messages import AwaitSaveDuties, CheckpointCommitted, SaveDuties, ShardWritten
-from dlrover.protocol.data_messages import (
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.checkpoint import AwaitSaveDuties, CheckpointCommitted, SaveDuties, ShardWritten
+from dlrover.protocol.messages.data import (
     MAX_STATE_BYTES,
     AskDataCheckpoint,
     AwaitRestore,
@@ -23,8 +24,7 @@ from dlrover.protocol.data_messages import (
     Storage,
     Supply,
 )
-from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Round
+from dlrover.protocol.messages.job import Round
 from tests.core.scene import terms
 from tests.core.test_data_books import SPEC, Reading, commit, places
 

@@ -13,9 +13,9 @@ from dlrover.core.data.checkpoint_text import read_checkpoint, write_checkpoint
 from dlrover.core.data.dataset import Dataset
 from dlrover.core.data.leases import Reader
 from dlrover.core.data.ranges import Range
-from dlrover.protocol.data_messages import NO_STEP, Claim, DatasetSpec, Shard, Storage
-from dlrover.protocol.identity import Incarnation, NodeId, Round
-from dlrover.protocol.messages import Micros
+from dlrover.protocol.messages.data import NO_STEP, Claim, DatasetSpec, Shard, Storage
+from dlrover.protocol.messages.identity import Incarnation, NodeId, Round
+from dlrover.protocol.messages.job import Micros
 
 
 def dataset(size: int = 100, shard_size: int = 10, **options: object) -> Dataset:

@@ -38,7 +38,7 @@ FORBIDDEN |= {
     "psutil",
     "rich",
     "typer",
-    "dlrover.protocol.rpc",
+    "dlrover.protocol.rpc.client",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from dlrover.protocol.watch_messages import Collective, FaultClass, Phase, WorkerDump
+from dlrover.protocol.messages.watch import Collective, FaultClass, Phase, WorkerDump
 from tests.core.watch_lab import IN_LOCK, Lab, dump
 
 AT_ITEM = ("/job/train.py:47 log_loss", "/job/train.py:60 main")

@@ -14,9 +14,8 @@ from dlrover.core.diagnosis.checks.nodes import Devices
 from dlrover.core.diagnosis.checks.progress import Straggler
 from dlrover.core.diagnosis.picture import Failed, Picture, Place, RankRecord, Window
 from dlrover.core.diagnosis.samples import Sample, Samples
-from dlrover.protocol.messages import FailureKind, Incarnation, Micros, NodeId, NodeRank, Round
-from dlrover.protocol.units import in_bytes
-from dlrover.protocol.watch_messages import (
+from dlrover.protocol.messages.job import FailureKind, Incarnation, Micros, NodeId, NodeRank, Round
+from dlrover.protocol.messages.watch import (
     ActionKind,
     DeviceSample,
     FaultClass,
@@ -27,6 +26,7 @@ from dlrover.protocol.watch_messages import (
     SampleTaken,
     Verdict,
 )
+from dlrover.protocol.units import in_bytes
 from tests.core.scene import failure
 from tests.core.watch_lab import NODES, Lab, progress
 

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.core.fleet.early_stop import shortage_ends_at
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     FleetSpec,
     MigrateNode,
     NodeExit,
@@ -18,7 +18,7 @@ from dlrover.protocol.fleet_messages import (
     ScaleJob,
     Strategy,
 )
-from dlrover.protocol.messages import ExitReason, LeaveReason, PlatformId, RestartPolicy, Stage
+from dlrover.protocol.messages.job import ExitReason, LeaveReason, PlatformId, RestartPolicy, Stage
 from tests.core.fleet_scene import FleetScene, ps_job, workers
 from tests.core.scene import terms
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     DefineFleet,
     FleetSpec,
     LaunchRefused,
@@ -26,7 +26,7 @@ from dlrover.protocol.fleet_messages import (
     Strategy,
     SuspendJob,
 )
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     ExitReason,
     PlatformId,
 )

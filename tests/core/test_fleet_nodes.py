@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from dlrover.core.failures.blame import DEVICE_FAULT_CODES
 from dlrover.core.fleet.fleet import NUM_FORMER, Replicas
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     DefineFleet,
     ErrorLevel,
     FleetSpec,
@@ -25,7 +25,7 @@ from dlrover.protocol.fleet_messages import (
     ScaleJob,
     ScaleReplicas,
 )
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     ExitReason,
     FailureKind,
     Join,

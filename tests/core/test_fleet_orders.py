@@ -8,7 +8,7 @@ import math
 import pytest
 
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     FleetSpec,
     MigrateNode,
     NodeExit,
@@ -23,7 +23,7 @@ from dlrover.protocol.fleet_messages import (
     Strategy,
     SuspendJob,
 )
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     ExitReason,
     FinishJob,
     Idle,

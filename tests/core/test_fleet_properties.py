@@ -23,7 +23,7 @@ from dlrover.core.fleet.platform_news import UNSEEN_TOO_LONG
 from dlrover.core.fleet.relaunch import ENDED, is_failure
 from dlrover.core.job import Origin, Outcome
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     DefineFleet,
     ErrorLevel,
     FleetSpec,
@@ -46,7 +46,7 @@ from dlrover.protocol.fleet_messages import (
     Strategy,
     SuspendJob,
 )
-from dlrover.protocol.messages import Command, FailureKind, Join, LeaveReason, PlatformId, RestartPolicy, Run, Stage
+from dlrover.protocol.messages.job import Command, FailureKind, Join, LeaveReason, PlatformId, RestartPolicy, Run, Stage
 from tests.core.fleet_scene import FleetScene, workers
 from tests.core.scene import failure, terms
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from dlrover.core.job import Job
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     AskPsNodes,
     DefineFleet,
     FleetSpec,
@@ -26,7 +26,7 @@ from dlrover.protocol.fleet_messages import (
     Resource,
     ScaleReplicas,
 )
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     Attach,
     Attached,
     Incarnation,

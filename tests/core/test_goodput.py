@@ -11,9 +11,9 @@ from dlrover.core.commit_order import replay
 from dlrover.core.goodput.progress_ledger import ProgressLedger
 from dlrover.core.job import Job
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.goodput_messages import SPLIT, AccountGoodput, AskGoodput, GoodputStatus, NodeAccount, TimeClass
-from dlrover.protocol.messages import LeaveReason, NodeId, Round
-from dlrover.protocol.watch_messages import Phase, ProgressReport, WorkerProgress
+from dlrover.protocol.messages.goodput import SPLIT, AccountGoodput, AskGoodput, GoodputStatus, NodeAccount, TimeClass
+from dlrover.protocol.messages.job import LeaveReason, NodeId, Round
+from dlrover.protocol.messages.watch import Phase, ProgressReport, WorkerProgress
 from tests.core.scene import Scene, failure, micros, terms
 
 T = TimeClass

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from dlrover.core.data.commands import _grow
 from dlrover.core.data.dataset import Dataset
 from dlrover.core.data.leases import Reader
-from dlrover.protocol.data_messages import DatasetSpec, ExtendStream, Shard, Storage
-from dlrover.protocol.identity import Incarnation, NodeId, Round
-from dlrover.protocol.messages import Micros
+from dlrover.protocol.messages.data import DatasetSpec, ExtendStream, Shard, Storage
+from dlrover.protocol.messages.identity import Incarnation, NodeId, Round
+from dlrover.protocol.messages.job import Micros
 
 SPEC = DatasetSpec(name="d", size=-1, shard_size=4, storage=Storage.STREAM, grows=True)
 PARTS = ("p", "q", "r")

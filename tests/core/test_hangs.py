@@ -6,7 +6,7 @@ import pytest
 
 from dlrover.core.commit_order import replay
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     End,
     ExitReason,
     FailureKind,
@@ -17,7 +17,7 @@ from dlrover.protocol.messages import (
     Round,
     StopCause,
 )
-from dlrover.protocol.watch_messages import ActionKind, Culprit, FaultClass, HangFound, Verdict
+from dlrover.protocol.messages.watch import ActionKind, Culprit, FaultClass, HangFound, Verdict
 from tests.core.scene import Scene, terms
 
 

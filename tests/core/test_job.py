@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from dlrover.core.job import HANDLERS, Job, Origin
 from dlrover.core.replay_guard import NUM_STORED_REPLIES
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     Attach,
     Command,
     DeadlineKind,

@@ -16,8 +16,20 @@ from dlrover.core.job import Job, Origin
 from dlrover.core.outcome import NotYet
 from dlrover.protocol.codec import encode_frame
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.frames import Answer
-from dlrover.protocol.kv_messages import (
+from dlrover.protocol.messages.frames import Answer
+from dlrover.protocol.messages.job import (
+    MAX_MESSAGE_BYTES,
+    Attach,
+    Attached,
+    Done,
+    Incarnation,
+    LookAgain,
+    MasterStarted,
+    NodeId,
+    Reply,
+    Round,
+)
+from dlrover.protocol.messages.kv import (
     ENTRY_BYTES,
     MAX_KEY_BYTES,
     MAX_STORE_BYTES,
@@ -40,18 +52,6 @@ from dlrover.protocol.kv_messages import (
     KvSet,
     KvValues,
     KvWait,
-)
-from dlrover.protocol.messages import (
-    MAX_MESSAGE_BYTES,
-    Attach,
-    Attached,
-    Done,
-    Incarnation,
-    LookAgain,
-    MasterStarted,
-    NodeId,
-    Reply,
-    Round,
 )
 from tests.core.scene import Scene, micros, terms
 

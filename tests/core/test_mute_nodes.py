@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlrover.core.diagnosis.mute_nodes import MAX_EXCHANGES, MuteNodes
-from dlrover.protocol.fleet_messages import Strategy
+from dlrover.protocol.messages.fleet import Strategy
 from tests.core.fleet_scene import FleetScene
 from tests.core.scene import START, micros
 

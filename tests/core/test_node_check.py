@@ -10,10 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.core.job import Job
-from dlrover.protocol.check_messages import CheckTerms, ExitClass
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import FleetSpec, NodeExit
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.check import CheckTerms, ExitClass
+from dlrover.protocol.messages.fleet import FleetSpec, NodeExit
+from dlrover.protocol.messages.job import (
     Check,
     End,
     ExitReason,

@@ -9,7 +9,7 @@ import pytest
 
 from dlrover.core.membership.liveness import Observations
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Detection, FailureKind, Heartbeat, Incarnation, NodeId, NodeSilent, Run
+from dlrover.protocol.messages.job import Detection, FailureKind, Heartbeat, Incarnation, NodeId, NodeSilent, Run
 from tests.core.scene import Scene, failure, micros, terms
 
 NODE, LIFE = NodeId(1), Incarnation(1)

@@ -16,7 +16,7 @@ from dlrover.core.check.pairing import (
     neighbours,
     together,
 )
-from dlrover.protocol.messages import NodeRank
+from dlrover.protocol.messages.job import NodeRank
 
 
 def ranks(*numbers: int) -> list[NodeRank]:

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     AskClusterVersion,
     AskPsNodes,
     ClusterVersion,
@@ -28,8 +28,8 @@ from dlrover.protocol.fleet_messages import (
     UpdateClusterVersion,
     VersionType,
 )
-from dlrover.protocol.messages import ExitReason, NodeId, PlatformId
-from dlrover.protocol.steering_messages import RelaunchNode
+from dlrover.protocol.messages.job import ExitReason, NodeId, PlatformId
+from dlrover.protocol.messages.requests import RelaunchNode
 from tests.core.fleet_scene import FleetScene, ps_job
 
 PENDING, FAILED = NodePhase.PENDING, NodePhase.FAILED

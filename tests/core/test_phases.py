@@ -16,8 +16,8 @@ from dlrover.agreed.stall_thresholds import (
     percentile_99,
     upper_seconds,
 )
+from dlrover.protocol.messages.watch import Phase
 from dlrover.protocol.progress_page import NUM_BUCKETS
-from dlrover.protocol.watch_messages import Phase
 
 
 def histogram(*durations: float) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dlrover.core.checkpoints.placement import Spot, place_copies, place_groups
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import NodeId, Round
-from dlrover.protocol.peer_messages import AskPeers, Peers
+from dlrover.protocol.messages.job import NodeId, Round
+from dlrover.protocol.messages.peers import AskPeers, Peers
 from tests.core.scene import Scene, terms
 
 

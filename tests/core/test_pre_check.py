@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import ExitReason, Join, MasterStarted, NodeId, PlatformId, Run, Wait
-from dlrover.protocol.precheck_messages import (
+from dlrover.protocol.messages.job import ExitReason, Join, MasterStarted, NodeId, PlatformId, Run, Wait
+from dlrover.protocol.messages.precheck import (
     OperatorResult,
     OperatorState,
     PreCheckBegan,
     PreCheckNoted,
     PreCheckStage,
 )
-from dlrover.protocol.steering_messages import RelaunchNode
+from dlrover.protocol.messages.requests import RelaunchNode
 from tests.core.fleet_scene import FleetScene
 from tests.core.scene import Scene, micros, terms
 

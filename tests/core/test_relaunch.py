@@ -18,7 +18,7 @@ from dlrover.core.fleet.relaunch import (
     reason_to_stop,
     smaller,
 )
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     NodeEventKind,
     NodeExit,
     NodePhase,
@@ -27,7 +27,7 @@ from dlrover.protocol.fleet_messages import (
     Strategy,
     exit_reason_of,
 )
-from dlrover.protocol.messages import ExitReason
+from dlrover.protocol.messages.job import ExitReason
 
 INITIAL, P, R, S, F, D, U = (
     NodePhase.INITIAL,

@@ -13,8 +13,8 @@ from dlrover.core.membership.nodes import NodeLife
 from dlrover.core.membership.rendezvous import Rendezvous, explain_timeout
 from dlrover.protocol.codec import encode_frame
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.frames import Push
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.frames import Push
+from dlrover.protocol.messages.job import (
     AskStatus,
     Attach,
     Attached,

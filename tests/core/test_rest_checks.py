@@ -16,8 +16,8 @@ from dlrover.core.diagnosis.inference import (
     say_culprits,
 )
 from dlrover.core.diagnosis.samples import Samples
-from dlrover.protocol.messages import Incarnation, NodeId
-from dlrover.protocol.watch_messages import (
+from dlrover.protocol.messages.job import Incarnation, NodeId
+from dlrover.protocol.messages.watch import (
     ActionKind,
     Culprit,
     DeviceSample,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dlrover.core.failures.blame import NUM_DISTINCT, describe, traceback_digest
-from dlrover.protocol.goodput_messages import AskFault, FaultTold
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.goodput import AskFault, FaultTold
+from dlrover.protocol.messages.job import (
     End,
     ExitReason,
     FailureKind,
@@ -19,7 +19,7 @@ from dlrover.protocol.messages import (
     Run,
     StopCause,
 )
-from dlrover.protocol.watch_messages import Reach
+from dlrover.protocol.messages.watch import Reach
 from tests.core.scene import Scene, failure, terms
 
 PEER_LOST = FailureKind.PEER_LOST

@@ -6,7 +6,7 @@ import pytest
 
 from dlrover.core.membership.standby import FIRST_DELAY, LONGEST_DELAY
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     Detection,
     End,
     ExitReason,

@@ -23,7 +23,7 @@ from dlrover.core.commit_order import (
 from dlrover.core.job import Job, Origin
 from dlrover.core.outcome import NotYet, Outcome
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     MAX_JOURNALLED_FAILURE_BYTES,
     AskStatus,
     Attach,

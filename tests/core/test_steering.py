@@ -6,9 +6,9 @@ import pytest
 
 from dlrover.core.job import Outcome
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import MigrateNode, Resource
-from dlrover.protocol.messages import EndStream, Incarnation, Join, NodeId, PlatformId, StopCause
-from dlrover.protocol.steering_messages import RelaunchNode, RestartWorkers
+from dlrover.protocol.messages.fleet import MigrateNode, Resource
+from dlrover.protocol.messages.job import EndStream, Incarnation, Join, NodeId, PlatformId, StopCause
+from dlrover.protocol.messages.requests import RelaunchNode, RestartWorkers
 from tests.core.fleet_scene import FleetScene
 from tests.core.scene import Scene, terms
 

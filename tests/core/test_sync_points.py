@@ -8,9 +8,9 @@ from dlrover.core.commit_order import replay
 from dlrover.core.exchange.sync_points import SYNC_TIMEOUT
 from dlrover.core.outcome import NotYet
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec, Strategy
-from dlrover.protocol.messages import DeadlineKind, DeadlinePassed, Done, LookAgain, Reply, Round, Run
-from dlrover.protocol.sync_messages import (
+from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Strategy
+from dlrover.protocol.messages.job import DeadlineKind, DeadlinePassed, Done, LookAgain, Reply, Round, Run
+from dlrover.protocol.messages.sync import (
     MAX_NAME_BYTES,
     MAX_NAMES,
     BarrierOpen,

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from dlrover.core.membership.claims import Claim, TakeUp
 from dlrover.core.outcome import NotYet
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     Attached,
     ExitReason,
     FailureKind,
@@ -25,7 +25,7 @@ from dlrover.protocol.messages import (
     Wait,
     WorldSpec,
 )
-from dlrover.protocol.sync_messages import JoinSync, SyncFinished, SyncState
+from dlrover.protocol.messages.sync import JoinSync, SyncFinished, SyncState
 from tests.core.scene import Scene, failure, micros, terms
 
 

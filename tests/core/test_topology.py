@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlrover.core.membership.topology import Placed, arrange
-from dlrover.protocol.messages import AwaitOrder, NodeRank, Run
+from dlrover.protocol.messages.job import AwaitOrder, NodeRank, Run
 from tests.core.scene import Scene, terms
 
 

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from dlrover.core.diagnosis.picture import RankRecord
 from dlrover.core.diagnosis.watch import AGAIN_SOON, EPISODE, MAX_VERDICTS, AskNode, Tell
-from dlrover.protocol.messages import Incarnation, NodeId
-from dlrover.protocol.watch_messages import (
+from dlrover.protocol.messages.job import Incarnation, NodeId
+from dlrover.protocol.messages.watch import (
     ActionKind,
     Collective,
     Culprit,

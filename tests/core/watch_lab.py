@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from dlrover.core.diagnosis.picture import Place, Scene
 from dlrover.core.diagnosis.watch import Act, AskNode, Publish, Tell, Watch, WatchEffect
-from dlrover.protocol.messages import Incarnation, Micros, NodeId, NodeRank, Round
-from dlrover.protocol.watch_messages import (
+from dlrover.protocol.messages.job import Incarnation, Micros, NodeId, NodeRank, Round
+from dlrover.protocol.messages.watch import (
     Collective,
     LookTaken,
     Phase,

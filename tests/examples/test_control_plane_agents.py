@@ -14,9 +14,9 @@ from dlrover.master.clock import MasterClock
 from dlrover.master.desk import Desk
 from dlrover.master.keeper import Keeper
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.kv_messages import KvGet, KvSet, KvValues
-from dlrover.protocol.messages import JobTerms, Limits, Ping, Pong
-from dlrover.protocol.serving import MasterServer
+from dlrover.protocol.messages.job import JobTerms, Limits, Ping, Pong
+from dlrover.protocol.messages.kv import KvGet, KvSet, KvValues
+from dlrover.protocol.rpc.server import MasterServer
 
 
 async def test_virtual_agents_meet_under_a_real_master(tmp_path: Path) -> None:

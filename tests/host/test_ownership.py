@@ -31,8 +31,8 @@ from dlrover.host.ownership import (
 from dlrover.master.journal import Journal, JournalError
 from dlrover.platforms.local import LocalOptions, LocalPlatform
 from dlrover.protocol.errors import ConfigError, Unavailable
-from dlrover.protocol.kv_messages import KvCheck
-from dlrover.protocol.messages import Round
+from dlrover.protocol.messages.job import Round
+from dlrover.protocol.messages.kv import KvCheck
 from dlrover.snapshot.index import Home
 from dlrover.snapshot.places import Place
 from dlrover.trainer.agent_link import AgentLink

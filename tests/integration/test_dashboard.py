@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import pytest
 from msgspec.structs import replace
 
-from dlrover.protocol.goodput_messages import GoodputStatus, TimeClass
-from dlrover.protocol.steering_messages import RelaunchNode
+from dlrover.protocol.messages.goodput import GoodputStatus, TimeClass
+from dlrover.protocol.messages.requests import RelaunchNode
 from tests.integration.browser import Tab, needs_browser, open_browser
 from tests.integration.jobs import SCRIPTS, kill, wait_until
 from tests.master.page_lab import NOW, TOKEN, Page, a_failure, a_status, populate, serve_page

@@ -9,7 +9,7 @@ import pytest
 
 from dlrover.cli.history import History, read_history
 from dlrover.cli.post_mortem import as_markdown
-from dlrover.protocol.goodput_messages import TimeClass
+from dlrover.protocol.messages.goodput import TimeClass
 from tests.integration.jobs import SCRIPTS
 
 

@@ -26,7 +26,7 @@ from dlrover.master.config import MasterConfig, Ready
 from dlrover.master.desk import Desk
 from dlrover.master.keeper import Keeper
 from dlrover.master.topology import Topology
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     AskStatus,
     Attach,
     Attached,
@@ -42,9 +42,9 @@ from dlrover.protocol.messages import (
     Reply,
     Round,
 )
-from dlrover.protocol.rpc import AgentChannel, ask
-from dlrover.protocol.serving import MasterServer
-from dlrover.protocol.watch_messages import WatchOrder
+from dlrover.protocol.messages.watch import WatchOrder
+from dlrover.protocol.rpc.client import AgentChannel, ask
+from dlrover.protocol.rpc.server import MasterServer
 
 TOKEN = "token of the test"
 TWO_NODES = JobTerms(limits=Limits(min_nodes=2, max_nodes=2))

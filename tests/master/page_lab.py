@@ -17,11 +17,11 @@ from dlrover.master.web.app import Web
 from dlrover.master.web.hosts import Hosts
 from dlrover.master.web.logs import LogReader
 from dlrover.master.web.server import PageServer
-from dlrover.protocol.checkpoint_messages import CheckpointStatus, CommittedCheckpoint
 from dlrover.protocol.codec import Question
-from dlrover.protocol.data_messages import DatasetSpec, DatasetState
-from dlrover.protocol.goodput_messages import AskEvents, AskGoodput, Events, GoodputStatus, JobEvent
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.checkpoint import CheckpointStatus, CommittedCheckpoint
+from dlrover.protocol.messages.data import DatasetSpec, DatasetState
+from dlrover.protocol.messages.goodput import AskEvents, AskGoodput, Events, GoodputStatus, JobEvent
+from dlrover.protocol.messages.job import (
     AskStatus,
     Done,
     FailureKind,
@@ -37,7 +37,7 @@ from dlrover.protocol.messages import (
     Stage,
     WorkerFailure,
 )
-from dlrover.protocol.watch_messages import (
+from dlrover.protocol.messages.watch import (
     AskDiagnosis,
     DeviceSample,
     Diagnosis,

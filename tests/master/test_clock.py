@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlrover.master.clock import MasterClock
-from dlrover.protocol.messages import Micros
+from dlrover.protocol.messages.job import Micros
 
 
 def test_it_begins_at_the_wall_clock_and_counts_elapsed_time_only() -> None:

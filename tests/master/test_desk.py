@@ -15,11 +15,11 @@ from dlrover.core.commit_order import decode_record
 from dlrover.core.job import Job
 from dlrover.core.outcome import NotYet, Origin, Outcome
 from dlrover.master import journal
-from dlrover.protocol.checkpoint_messages import AwaitSaveDuties, SaveDuties
 from dlrover.protocol.codec import decode_from_master, encode_frame
-from dlrover.protocol.data_messages import DatasetSpec, DatasetState, RegisterDataset
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.checkpoint import AwaitSaveDuties, SaveDuties
+from dlrover.protocol.messages.data import DatasetSpec, DatasetState, RegisterDataset
+from dlrover.protocol.messages.fleet import (
     DefineFleet,
     FleetSpec,
     LaunchRefused,
@@ -29,9 +29,9 @@ from dlrover.protocol.fleet_messages import (
     PlatformNode,
     ReplicaSpec,
 )
-from dlrover.protocol.frames import Push, Request
-from dlrover.protocol.goodput_messages import AskGoodput
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.frames import Push, Request
+from dlrover.protocol.messages.goodput import AskGoodput
+from dlrover.protocol.messages.job import (
     MAX_MESSAGE_BYTES,
     MAX_REQUESTS_IN_WORK,
     Attach,
@@ -62,11 +62,11 @@ from dlrover.protocol.messages import (
     Run,
     StopJob,
 )
-from dlrover.protocol.peer_messages import AskPeers, Peers
-from dlrover.protocol.precheck_messages import OperatorResult, PreCheckNoted, PreCheckStage
-from dlrover.protocol.rpc import ask
-from dlrover.protocol.steering_messages import RelaunchNode
-from dlrover.protocol.transport import AGENT_METHOD, SERVICE, call_metadata, open_channel
+from dlrover.protocol.messages.peers import AskPeers, Peers
+from dlrover.protocol.messages.precheck import OperatorResult, PreCheckNoted, PreCheckStage
+from dlrover.protocol.messages.requests import RelaunchNode
+from dlrover.protocol.rpc.client import ask
+from dlrover.protocol.rpc.transport import AGENT_METHOD, SERVICE, call_metadata, open_channel
 from tests.master.conftest import TOKEN, Agent, Connect, Master, StartMaster
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from dlrover.core.failures.blame import NUM_DISTINCT
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     MAX_FAILURE_BYTES,
     Detection,
     FailureKind,
@@ -30,7 +30,7 @@ from dlrover.protocol.messages import (
     Run,
     WorkerFailure,
 )
-from dlrover.protocol.rpc import ask
+from dlrover.protocol.rpc.client import ask
 from tests.master.conftest import TOKEN, Agent, Connect, MakeMaster, MasterProcess, status_of
 from tests.master.test_desk import journalled
 

@@ -19,8 +19,8 @@ from dlrover.master import events as events_module
 from dlrover.master.event_reporters import MAX_QUEUED, WebhookReporter, as_line, build_reporters
 from dlrover.master.events import BURST, NUM_KEPT, EventLog, read_events
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.goodput_messages import AskEvents, AskGoodput, Events, GoodputStatus, JobEvent
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.goodput import AskEvents, AskGoodput, Events, GoodputStatus, JobEvent
+from dlrover.protocol.messages.job import (
     FailureKind,
     Incarnation,
     Join,
@@ -30,8 +30,8 @@ from dlrover.protocol.messages import (
     Run,
     WorkerFailure,
 )
-from dlrover.protocol.rpc import ask
-from dlrover.protocol.watch_messages import Activity, AskActivity, NodeEvent, Phase, ProgressReport, WorkerProgress
+from dlrover.protocol.messages.watch import Activity, AskActivity, NodeEvent, Phase, ProgressReport, WorkerProgress
+from dlrover.protocol.rpc.client import ask
 from tests.master.conftest import TOKEN, Connect, StartMaster
 
 

@@ -10,7 +10,7 @@ import pytest
 from dlrover.master.fleet_keeper import FleetKeeper, FleetWord, Patience
 from dlrover.platforms.fake import FakeCloud, FakePlatform
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     DefineFleet,
     FleetSpec,
     LaunchRefused,
@@ -21,8 +21,8 @@ from dlrover.protocol.fleet_messages import (
     RemoveNode,
     ReplicaSpec,
 )
-from dlrover.protocol.identity import PlatformId
-from dlrover.protocol.messages import Done, Reply
+from dlrover.protocol.messages.identity import PlatformId
+from dlrover.protocol.messages.job import Done, Reply
 from tests.platforms.contract import JOB, launch, remove
 
 SPEC = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=2)})

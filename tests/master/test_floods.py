@@ -8,8 +8,8 @@ import time
 import psutil
 import pytest
 
-from dlrover.protocol.messages import Ping, Pong
-from dlrover.protocol.rpc import ask
+from dlrover.protocol.messages.job import Ping, Pong
+from dlrover.protocol.rpc.client import ask
 from tests.floods import Flooding
 from tests.master.conftest import TOKEN, Connect, MakeMaster, MasterProcess
 

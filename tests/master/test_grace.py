@@ -8,7 +8,7 @@ import time
 import pytest
 
 from dlrover.master.grace import LATE, LONGEST_GRACE, NEVER, PULSE, Grace, StallWatch
-from dlrover.protocol.messages import Micros
+from dlrover.protocol.messages.job import Micros
 
 
 async def a_few_rounds() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlrover.master.isolation import Isolation
-from dlrover.protocol.messages import Detection, NodeId
+from dlrover.protocol.messages.job import Detection, NodeId
 
 DETECTION = Detection()
 SECOND = 1_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from dlrover.protocol.messages import Done, Run
+from dlrover.protocol.messages.job import Done, Run
 from tests.master.conftest import Connect, StartMaster
 
 

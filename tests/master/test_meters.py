@@ -17,12 +17,12 @@ from dlrover.core.outcome import Outcome
 from dlrover.master.exposition import MAX_HEAD, MAX_SCRAPES, Exposition
 from dlrover.master.lookout import Lookout
 from dlrover.master.meters import MAX_NODES, METRICS, Meters
-from dlrover.protocol.checkpoint_messages import CheckpointCommitted, ShardWritten
 from dlrover.protocol.codec import decode_from_agent, encode_frame
-from dlrover.protocol.frames import Observed
-from dlrover.protocol.goodput_messages import TimeClass
-from dlrover.protocol.messages import Done, ExitReason, Incarnation, JobEnd, Micros, NodeId, Round
-from dlrover.protocol.watch_messages import WatchObservation
+from dlrover.protocol.messages.checkpoint import CheckpointCommitted, ShardWritten
+from dlrover.protocol.messages.frames import Observed
+from dlrover.protocol.messages.goodput import TimeClass
+from dlrover.protocol.messages.job import Done, ExitReason, Incarnation, JobEnd, Micros, NodeId, Round
+from dlrover.protocol.messages.watch import WatchObservation
 from tests.master.page_lab import NO_GOODPUT, NOW, StandInJob, a_failure, a_progress, a_status, a_usage
 
 ROOT = Path(__file__).parents[2]

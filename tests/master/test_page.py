@@ -18,12 +18,12 @@ from dlrover.master.lookout import Lookout
 from dlrover.master.web import stream
 from dlrover.master.web.access import one_time_link, read_only_token
 from dlrover.master.web.app import MAX_BODY, MAX_VIEWERS
-from dlrover.protocol.checkpoint_messages import RequestSave
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.goodput_messages import TimeClass
-from dlrover.protocol.messages import Micros, NodeId, Round, StopJob
-from dlrover.protocol.steering_messages import RelaunchNode, RestartWorkers
-from dlrover.protocol.watch_messages import (
+from dlrover.protocol.messages.checkpoint import RequestSave
+from dlrover.protocol.messages.goodput import TimeClass
+from dlrover.protocol.messages.job import Micros, NodeId, Round, StopJob
+from dlrover.protocol.messages.requests import RelaunchNode, RestartWorkers
+from dlrover.protocol.messages.watch import (
     Culprit,
     Diagnosis,
     FaultClass,

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     FailureKind,
     JobTerms,
     LeaveJob,

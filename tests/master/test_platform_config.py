@@ -17,8 +17,8 @@ from dlrover.master.desk import Desk
 from dlrover.master.fleet_keeper import FleetKeeper
 from dlrover.master.keeper import Keeper
 from dlrover.platforms.fake import FakeCloud, FakePlatform
-from dlrover.protocol.fleet_messages import FleetSpec, NodePhase, NodeType, ReplicaSpec
-from dlrover.protocol.identity import PlatformId
+from dlrover.protocol.messages.fleet import FleetSpec, NodePhase, NodeType, ReplicaSpec
+from dlrover.protocol.messages.identity import PlatformId
 from tests.platforms.contract import JOB, watching
 
 FLEET = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=2)})

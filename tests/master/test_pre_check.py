@@ -32,7 +32,7 @@ from dlrover.master.pre_checks import (
     parse_operators,
 )
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     DefineFleet,
     FleetSpec,
     LaunchNode,
@@ -45,10 +45,10 @@ from dlrover.protocol.fleet_messages import (
     RemoveNode,
     ReplicaSpec,
 )
-from dlrover.protocol.goodput_messages import AskEvents, Events, JobEvent
-from dlrover.protocol.messages import AskStatus, JobStatus, JobTerms, PlatformId, Run, Wait
-from dlrover.protocol.precheck_messages import OperatorState, PreCheckNoted, PreCheckStage
-from dlrover.protocol.rpc import ask
+from dlrover.protocol.messages.goodput import AskEvents, Events, JobEvent
+from dlrover.protocol.messages.job import AskStatus, JobStatus, JobTerms, PlatformId, Run, Wait
+from dlrover.protocol.messages.precheck import OperatorState, PreCheckNoted, PreCheckStage
+from dlrover.protocol.rpc.client import ask
 from tests.master.conftest import TOKEN, Connect, MakeMaster, MasterProcess, StartMaster
 from tests.master.pre_check_operators import Hangs
 

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import ScaleJob
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.fleet import ScaleJob
+from dlrover.protocol.messages.job import (
     BlockRendezvous,
     Done,
     Join,
@@ -17,7 +17,7 @@ from dlrover.protocol.messages import (
     UnblockRendezvous,
     Wait,
 )
-from dlrover.protocol.rpc import ask
+from dlrover.protocol.rpc.client import ask
 from tests.master.conftest import TOKEN, Agent, Connect, StartMaster
 
 

@@ -14,7 +14,7 @@ from dlrover.master import topology as room
 from dlrover.master.config import EXIT_USAGE
 from dlrover.master.topology import DefaultTopologyQuerier, DpTopologySorter, NodeTopologyMeta, Topology
 from dlrover.protocol.errors import ConfigError, Rejected
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     FailureKind,
     JobTerms,
     Limits,

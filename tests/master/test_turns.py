@@ -25,8 +25,8 @@ from dlrover.master.keeper import Keeper
 from dlrover.master.service import end_job
 from dlrover.master.watch import WatchKeeper
 from dlrover.protocol.errors import Unavailable
-from dlrover.protocol.frames import Answer, Beat, FromMaster, Push, Refusal, Request
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.frames import Answer, Beat, FromMaster, Push, Refusal, Request
+from dlrover.protocol.messages.job import (
     MAX_REQUESTS_IN_WORK,
     AgentCommand,
     AskStatus,
@@ -59,7 +59,7 @@ from dlrover.protocol.messages import (
     Wait,
     WorkerFailure,
 )
-from dlrover.protocol.serving import AgentStream
+from dlrover.protocol.rpc.server import AgentStream
 
 T = TypeVar("T")
 

@@ -12,8 +12,7 @@ from dlrover.master.roster import Line
 from dlrover.master.waiting_room import WaitingRoom
 from dlrover.master.work import Work
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.kv_messages import KvAdd, KvDelete, KvGet, KvNumber, KvPop, KvPush, KvSet, KvValues, KvWait
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     MAX_REQUESTS_IN_WORK,
     AgentCommand,
     Done,
@@ -25,9 +24,10 @@ from dlrover.protocol.messages import (
     Round,
     Run,
 )
-from dlrover.protocol.rpc import ask
-from dlrover.protocol.serving import AgentStream
-from dlrover.protocol.sync_messages import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncJoined, SyncState
+from dlrover.protocol.messages.kv import KvAdd, KvDelete, KvGet, KvNumber, KvPop, KvPush, KvSet, KvValues, KvWait
+from dlrover.protocol.messages.sync import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncJoined, SyncState
+from dlrover.protocol.rpc.client import ask
+from dlrover.protocol.rpc.server import AgentStream
 from tests.master.conftest import TOKEN, Agent, Connect, StartMaster
 
 ROUND = Round(1)

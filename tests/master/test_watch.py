@@ -19,9 +19,8 @@ from dlrover.master.diagnosis_actions import (
 )
 from dlrover.master.diagnosticians import UserDiagnosticians, portrait_of
 from dlrover.master.old_diagnosticians import DiagnosisObservation, Diagnostician, Translated
-from dlrover.protocol.messages import AskStatus, JobStatus, Join, Round, Run, StopCause
-from dlrover.protocol.rpc import ask
-from dlrover.protocol.watch_messages import (
+from dlrover.protocol.messages.job import AskStatus, JobStatus, Join, Round, Run, StopCause
+from dlrover.protocol.messages.watch import (
     ActionKind,
     AskDiagnosis,
     Diagnosis,
@@ -37,6 +36,7 @@ from dlrover.protocol.watch_messages import (
     WorkerDump,
     WorkerProgress,
 )
+from dlrover.protocol.rpc.client import ask
 from tests.master.conftest import TOKEN, Agent, Connect, MakeMaster
 
 

@@ -18,9 +18,9 @@ from dlrover.platforms.host_messages import ANSWER
 from dlrover.platforms.local import LocalOptions, LocalPlatform
 from dlrover.platforms.node_process import NodeCommand, NodeProcess, wait_gone
 from dlrover.protocol.errors import ConfigError, Unavailable
-from dlrover.protocol.fleet_messages import NodeChanged, NodeEventKind, NodeExit, NodePhase, NodesListed, PlatformNode
-from dlrover.protocol.identity import PlatformId
-from dlrover.protocol.local import HEADER, pack
+from dlrover.protocol.local_frames import HEADER, pack
+from dlrover.protocol.messages.fleet import NodeChanged, NodeEventKind, NodeExit, NodePhase, NodesListed, PlatformNode
+from dlrover.protocol.messages.identity import PlatformId
 from tests.platforms.conftest import LocalLab, until
 from tests.platforms.contract import DEADLINE, JOB, launch, remove, run_nodes, watching
 

@@ -11,10 +11,10 @@ import pytest
 
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import ConfigError, Unavailable
-from dlrover.protocol.messages import Ping, Pong
-from dlrover.protocol.rpc import ask
-from dlrover.protocol.serving import MasterServer
-from dlrover.protocol.transport import open_channel
+from dlrover.protocol.messages.job import Ping, Pong
+from dlrover.protocol.rpc.client import ask
+from dlrover.protocol.rpc.server import MasterServer
+from dlrover.protocol.rpc.transport import open_channel
 from tests.protocol.conftest import TOKEN, Agent, Serve
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program for certificates")

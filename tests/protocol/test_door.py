@@ -13,12 +13,12 @@ import grpc.aio
 import pytest
 
 from dlrover.protocol.codec import QUESTION, VERDICT
-from dlrover.protocol.door import MAX_OF_ADDRESS, place_of
-from dlrover.protocol.frames import Answer
-from dlrover.protocol.messages import Ping, Pong, StopJob
-from dlrover.protocol.rpc import ask
-from dlrover.protocol.serving import MasterServer
-from dlrover.protocol.transport import AGENT_METHOD, ASK_METHOD, MAX_STREAMS, SERVICE, call_metadata, open_channel
+from dlrover.protocol.messages.frames import Answer
+from dlrover.protocol.messages.job import Ping, Pong, StopJob
+from dlrover.protocol.rpc.client import ask
+from dlrover.protocol.rpc.door import MAX_OF_ADDRESS, place_of
+from dlrover.protocol.rpc.server import MasterServer
+from dlrover.protocol.rpc.transport import AGENT_METHOD, ASK_METHOD, MAX_STREAMS, SERVICE, call_metadata, open_channel
 from tests.floods import STRANGER
 from tests.protocol.conftest import TOKEN, Agent, PlainDesk, Serve
 

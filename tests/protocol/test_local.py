@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.local import (
+from dlrover.protocol.local_frames import (
     HEADER,
     FrameBuffer,
     pack,
@@ -16,7 +16,7 @@ from dlrover.protocol.local import (
     receive_frame,
     send_frame,
 )
-from dlrover.protocol.messages import MAX_MESSAGE_BYTES
+from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES
 
 Pair = tuple[socket.socket, socket.socket]
 

@@ -13,11 +13,11 @@ import pytest
 
 from dlrover.protocol.codec import encode_frame
 from dlrover.protocol.errors import ConfigError, Rejected
-from dlrover.protocol.frames import Answer, Refusal, Request
-from dlrover.protocol.messages import MAX_MESSAGE_BYTES, Attach, JobTerms, Ping, Pong
-from dlrover.protocol.rpc import ask
-from dlrover.protocol.serving import MasterServer, PortTaken
-from dlrover.protocol.transport import AGENT_METHOD, ASK_METHOD, SERVICE, call_metadata, open_channel
+from dlrover.protocol.messages.frames import Answer, Refusal, Request
+from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES, Attach, JobTerms, Ping, Pong
+from dlrover.protocol.rpc.client import ask
+from dlrover.protocol.rpc.server import MasterServer, PortTaken
+from dlrover.protocol.rpc.transport import AGENT_METHOD, ASK_METHOD, SERVICE, call_metadata, open_channel
 from tests.protocol.conftest import TOKEN, Agent, PlainDesk, Serve
 
 

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from dlrover.protocol import transport
 from dlrover.protocol.codec import QUESTION, VERDICT, Question, encode_frames
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.fleet_messages import FleetNodeStatus, NodePhase, NodeType
-from dlrover.protocol.frames import Ack, Answer, Beat, Observed, Refusal, Request
-from dlrover.protocol.kv_messages import KvValues
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.fleet import FleetNodeStatus, NodePhase, NodeType
+from dlrover.protocol.messages.frames import Ack, Answer, Beat, Observed, Refusal, Request
+from dlrover.protocol.messages.job import (
     MAX_MESSAGE_BYTES,
     AskStatus,
     Attach,
@@ -39,9 +37,11 @@ from dlrover.protocol.messages import (
     Round,
     Stage,
 )
-from dlrover.protocol.rpc import FIRST_PAUSE, LONGEST_PAUSE, AgentChannel, Backoff, ask
-from dlrover.protocol.transport import ASK_METHOD, SERVICE, call_metadata, open_channel
-from dlrover.protocol.watch_messages import SampleTaken
+from dlrover.protocol.messages.kv import KvValues
+from dlrover.protocol.messages.watch import SampleTaken
+from dlrover.protocol.rpc import transport
+from dlrover.protocol.rpc.client import FIRST_PAUSE, LONGEST_PAUSE, AgentChannel, Backoff, ask
+from dlrover.protocol.rpc.transport import ASK_METHOD, SERVICE, call_metadata, open_channel
 from tests.protocol.conftest import TOKEN, Agent, PlainDesk, Serve
 
 Connect = Callable[..., Agent]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from dlrover.protocol.messages import Detection
+from dlrover.protocol.messages.job import Detection
 from dlrover.simulator.__main__ import main
 from dlrover.simulator.campaign import (
     Failure,

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover.protocol.check_messages import CheckTerms
-from dlrover.protocol.data_messages import DatasetSpec
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.check import CheckTerms
+from dlrover.protocol.messages.data import DatasetSpec
+from dlrover.protocol.messages.fleet import (
     FleetSpec,
     MigrateNode,
     NodeExit,
@@ -18,7 +18,7 @@ from dlrover.protocol.fleet_messages import (
     Resource,
     Strategy,
 )
-from dlrover.protocol.messages import PlatformId, RestartPolicy
+from dlrover.protocol.messages.job import PlatformId, RestartPolicy
 from dlrover.simulator.campaign import run_plan
 from dlrover.simulator.faults import Fault
 from dlrover.simulator.plan import Plan, Result

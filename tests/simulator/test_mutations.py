@@ -36,11 +36,11 @@ from dlrover.core.membership.liveness import Observations
 from dlrover.core.membership.nodes import Node, NodeLife, Nodes
 from dlrover.core.membership.rendezvous import Rendezvous
 from dlrover.core.replay_guard import Senders
-from dlrover.protocol.check_messages import ExitClass
-from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec
-from dlrover.protocol.frames import Answer, Request
-from dlrover.protocol.kv_messages import KvGet, KvQuery
-from dlrover.protocol.messages import NodeId, Round, Run
+from dlrover.protocol.messages.check import ExitClass
+from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec
+from dlrover.protocol.messages.frames import Answer, Request
+from dlrover.protocol.messages.job import NodeId, Round, Run
+from dlrover.protocol.messages.kv import KvGet, KvQuery
 from dlrover.simulator import master
 from dlrover.simulator.campaign import Failure, draw_plan, run_plan, shrink
 from dlrover.simulator.faults import Fault

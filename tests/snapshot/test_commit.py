@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.protocol.checkpoint_messages import digest_of_shards
 from dlrover.protocol.errors import ConfigError, Rejected
+from dlrover.protocol.messages.checkpoint import digest_of_shards
 from dlrover.snapshot.commit import (
     TRACKER,
     Attempt,

@@ -8,8 +8,8 @@ import socket
 import tempfile
 import threading
 
-from dlrover.protocol.local import receive_frame
-from dlrover.protocol.messages import Round
+from dlrover.protocol.local_frames import receive_frame
+from dlrover.protocol.messages.job import Round
 from dlrover.trainer.environment import WorkerEnvironment
 
 

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from dlrover.core.job import Job
 from dlrover.core.outcome import NotYet
-from dlrover.protocol.data_messages import DataCommand
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.data import DataCommand
+from dlrover.protocol.messages.job import (
     Attach,
     Attached,
     JobTerms,

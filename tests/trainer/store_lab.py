@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from dlrover.agent.relay import Relay
 from dlrover.agent.worker_socket import WorkerSocket
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     Attach,
     Attached,
     Desired,
@@ -33,7 +33,7 @@ from dlrover.protocol.messages import (
     Run,
     WorldSpec,
 )
-from dlrover.protocol.rpc import AgentChannel
+from dlrover.protocol.rpc.client import AgentChannel
 from dlrover.trainer.agent_link import AgentLink
 from dlrover.trainer.environment import WorkerEnvironment
 from tests.master.conftest import TOKEN, MasterProcess

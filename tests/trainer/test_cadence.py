@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dlrover.agreed.cadence import Plan
-from dlrover.protocol.checkpoint_messages import CheckpointSettled
 from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.messages.checkpoint import CheckpointSettled
 from dlrover.trainer.torch.flash_checkpoint.cadence import SaveCadence
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
 

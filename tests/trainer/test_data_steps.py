@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from msgspec.structs import replace  # noqa: E402
 
-from dlrover.protocol.data_messages import Claim, RestoreAgreed  # noqa: E402
+from dlrover.protocol.messages.data import Claim, RestoreAgreed  # noqa: E402
 from dlrover.trainer import data_steps  # noqa: E402
 from dlrover.trainer.sharding_client import ShardingClient  # noqa: E402
 from dlrover.trainer.stand_in import StandIn  # noqa: E402

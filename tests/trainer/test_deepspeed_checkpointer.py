@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrover.protocol.checkpoint_messages import SaveRequested
 from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.messages.checkpoint import SaveRequested
 from dlrover.snapshot.checksum import Corrupt
 from dlrover.snapshot.commit import locate
 from dlrover.snapshot.manifest import ManifestInvalid

@@ -16,8 +16,8 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
-from dlrover.protocol.data_messages import Consumption, ExchangeShards, ShardsGiven  # noqa: E402
 from dlrover.protocol.errors import ConfigError, Rejected  # noqa: E402
+from dlrover.protocol.messages.data import Consumption, ExchangeShards, ShardsGiven  # noqa: E402
 from dlrover.trainer.shard_feed import DataUnavailable  # noqa: E402
 from dlrover.trainer.sharding_client import IndexShardingClient  # noqa: E402
 from dlrover.trainer.stand_in import StandIn  # noqa: E402

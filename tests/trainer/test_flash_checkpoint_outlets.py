@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import torch
 
-from dlrover.protocol.checkpoint_messages import CheckpointSettled, OpenSnapshots, SnapshotSaved, SnapshotTaken
-from dlrover.protocol.local import pack, receive_frame
-from dlrover.protocol.messages import Round
+from dlrover.protocol.local_frames import pack, receive_frame
+from dlrover.protocol.messages.checkpoint import CheckpointSettled, OpenSnapshots, SnapshotSaved, SnapshotTaken
+from dlrover.protocol.messages.job import Round
 from dlrover.snapshot.contents import decode_contents
 from dlrover.snapshot.persist import pin_newest, read_request, release
 from dlrover.snapshot.places import Place, encode_place

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.protocol.data_messages import AwaitRestore, DatasetSpec, ExchangeShards
-from dlrover.protocol.kv_messages import MAX_WAIT
-from dlrover.protocol.messages import Reply, WorkerRequest
+from dlrover.protocol.messages.data import AwaitRestore, DatasetSpec, ExchangeShards
+from dlrover.protocol.messages.job import Reply, WorkerRequest
+from dlrover.protocol.messages.kv import MAX_WAIT
 from dlrover.trainer import data_steps, environment
 from dlrover.trainer.agent_link import AgentLink
 from dlrover.trainer.shard_feed import ShardFeed

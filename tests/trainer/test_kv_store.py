@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch.distributed import DistStoreError, Store
 
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.kv_messages import MAX_KEY_BYTES, MAX_VALUE_BYTES, KvAdd, KvGet, KvNumber, KvSet
-from dlrover.protocol.messages import Reply, Round, WorkerRequest
+from dlrover.protocol.messages.job import Reply, Round, WorkerRequest
+from dlrover.protocol.messages.kv import MAX_KEY_BYTES, MAX_VALUE_BYTES, KvAdd, KvGet, KvNumber, KvSet
 from dlrover.trainer import environment
 from dlrover.trainer.agent_link import AgentLink
 from dlrover.trainer.environment import WorkerEnvironment
@@ -652,9 +652,9 @@ class TestWithAMaster:
         script = """
         import socket
         import msgspec
-        from dlrover.protocol.kv_messages import KvNumber
-        from dlrover.protocol.local import pack, receive_frame
-        from dlrover.protocol.messages import AskMaster, MasterAnswer
+        from dlrover.protocol.messages.kv import KvNumber
+        from dlrover.protocol.local_frames import pack, receive_frame
+        from dlrover.protocol.messages.job import AskMaster, MasterAnswer
 
         server = socket.create_server(link._where.agent_socket, family=socket.AF_UNIX)
 
@@ -777,7 +777,7 @@ def _start(where: WorkerEnvironment, script: str) -> subprocess.Popen[bytes]:
     """In a process of its own: this one has gRPC in it, and its forks would not be what a worker's are."""
     code = f"""
 import os, signal, threading
-from dlrover.protocol.kv_messages import KvAdd, KvGet, KvSet, KvValues
+from dlrover.protocol.messages.kv import KvAdd, KvGet, KvSet, KvValues
 from dlrover.trainer import agent_link
 from dlrover.trainer.agent_link import AgentLink
 from dlrover.trainer.environment import WorkerEnvironment

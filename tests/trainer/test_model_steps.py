@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from dlrover.agent.seats import Seat
+from dlrover.protocol.messages.watch import Reach
 from dlrover.protocol.progress_page import Reading
-from dlrover.protocol.watch_messages import Reach
 
 DEADLINE = 200.0
 LIVES = Path(__file__).parent / "restoring_lives.py"

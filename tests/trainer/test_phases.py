@@ -17,8 +17,8 @@ import pytest
 from dlrover.agent.seats import Seat
 from dlrover.agreed.stall_thresholds import bucket_of
 from dlrover.protocol import progress_page as layout
+from dlrover.protocol.messages.watch import Phase
 from dlrover.protocol.progress_page import ProgressPage
-from dlrover.protocol.watch_messages import Phase
 from dlrover.trainer import phases
 from dlrover.trainer.phases import PhaseWriter
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrover.protocol.checkpoint_messages import SaveRequested
+from dlrover.protocol.messages.checkpoint import SaveRequested
 from dlrover.snapshot.commit import latest_step
 from dlrover.snapshot.storage import storage_for
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from dlrover.protocol.data_messages import ExchangeShards, ShardsGiven, Supply, TaskType
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
-from dlrover.protocol.messages import Reply, WorkerRequest
+from dlrover.protocol.messages.data import ExchangeShards, ShardsGiven, Supply, TaskType
+from dlrover.protocol.messages.job import Reply, WorkerRequest
 from dlrover.trainer.agent_link import Link
 from dlrover.trainer.shard_feed import DataUnavailable
 from dlrover.trainer.sharding_client import IndexShardingClient, Shard, ShardingClient

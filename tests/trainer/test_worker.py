@@ -366,7 +366,7 @@ def test_a_worker_that_could_outlive_its_agent_does_not_start() -> None:
             f"""
             import os, types
             from dlrover.protocol import lifeline
-            from dlrover.protocol.spawning import ForkWorker
+            from dlrover.protocol.messages.spawning import ForkWorker
             from dlrover.trainer import worker
             order = ForkWorker(
                 id=1, agent_pid=os.getppid(), kind="program", target=b"/bin/echo", args=(b"ran",), environ={{}}, cwd=b"/",

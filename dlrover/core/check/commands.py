@@ -25,9 +25,9 @@ from dlrover.core.check.state import CheckJoined, terms_of
 from dlrover.core.membership.nodes import Node
 from dlrover.core.membership.rendezvous import num_usable
 from dlrover.core.outcome import micros
-from dlrover.protocol.check_messages import MAX_CHECK_MESSAGE, ExitClass, ReportCheck
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.check import MAX_CHECK_MESSAGE, ExitClass, ReportCheck
+from dlrover.protocol.messages.job import (
     Check,
     Command,
     Done,

@@ -14,9 +14,9 @@ from dlrover.core.check.state import NodeCheck, terms_of
 from dlrover.core.fleet import life_cycle
 from dlrover.core.membership.nodes import Node
 from dlrover.core.membership.rendezvous import num_usable
-from dlrover.protocol.check_messages import CheckResult
-from dlrover.protocol.fleet_messages import NodeExit
-from dlrover.protocol.messages import ExitReason, Leave, NodeId, NodeRank
+from dlrover.protocol.messages.check import CheckResult
+from dlrover.protocol.messages.fleet import NodeExit
+from dlrover.protocol.messages.job import ExitReason, Leave, NodeId, NodeRank
 
 if TYPE_CHECKING:
     from dlrover.core.decision import Course

@@ -46,7 +46,7 @@ from dlrover.core.check.pairing import (
     together,
 )
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import NodeRank, Round
+from dlrover.protocol.messages.job import NodeRank, Round
 
 _NUM_TIMES_SHOWN = 32
 """Of a larger job only the slowest are listed: nobody reads a thousand figures."""

@@ -24,8 +24,8 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from dlrover.core.check.pairing import Group, Groups
-from dlrover.protocol.check_messages import ExitClass as ExitClass
-from dlrover.protocol.messages import NodeRank
+from dlrover.protocol.messages.check import ExitClass as ExitClass
+from dlrover.protocol.messages.job import NodeRank
 
 NUM_SMALL = 3
 """With so many nodes or fewer there is no independent pair to compare with: nodes are tested alone, and nobody is slow."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from dlrover.protocol.messages import NodeRank
+from dlrover.protocol.messages.job import NodeRank
 
 Group = tuple[NodeRank, ...]
 Groups = tuple[Group, ...]

@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from dlrover.core.outcome import micros
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Command, Done, ExitReason, Micros, Reply
-from dlrover.protocol.precheck_messages import (
+from dlrover.protocol.messages.job import Command, Done, ExitReason, Micros, Reply
+from dlrover.protocol.messages.precheck import (
     OperatorResult,
     PreCheckBegan,
     PreCheckNoted,

@@ -10,8 +10,8 @@ from msgspec import Struct
 
 from dlrover.core.check.cycle import CheckCycle
 from dlrover.core.membership.nodes import after_outage
-from dlrover.protocol.check_messages import CheckResult, CheckTerms
-from dlrover.protocol.messages import Micros, NodeId, NodeRank, Round, WorldSpec
+from dlrover.protocol.messages.check import CheckResult, CheckTerms
+from dlrover.protocol.messages.job import Micros, NodeId, NodeRank, Round, WorldSpec
 
 if TYPE_CHECKING:
     from dlrover.core.state import JobState

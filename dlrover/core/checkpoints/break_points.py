@@ -15,7 +15,8 @@ from msgspec import Struct
 
 from dlrover.core.membership.nodes import after_outage
 from dlrover.core.outcome import micros
-from dlrover.protocol.checkpoint_messages import (
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.checkpoint import (
     MAX_NAME_CHARS,
     MAX_PATH_CHARS,
     MAX_SHARDS,
@@ -23,8 +24,7 @@ from dlrover.protocol.checkpoint_messages import (
     PersistSnapshot,
     SnapshotsHeld,
 )
-from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Done, LookAgain, Micros, NodeId, Reply, Round
+from dlrover.protocol.messages.job import Done, LookAgain, Micros, NodeId, Reply, Round
 
 if TYPE_CHECKING:
     from dlrover.core.decision import Course

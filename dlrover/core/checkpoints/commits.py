@@ -24,7 +24,8 @@ from dlrover.core.checkpoints.break_points import BreakPoints
 from dlrover.core.data import books as data_books
 from dlrover.core.membership.nodes import after_outage
 from dlrover.core.outcome import NotYet, micros
-from dlrover.protocol.checkpoint_messages import (
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.checkpoint import (
     MAX_NAME_CHARS,
     MAX_PATH_CHARS,
     MAX_REASON_CHARS,
@@ -44,8 +45,7 @@ from dlrover.protocol.checkpoint_messages import (
     SnapshotsHeld,
     digest_of_shards,
 )
-from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Command, Done, LookAgain, Micros, NodeId, Query, Reply, Round
+from dlrover.protocol.messages.job import Command, Done, LookAgain, Micros, NodeId, Query, Reply, Round
 
 if TYPE_CHECKING:
     from dlrover.core.decision import Course

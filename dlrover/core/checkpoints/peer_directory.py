@@ -12,8 +12,8 @@ from dlrover.core.membership.nodes import Node
 from dlrover.core.membership.rendezvous import World
 from dlrover.core.state import JobState
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.identity import NodeId
-from dlrover.protocol.peer_messages import LARGEST_GROUP, MOST_COPIES, MOST_NEIGHBOURS, AskPeers, Peer, Peers
+from dlrover.protocol.messages.identity import NodeId
+from dlrover.protocol.messages.peers import LARGEST_GROUP, MOST_COPIES, MOST_NEIGHBOURS, AskPeers, Peer, Peers
 
 Wish = tuple[int, int, int]
 Plan = tuple[tuple[tuple[int, ...], ...], dict[int, tuple[int, ...]]]

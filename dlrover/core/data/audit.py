@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from dlrover.core.data.dataset import Dataset
 from dlrover.core.data.ranges import Places, Range, overlapping, range_of, said, subtract, united
-from dlrover.protocol.data_messages import (
+from dlrover.protocol.messages.data import (
     NO_STEP,
     DatasetSpec,
     ExchangeShards,
@@ -22,7 +22,7 @@ from dlrover.protocol.data_messages import (
     ShardsGiven,
     TaskType,
 )
-from dlrover.protocol.messages import Command, Reply
+from dlrover.protocol.messages.job import Command, Reply
 
 
 class Finding(Struct, frozen=True, kw_only=True):

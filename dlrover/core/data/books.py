@@ -15,10 +15,10 @@ from dlrover.core.data.checkpoint_text import write_states
 from dlrover.core.data.dataset import Dataset
 from dlrover.core.membership.nodes import after_outage
 from dlrover.core.outcome import micros
-from dlrover.protocol.data_messages import NO_STEP, TaskType, last_shared
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.identity import NodeId, Round
-from dlrover.protocol.messages import Micros
+from dlrover.protocol.messages.data import NO_STEP, TaskType, last_shared
+from dlrover.protocol.messages.identity import NodeId, Round
+from dlrover.protocol.messages.job import Micros
 
 if TYPE_CHECKING:
     from dlrover.core.decision import Course

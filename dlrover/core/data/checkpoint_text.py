@@ -20,8 +20,8 @@ from msgspec import Struct
 from dlrover.core.data.dataset import Dataset
 from dlrover.core.data.leases import SetAside
 from dlrover.core.data.ranges import Range
-from dlrover.protocol.data_messages import MAX_STATE_BYTES, NO_STEP
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.data import MAX_STATE_BYTES, NO_STEP
 
 VERSION = 2
 MOST_LISTED = 50_000

@@ -20,7 +20,8 @@ from dlrover.core.data.progress import state_of
 from dlrover.core.data.restoring import restore_topic, return_to, say_if_unread
 from dlrover.core.data.rules import check_exchange, check_partitions, check_same, check_sender, check_spec
 from dlrover.core.outcome import NotYet, micros
-from dlrover.protocol.data_messages import (
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.data import (
     MAX_DATASETS,
     MAX_ERROR_BYTES,
     MAX_PARTITIONS,
@@ -40,8 +41,7 @@ from dlrover.protocol.data_messages import (
     Supply,
     TaskType,
 )
-from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Command, Micros, Query, Reply
+from dlrover.protocol.messages.job import Command, Micros, Query, Reply
 
 if TYPE_CHECKING:
     from dlrover.core.decision import Course

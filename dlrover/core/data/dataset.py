@@ -25,9 +25,9 @@ from msgspec.structs import replace
 from dlrover.core.data.fresh import FreshData
 from dlrover.core.data.leases import Held, Outdone, Reader, SetAside
 from dlrover.core.data.ranges import Places, Range, append, joined, range_of, united
-from dlrover.protocol.data_messages import NO_STEP, Claim, Shard
-from dlrover.protocol.identity import NodeId, Round
-from dlrover.protocol.messages import Micros
+from dlrover.protocol.messages.data import NO_STEP, Claim, Shard
+from dlrover.protocol.messages.identity import NodeId, Round
+from dlrover.protocol.messages.job import Micros
 
 MOST_RECALLED = 16
 """Shards that are asked back at once of one worker."""

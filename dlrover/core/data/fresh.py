@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from dlrover.agreed.permutation import Permutation
 from dlrover.core.data.ranges import Range
-from dlrover.protocol.data_messages import DatasetSpec, Storage
+from dlrover.protocol.messages.data import DatasetSpec, Storage
 
 
 class FreshData(Struct):

@@ -7,8 +7,8 @@ from __future__ import annotations
 from msgspec import Struct
 
 from dlrover.core.data.ranges import Range
-from dlrover.protocol.identity import Incarnation, NodeId, Round
-from dlrover.protocol.messages import Micros
+from dlrover.protocol.messages.identity import Incarnation, NodeId, Round
+from dlrover.protocol.messages.job import Micros
 
 
 class Reader(Struct):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from dlrover.core.data.dataset import Dataset
-from dlrover.protocol.data_messages import DatasetState, TaskType
+from dlrover.protocol.messages.data import DatasetState, TaskType
 
 if TYPE_CHECKING:
     from dlrover.core.data.books import DataBooks

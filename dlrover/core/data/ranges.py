@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from dlrover.protocol.data_messages import Claim
+from dlrover.protocol.messages.data import Claim
 
 Key: TypeAlias = tuple[int, str, int]
 """Ranges of different keys have nothing in common."""

@@ -15,10 +15,10 @@ from dlrover.core.data.checkpoint_text import ToldStates, read_checkpoint, read_
 from dlrover.core.data.dataset import Dataset
 from dlrover.core.data.progress import state_of
 from dlrover.core.data.rules import LARGEST, check_sender
-from dlrover.protocol.data_messages import MAX_STATE_BYTES, RestoreAgreed, RestoreDataset, TaskType
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.identity import Round
-from dlrover.protocol.messages import Command, Done, LookAgain, Reply
+from dlrover.protocol.messages.data import MAX_STATE_BYTES, RestoreAgreed, RestoreDataset, TaskType
+from dlrover.protocol.messages.identity import Round
+from dlrover.protocol.messages.job import Command, Done, LookAgain, Reply
 
 if TYPE_CHECKING:
     from dlrover.core.decision import Course

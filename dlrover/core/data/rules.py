@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from dlrover.core.data.dataset import Dataset
 from dlrover.core.data.leases import Reader
-from dlrover.protocol.data_messages import (
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.data import (
     MAX_NAME_BYTES,
     MAX_PARTITIONS,
     MAX_SHARDS_AT_ONCE,
@@ -20,7 +21,6 @@ from dlrover.protocol.data_messages import (
     ExchangeShards,
     Storage,
 )
-from dlrover.protocol.errors import Rejected
 
 if TYPE_CHECKING:
     from dlrover.core.decision import Course

@@ -18,8 +18,8 @@ from dlrover.core.diagnosis import stacks
 from dlrover.core.diagnosis.cut_off import CutOff, find_cut_off, lasting
 from dlrover.core.diagnosis.shared_groups import SharedGroup, find_shared_group
 from dlrover.core.diagnosis.stacks import say_collective, say_ranks
-from dlrover.protocol.messages import NodeId
-from dlrover.protocol.watch_messages import Collective, Culprit, FaultClass, Phase, WorkerDump
+from dlrover.protocol.messages.job import NodeId
+from dlrover.protocol.messages.watch import Collective, Culprit, FaultClass, Phase, WorkerDump
 
 IDLE_CPU = 0.02
 """Cores. Below it a process only turns over in its sleep: threads of libraries that wake up now and then."""

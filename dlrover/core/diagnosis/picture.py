@@ -16,8 +16,8 @@ from msgspec import Struct
 from dlrover.core.diagnosis.samples import Samples
 from dlrover.core.outcome import MICROS_PER_SECOND
 from dlrover.core.state import JobState
-from dlrover.protocol.messages import FirstFailure, Micros, NodeId, NodeRank, Round, WorkerFailure
-from dlrover.protocol.watch_messages import NodeEvent, Phase, ProgressReport, ResourceReport, WorkerProgress
+from dlrover.protocol.messages.job import FirstFailure, Micros, NodeId, NodeRank, Round, WorkerFailure
+from dlrover.protocol.messages.watch import NodeEvent, Phase, ProgressReport, ResourceReport, WorkerProgress
 
 WINDOWS = 24
 """Reports of one rank that are compared: two minutes of heartbeats."""

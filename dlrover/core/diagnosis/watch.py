@@ -22,8 +22,8 @@ from dlrover.core.diagnosis.looks import AGAIN_AFTER, Look, interval_after
 from dlrover.core.diagnosis.picture import Failed, Picture, Scene
 from dlrover.core.diagnosis.registry import HANG, built_in
 from dlrover.core.outcome import MICROS_PER_SECOND, micros
-from dlrover.protocol.messages import Micros, NodeId, Round
-from dlrover.protocol.watch_messages import (
+from dlrover.protocol.messages.job import Micros, NodeId, Round
+from dlrover.protocol.messages.watch import (
     ActionKind,
     Autopsy,
     Culprit,

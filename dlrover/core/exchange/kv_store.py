@@ -21,7 +21,8 @@ from msgspec import Struct
 
 from dlrover.core.outcome import NotYet
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.kv_messages import (
+from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES, Command, Done, LookAgain, Query, Reply, Round
+from dlrover.protocol.messages.kv import (
     ENTRY_BYTES,
     MAX_KEY_BYTES,
     MAX_STORE_BYTES,
@@ -46,7 +47,6 @@ from dlrover.protocol.kv_messages import (
     KvValues,
     KvWait,
 )
-from dlrover.protocol.messages import MAX_MESSAGE_BYTES, Command, Done, LookAgain, Query, Reply, Round
 
 if TYPE_CHECKING:
     from dlrover.core.decision import Course

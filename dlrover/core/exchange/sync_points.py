@@ -23,9 +23,9 @@ from dlrover.core.fleet import life_cycle
 from dlrover.core.membership.nodes import after_outage
 from dlrover.core.outcome import NotYet, micros
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import Strategy
-from dlrover.protocol.messages import Command, Done, LookAgain, Micros, NodeId, Query, Reply, Round
-from dlrover.protocol.sync_messages import (
+from dlrover.protocol.messages.fleet import Strategy
+from dlrover.protocol.messages.job import Command, Done, LookAgain, Micros, NodeId, Query, Reply, Round
+from dlrover.protocol.messages.sync import (
     MAX_NAME_BYTES,
     MAX_NAMES,
     AnySyncCommand,

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from dlrover.agreed.mistakes import SENTENCE, Alike, is_mistake
 from dlrover.agreed.reach import NOTHING_TOLD, furthest, is_further, is_start_told
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     DistinctFailure,
     ExitReason,
     FailureKind,
@@ -33,7 +33,7 @@ from dlrover.protocol.messages import (
     Round,
     WorkerFailure,
 )
-from dlrover.protocol.watch_messages import Reach
+from dlrover.protocol.messages.watch import Reach
 
 LATE_FAILURE = 5.0
 """Seconds after an incident during which a late report may still name a better first failure."""

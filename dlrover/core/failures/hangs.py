@@ -18,8 +18,8 @@ from dlrover.core.failures import incidents
 from dlrover.core.fleet import life_cycle
 from dlrover.core.outcome import micros
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import NodeExit
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.fleet import NodeExit
+from dlrover.protocol.messages.job import (
     Command,
     Done,
     ExitReason,
@@ -31,7 +31,7 @@ from dlrover.protocol.messages import (
     Round,
     WorkerFailure,
 )
-from dlrover.protocol.watch_messages import MAX_TEXT, ActionKind, FaultFound, HangFound, Verdict, WatchTerms
+from dlrover.protocol.messages.watch import MAX_TEXT, ActionKind, FaultFound, HangFound, Verdict, WatchTerms
 
 if TYPE_CHECKING:
     from dlrover.core.decision import Course

@@ -16,9 +16,9 @@ from dlrover.core.failures.blame import Incident
 from dlrover.core.fleet import life_cycle
 from dlrover.core.membership.waiting import are_too_few_left
 from dlrover.core.outcome import micros
-from dlrover.protocol.fleet_messages import NodeExit
-from dlrover.protocol.messages import FailureKind, FirstFailure, StopCause, WorkerFailure
-from dlrover.protocol.watch_messages import Reach
+from dlrover.protocol.messages.fleet import NodeExit
+from dlrover.protocol.messages.job import FailureKind, FirstFailure, StopCause, WorkerFailure
+from dlrover.protocol.messages.watch import Reach
 
 if TYPE_CHECKING:
     from dlrover.core.decision import Course

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from dlrover.core.fleet import life_cycle, platform_news
 from dlrover.core.membership.nodes import Node
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import NodeEventKind, NodeExit, NodePhase, NodeType, PlatformNode
-from dlrover.protocol.messages import Attach, LeaveReason, NodeId, NodeRank
+from dlrover.protocol.messages.fleet import NodeEventKind, NodeExit, NodePhase, NodeType, PlatformNode
+from dlrover.protocol.messages.job import Attach, LeaveReason, NodeId, NodeRank
 
 if TYPE_CHECKING:  # a course calls us
     from dlrover.core.decision import Course

@@ -16,7 +16,7 @@ from dlrover.core.checkpoints import commits
 from dlrover.core.fleet import life_cycle, parameter_servers, platform_news, reconcile, relaunch, targets
 from dlrover.core.fleet.fleet import Fleet, Replicas
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     AskClusterVersion,
     AskPsNodes,
     ClusterVersion,
@@ -43,7 +43,7 @@ from dlrover.protocol.fleet_messages import (
     UpdateClusterVersion,
     exit_reason_told,
 )
-from dlrover.protocol.messages import Command, Done, Query, Reply, Stage
+from dlrover.protocol.messages.job import Command, Done, Query, Reply, Stage
 
 if TYPE_CHECKING:
     from dlrover.core.decision import Course

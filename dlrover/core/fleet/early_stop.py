@@ -18,8 +18,8 @@ from dlrover.core.fleet.parameter_servers import WAIT_FOR_PS
 from dlrover.core.fleet.relaunch import smaller
 from dlrover.core.outcome import MICROS_PER_SECOND, micros
 from dlrover.core.state import JobState
-from dlrover.protocol.fleet_messages import NodePhase, NodeType, Resource, Strategy
-from dlrover.protocol.messages import DeadlineKind, ExitReason, Limits, Micros
+from dlrover.protocol.messages.fleet import NodePhase, NodeType, Resource, Strategy
+from dlrover.protocol.messages.job import DeadlineKind, ExitReason, Limits, Micros
 
 MIN_PENDING_TIMEOUT = 600.0
 DEFAULT_PENDING_TIMEOUT = 600.0

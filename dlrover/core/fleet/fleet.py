@@ -19,7 +19,7 @@ from msgspec import Struct, field
 from dlrover.core.fleet.parameter_servers import ParameterServers
 from dlrover.core.fleet.relaunch import ENDED, LIVE, MAX_BUDGET
 from dlrover.core.outcome import micros
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     FleetNodeStatus,
     FleetSpec,
     LaunchNode,
@@ -30,7 +30,7 @@ from dlrover.protocol.fleet_messages import (
     ReplicaSpec,
     Resource,
 )
-from dlrover.protocol.messages import Micros, NodeId, PlatformId, Stage
+from dlrover.protocol.messages.job import Micros, NodeId, PlatformId, Stage
 
 NUM_FORMER = 64
 """So many nodes that ended and are not there any more are remembered, for people who ask what became of a rank."""

@@ -19,8 +19,8 @@ from dlrover.core.fleet import relaunch
 from dlrover.core.fleet.fleet import MAX_MESSAGE, REMOVAL_GRACE, Fleet, FleetNode, Removal
 from dlrover.core.membership.nodes import Node, NodeLife
 from dlrover.core.outcome import micros
-from dlrover.protocol.fleet_messages import NodeExit, NodePhase, NodeType, Strategy
-from dlrover.protocol.messages import ExitReason, Leave, NodeRank, Stage
+from dlrover.protocol.messages.fleet import NodeExit, NodePhase, NodeType, Strategy
+from dlrover.protocol.messages.job import ExitReason, Leave, NodeRank, Stage
 
 if TYPE_CHECKING:  # a course calls us
     from dlrover.core.decision import Course

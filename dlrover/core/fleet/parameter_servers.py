@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from dlrover.protocol.fleet_messages import NodePhase, NodeType, PsNode, PsNodes, VersionType
-from dlrover.protocol.messages import PlatformId
+from dlrover.protocol.messages.fleet import NodePhase, NodeType, PsNode, PsNodes, VersionType
+from dlrover.protocol.messages.job import PlatformId
 
 if TYPE_CHECKING:  # the fleet contains this room
     from dlrover.core.fleet.fleet import Fleet, FleetNode

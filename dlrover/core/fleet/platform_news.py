@@ -14,7 +14,7 @@ from dlrover.core.fleet import life_cycle, relaunch
 from dlrover.core.fleet.fleet import MAX_MESSAGE, Fleet, FleetNode, Removal
 from dlrover.core.fleet.relaunch import ENDED, LIVE
 from dlrover.core.outcome import micros
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     NodeEventKind,
     NodeExit,
     NodePhase,
@@ -24,7 +24,7 @@ from dlrover.protocol.fleet_messages import (
     RemoveNode,
     exit_reason_of,
 )
-from dlrover.protocol.messages import PlatformId
+from dlrover.protocol.messages.job import PlatformId
 
 if TYPE_CHECKING:  # a course calls us
     from dlrover.core.decision import Course

@@ -13,8 +13,8 @@ from dlrover.core.fleet import early_stop, life_cycle
 from dlrover.core.fleet.fleet import Fleet, FleetNode, Removal, Replicas
 from dlrover.core.membership.nodes import after_outage
 from dlrover.core.membership.rendezvous import num_usable
-from dlrover.protocol.fleet_messages import NodePhase, NodeType
-from dlrover.protocol.messages import ExitReason, Micros
+from dlrover.protocol.messages.fleet import NodePhase, NodeType
+from dlrover.protocol.messages.job import ExitReason, Micros
 
 if TYPE_CHECKING:  # a course calls us
     from dlrover.core.decision import Course

@@ -14,8 +14,8 @@ import re
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.protocol.fleet_messages import NodeEventKind, NodeExit, NodePhase, NodeType, Resource, Strategy
-from dlrover.protocol.messages import ExitReason
+from dlrover.protocol.messages.fleet import NodeEventKind, NodeExit, NodePhase, NodeType, Resource, Strategy
+from dlrover.protocol.messages.job import ExitReason
 
 MAX_BUDGET = 5
 """No rank is relaunched more often after failures, whatever the user asked for: then the node is not what is wrong."""

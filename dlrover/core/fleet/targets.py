@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from dlrover.core.fleet import early_stop, life_cycle, parameter_servers, relaunch
 from dlrover.core.fleet.fleet import Fleet, FleetNode, Replicas, group_of
 from dlrover.core.outcome import MICROS_PER_SECOND
-from dlrover.protocol.fleet_messages import NodePhase, NodeType, Resource, Strategy
-from dlrover.protocol.messages import DeadlineKind, DeadlinePassed, ExitReason, PlatformId, Stage
+from dlrover.protocol.messages.fleet import NodePhase, NodeType, Resource, Strategy
+from dlrover.protocol.messages.job import DeadlineKind, DeadlinePassed, ExitReason, PlatformId, Stage
 
 if TYPE_CHECKING:  # a course calls us
     from dlrover.core.decision import Course

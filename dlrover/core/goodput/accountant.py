@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.goodput_messages import SPLIT, AccountGoodput, NodeAccount, TimeClass
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.goodput import SPLIT, AccountGoodput, NodeAccount, TimeClass
+from dlrover.protocol.messages.job import (
     Check,
     Command,
     Done,

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dlrover.core.failures import blame
 from dlrover.core.outcome import Outcome
 from dlrover.core.state import JobState
-from dlrover.protocol.checkpoint_messages import CheckpointCommitted, CheckpointFailed, RequestSave
-from dlrover.protocol.fleet_messages import LaunchNode, RemoveNode, ScaleJob
-from dlrover.protocol.goodput_messages import MAX_LABELS, AccountGoodput, JobEvent
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.checkpoint import CheckpointCommitted, CheckpointFailed, RequestSave
+from dlrover.protocol.messages.fleet import LaunchNode, RemoveNode, ScaleJob
+from dlrover.protocol.messages.goodput import MAX_LABELS, AccountGoodput, JobEvent
+from dlrover.protocol.messages.job import (
     Attach,
     Attached,
     Command,
@@ -31,8 +31,8 @@ from dlrover.protocol.messages import (
     Round,
     StopJob,
 )
-from dlrover.protocol.precheck_messages import PreCheckNoted, PreCheckStage
-from dlrover.protocol.watch_messages import MAX_TEXT, HangFound, NodeEvent
+from dlrover.protocol.messages.precheck import PreCheckNoted, PreCheckStage
+from dlrover.protocol.messages.watch import MAX_TEXT, HangFound, NodeEvent
 
 INFO, WARN, ERROR = "info", "warn", "error"
 MAX_FAILURES = 8

@@ -18,9 +18,9 @@ from msgspec import Struct
 
 from dlrover.core.outcome import MICROS_PER_SECOND
 from dlrover.core.state import JobState
-from dlrover.protocol.goodput_messages import SPLIT, AccountGoodput, NodeAccount, TimeClass
-from dlrover.protocol.messages import Incarnation, Micros, NodeId, Round
-from dlrover.protocol.watch_messages import Phase, ProgressReport, WorkerProgress
+from dlrover.protocol.messages.goodput import SPLIT, AccountGoodput, NodeAccount, TimeClass
+from dlrover.protocol.messages.job import Incarnation, Micros, NodeId, Round
+from dlrover.protocol.messages.watch import Phase, ProgressReport, WorkerProgress
 
 SHORTEST_PERIOD, LONGEST_PERIOD = 5.0, 30.0
 PERIOD_PER_NODE = 0.05

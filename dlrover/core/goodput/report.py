@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dlrover.core.goodput.accountant import LOST, STOPPED, Fault, Goodput, is_beginning
 from dlrover.core.outcome import MICROS_PER_SECOND
-from dlrover.protocol.goodput_messages import (
+from dlrover.protocol.messages.goodput import (
     Counterfactual,
     FaultCost,
     FaultTold,
@@ -16,7 +16,7 @@ from dlrover.protocol.goodput_messages import (
     NodeGoodput,
     TimeClass,
 )
-from dlrover.protocol.messages import ExitReason, Micros, Round
+from dlrover.protocol.messages.job import ExitReason, Micros, Round
 
 if TYPE_CHECKING:
     from dlrover.core.state import JobState

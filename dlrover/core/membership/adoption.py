@@ -17,7 +17,7 @@ from dlrover.core.membership.claims import Claim, is_sane
 from dlrover.core.membership.nodes import reattach_window
 from dlrover.core.membership.rendezvous import Member, World
 from dlrover.core.outcome import micros
-from dlrover.protocol.messages import Attach, ExitReason, Micros, NodeRank
+from dlrover.protocol.messages.job import Attach, ExitReason, Micros, NodeRank
 
 if TYPE_CHECKING:
     from dlrover.core.decision import Course

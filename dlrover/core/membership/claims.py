@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from dlrover.protocol.messages import Micros, NodeId, NodeRank, Round, WorldSpec
+from dlrover.protocol.messages.job import Micros, NodeId, NodeRank, Round, WorldSpec
 
 _MOST = 65_536
 """Nodes of a world, and workers of a node: beyond is rubbish."""

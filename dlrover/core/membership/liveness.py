@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from dlrover.core.outcome import micros
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Detection, Heartbeat, Incarnation, Micros, NodeId, NodeSilent
+from dlrover.protocol.messages.job import Detection, Heartbeat, Incarnation, Micros, NodeId, NodeSilent
 
 _NEVER = Micros(2**62)
 

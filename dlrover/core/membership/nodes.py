@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from dlrover.core.outcome import micros
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     Attach,
     Desired,
     Detection,

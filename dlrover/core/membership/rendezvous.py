@@ -28,7 +28,7 @@ from dlrover.core.membership.nodes import REATTACH_WINDOW, after_outage
 from dlrover.core.membership.standby import Bystanders
 from dlrover.core.membership.topology import Placed, arrange
 from dlrover.core.outcome import MICROS_PER_SECOND, micros
-from dlrover.protocol.messages import Limits, Micros, NodeId, NodeRank, Round, StopCause, WorldSpec
+from dlrover.protocol.messages.job import Limits, Micros, NodeId, NodeRank, Round, StopCause, WorldSpec
 
 NUM_USED_OFFERS = 64
 """So many former coordinators are remembered: long enough for sockets of old rounds to be gone."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from dlrover.core.fleet import targets
 from dlrover.core.fleet.fleet import FleetNode
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import Command, Done, NodeId, PlatformId, Reply
-from dlrover.protocol.steering_messages import RelaunchNode, RestartWorkers
+from dlrover.protocol.messages.job import Command, Done, NodeId, PlatformId, Reply
+from dlrover.protocol.messages.requests import RelaunchNode, RestartWorkers
 
 if TYPE_CHECKING:
     from dlrover.core.decision import Course

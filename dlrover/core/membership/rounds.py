@@ -14,7 +14,7 @@ from dlrover.core.fleet import agents as fleet_agents
 from dlrover.core.fleet import targets
 from dlrover.core.membership.rendezvous import choose_world, explain_timeout
 from dlrover.core.membership.waiting import are_too_few_left
-from dlrover.protocol.messages import ExitReason, JobTerms, Limits, Round, StopCause
+from dlrover.protocol.messages.job import ExitReason, JobTerms, Limits, Round, StopCause
 
 if TYPE_CHECKING:
     from dlrover.core.decision import Course

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from dlrover.core.outcome import micros
-from dlrover.protocol.messages import Micros, NodeId, NodeRank
+from dlrover.protocol.messages.job import Micros, NodeId, NodeRank
 
 SHORT_VISIT = 60.0
 """Seconds: a node that was lost so soon after it had entered the world may be one that comes and goes."""

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from dlrover.protocol.messages import NodeRank
+from dlrover.protocol.messages.job import NodeRank
 
 T = TypeVar("T")
 

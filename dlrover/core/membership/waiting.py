@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dlrover.core.membership.rendezvous import num_usable
 from dlrover.core.outcome import micros
-from dlrover.protocol.messages import FailureKind, Micros, NodeId
+from dlrover.protocol.messages.job import FailureKind, Micros, NodeId
 
 if TYPE_CHECKING:
     from dlrover.core.state import JobState

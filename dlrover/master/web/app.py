@@ -34,7 +34,7 @@ from dlrover.master.web.old_paths import OldPaths
 from dlrover.master.web.stream import EventStream
 from dlrover.protocol.codec import Question
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.messages import Reply
+from dlrover.protocol.messages.job import Reply
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dlrover.master.lookout import Lookout
-from dlrover.protocol.messages import JobStatus
+from dlrover.protocol.messages.job import JobStatus
 from dlrover.protocol.units import in_mib
 
 

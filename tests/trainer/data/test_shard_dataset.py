@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from dlrover.protocol.data_messages import ExchangeShards
 from dlrover.protocol.errors import ConfigError, Rejected
-from dlrover.protocol.messages import Reply, WorkerRequest
+from dlrover.protocol.messages.data import ExchangeShards
+from dlrover.protocol.messages.job import Reply, WorkerRequest
 from dlrover.trainer.data_sources import CsvSource, DirectoryTail, LineSource, SourceChanged
 from dlrover.trainer.shard_reader import Piece
 from dlrover.trainer.stand_in import StandIn
@@ -174,7 +174,7 @@ class _SameSize(Link):
     def ask(self, request: WorkerRequest, *, timeout: float) -> Reply:
         from msgspec.structs import replace
 
-        from dlrover.protocol.data_messages import RegisterDataset
+        from dlrover.protocol.messages.data import RegisterDataset
 
         if isinstance(request, RegisterDataset):
             request = replace(request, spec=replace(request.spec, size=SIZE))

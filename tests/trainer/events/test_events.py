@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from dlrover.protocol.messages.watch import Phase
 from dlrover.protocol.progress_page import ProgressPage
-from dlrover.protocol.watch_messages import Phase
 from dlrover.trainer import phases, progress
 from dlrover.trainer.events import DLRoverAgentEvent, DLRoverMasterEvent, Process, TrainerProcess, WarningType
 from dlrover.trainer.events.event import Event, EventType

@@ -9,8 +9,8 @@ from dlrover.core.diagnosis.diagnostician import conclude
 from dlrover.core.diagnosis.picture import Failed, Picture
 from dlrover.core.diagnosis.stacks import say_collective
 from dlrover.core.failures import blame
-from dlrover.protocol.messages import FailureKind, Micros, Round, WorkerFailure
-from dlrover.protocol.watch_messages import ActionKind, Collective, Culprit, FaultClass, Verdict
+from dlrover.protocol.messages.job import FailureKind, Micros, Round, WorkerFailure
+from dlrover.protocol.messages.watch import ActionKind, Collective, Culprit, FaultClass, Verdict
 
 LOOP = 3
 _TAIL = 4096

@@ -23,8 +23,8 @@ from dlrover.core.diagnosis.inference import (
 from dlrover.core.diagnosis.picture import Picture
 from dlrover.core.diagnosis.samples import Sample
 from dlrover.core.outcome import MICROS_PER_SECOND, micros
-from dlrover.protocol.messages import Micros, NodeId, Round
-from dlrover.protocol.watch_messages import ActionKind, FaultClass, Phase, ResourceReport, Verdict
+from dlrover.protocol.messages.job import Micros, NodeId, Round
+from dlrover.protocol.messages.watch import ActionKind, FaultClass, Phase, ResourceReport, Verdict
 
 HANG = "training_hang"
 """Of all that say training stands still; the watch itself is the first of them, because it needs looks."""

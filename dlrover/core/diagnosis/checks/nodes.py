@@ -8,9 +8,9 @@ from itertools import pairwise
 from dlrover.core.diagnosis.diagnostician import blame_ranks, conclude
 from dlrover.core.diagnosis.picture import Picture, RankRecord
 from dlrover.core.outcome import MICROS_PER_SECOND
-from dlrover.protocol.messages import Micros, NodeId
+from dlrover.protocol.messages.job import Micros, NodeId
+from dlrover.protocol.messages.watch import ActionKind, Culprit, FaultClass, ResourceReport, Verdict
 from dlrover.protocol.units import MIB, amount
-from dlrover.protocol.watch_messages import ActionKind, Culprit, FaultClass, ResourceReport, Verdict
 
 FULL = 0.95
 LITTLE_DISK_BYTES = 64 * MIB

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dlrover.core.diagnosis.diagnostician import blame_ranks, conclude
 from dlrover.core.diagnosis.picture import Picture, RankRecord
 from dlrover.core.diagnosis.stacks import say_ranks
-from dlrover.protocol.messages import Micros
-from dlrover.protocol.watch_messages import FaultClass, Verdict
+from dlrover.protocol.messages.job import Micros
+from dlrover.protocol.messages.watch import FaultClass, Verdict
 
 
 class Straggler:

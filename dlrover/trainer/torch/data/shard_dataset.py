@@ -23,8 +23,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dlrover.protocol.data_messages import Shard, TaskType
 from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.messages.data import Shard, TaskType
 from dlrover.trainer.agent_link import Link
 from dlrover.trainer.data_sources.source import Source
 from dlrover.trainer.shard_reader import ShardReader, SourceRecords, batches_of, check_same_data, spec_of

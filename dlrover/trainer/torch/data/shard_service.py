@@ -12,7 +12,7 @@ from collections import deque
 
 from msgspec import Struct
 
-from dlrover.protocol.data_messages import Shard
+from dlrover.protocol.messages.data import Shard
 from dlrover.trainer.loader_service import LoaderClient, LoaderService
 from dlrover.trainer.shard_reader import ShardReader
 

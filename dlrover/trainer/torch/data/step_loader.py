@@ -30,7 +30,7 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from dlrover.protocol.data_messages import DatasetSpec, Shard
+from dlrover.protocol.messages.data import DatasetSpec, Shard
 from dlrover.trainer.agent_link import Link
 from dlrover.trainer.data_sources.source import Source
 from dlrover.trainer.shard_reader import (

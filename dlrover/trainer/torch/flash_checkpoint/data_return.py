@@ -14,7 +14,7 @@ import sys
 import msgspec
 import torch.distributed as dist
 
-from dlrover.protocol.data_messages import Claim
+from dlrover.protocol.messages.data import Claim
 from dlrover.snapshot.class_meta import ClassMeta
 from dlrover.snapshot.commit import committed_checkpoints, read_global_manifest
 from dlrover.snapshot.storage import full_path, parent_of

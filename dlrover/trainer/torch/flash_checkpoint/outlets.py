@@ -23,7 +23,9 @@ from typing import Protocol
 import msgspec
 
 from dlrover.host.ownership import NotOurs, check_server, make_private
-from dlrover.protocol.checkpoint_messages import (
+from dlrover.protocol.errors import DLRoverError, Rejected
+from dlrover.protocol.local_frames import FrameBuffer, pack
+from dlrover.protocol.messages.checkpoint import (
     CheckpointSettled,
     OpenSnapshots,
     SaveRequested,
@@ -32,9 +34,7 @@ from dlrover.protocol.checkpoint_messages import (
     SnapshotTaken,
     TrainerNews,
 )
-from dlrover.protocol.errors import DLRoverError, Rejected
-from dlrover.protocol.local import FrameBuffer, pack
-from dlrover.protocol.messages import Hello
+from dlrover.protocol.messages.job import Hello
 from dlrover.snapshot.commit import ANOTHER_JOB
 from dlrover.snapshot.index import Home, remove_empty_root
 from dlrover.snapshot.persist import SaveRequest, finish, give_up, persist, pin_newest, release, wait_until_complete

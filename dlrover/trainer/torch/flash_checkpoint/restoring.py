@@ -18,8 +18,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from dlrover.protocol.data_messages import Claim
 from dlrover.protocol.errors import DLRoverError
+from dlrover.protocol.messages.data import Claim
 from dlrover.snapshot.checksum import Corrupt
 from dlrover.snapshot.class_meta import ClassMeta
 from dlrover.snapshot.commit import (

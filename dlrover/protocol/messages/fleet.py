@@ -12,7 +12,7 @@ import enum
 
 from msgspec import Struct
 
-from dlrover.protocol.identity import Incarnation, NodeId, PlatformId, Round
+from dlrover.protocol.messages.identity import Incarnation, NodeId, PlatformId, Round
 
 
 class NodeType(enum.StrEnum):

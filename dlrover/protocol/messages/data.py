@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from dlrover.protocol.identity import Incarnation, Micros, NodeId, Round
+from dlrover.protocol.messages.identity import Incarnation, Micros, NodeId, Round
 
 MAX_DATASETS = 256
 MAX_NAME_BYTES = 256

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from dlrover.protocol.identity import Incarnation, Micros, NodeId, Round
+from dlrover.protocol.messages.identity import Incarnation, Micros, NodeId, Round
 
 MAX_PATH_CHARS = 4096
 MAX_NAME_CHARS = 256

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from dlrover.protocol.identity import Incarnation, NodeId, Round
+from dlrover.protocol.messages.identity import Incarnation, NodeId, Round
 
 MAX_KEY_BYTES = 4 * 1024
 MAX_VALUE_BYTES = 1024 * 1024

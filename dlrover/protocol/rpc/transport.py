@@ -20,10 +20,10 @@ from msgspec.structs import replace
 
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.codec import encode_frame, encode_frames
-from dlrover.protocol.encoding import UNENCODABLE, encodable
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.frames import Answer, FromAgent, FromMaster, Observed, Refusal
-from dlrover.protocol.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from dlrover.protocol.messages.frames import Answer, FromAgent, FromMaster, Observed, Refusal
+from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from dlrover.protocol.text import UNENCODABLE, encodable
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import MAX_MESSAGE_BYTES
+from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     import asyncio

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from dlrover.protocol.identity import NodeId, PlatformId
+from dlrover.protocol.messages.identity import NodeId, PlatformId
 
 
 class RestartWorkers(Struct, tag=True, frozen=True, kw_only=True):

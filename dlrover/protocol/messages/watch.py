@@ -11,10 +11,10 @@ import enum
 
 from msgspec import UNSET, Struct, UnsetType
 
-from dlrover.protocol.goodput_messages import AccountGoodput as AccountGoodput
-from dlrover.protocol.goodput_messages import JobEvent as JobEvent
-from dlrover.protocol.goodput_messages import TimeClass as TimeClass
-from dlrover.protocol.identity import Incarnation, Micros, NodeId, Round
+from dlrover.protocol.messages.goodput import AccountGoodput as AccountGoodput
+from dlrover.protocol.messages.goodput import JobEvent as JobEvent
+from dlrover.protocol.messages.goodput import TimeClass as TimeClass
+from dlrover.protocol.messages.identity import Incarnation, Micros, NodeId, Round
 from dlrover.protocol.units import take_megabytes
 
 MAX_FRAMES = 64

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from dlrover.protocol.identity import Incarnation, NodeId, Round
+from dlrover.protocol.messages.identity import Incarnation, NodeId, Round
 
 MAX_NAME_BYTES = 256
 MAX_NAMES = 4096

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.codec import QUESTION, VERDICT, Question, check_size, decode_from_master
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.frames import (
+from dlrover.protocol.messages.frames import (
     BLOCKED,
     Ack,
     Answer,
@@ -37,9 +37,9 @@ from dlrover.protocol.frames import (
     Refusal,
     Request,
 )
-from dlrover.protocol.messages import AgentCommand, Attach, Attached, Desired, Heartbeat, Query, Reply
-from dlrover.protocol.transport import AGENT_METHOD, ASK_METHOD, SERVICE, Outbox, call_metadata, open_channel
-from dlrover.protocol.watch_messages import WatchObservation, WatchOrder
+from dlrover.protocol.messages.job import AgentCommand, Attach, Attached, Desired, Heartbeat, Query, Reply
+from dlrover.protocol.messages.watch import WatchObservation, WatchOrder
+from dlrover.protocol.rpc.transport import AGENT_METHOD, ASK_METHOD, SERVICE, Outbox, call_metadata, open_channel
 
 log = logging.getLogger(__name__)
 

@@ -22,13 +22,12 @@ import grpc.aio
 
 from dlrover.protocol.addresses import Address, TlsConfig
 from dlrover.protocol.codec import QUESTION, Question, Unreadable, decode_from_agent, encode_verdict
-from dlrover.protocol.door import MAX_OUTSIDE, Door, place_of
-from dlrover.protocol.encoding import UNENCODABLE
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
-from dlrover.protocol.frames import Answer, FromAgent, FromMaster, Refusal
-from dlrover.protocol.messages import PROTOCOL_VERSION, Reply
-from dlrover.protocol.rarely import Rarely
-from dlrover.protocol.transport import (
+from dlrover.protocol.messages.frames import Answer, FromAgent, FromMaster, Refusal
+from dlrover.protocol.messages.job import PROTOCOL_VERSION, Reply
+from dlrover.protocol.rpc.door import MAX_OUTSIDE, Door, place_of
+from dlrover.protocol.rpc.rarely import Rarely
+from dlrover.protocol.rpc.transport import (
     AGENT_METHOD,
     ASK_METHOD,
     PROTOCOL_KEY,
@@ -41,6 +40,7 @@ from dlrover.protocol.transport import (
     package_version,
     server_credentials,
 )
+from dlrover.protocol.text import UNENCODABLE
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from urllib.parse import unquote
 
-from dlrover.protocol.rarely import Rarely
+from dlrover.protocol.rpc.rarely import Rarely
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ import enum
 
 from msgspec import Struct
 
-from dlrover.protocol.check_messages import CheckResult, CheckTerms, ReportCheck
-from dlrover.protocol.checkpoint_messages import (
+from dlrover.protocol.messages.check import CheckResult, CheckTerms, ReportCheck
+from dlrover.protocol.messages.checkpoint import (
     AnyCheckpointCommand,
     AnyCheckpointQuery,
     CheckpointReply,
@@ -35,8 +35,8 @@ from dlrover.protocol.checkpoint_messages import (
     SnapshotFailed,
     SnapshotSaved,
 )
-from dlrover.protocol.data_messages import AnyDataCommand, AnyDataQuery, DataReply, DatasetState
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.data import AnyDataCommand, AnyDataQuery, DataReply, DatasetState
+from dlrover.protocol.messages.fleet import (
     FleetCommand,
     FleetEffect,
     FleetNodeStatus,
@@ -53,7 +53,7 @@ from dlrover.protocol.fleet_messages import (
     SuspendJob,
     UpdateClusterVersion,
 )
-from dlrover.protocol.goodput_messages import (
+from dlrover.protocol.messages.goodput import (
     AccountGoodput,
     AskEvents,
     AskFault,
@@ -62,18 +62,18 @@ from dlrover.protocol.goodput_messages import (
     FaultTold,
     GoodputStatus,
 )
-from dlrover.protocol.identity import Incarnation as Incarnation
-from dlrover.protocol.identity import Micros as Micros
-from dlrover.protocol.identity import NodeId as NodeId
-from dlrover.protocol.identity import NodeRank as NodeRank
-from dlrover.protocol.identity import PlatformId as PlatformId
-from dlrover.protocol.identity import Round as Round
-from dlrover.protocol.kv_messages import AnyKvCommand, AnyKvQuery, KvReply
-from dlrover.protocol.peer_messages import AskPeers, Peers
-from dlrover.protocol.precheck_messages import PreCheckCommand, PreCheckStatus
-from dlrover.protocol.steering_messages import RestartWorkers, SteeringCommand
-from dlrover.protocol.sync_messages import AnySyncCommand, AnySyncQuery, SyncReply
-from dlrover.protocol.watch_messages import (
+from dlrover.protocol.messages.identity import Incarnation as Incarnation
+from dlrover.protocol.messages.identity import Micros as Micros
+from dlrover.protocol.messages.identity import NodeId as NodeId
+from dlrover.protocol.messages.identity import NodeRank as NodeRank
+from dlrover.protocol.messages.identity import PlatformId as PlatformId
+from dlrover.protocol.messages.identity import Round as Round
+from dlrover.protocol.messages.kv import AnyKvCommand, AnyKvQuery, KvReply
+from dlrover.protocol.messages.peers import AskPeers, Peers
+from dlrover.protocol.messages.precheck import PreCheckCommand, PreCheckStatus
+from dlrover.protocol.messages.requests import RestartWorkers, SteeringCommand
+from dlrover.protocol.messages.sync import AnySyncCommand, AnySyncQuery, SyncReply
+from dlrover.protocol.messages.watch import (
     Activity,
     AskActivity,
     AskDiagnosis,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from dlrover.protocol.messages import AgentCommand, Desired, Heartbeat, Query, Reply
-from dlrover.protocol.watch_messages import WatchObservation, WatchOrder
+from dlrover.protocol.messages.job import AgentCommand, Desired, Heartbeat, Query, Reply
+from dlrover.protocol.messages.watch import WatchObservation, WatchOrder
 
 
 class Request(Struct, tag=True, frozen=True, kw_only=True):

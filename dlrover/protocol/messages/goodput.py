@@ -11,7 +11,7 @@ import enum
 
 from msgspec import Struct
 
-from dlrover.protocol.identity import Incarnation, Micros, NodeId, NodeRank, Round
+from dlrover.protocol.messages.identity import Incarnation, Micros, NodeId, NodeRank, Round
 
 MAX_EVENTS_PER_ANSWER = 1000
 MAX_LABELS = 16

@@ -13,7 +13,7 @@ import math
 
 from msgspec import Struct
 
-from dlrover.protocol.identity import Incarnation, Micros, NodeId, Round
+from dlrover.protocol.messages.identity import Incarnation, Micros, NodeId, Round
 
 MAX_CHECK_MESSAGE = 1000
 """Characters of what went wrong that the master keeps for each node."""

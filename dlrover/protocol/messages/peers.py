@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from dlrover.protocol.identity import NodeId, NodeRank, Round
+from dlrover.protocol.messages.identity import NodeId, NodeRank, Round
 
 PEER_PROTOCOL = 1
 MOST_NEIGHBOURS = 64
