@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from dlrover.agent.cgroups import Cgroups
 from dlrover.agent.config import AgentConfig, AgentResult, EntryKind
 from dlrover.agent.spawner import Spawner
-from dlrover.host import descriptors
+from dlrover.host import open_files
 from dlrover.host.console import ConsoleHandler
 from dlrover.host.lifeline import follow_parent
 from dlrover.host.log_file import log_to_file
@@ -60,7 +60,7 @@ def main() -> int:
         search_path=str(Path(config.entry.name).parent) if config.entry.kind is EntryKind.SCRIPT else "",
         cgroups="" if cgroups is None else cgroups.path,
     )
-    descriptors.raise_limit()  # not for the zygote and the workers
+    open_files.raise_limit()  # not for the zygote and the workers
     logging.basicConfig(
         handlers=[ConsoleHandler()],  # the event loop must not wait for a console that takes no bytes
         level=config.log_level,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dlrover.agent.process_tree import become_subreaper
-from dlrover.host.descriptors import UsersLimit
+from dlrover.host.open_files import UsersLimit
 from dlrover.protocol.errors import ConfigError, JobError
 from dlrover.protocol.local_frames import FrameBuffer, pack, send_some
 from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES

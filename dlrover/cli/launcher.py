@@ -36,7 +36,7 @@ from dlrover.cli.runtime_dir import (
     user_root,
 )
 from dlrover.cli.settings import Settings
-from dlrover.host.neighbours import Neighbours
+from dlrover.host.bystander_processes import Neighbours
 from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError, DLRoverError
 from dlrover.protocol.messages.job import JobEnd

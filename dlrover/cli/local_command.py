@@ -50,8 +50,8 @@ from dlrover.cli.runtime_dir import (
     user_root,
 )
 from dlrover.cli.settings import Settings, parse_nnodes, probe_directory, read_settings
+from dlrover.host.bystander_processes import Neighbours
 from dlrover.host.console import PATIENCE
-from dlrover.host.neighbours import Neighbours
 from dlrover.master.config import MasterConfig
 from dlrover.platforms import namespaces
 from dlrover.platforms.claims import Claim

@@ -26,8 +26,8 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from dlrover.host.bystander_processes import Neighbours
 from dlrover.host.lifeline import follow_parent
-from dlrover.host.neighbours import Neighbours
 from dlrover.host.ownership import peer_credentials
 from dlrover.host.processes import all_processes
 from dlrover.platforms.base import (
