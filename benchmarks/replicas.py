@@ -29,11 +29,11 @@ from dlrover.agent.replica_config import ReplicaConfig
 from dlrover.agent.replicas import Replicas
 from dlrover.protocol.messages.job import AgentCommand, NodeId, NodeRank, Query, Round, WorldSpec
 from dlrover.protocol.messages.peers import AskPeers, Peer, Peers
-from dlrover.snapshot.contents import Contents, encode_contents
-from dlrover.snapshot.layout import Layout
-from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request, sum_slot
-from dlrover.snapshot.segment import SegmentWriter, SlotName
-from dlrover.snapshot.segment_format import Owner
+from dlrover.snapshot.memory.contents import Contents, encode_contents
+from dlrover.snapshot.memory.layout import Layout
+from dlrover.snapshot.memory.segment import SegmentWriter, SlotName
+from dlrover.snapshot.memory.segment_format import Owner
+from dlrover.snapshot.storage.persist import REQUEST, SaveRequest, encode_request, sum_slot
 
 NUM_SAVES = 5
 CASES = ((2, 1, 0, 0), (3, 0, 2, 1), (5, 0, 4, 1), (5, 0, 3, 2))

@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from dlrover.agent.save_line import SaveLine
 from dlrover.protocol.messages.checkpoint import HeldSnapshot, PersistSnapshot, SnapshotsHeld
 from dlrover.protocol.messages.job import Round
-from dlrover.snapshot.mirror import copy_paths
-from dlrover.snapshot.persist import SaveRequest, of_present_history, pin_newest, release
-from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName
-from dlrover.snapshot.segment_format import SegmentInvalid
+from dlrover.snapshot.memory.mirror import copy_paths
+from dlrover.snapshot.memory.segment import PinnedSlot, Segment, SlotName
+from dlrover.snapshot.memory.segment_format import SegmentInvalid
+from dlrover.snapshot.storage.persist import SaveRequest, of_present_history, pin_newest, release
 
 DECISION = 15.0
 """Seconds that snapshots are held for the master to say which are worth writing."""

@@ -25,9 +25,9 @@ from dlrover.host.ownership import make_private
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages.job import WorldSpec
 from dlrover.protocol.messages.peers import Accepted, HeldList, ListHeld, Peer, Peers, PullSlot, SlotHeader
-from dlrover.snapshot.image import read_head
-from dlrover.snapshot.mirror import ArrivingSlot, Fill, next_generation, own_path, read_transfer
-from dlrover.snapshot.segment_format import Geometry, Owner, SlotRecord, Sums
+from dlrover.snapshot.memory.image import read_head
+from dlrover.snapshot.memory.mirror import ArrivingSlot, Fill, next_generation, own_path, read_transfer
+from dlrover.snapshot.memory.segment_format import Geometry, Owner, SlotRecord, Sums
 
 log = logging.getLogger("dlrover.agent")
 

@@ -14,11 +14,18 @@ from msgspec import Struct
 
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.peers import Held
-from dlrover.snapshot.contents import decode_contents
-from dlrover.snapshot.mirror import copy_paths
-from dlrover.snapshot.persist import SaveRequest, of_present_history, pin_newest, read_request, release, sum_slot
-from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName, segment_paths
-from dlrover.snapshot.segment_format import SegmentInvalid
+from dlrover.snapshot.memory.contents import decode_contents
+from dlrover.snapshot.memory.mirror import copy_paths
+from dlrover.snapshot.memory.segment import PinnedSlot, Segment, SlotName, segment_paths
+from dlrover.snapshot.memory.segment_format import SegmentInvalid
+from dlrover.snapshot.storage.persist import (
+    SaveRequest,
+    of_present_history,
+    pin_newest,
+    read_request,
+    release,
+    sum_slot,
+)
 
 log = logging.getLogger("dlrover.agent")
 

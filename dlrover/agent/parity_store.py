@@ -35,9 +35,9 @@ from dlrover.protocol.messages.peers import (
     PieceHeader,
     PullPiece,
 )
-from dlrover.snapshot.checksum import algorithm_of, best_algorithm, checksum_function
+from dlrover.snapshot.memory.checksum import algorithm_of, best_algorithm, checksum_function
+from dlrover.snapshot.memory.room import find_room
 from dlrover.snapshot.parity import Add, coefficient, piece_range, table
-from dlrover.snapshot.room import find_room
 
 log = logging.getLogger("dlrover.agent")
 

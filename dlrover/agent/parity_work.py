@@ -23,12 +23,12 @@ from dlrover.agent.peers import Connection, RateLimit
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages.identity import Round
 from dlrover.protocol.messages.peers import Accepted, AwaitParity, Peer, Piece, PieceHeader, PullPiece
-from dlrover.snapshot.checksum import Corrupt, algorithm_of, best_algorithm, checksum_function, joint_checksum
-from dlrover.snapshot.image import Image
+from dlrover.snapshot.memory.checksum import Corrupt, algorithm_of, best_algorithm, checksum_function, joint_checksum
+from dlrover.snapshot.memory.image import Image
+from dlrover.snapshot.memory.room import find_room
+from dlrover.snapshot.memory.segment import PinnedSlot
 from dlrover.snapshot.parity import Add, holders_of, piece_range, rebuild, stripes_of
-from dlrover.snapshot.persist import SaveRequest
-from dlrover.snapshot.room import find_room
-from dlrover.snapshot.segment import PinnedSlot
+from dlrover.snapshot.storage.persist import SaveRequest
 
 log = logging.getLogger("dlrover.agent")
 

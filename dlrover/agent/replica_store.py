@@ -31,11 +31,18 @@ from dlrover.protocol.messages.peers import (
     Refused,
     SlotHeader,
 )
-from dlrover.snapshot.image import Image
-from dlrover.snapshot.mirror import ArrivingSlot, copy_path, copy_paths, read_transfer, remove_copies
-from dlrover.snapshot.persist import SaveRequest, release
-from dlrover.snapshot.segment import PinnedSlot, Segment
-from dlrover.snapshot.segment_format import Geometry, Owner, SegmentInvalid, SlotRecord, encode_record, encode_sums
+from dlrover.snapshot.memory.image import Image
+from dlrover.snapshot.memory.mirror import ArrivingSlot, copy_path, copy_paths, read_transfer, remove_copies
+from dlrover.snapshot.memory.segment import PinnedSlot, Segment
+from dlrover.snapshot.memory.segment_format import (
+    Geometry,
+    Owner,
+    SegmentInvalid,
+    SlotRecord,
+    encode_record,
+    encode_sums,
+)
+from dlrover.snapshot.storage.persist import SaveRequest, release
 
 log = logging.getLogger("dlrover.agent")
 

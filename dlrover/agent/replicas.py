@@ -38,9 +38,9 @@ from dlrover.protocol.errors import ConfigError, DLRoverError, Rejected, Unavail
 from dlrover.protocol.messages.checkpoint import OpenSnapshots
 from dlrover.protocol.messages.job import NodeId, NodeRank, Round, WorldSpec
 from dlrover.protocol.messages.peers import AskPeers, Peer, Peers
-from dlrover.snapshot.contents import decode_contents
-from dlrover.snapshot.persist import SaveRequest, pin_newest, read_request, release
-from dlrover.snapshot.segment import PinnedSlot, SlotName
+from dlrover.snapshot.memory.contents import decode_contents
+from dlrover.snapshot.memory.segment import PinnedSlot, SlotName
+from dlrover.snapshot.storage.persist import SaveRequest, pin_newest, read_request, release
 
 log = logging.getLogger("dlrover.agent")
 

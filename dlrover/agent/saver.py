@@ -37,11 +37,13 @@ from dlrover.protocol.messages.checkpoint import (
     TrainerNews,
 )
 from dlrover.protocol.messages.job import Round, WorldSpec
-from dlrover.snapshot.commit import ANOTHER_JOB
-from dlrover.snapshot.contents import decode_contents
-from dlrover.snapshot.direct_io import WriteOptions
-from dlrover.snapshot.index import Home, home_path, remove_empty_root
-from dlrover.snapshot.persist import (
+from dlrover.snapshot.files.direct_io import WriteOptions
+from dlrover.snapshot.memory.contents import decode_contents
+from dlrover.snapshot.memory.homes import Home, home_path, remove_empty_root
+from dlrover.snapshot.memory.segment import PinnedSlot, SlotName
+from dlrover.snapshot.memory.summing import Summer
+from dlrover.snapshot.storage.commit import ANOTHER_JOB
+from dlrover.snapshot.storage.persist import (
     SaveRequest,
     of_present_history,
     persist,
@@ -49,9 +51,7 @@ from dlrover.snapshot.persist import (
     read_request,
     release,
 )
-from dlrover.snapshot.places import NotNamed, Places
-from dlrover.snapshot.segment import PinnedSlot, SlotName
-from dlrover.snapshot.summing import Summer
+from dlrover.snapshot.storage.places import NotNamed, Places
 
 log = logging.getLogger("dlrover.agent")
 

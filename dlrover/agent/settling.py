@@ -33,9 +33,9 @@ from dlrover.protocol.messages.checkpoint import (
     TrainerNews,
 )
 from dlrover.protocol.messages.job import Round
-from dlrover.snapshot.manifest import ManifestInvalid
-from dlrover.snapshot.newest import newest_step
-from dlrover.snapshot.persist import SaveRequest, finish, give_up, wait_until_complete
+from dlrover.snapshot.storage.manifest import ManifestInvalid
+from dlrover.snapshot.storage.newest import newest_step
+from dlrover.snapshot.storage.persist import SaveRequest, finish, give_up, wait_until_complete
 
 log = logging.getLogger("dlrover.agent")
 

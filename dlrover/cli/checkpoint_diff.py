@@ -15,13 +15,13 @@ from msgspec import Struct
 from dlrover.cli.checkpoint_listing import Place, open_place, read_manifest
 from dlrover.cli.checkpoint_tensors import checkpoint_path, load_flat
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.manifest import (
+from dlrover.snapshot.storage.manifest import (
     GlobalManifest,
     TensorRecord,
     decode_rank_manifest,
     rank_manifest_name,
 )
-from dlrover.snapshot.storage import join
+from dlrover.snapshot.storage.storage import join
 
 
 class Change(enum.StrEnum):

@@ -13,9 +13,9 @@ from msgspec import Struct
 
 from dlrover.cli.checkpoint_listing import Found, Listing, Place, State, aside_target, read_trackers
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.commit import delete_checkpoint, read_global_manifest
-from dlrover.snapshot.retention import KeepInterval, KeepLatest
-from dlrover.snapshot.storage import join, parent_of
+from dlrover.snapshot.storage.commit import delete_checkpoint, read_global_manifest
+from dlrover.snapshot.storage.retention import KeepInterval, KeepLatest
+from dlrover.snapshot.storage.storage import join, parent_of
 
 LEFTOVER_AGE = 3600.0
 """Seconds after which an attempt that nobody has written to counts as dead: six times what a commit waits for its ranks."""

@@ -19,15 +19,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.commit import TRACKER
-from dlrover.snapshot.manifest import (
+from dlrover.snapshot.storage.commit import TRACKER
+from dlrover.snapshot.storage.manifest import (
     DIRECTORY,
     GLOBAL_NAME,
     GlobalManifest,
     ManifestInvalid,
     decode_global_manifest,
 )
-from dlrover.snapshot.storage import Storage, StoredName, join, parent_of, storage_for
+from dlrover.snapshot.storage.storage import Storage, StoredName, join, parent_of, storage_for
 
 TRACKERS = (TRACKER, "latest_checkpointed_iteration.txt", "latest")
 """Ours, Megatron's, DeepSpeed's. They hold a step or the name of a directory."""

@@ -27,10 +27,10 @@ from dlrover.cli.checkpoint_listing import (
     read_trackers,
 )
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.commit import locate
-from dlrover.snapshot.manifest import DIRECTORY, ManifestInvalid
-from dlrover.snapshot.newest import newest_complete
-from dlrover.snapshot.storage import join
+from dlrover.snapshot.storage.commit import locate
+from dlrover.snapshot.storage.manifest import DIRECTORY, ManifestInvalid
+from dlrover.snapshot.storage.newest import newest_complete
+from dlrover.snapshot.storage.storage import join
 
 TRUST = "--trust-pickle"
 

@@ -25,7 +25,7 @@ from dlrover.cli.checkpoint_listing import (
     is_torch_zip,
     read_manifest,
 )
-from dlrover.snapshot.manifest import (
+from dlrover.snapshot.storage.manifest import (
     GLOBAL_NAME,
     GlobalManifest,
     ManifestInvalid,
@@ -34,7 +34,7 @@ from dlrover.snapshot.manifest import (
     encode_manifest,
     rank_manifest_name,
 )
-from dlrover.snapshot.storage import join
+from dlrover.snapshot.storage.storage import join
 
 CHUNK_BYTES = 4 * 1024 * 1024
 _MAX_HEADER_BYTES = 100 * 1024 * 1024

@@ -36,7 +36,7 @@ from dlrover.cli.settings import (
     probe_log_dir,
 )
 from dlrover.protocol.errors import ConfigError, JobError
-from dlrover.snapshot.class_meta import found_in
+from dlrover.snapshot.storage.class_meta import found_in
 
 log = logging.getLogger(__name__)
 

@@ -92,7 +92,7 @@ def remove_snapshots(root: str, job_name: str, launch: str) -> None:
     """At the end of a launch, when its processes are gone. Never fails: the job has its result by now."""
     if not os.path.isdir(root):
         return  # nobody saved anything; the usual job need not import what follows
-    from dlrover.snapshot.index import remove_launch
+    from dlrover.snapshot.memory.homes import remove_launch
 
     try:
         remove_launch(root, job_name, launch)
@@ -104,7 +104,7 @@ def reap_snapshots(root: str, *, older_than: float = STALE_AFTER) -> list[str]:
     """Remove the snapshots of launches whose agents and trainers are all dead. Returns the directories."""
     if not os.path.isdir(root):
         return []
-    from dlrover.snapshot.index import reap_orphans, remove_empty_root
+    from dlrover.snapshot.memory.homes import reap_orphans, remove_empty_root
 
     try:
         removed = [str(path) for path in reap_orphans(root, time.time(), grace=older_than)]

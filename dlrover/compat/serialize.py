@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from dlrover.snapshot.class_meta import ClassMeta as ClassMeta
+from dlrover.snapshot.storage.class_meta import ClassMeta as ClassMeta
 
 
 def to_dict(value: Any) -> Any:

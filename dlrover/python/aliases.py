@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_STORAGE = "dlrover.snapshot.user_storage"
+_STORAGE = "dlrover.snapshot.storage.user_storage"
 _FAILOVER = "dlrover.agent.failover"
 _ACTIONS = "dlrover.master.diagnosis_actions"
 _DATA = "dlrover.agent.old_diagnosis_data"
@@ -17,9 +17,9 @@ _SHARED = "dlrover.trainer.shared_objects"
 _SAVER = "dlrover.trainer.torch.flash_checkpoint.old_saver"
 _COMPAT = "dlrover.compat"
 _DELETION = {
-    "CheckpointDeletionStrategy": "dlrover.snapshot.user_deletion:CheckpointDeletionStrategy",
-    "KeepLatestStepStrategy": "dlrover.snapshot.user_deletion:KeepLatestStepStrategy",
-    "KeepStepIntervalStrategy": "dlrover.snapshot.user_deletion:KeepStepIntervalStrategy",
+    "CheckpointDeletionStrategy": "dlrover.snapshot.storage.user_deletion:CheckpointDeletionStrategy",
+    "KeepLatestStepStrategy": "dlrover.snapshot.storage.user_deletion:KeepLatestStepStrategy",
+    "KeepStepIntervalStrategy": "dlrover.snapshot.storage.user_deletion:KeepStepIntervalStrategy",
 }
 _STORAGES = {
     name: f"{_STORAGE}:{name}"
@@ -145,7 +145,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         )
     },
     "dlrover.python.common.serialize": {
-        "ClassMeta": "dlrover.snapshot.class_meta:ClassMeta",
+        "ClassMeta": "dlrover.snapshot.storage.class_meta:ClassMeta",
         **_in("serialize", "JsonSerializable to_dict"),
     },
     "dlrover.python.common.storage": _STORAGES,

@@ -16,10 +16,10 @@ from dlrover.agent.replica_config import ReplicaConfig
 from dlrover.agent.replicas import Replicas
 from dlrover.protocol.messages.job import NodeId, NodeRank, Round, WorldSpec
 from dlrover.protocol.messages.peers import AskPeers, Peer, Peers
-from dlrover.snapshot.copying import Copier
-from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request, sum_slot
-from dlrover.snapshot.segment import Segment, SegmentWriter, SlotName, segment_paths
-from dlrover.snapshot.segment_format import Owner
+from dlrover.snapshot.copy.copying import Copier
+from dlrover.snapshot.memory.segment import Segment, SegmentWriter, SlotName, segment_paths
+from dlrover.snapshot.memory.segment_format import Owner
+from dlrover.snapshot.storage.persist import REQUEST, SaveRequest, encode_request, sum_slot
 from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter, load_state
 from tests.agent.lab import DEADLINE
 

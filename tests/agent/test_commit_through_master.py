@@ -27,13 +27,13 @@ from dlrover.protocol.messages.checkpoint import (
     TrainerNews,
 )
 from dlrover.protocol.messages.job import LeaveJob, LeaveReason, LookAgain, NodeRank, Round, WorldSpec
-from dlrover.snapshot.commit import read_global_manifest
-from dlrover.snapshot.copying import Copier
-from dlrover.snapshot.mirror import copy_path
-from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request, persist
-from dlrover.snapshot.segment import SegmentWriter, SlotName
-from dlrover.snapshot.segment_format import Owner
-from dlrover.snapshot.storage import LocalStorage
+from dlrover.snapshot.copy.copying import Copier
+from dlrover.snapshot.memory.mirror import copy_path
+from dlrover.snapshot.memory.segment import SegmentWriter, SlotName
+from dlrover.snapshot.memory.segment_format import Owner
+from dlrover.snapshot.storage.commit import read_global_manifest
+from dlrover.snapshot.storage.persist import REQUEST, SaveRequest, encode_request, persist
+from dlrover.snapshot.storage.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter
 from tests.agent.lab import DEADLINE
 from tests.agent.save_lab import CoreInHand

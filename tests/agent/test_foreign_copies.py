@@ -15,12 +15,12 @@ from msgspec.structs import replace
 from dlrover.agent.saver import Saver, SaverConfig
 from dlrover.protocol.messages.checkpoint import OpenSnapshots, SnapshotSaved
 from dlrover.protocol.messages.job import NodeRank, Round, WorldSpec
-from dlrover.snapshot.class_meta import ClassMeta
-from dlrover.snapshot.mirror import copy_paths
-from dlrover.snapshot.places import Place, encode_place
-from dlrover.snapshot.segment import Segment, segment_paths
-from dlrover.snapshot.storage import LocalStorage
-from dlrover.snapshot.user_storage import meta_for
+from dlrover.snapshot.memory.mirror import copy_paths
+from dlrover.snapshot.memory.segment import Segment, segment_paths
+from dlrover.snapshot.storage.class_meta import ClassMeta
+from dlrover.snapshot.storage.places import Place, encode_place
+from dlrover.snapshot.storage.storage import LocalStorage
+from dlrover.snapshot.storage.user_storage import meta_for
 from tests.agent.lab import DEADLINE
 from tests.agent.replica_lab import Lab, states_in
 from tests.agent.save_lab import CoreInHand

@@ -18,12 +18,12 @@ from dlrover.agent.replica_store import header_of, meta_of
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.job import NodeId, NodeRank, Round
 from dlrover.protocol.messages.peers import Accepted, HeldList, ListHeld, Peer, PieceHeader, Proof
-from dlrover.snapshot.checksum import Algorithm
-from dlrover.snapshot.contents import decode_contents
-from dlrover.snapshot.mirror import copy_paths
+from dlrover.snapshot.memory.checksum import Algorithm
+from dlrover.snapshot.memory.contents import decode_contents
+from dlrover.snapshot.memory.mirror import copy_paths
+from dlrover.snapshot.memory.segment import segment_paths
 from dlrover.snapshot.parity import add_slowly
-from dlrover.snapshot.persist import pin_newest, read_request, release
-from dlrover.snapshot.segment import segment_paths
+from dlrover.snapshot.storage.persist import pin_newest, read_request, release
 from tests.agent.lab import DEADLINE
 from tests.agent.replica_lab import JOB, TOKEN, Lab, Meddler, is_right, states_in
 

@@ -11,12 +11,12 @@ import torch
 
 from dlrover.agent.saver import Saver, SaverConfig
 from dlrover.protocol.messages.checkpoint import OpenSnapshots, SnapshotSaved
-from dlrover.snapshot.copying import Copier
-from dlrover.snapshot.index import reap_orphans
-from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request, finish
-from dlrover.snapshot.retention import KeepTotal
-from dlrover.snapshot.segment import Segment, SegmentWriter, SlotName
-from dlrover.snapshot.segment_format import Owner
+from dlrover.snapshot.copy.copying import Copier
+from dlrover.snapshot.memory.homes import reap_orphans
+from dlrover.snapshot.memory.segment import Segment, SegmentWriter, SlotName
+from dlrover.snapshot.memory.segment_format import Owner
+from dlrover.snapshot.storage.persist import REQUEST, SaveRequest, encode_request, finish
+from dlrover.snapshot.storage.retention import KeepTotal
 from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter
 from tests.agent.lab import DEADLINE
 

@@ -16,8 +16,8 @@ from dlrover.cli.checkpoint_listing import list_checkpoints, open_place
 from dlrover.cli.checkpoint_verify import verify
 from dlrover.cli.main import app
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.commit import committed_checkpoints
-from dlrover.snapshot.storage import LocalStorage
+from dlrover.snapshot.storage.commit import committed_checkpoints
+from dlrover.snapshot.storage.storage import LocalStorage
 
 torch = pytest.importorskip("torch")
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer  # noqa: E402

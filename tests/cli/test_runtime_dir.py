@@ -38,7 +38,7 @@ from dlrover.cli.runtime_dir import (
     write_private,
 )
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.index import Home
+from dlrover.snapshot.memory.homes import Home
 
 
 @pytest.fixture

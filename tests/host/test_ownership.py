@@ -33,8 +33,8 @@ from dlrover.platforms.local import LocalOptions, LocalPlatform
 from dlrover.protocol.errors import ConfigError, Unavailable
 from dlrover.protocol.messages.job import Round
 from dlrover.protocol.messages.kv import KvCheck
-from dlrover.snapshot.index import Home
-from dlrover.snapshot.places import Place
+from dlrover.snapshot.memory.homes import Home
+from dlrover.snapshot.storage.places import Place
 from dlrover.trainer.agent_link import AgentLink
 from dlrover.trainer.environment import WorkerEnvironment
 from dlrover.trainer.events.process import Outlet, Process

@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from dlrover.snapshot.commit import committed_checkpoints, find_damage, latest_step
-from dlrover.snapshot.storage import LocalStorage
+from dlrover.snapshot.storage.commit import committed_checkpoints, find_damage, latest_step
+from dlrover.snapshot.storage.storage import LocalStorage
 from tests.integration.jobs import SCRIPTS, Launched
 
 

@@ -11,9 +11,9 @@ import sys
 import pytest
 import torch
 
-from dlrover.snapshot.commit import committed_checkpoints, find_damage, locate
-from dlrover.snapshot.segment import Segment
-from dlrover.snapshot.storage import LocalStorage
+from dlrover.snapshot.memory.segment import Segment
+from dlrover.snapshot.storage.commit import committed_checkpoints, find_damage, locate
+from dlrover.snapshot.storage.storage import LocalStorage
 from tests.integration.jobs import SCRIPTS, kill, kill_together, wait_until
 
 SCRIPT = SCRIPTS / "flash.py"

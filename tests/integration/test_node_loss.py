@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.snapshot.segment import Segment
-from dlrover.snapshot.segment_format import SegmentInvalid
+from dlrover.snapshot.memory.segment import Segment
+from dlrover.snapshot.memory.segment_format import SegmentInvalid
 from tests.integration.jobs import SCRIPTS, JobFactory, Launched, freeze, kill_together, wait_until
 
 SCRIPT = SCRIPTS / "flash.py"

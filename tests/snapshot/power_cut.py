@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dlrover.snapshot.direct_io import WrittenFile
-from dlrover.snapshot.storage import StoredName, join, parent_of
+from dlrover.snapshot.files.direct_io import WrittenFile
+from dlrover.snapshot.storage.storage import StoredName, join, parent_of
 
 
 class Change(NamedTuple):

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import sys
 
-from dlrover.snapshot.contents import Contents, FileEntry, encode_contents
-from dlrover.snapshot.direct_io import WriteOptions
-from dlrover.snapshot.layout import Layout, StorageEntry
-from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request, finish, persist, pin_newest, release
-from dlrover.snapshot.segment import SegmentWriter
+from dlrover.snapshot.files.direct_io import WriteOptions
+from dlrover.snapshot.memory.contents import Contents, FileEntry, encode_contents
+from dlrover.snapshot.memory.layout import Layout, StorageEntry
+from dlrover.snapshot.memory.segment import SegmentWriter
+from dlrover.snapshot.storage.persist import REQUEST, SaveRequest, encode_request, finish, persist, pin_newest, release
 from tests.snapshot.conftest import owner_of
 
 SIZES = (1024 * 1024 + 5000, 700)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlrover.snapshot.segment import PinnedSlot, Segment, SegmentWriter, SlotName, segment_paths
+from dlrover.snapshot.memory.segment import PinnedSlot, Segment, SegmentWriter, SlotName, segment_paths
 
 NUM_BYTES = 200_000
 

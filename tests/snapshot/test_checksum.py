@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from dlrover.snapshot.checksum import (
+from dlrover.snapshot.memory.checksum import (
     CHUNK_BYTES,
     Algorithm,
     Corrupt,
@@ -25,7 +25,7 @@ from dlrover.snapshot.checksum import (
     find_corrupt_chunks,
     joint_checksum,
 )
-from dlrover.snapshot.segment_format import Sums, decode_sums, encode_sums
+from dlrover.snapshot.memory.segment_format import Sums, decode_sums, encode_sums
 
 
 @given(some.binary(max_size=300), some.binary(max_size=300))
@@ -61,7 +61,7 @@ def test_the_fast_sum_is_that_of_zlib(data: bytes, begin: int) -> None:
 def test_without_the_wheel_zlib_takes_over() -> None:
     code = (
         "import sys; sys.modules['isal'] = None; import zlib\n"
-        "from dlrover.snapshot.checksum import Algorithm, checksum_function\n"
+        "from dlrover.snapshot.memory.checksum import Algorithm, checksum_function\n"
         "assert checksum_function(Algorithm.CRC32) is zlib.crc32"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -12,7 +12,7 @@ import pytest
 
 from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.messages.checkpoint import digest_of_shards
-from dlrover.snapshot.commit import (
+from dlrover.snapshot.storage.commit import (
     TRACKER,
     Attempt,
     Committed,
@@ -27,7 +27,7 @@ from dlrover.snapshot.commit import (
     stage,
     staged_manifests,
 )
-from dlrover.snapshot.manifest import (
+from dlrover.snapshot.storage.manifest import (
     FileRecord,
     GlobalManifest,
     ManifestInvalid,
@@ -41,8 +41,8 @@ from dlrover.snapshot.manifest import (
     encode_manifest,
     join_manifests,
 )
-from dlrover.snapshot.persist import SaveRequest, finish
-from dlrover.snapshot.retention import (
+from dlrover.snapshot.storage.persist import SaveRequest, finish
+from dlrover.snapshot.storage.retention import (
     KEEP,
     KeepBest,
     KeepBytes,
@@ -52,7 +52,7 @@ from dlrover.snapshot.retention import (
     KeepTotal,
     apply_retention,
 )
-from dlrover.snapshot.storage import LocalStorage, Renaming, Storage, join, storage_for
+from dlrover.snapshot.storage.storage import LocalStorage, Renaming, Storage, join, storage_for
 from tests.snapshot.power_cut import Disk, PowerCut
 
 NATIVE = "latest_checkpointed_iteration.txt"
@@ -381,7 +381,7 @@ def test_a_second_committer_finds_the_work_done_under_its_hands(
         commit(storage, attempt, (0, 1))
         return staged_manifests(storage, attempt)
 
-    monkeypatch.setattr("dlrover.snapshot.commit.staged_manifests", overtaken)
+    monkeypatch.setattr("dlrover.snapshot.storage.commit.staged_manifests", overtaken)
     committed = commit(storage, attempt, (0, 1))
     assert committed.manifest.attempt == "life-1"
     assert latest_step(storage, directory) == 10

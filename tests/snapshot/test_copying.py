@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from dlrover.snapshot.copying import PIECE_BYTES, STREAMING_FROM_BYTES, Copier, Span, address_of, prefault
-from dlrover.snapshot.streaming import load_streaming_copy
+from dlrover.snapshot.copy.copying import PIECE_BYTES, STREAMING_FROM_BYTES, Copier, Span, address_of, prefault
+from dlrover.snapshot.copy.streaming import load_streaming_copy
 
 EDGES = [1, 7, 63, 64, 65, STREAMING_FROM_BYTES - 1, STREAMING_FROM_BYTES, STREAMING_FROM_BYTES + 1, PIECE_BYTES + 777]
 

@@ -19,9 +19,9 @@ ROOMS = Path(__file__).parents[2] / "dlrover"
 
 TWO_THREADS = """
 import threading
-from dlrover.snapshot.layout import Layout, decode_layout, encode_layout
-from dlrover.snapshot.manifest import RankManifest, Topology, decode_rank_manifest, encode_manifest
-from dlrover.snapshot.persist import SaveRequest, encode_request, request_in
+from dlrover.snapshot.memory.layout import Layout, decode_layout, encode_layout
+from dlrover.snapshot.storage.manifest import RankManifest, Topology, decode_rank_manifest, encode_manifest
+from dlrover.snapshot.storage.persist import SaveRequest, encode_request, request_in
 
 request = SaveRequest(
     directory="/c", target="1", step=1, attempt="a", shard=0, num_shards=1, world_size=1, is_storage=True, is_writer=True, is_committer=True

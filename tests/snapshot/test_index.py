@@ -13,8 +13,8 @@ import pytest
 
 from dlrover.host.ownership import make_private
 from dlrover.protocol.errors import Unavailable
-from dlrover.snapshot.index import Home, home_path, reap_orphans, remove_empty_root
-from dlrover.snapshot.segment import SegmentWriter
+from dlrover.snapshot.memory.homes import Home, home_path, reap_orphans, remove_empty_root
+from dlrover.snapshot.memory.segment import SegmentWriter
 from tests.snapshot.conftest import owner_of
 from tests.snapshot.states import newest_step, save
 
@@ -84,7 +84,7 @@ def test_a_living_owner_is_never_reaped(home: Path) -> None:
 
 def test_a_dead_owner_is_reaped_after_the_grace_or_at_once_on_request(home: Path) -> None:
     script = (
-        "import sys, os; from dlrover.snapshot.index import Home; from dlrover.snapshot.segment import SegmentWriter;"
+        "import sys, os; from dlrover.snapshot.memory.homes import Home; from dlrover.snapshot.memory.segment import SegmentWriter;"
         "from tests.snapshot.conftest import owner_of; from tests.snapshot.states import save;"
         "agent = Home(sys.argv[1], 'job', 'launch', 0); save(SegmentWriter(agent.path, owner_of(0)), 3);"
         "os.kill(os.getpid(), 9)"
@@ -104,7 +104,7 @@ def test_a_dead_owner_is_reaped_after_the_grace_or_at_once_on_request(home: Path
 def test_an_agent_and_a_reaper_that_meet_never_leave_an_agent_without_its_home(home: Path) -> None:
     """One process starts agents, another reaps at once; whoever has taken a home finds it there."""
     reaper = (
-        "import sys, time; from dlrover.snapshot.index import reap_orphans; print('ready', flush=True)\n"
+        "import sys, time; from dlrover.snapshot.memory.homes import reap_orphans; print('ready', flush=True)\n"
         "while True: reap_orphans(sys.argv[1], time.time() + 9999, grace=0)"  # whatever it sees is old enough
     )
     with subprocess.Popen([sys.executable, "-c", reaper, str(home)], stdout=subprocess.PIPE, text=True) as process:

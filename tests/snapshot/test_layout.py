@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from dlrover.snapshot.layout import (
+from dlrover.snapshot.memory.layout import (
     Layout,
     TensorFacts,
     decode_layout,
@@ -18,7 +18,7 @@ from dlrover.snapshot.layout import (
     plan_state,
     walk,
 )
-from dlrover.snapshot.segment_format import SegmentInvalid
+from dlrover.snapshot.memory.segment_format import SegmentInvalid
 
 
 @dataclasses.dataclass(eq=False)

@@ -15,10 +15,10 @@ from hypothesis import strategies as some
 
 torch = pytest.importorskip("torch")
 
-from dlrover.snapshot.contents import decode_contents  # noqa: E402
-from dlrover.snapshot.copying import Copier  # noqa: E402
-from dlrover.snapshot.segment import Segment, SegmentWriter, SlotName  # noqa: E402
-from dlrover.snapshot.segment_format import Owner  # noqa: E402
+from dlrover.snapshot.copy.copying import Copier  # noqa: E402
+from dlrover.snapshot.memory.contents import decode_contents  # noqa: E402
+from dlrover.snapshot.memory.segment import Segment, SegmentWriter, SlotName  # noqa: E402
+from dlrover.snapshot.memory.segment_format import Owner  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint import describing  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter, load_state  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.frozen import Frozen, freeze, freeze_again  # noqa: E402

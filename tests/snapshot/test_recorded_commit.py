@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.snapshot.commit import committed_checkpoints, find_damage, locate
+from dlrover.snapshot.storage.commit import committed_checkpoints, find_damage, locate
 from tests.snapshot.power_cut import Disk, File, _drop, _move, _put, _swap
 
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.direct_io import WriteOptions
-from dlrover.snapshot.room import find_room
-from dlrover.snapshot.segment import SegmentWriter, segment_paths
-from dlrover.snapshot.torch_file import write_torch_file
+from dlrover.snapshot.files.direct_io import WriteOptions
+from dlrover.snapshot.files.torch_file import write_torch_file
+from dlrover.snapshot.memory.room import find_room
+from dlrover.snapshot.memory.segment import SegmentWriter, segment_paths
 from tests.snapshot.conftest import owner_of
 from tests.snapshot.states import newest_step, save
 
@@ -102,7 +102,7 @@ def test_the_limit_of_the_cgroup_is_seen(tmp_path: Path, home: Path, version: in
 
 def test_limits_of_the_process_are_seen(home: Path) -> None:
     script = (
-        "import resource, sys; from pathlib import Path; from dlrover.snapshot.room import find_room;"
+        "import resource, sys; from pathlib import Path; from dlrover.snapshot.memory.room import find_room;"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20));"
         "find_room(1 << 21, Path(sys.argv[1]))"
     )

@@ -15,20 +15,20 @@ safetensors = pytest.importorskip("safetensors.torch", reason="needs the safeten
 
 from safetensors import deserialize  # noqa: E402
 
-from dlrover.snapshot.contents import decode_contents  # noqa: E402
-from dlrover.snapshot.copying import Copier  # noqa: E402
-from dlrover.snapshot.direct_io import image_chunks  # noqa: E402
-from dlrover.snapshot.file_kinds import write_kind  # noqa: E402
-from dlrover.snapshot.safetensors_file import (  # noqa: E402
+from dlrover.snapshot.copy.copying import Copier  # noqa: E402
+from dlrover.snapshot.files.direct_io import image_chunks  # noqa: E402
+from dlrover.snapshot.files.file_kinds import write_kind  # noqa: E402
+from dlrover.snapshot.files.safetensors_file import (  # noqa: E402
     DTYPES,
     SafetensorsTable,
     TensorPlace,
     encode_table,
     safetensors_image,
 )
-from dlrover.snapshot.segment import Segment, SegmentWriter  # noqa: E402
-from dlrover.snapshot.segment_format import Owner, SegmentInvalid  # noqa: E402
-from dlrover.snapshot.storage import LocalStorage  # noqa: E402
+from dlrover.snapshot.memory.contents import decode_contents  # noqa: E402
+from dlrover.snapshot.memory.segment import Segment, SegmentWriter  # noqa: E402
+from dlrover.snapshot.memory.segment_format import Owner, SegmentInvalid  # noqa: E402
+from dlrover.snapshot.storage.storage import LocalStorage  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.safetensors_part import SafetensorsPart  # noqa: E402
 

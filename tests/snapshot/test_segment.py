@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from dlrover.protocol.errors import ConfigError, Unavailable
-from dlrover.snapshot.checksum import Corrupt
-from dlrover.snapshot.segment import Segment, SegmentWriter, segment_paths
-from dlrover.snapshot.segment_format import (
+from dlrover.snapshot.memory.checksum import Corrupt
+from dlrover.snapshot.memory.segment import Segment, SegmentWriter, segment_paths
+from dlrover.snapshot.memory.segment_format import (
     Owner,
     SegmentInvalid,
     SlotState,
@@ -304,8 +304,8 @@ def test_a_kill_after_any_store_leaves_the_last_complete_step_or_the_new_one(
 NURSERY = """
 # Forks trainers and kills them. A process of its own, because it forks without threads, and a fork is quick.
 import os, random, select, signal, sys
-from dlrover.snapshot.segment import Segment, SegmentWriter, segment_paths
-from dlrover.snapshot.segment_format import SlotState
+from dlrover.snapshot.memory.segment import Segment, SegmentWriter, segment_paths
+from dlrover.snapshot.memory.segment_format import SlotState
 from tests.snapshot.conftest import owner_of
 from tests.snapshot.states import newest_step, save
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dlrover.snapshot.segment import Segment, SegmentWriter, SlotName
-from dlrover.snapshot.segment_format import Owner
-from dlrover.snapshot.summing import Summer
+from dlrover.snapshot.memory.segment import Segment, SegmentWriter, SlotName
+from dlrover.snapshot.memory.segment_format import Owner
+from dlrover.snapshot.memory.summing import Summer
 
 
 def save(writer: SegmentWriter, step: int, size: int = 5000) -> SlotName:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from dlrover.snapshot.direct_io import (
+from dlrover.snapshot.files.direct_io import (
     Piece,
     WriteOptions,
     WriteStopped,
@@ -27,7 +27,7 @@ from dlrover.snapshot.direct_io import (
     image_chunks,
     write_file,
 )
-from dlrover.snapshot.torch_file import torch_file_chunks, write_torch_file
+from dlrover.snapshot.files.torch_file import torch_file_chunks, write_torch_file
 
 
 def on_a_page(content: bytes) -> memoryview:
@@ -98,7 +98,7 @@ def test_entries_behind_four_gibibytes_are_found(tmp_path: Path) -> None:
     """With holes instead of bytes: the sizes are real, the disk space is not."""
     large = mmap.mmap(-1, 5 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
     view = memoryview(large)
-    from dlrover.snapshot import torch_file
+    from dlrover.snapshot.files import torch_file
 
     pieces, late, total = torch_file.torch_image(b"p", [view, memoryview(b"end")])
     headers = late([0] * len(pieces))
@@ -178,8 +178,8 @@ def test_a_file_can_be_written_after_the_main_thread_has_ended(tmp_path: Path) -
     """The last checkpoint of a training: its writer outlives the script."""
     script = """
 import sys, threading
-from dlrover.snapshot.direct_io import file_crc32
-from dlrover.snapshot.torch_file import write_torch_file
+from dlrover.snapshot.files.direct_io import file_crc32
+from dlrover.snapshot.files.torch_file import write_torch_file
 
 def write():
     threading.main_thread().join()

@@ -22,12 +22,12 @@ torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch's own code, for quantised tensors
 
-from dlrover.snapshot.contents import decode_contents  # noqa: E402
-from dlrover.snapshot.copying import Copier  # noqa: E402
-from dlrover.snapshot.direct_io import file_crc32  # noqa: E402
-from dlrover.snapshot.segment import Segment, SegmentWriter, SlotName, segment_paths  # noqa: E402
-from dlrover.snapshot.segment_format import Owner  # noqa: E402
-from dlrover.snapshot.torch_file import file_storages, torch_file_chunks, write_torch_file  # noqa: E402
+from dlrover.snapshot.copy.copying import Copier  # noqa: E402
+from dlrover.snapshot.files.direct_io import file_crc32  # noqa: E402
+from dlrover.snapshot.files.torch_file import file_storages, torch_file_chunks, write_torch_file  # noqa: E402
+from dlrover.snapshot.memory.contents import decode_contents  # noqa: E402
+from dlrover.snapshot.memory.segment import Segment, SegmentWriter, SlotName, segment_paths  # noqa: E402
+from dlrover.snapshot.memory.segment_format import Owner  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter, load_state  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.skeleton import make_skeleton  # noqa: E402
 
@@ -352,7 +352,7 @@ DTENSOR = """
 import torch
 from torch.distributed.tensor import DTensor, Shard, Replicate, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from dlrover.snapshot.layout import plan_state
+from dlrover.snapshot.memory.layout import plan_state
 from dlrover.trainer.torch.flash_checkpoint.tensors import TorchTensors
 torch.distributed.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.class_meta import ClassMeta, describe
-from dlrover.snapshot.commit import committed_checkpoints
-from dlrover.snapshot.retention import KeepInterval, KeepLatest, apply_retention
-from dlrover.snapshot.storage import LocalStorage
-from dlrover.snapshot.user_deletion import (
+from dlrover.snapshot.storage.class_meta import ClassMeta, describe
+from dlrover.snapshot.storage.commit import committed_checkpoints
+from dlrover.snapshot.storage.retention import KeepInterval, KeepLatest, apply_retention
+from dlrover.snapshot.storage.storage import LocalStorage
+from dlrover.snapshot.storage.user_deletion import (
     CheckpointDeletionStrategy,
     DeletionRule,
     KeepLatestStepStrategy,

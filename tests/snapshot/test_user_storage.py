@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from dlrover.protocol.errors import ConfigError, Rejected
-from dlrover.snapshot.class_meta import ClassMeta, build, describe
-from dlrover.snapshot.commit import Attempt, Tracker, commit, committed_checkpoints, find_damage, latest_step
-from dlrover.snapshot.storage import FsspecStorage, LocalStorage, Renaming, storage_for
-from dlrover.snapshot.user_deletion import CheckpointDeletionStrategy
-from dlrover.snapshot.user_storage import (
+from dlrover.snapshot.storage.class_meta import ClassMeta, build, describe
+from dlrover.snapshot.storage.commit import Attempt, Tracker, commit, committed_checkpoints, find_damage, latest_step
+from dlrover.snapshot.storage.storage import FsspecStorage, LocalStorage, Renaming, storage_for
+from dlrover.snapshot.storage.user_deletion import CheckpointDeletionStrategy
+from dlrover.snapshot.storage.user_storage import (
     CheckpointStorage,
     KeepLatestStepStrategy,
     KeepStepIntervalStrategy,
@@ -216,7 +216,7 @@ def test_what_the_agent_could_not_build_is_refused_in_the_trainer(tmp_path, monk
 
 def test_a_class_beside_the_script_is_found_in_a_process_that_does_not_know_the_directory(tmp_path, monkeypatch):
     (tmp_path / "beside_the_script.py").write_text(
-        "from dlrover.snapshot.user_storage import PosixDiskStorage\nclass Mine(PosixDiskStorage): ...\n"
+        "from dlrover.snapshot.storage.user_storage import PosixDiskStorage\nclass Mine(PosixDiskStorage): ...\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     import beside_the_script
@@ -248,7 +248,7 @@ def test_only_a_storage_is_called_as_one(tmp_path):
         "deletion_strategy": {"$class": ClassMeta("subprocess", "Popen", {"args": ["touch"]})},
     }
     with pytest.raises(ConfigError, match=r"subprocess\.Popen is no Rebuildable"):
-        build(ClassMeta("dlrover.snapshot.user_storage", "PosixStorageWithDeletion", nested), CheckpointStorage)
+        build(ClassMeta("dlrover.snapshot.storage.user_storage", "PosixStorageWithDeletion", nested), CheckpointStorage)
     assert not mark.exists()
 
 

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from urllib.parse import quote
 
-from dlrover.snapshot.user_deletion import CheckpointDeletionStrategy
-from dlrover.snapshot.user_storage import CheckpointStorage, PosixDiskStorage
+from dlrover.snapshot.storage.user_deletion import CheckpointDeletionStrategy
+from dlrover.snapshot.storage.user_storage import CheckpointStorage, PosixDiskStorage
 
 
 class DrawerStorage(CheckpointStorage):

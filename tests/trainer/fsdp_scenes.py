@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
-from dlrover.snapshot.commit import read_global_manifest
-from dlrover.snapshot.storage import LocalStorage
+from dlrover.snapshot.storage.commit import read_global_manifest
+from dlrover.snapshot.storage.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer
 from dlrover.trainer.torch.flash_checkpoint.dcp import FlashStorageReader, FlashStorageWriter
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from dlrover.snapshot.commit import find_damage, locate
-from dlrover.snapshot.persist import SaveRequest, finish, persist, pin_newest, release
-from dlrover.snapshot.places import Place
-from dlrover.snapshot.retention import KeepLatest
-from dlrover.snapshot.segment import Segment, SlotName, segment_paths
-from dlrover.snapshot.segment_format import SlotState
-from dlrover.snapshot.storage import LocalStorage
+from dlrover.snapshot.memory.segment import Segment, SlotName, segment_paths
+from dlrover.snapshot.memory.segment_format import SlotState
+from dlrover.snapshot.storage.commit import find_damage, locate
+from dlrover.snapshot.storage.persist import SaveRequest, finish, persist, pin_newest, release
+from dlrover.snapshot.storage.places import Place
+from dlrover.snapshot.storage.retention import KeepLatest
+from dlrover.snapshot.storage.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
 
 PART = "model_states"

@@ -25,8 +25,8 @@ from megatron.training import checkpointing  # noqa: E402
 from megatron.training.global_vars import set_args  # noqa: E402
 
 from dlrover.protocol.errors import ConfigError  # noqa: E402
-from dlrover.snapshot.checksum import Corrupt  # noqa: E402
-from dlrover.snapshot.manifest import ManifestInvalid  # noqa: E402
+from dlrover.snapshot.memory.checksum import Corrupt  # noqa: E402
+from dlrover.snapshot.storage.manifest import ManifestInvalid  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint import megatron, megatron_dist_ckpt  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.megatron import MegatronCheckpointer, StorageType  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.megatron_dist_ckpt import MegatronDistCheckpointer  # noqa: E402

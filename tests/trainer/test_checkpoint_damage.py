@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.checksum import Corrupt
-from dlrover.snapshot.commit import TRACKER
-from dlrover.snapshot.contents import decode_contents
-from dlrover.snapshot.persist import persist, pin_newest, read_request, release, sum_slot
-from dlrover.snapshot.segment import Segment, segment_paths
+from dlrover.snapshot.memory.checksum import Corrupt
+from dlrover.snapshot.memory.contents import decode_contents
+from dlrover.snapshot.memory.segment import Segment, segment_paths
+from dlrover.snapshot.storage.commit import TRACKER
+from dlrover.snapshot.storage.persist import persist, pin_newest, read_request, release, sum_slot
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
 
 Make = Callable[[], DdpCheckpointer]
@@ -96,7 +96,7 @@ def test_flipped_bits_in_the_manifest_never_yield_another_state(make: Make, tmp_
     checkpointer = make()
     checkpointer.save_checkpoint(NEW, state_of(NEW))
     checkpointer.close()
-    from dlrover.snapshot.manifest import ManifestInvalid, decode_global_manifest
+    from dlrover.snapshot.storage.manifest import ManifestInvalid, decode_global_manifest
 
     content = (tmp_path / "checkpoints" / str(NEW) / ".dlrover" / "manifest.json").read_bytes()
     good = decode_global_manifest(content)

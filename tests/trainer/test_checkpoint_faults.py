@@ -16,8 +16,8 @@ from hypothesis import strategies as some
 
 pytest.importorskip("fsspec")
 
-from dlrover.snapshot.commit import committed_checkpoints, find_damage, latest_step
-from dlrover.snapshot.storage import storage_for
+from dlrover.snapshot.storage.commit import committed_checkpoints, find_damage, latest_step
+from dlrover.snapshot.storage.storage import storage_for
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
 from tests.trainer.faulty_files import SCHEME, Plan, install

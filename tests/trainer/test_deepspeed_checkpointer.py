@@ -13,11 +13,11 @@ import torch
 
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.checkpoint import SaveRequested
-from dlrover.snapshot.checksum import Corrupt
-from dlrover.snapshot.commit import locate
-from dlrover.snapshot.manifest import ManifestInvalid
-from dlrover.snapshot.segment import Segment
-from dlrover.snapshot.storage import LocalStorage
+from dlrover.snapshot.memory.checksum import Corrupt
+from dlrover.snapshot.memory.segment import Segment
+from dlrover.snapshot.storage.commit import locate
+from dlrover.snapshot.storage.manifest import ManifestInvalid
+from dlrover.snapshot.storage.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.deepspeed import (
     AsyncCheckpointAgent,
     AsyncSaveEngine,

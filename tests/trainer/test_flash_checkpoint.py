@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.manifest import ManifestInvalid
-from dlrover.snapshot.retention import KeepLatest
-from dlrover.snapshot.segment import segment_paths
+from dlrover.snapshot.memory.segment import segment_paths
+from dlrover.snapshot.storage.manifest import ManifestInvalid
+from dlrover.snapshot.storage.retention import KeepLatest
 from dlrover.trainer.torch.flash_checkpoint.agreement import Ranks, share_of
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
@@ -216,7 +216,7 @@ def test_storage_that_cannot_be_written_is_told_once_and_the_next_save_works(mak
 def test_a_save_is_skipped_while_all_other_slots_are_held(make, tmp_path):
     checkpointer = make()
     checkpointer.save_checkpoint(1, state_of(1), storage_type=StorageType.MEMORY)
-    from dlrover.snapshot.segment import Segment
+    from dlrover.snapshot.memory.segment import Segment
 
     [path] = segment_paths(checkpointer._engine.outlet.home)
     with Segment(path) as segment:
@@ -230,8 +230,8 @@ def test_a_save_is_skipped_while_all_other_slots_are_held(make, tmp_path):
 
 
 def test_a_flipped_bit_in_memory_is_caught_and_the_older_snapshot_taken(make):
-    from dlrover.snapshot.persist import sum_slot
-    from dlrover.snapshot.segment import Segment
+    from dlrover.snapshot.memory.segment import Segment
+    from dlrover.snapshot.storage.persist import sum_slot
 
     checkpointer = make()
     for step in (1, 2):

@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 
-from dlrover.snapshot.segment import Segment, segment_paths
+from dlrover.snapshot.memory.segment import Segment, segment_paths
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
 from tests.trainer.test_flash_checkpoint import assert_same, state_of

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrover.snapshot.copying import Copier
-from dlrover.snapshot.persist import sum_slot
-from dlrover.snapshot.segment import Segment, SegmentWriter, SlotName
-from dlrover.snapshot.segment_format import Owner
+from dlrover.snapshot.copy.copying import Copier
+from dlrover.snapshot.memory.segment import Segment, SegmentWriter, SlotName
+from dlrover.snapshot.memory.segment_format import Owner
+from dlrover.snapshot.storage.persist import sum_slot
 from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter, load_state
 from dlrover.trainer.torch.flash_checkpoint.early_look import EarlyLook
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from dlrover.snapshot.copying import Copier
-from dlrover.snapshot.layout import plan_state
-from dlrover.snapshot.segment import Segment, segment_paths
+from dlrover.snapshot.copy.copying import Copier
+from dlrover.snapshot.memory.layout import plan_state
+from dlrover.snapshot.memory.segment import Segment, segment_paths
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, own_ranks
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType

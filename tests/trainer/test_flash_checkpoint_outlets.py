@@ -12,9 +12,9 @@ import torch
 from dlrover.protocol.local_frames import pack, receive_frame
 from dlrover.protocol.messages.checkpoint import CheckpointSettled, OpenSnapshots, SnapshotSaved, SnapshotTaken
 from dlrover.protocol.messages.job import Round
-from dlrover.snapshot.contents import decode_contents
-from dlrover.snapshot.persist import pin_newest, read_request, release
-from dlrover.snapshot.places import Place, encode_place
+from dlrover.snapshot.memory.contents import decode_contents
+from dlrover.snapshot.storage.persist import pin_newest, read_request, release
+from dlrover.snapshot.storage.places import Place, encode_place
 from dlrover.trainer.environment import WorkerEnvironment
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
 from dlrover.trainer.torch.flash_checkpoint.outlets import AgentOutlet

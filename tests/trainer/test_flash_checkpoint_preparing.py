@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from dlrover.snapshot.copying import address_of
-from dlrover.snapshot.segment import SlotName, segment_paths
+from dlrover.snapshot.copy.copying import address_of
+from dlrover.snapshot.memory.segment import SlotName, segment_paths
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
 from dlrover.trainer.torch.flash_checkpoint.outlets import ThreadOutlet
 from dlrover.trainer.torch.flash_checkpoint.preparing import Preparation

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrover.snapshot.checksum import Corrupt
-from dlrover.snapshot.manifest import ManifestInvalid
+from dlrover.snapshot.memory.checksum import Corrupt
+from dlrover.snapshot.storage.manifest import ManifestInvalid
 from dlrover.trainer import environment
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 
-from dlrover.snapshot.segment import Segment  # noqa: E402
+from dlrover.snapshot.memory.segment import Segment  # noqa: E402
 from tests.trainer import fsdp_scenes as scenes  # noqa: E402
 from tests.trainer.fsdp_lab import Node, Ranks  # noqa: E402
 

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import (  # noqa: E402
 )
 
 from dlrover.protocol.errors import ConfigError  # noqa: E402
-from dlrover.snapshot.checksum import Corrupt  # noqa: E402
-from dlrover.snapshot.dcp_file import ELSEWHERE  # noqa: E402
-from dlrover.snapshot.manifest import ManifestInvalid  # noqa: E402
+from dlrover.snapshot.files.dcp_file import ELSEWHERE  # noqa: E402
+from dlrover.snapshot.memory.checksum import Corrupt  # noqa: E402
+from dlrover.snapshot.storage.manifest import ManifestInvalid  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint import dcp_items, fsdp_engine  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.dcp import (  # noqa: E402
     DirectoryReader,

@@ -20,8 +20,8 @@ with warnings.catch_warnings():
     )
 from safetensors.torch import load_file
 
-from dlrover.snapshot.checksum import Corrupt
-from dlrover.snapshot.manifest import ManifestInvalid
+from dlrover.snapshot.memory.checksum import Corrupt
+from dlrover.snapshot.storage.manifest import ManifestInvalid
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrover.snapshot.class_meta import ClassMeta
-from dlrover.snapshot.user_storage import PosixDiskStorage
+from dlrover.snapshot.storage.class_meta import ClassMeta
+from dlrover.snapshot.storage.user_storage import PosixDiskStorage
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
 from dlrover.trainer.torch.flash_checkpoint.old_saver import (
     DLROVER_CKPT_CONFIG_KEY,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dlrover.protocol.messages.checkpoint import SaveRequested
-from dlrover.snapshot.commit import latest_step
-from dlrover.snapshot.storage import storage_for
+from dlrover.snapshot.storage.commit import latest_step
+from dlrover.snapshot.storage.storage import storage_for
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
 
 

@@ -32,7 +32,7 @@ class OpenSnapshots(Struct, tag=True, frozen=True, kw_only=True):
     home: str
     place: bytes = b""
     """
-    Where it saves and with which classes, as `dlrover.snapshot.places` reads it. The agent follows a copy of another node only as
+    Where it saves and with which classes, as `dlrover.snapshot.storage.places` reads it. The agent follows a copy of another node only as
     far as a worker of its own has named the same.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlrover.protocol.errors import Unavailable
-from dlrover.snapshot.segment import SegmentWriter, SlotInWriting
+from dlrover.snapshot.memory.segment import SegmentWriter, SlotInWriting
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement
 
 

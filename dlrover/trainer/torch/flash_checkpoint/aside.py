@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dlrover.snapshot.contents import TORCH
-from dlrover.snapshot.copying import Copier, Span
-from dlrover.snapshot.persist import SaveRequest
+from dlrover.snapshot.copy.copying import Copier, Span
+from dlrover.snapshot.memory.contents import TORCH
+from dlrover.snapshot.storage.persist import SaveRequest
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.live import fresh_storage
 from dlrover.trainer.torch.flash_checkpoint.parts import skeleton_of

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from dlrover.snapshot.contents import RAW
+from dlrover.snapshot.memory.contents import RAW
 from dlrover.trainer.torch.flash_checkpoint.parts import RawPart
 from dlrover.trainer.torch.flash_checkpoint.safetensors_part import SafetensorsPart
 from dlrover.trainer.torch.flash_checkpoint.skeleton import Skeleton

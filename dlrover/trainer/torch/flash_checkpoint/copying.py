@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dlrover.snapshot.contents import FileEntry, decode_contents
-from dlrover.snapshot.copying import PIECE_BYTES, Blocks, Copier, CopyInProgress, Span, address_of
-from dlrover.snapshot.layout import Layout, Plan, plan_state
-from dlrover.snapshot.segment import PinnedSlot, SegmentWriter, SlotInWriting, SlotName
+from dlrover.snapshot.copy.copying import PIECE_BYTES, Blocks, Copier, CopyInProgress, Span, address_of
+from dlrover.snapshot.memory.contents import FileEntry, decode_contents
+from dlrover.snapshot.memory.layout import Layout, Plan, plan_state
+from dlrover.snapshot.memory.segment import PinnedSlot, SegmentWriter, SlotInWriting, SlotName
 from dlrover.trainer.torch.flash_checkpoint.describing import Describer, Description, Header
 from dlrover.trainer.torch.flash_checkpoint.device_copies import DeviceCopies, DevicePair
 from dlrover.trainer.torch.flash_checkpoint.frozen import Frozen, Looks, freeze, freeze_again

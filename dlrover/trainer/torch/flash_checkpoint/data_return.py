@@ -15,10 +15,10 @@ import msgspec
 import torch.distributed as dist
 
 from dlrover.protocol.messages.data import Claim
-from dlrover.snapshot.class_meta import ClassMeta
-from dlrover.snapshot.commit import committed_checkpoints, read_global_manifest
-from dlrover.snapshot.storage import full_path, parent_of
-from dlrover.snapshot.user_storage import storage_of
+from dlrover.snapshot.storage.class_meta import ClassMeta
+from dlrover.snapshot.storage.commit import committed_checkpoints, read_global_manifest
+from dlrover.snapshot.storage.storage import full_path, parent_of
+from dlrover.snapshot.storage.user_storage import storage_of
 from dlrover.trainer import data_steps, environment
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement
 from dlrover.trainer.torch.flash_checkpoint.restoring import Restored

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dlrover.protocol.errors import ConfigError, DLRoverError
-from dlrover.snapshot.copying import Copier
-from dlrover.snapshot.storage import storage_for
+from dlrover.snapshot.copy.copying import Copier
+from dlrover.snapshot.storage.storage import storage_for
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, StorageType
 from dlrover.trainer.torch.flash_checkpoint.dcp_items import DcpPart, resolve_items
 from dlrover.trainer.torch.flash_checkpoint.dcp_plan import data_file, encode_metadata, place, with_places

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from dlrover.snapshot.contents import DISTCP
-from dlrover.snapshot.dcp_file import ELSEWHERE, DcpItem, encode_table
-from dlrover.snapshot.segment_format import round_up
+from dlrover.snapshot.files.dcp_file import ELSEWHERE, DcpItem, encode_table
+from dlrover.snapshot.memory.contents import DISTCP
+from dlrover.snapshot.memory.segment_format import round_up
 from dlrover.trainer.torch.flash_checkpoint.skeleton import Skeleton, make_skeleton
 from dlrover.trainer.torch.flash_checkpoint.tensors import dtype_name
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dlrover.snapshot.dcp_file import ELSEWHERE, next_place
+from dlrover.snapshot.files.dcp_file import ELSEWHERE, next_place
 
 METADATA_FILE = ".metadata"
 _DCP_VERSION = "1.0.0"

@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dlrover.protocol.errors import ConfigError, DLRoverError
-from dlrover.snapshot.checksum import Corrupt
-from dlrover.snapshot.copying import Copier, Span
-from dlrover.snapshot.dcp_file import DcpItem
-from dlrover.snapshot.storage import LocalStorage, Storage, join
+from dlrover.snapshot.copy.copying import Copier, Span
+from dlrover.snapshot.files.dcp_file import DcpItem
+from dlrover.snapshot.memory.checksum import Corrupt
+from dlrover.snapshot.storage.storage import LocalStorage, Storage, join
 from dlrover.trainer.torch.flash_checkpoint.dcp_plan import METADATA_FILE
 from dlrover.trainer.torch.flash_checkpoint.reshard import Holding, SavedState, ShardSource
 from dlrover.trainer.torch.flash_checkpoint.tensors import dtype_of

@@ -26,7 +26,7 @@ from typing import Any
 
 from dlrover.agreed.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.manifest import DIRECTORY, ManifestInvalid
+from dlrover.snapshot.storage.manifest import DIRECTORY, ManifestInvalid
 from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType

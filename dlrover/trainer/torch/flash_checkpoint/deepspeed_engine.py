@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.commit import Committed
-from dlrover.snapshot.manifest import ManifestInvalid
-from dlrover.snapshot.newest import complete_up_to, newest_step
-from dlrover.snapshot.storage import Storage
-from dlrover.snapshot.user_storage import storage_of
+from dlrover.snapshot.storage.commit import Committed
+from dlrover.snapshot.storage.manifest import ManifestInvalid
+from dlrover.snapshot.storage.newest import complete_up_to, newest_step
+from dlrover.snapshot.storage.storage import Storage
+from dlrover.snapshot.storage.user_storage import storage_of
 from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from dlrover.snapshot.contents import Contents, FileEntry, encode_contents
-from dlrover.snapshot.layout import Layout, Plan
-from dlrover.snapshot.segment import SlotInWriting
+from dlrover.snapshot.memory.contents import Contents, FileEntry, encode_contents
+from dlrover.snapshot.memory.layout import Layout, Plan
+from dlrover.snapshot.memory.segment import SlotInWriting
 from dlrover.trainer.torch.flash_checkpoint.frozen import Frozen
 from dlrover.trainer.torch.flash_checkpoint.parts import skeleton_of
 from dlrover.trainer.torch.flash_checkpoint.pickle_template import Template, make_template

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dlrover.snapshot.copying import address_of
+from dlrover.snapshot.copy.copying import address_of
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 

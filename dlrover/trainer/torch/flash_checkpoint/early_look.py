@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.copying import prefault
-from dlrover.snapshot.persist import of_present_history
-from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName, segment_paths
+from dlrover.snapshot.copy.copying import prefault
+from dlrover.snapshot.memory.segment import PinnedSlot, Segment, SlotName, segment_paths
+from dlrover.snapshot.storage.persist import of_present_history
 
 _NUM_SUMMERS = 4
 

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 
 from dlrover.protocol.errors import ConfigError, Unavailable
-from dlrover.snapshot.commit import latest_step, read_global_manifest
-from dlrover.snapshot.copying import Copier
-from dlrover.snapshot.manifest import ManifestInvalid
-from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request
-from dlrover.snapshot.places import Place
-from dlrover.snapshot.segment import SlotName, segment_paths
-from dlrover.snapshot.segment_format import Owner
-from dlrover.snapshot.storage import LocalStorage, full_path, join
-from dlrover.snapshot.user_deletion import rule_for
-from dlrover.snapshot.user_storage import meta_for, shown_storage, storage_of
+from dlrover.snapshot.copy.copying import Copier
+from dlrover.snapshot.memory.segment import SlotName, segment_paths
+from dlrover.snapshot.memory.segment_format import Owner
+from dlrover.snapshot.storage.commit import latest_step, read_global_manifest
+from dlrover.snapshot.storage.manifest import ManifestInvalid
+from dlrover.snapshot.storage.persist import REQUEST, SaveRequest, encode_request
+from dlrover.snapshot.storage.places import Place
+from dlrover.snapshot.storage.storage import LocalStorage, full_path, join
+from dlrover.snapshot.storage.user_deletion import rule_for
+from dlrover.snapshot.storage.user_storage import meta_for, shown_storage, storage_of
 from dlrover.trainer import environment, phases
 from dlrover.trainer.torch.flash_checkpoint import data_return
 from dlrover.trainer.torch.flash_checkpoint.agreed_segments import AgreedSegments

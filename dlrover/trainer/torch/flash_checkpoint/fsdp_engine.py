@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dlrover.protocol.errors import ConfigError, DLRoverError, Unavailable
-from dlrover.snapshot.commit import committed_checkpoints, read_global_manifest
-from dlrover.snapshot.manifest import DIRECTORY
-from dlrover.snapshot.storage import full_path, join
-from dlrover.snapshot.torch_file import torch_file_bytes
-from dlrover.snapshot.user_storage import storage_of
+from dlrover.snapshot.files.torch_file import torch_file_bytes
+from dlrover.snapshot.storage.commit import committed_checkpoints, read_global_manifest
+from dlrover.snapshot.storage.manifest import DIRECTORY
+from dlrover.snapshot.storage.storage import full_path, join
+from dlrover.snapshot.storage.user_storage import storage_of
 from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult, StorageType
 from dlrover.trainer.torch.flash_checkpoint.dcp_items import (

@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 from dlrover.agreed.cadence import BUDGET
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.manifest import ManifestInvalid
-from dlrover.snapshot.newest import newest_complete
-from dlrover.snapshot.retention import KeepTotal, apply_retention
-from dlrover.snapshot.storage import LocalStorage
+from dlrover.snapshot.storage.manifest import ManifestInvalid
+from dlrover.snapshot.storage.newest import newest_complete
+from dlrover.snapshot.storage.retention import KeepTotal, apply_retention
+from dlrover.snapshot.storage.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.agreement import Ranks, own_ranks
 from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult

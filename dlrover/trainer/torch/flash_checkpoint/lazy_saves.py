@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.persist import SaveRequest
+from dlrover.snapshot.storage.persist import SaveRequest
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.copying import PendingSave
 from dlrover.trainer.torch.flash_checkpoint.lazy import LAZY, Changed, Memory, Staging, StepWatch

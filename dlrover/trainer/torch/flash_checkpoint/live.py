@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping
 
 import torch
 
-from dlrover.snapshot.layout import Layout, Path, children_of
+from dlrover.snapshot.memory.layout import Layout, Path, children_of
 from dlrover.trainer.torch.flash_checkpoint.tensors import TorchTensors
 
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from dlrover.agreed.cadence import BUDGET
-from dlrover.snapshot import user_deletion
-from dlrover.snapshot.storage import LocalStorage
-from dlrover.snapshot.user_storage import get_checkpoint_storage as get_checkpoint_storage
+from dlrover.snapshot.storage import user_deletion
+from dlrover.snapshot.storage.storage import LocalStorage
+from dlrover.snapshot.storage.user_storage import get_checkpoint_storage as get_checkpoint_storage
 from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType

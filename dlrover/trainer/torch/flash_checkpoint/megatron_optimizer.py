@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dlrover.snapshot.manifest import ManifestInvalid
+from dlrover.snapshot.storage.manifest import ManifestInvalid
 
 ParameterState = dict[int, dict[int, dict[int, dict[str, torch.Tensor]]]]
 

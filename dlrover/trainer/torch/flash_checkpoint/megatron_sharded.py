@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dlrover.agreed.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.contents import decode_contents
-from dlrover.snapshot.manifest import DIRECTORY, ManifestInvalid
-from dlrover.snapshot.persist import pin_newest, release
-from dlrover.snapshot.segment import Segment, segment_paths
-from dlrover.snapshot.storage import LocalStorage
+from dlrover.snapshot.memory.contents import decode_contents
+from dlrover.snapshot.memory.segment import Segment, segment_paths
+from dlrover.snapshot.storage.manifest import DIRECTORY, ManifestInvalid
+from dlrover.snapshot.storage.persist import pin_newest, release
+from dlrover.snapshot.storage.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType

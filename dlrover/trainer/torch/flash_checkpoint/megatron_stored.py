@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dlrover.snapshot.manifest import DIRECTORY, ManifestInvalid
-from dlrover.snapshot.newest import complete_up_to, newest_complete
-from dlrover.snapshot.storage import LocalStorage, Storage, join
+from dlrover.snapshot.storage.manifest import DIRECTORY, ManifestInvalid
+from dlrover.snapshot.storage.newest import complete_up_to, newest_complete
+from dlrover.snapshot.storage.storage import LocalStorage, Storage, join
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, own_ranks
 from dlrover.trainer.torch.flash_checkpoint.stored_files import newest_whole, refuse_damaged, told_by_first
 

@@ -20,14 +20,14 @@ import torch.distributed as dist
 from msgspec import Struct
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.contents import Contents, decode_contents
-from dlrover.snapshot.copying import Copier
-from dlrover.snapshot.direct_io import WriteOptions
-from dlrover.snapshot.file_kinds import write_kind
-from dlrover.snapshot.persist import SaveRequest, of_present_history, read_request
-from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName, segment_paths
-from dlrover.snapshot.segment_format import SegmentInvalid
-from dlrover.snapshot.storage import LocalStorage
+from dlrover.snapshot.copy.copying import Copier
+from dlrover.snapshot.files.direct_io import WriteOptions
+from dlrover.snapshot.files.file_kinds import write_kind
+from dlrover.snapshot.memory.contents import Contents, decode_contents
+from dlrover.snapshot.memory.segment import PinnedSlot, Segment, SlotName, segment_paths
+from dlrover.snapshot.memory.segment_format import SegmentInvalid
+from dlrover.snapshot.storage.persist import SaveRequest, of_present_history, read_request
+from dlrover.snapshot.storage.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.copying import load_state
 from dlrover.trainer.torch.flash_checkpoint.early_look import check
 

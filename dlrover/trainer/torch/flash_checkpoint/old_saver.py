@@ -22,16 +22,24 @@ import msgspec
 
 from dlrover.host.ownership import make_private
 from dlrover.protocol.errors import ConfigError, DLRoverError
-from dlrover.snapshot.class_meta import ClassMeta
-from dlrover.snapshot.commit import TRACKER
-from dlrover.snapshot.contents import decode_contents
-from dlrover.snapshot.copying import Copier
-from dlrover.snapshot.persist import SaveRequest, finish, is_complete, of_present_history, persist, pin_newest, release
-from dlrover.snapshot.persist import read_request as request_of
-from dlrover.snapshot.segment import Segment, SegmentWriter, SlotName, remove_segment, segment_paths
-from dlrover.snapshot.segment_format import Owner, SegmentInvalid
-from dlrover.snapshot.storage import LocalStorage, Storage, full_path, join, parent_of
-from dlrover.snapshot.user_storage import UserStorage, announce, storage_of
+from dlrover.snapshot.copy.copying import Copier
+from dlrover.snapshot.memory.contents import decode_contents
+from dlrover.snapshot.memory.segment import Segment, SegmentWriter, SlotName, remove_segment, segment_paths
+from dlrover.snapshot.memory.segment_format import Owner, SegmentInvalid
+from dlrover.snapshot.storage.class_meta import ClassMeta
+from dlrover.snapshot.storage.commit import TRACKER
+from dlrover.snapshot.storage.persist import (
+    SaveRequest,
+    finish,
+    is_complete,
+    of_present_history,
+    persist,
+    pin_newest,
+    release,
+)
+from dlrover.snapshot.storage.persist import read_request as request_of
+from dlrover.snapshot.storage.storage import LocalStorage, Storage, full_path, join, parent_of
+from dlrover.snapshot.storage.user_storage import UserStorage, announce, storage_of
 from dlrover.trainer import environment
 from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter, load_state
 

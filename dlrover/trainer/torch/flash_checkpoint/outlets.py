@@ -35,11 +35,19 @@ from dlrover.protocol.messages.checkpoint import (
     TrainerNews,
 )
 from dlrover.protocol.messages.job import Hello
-from dlrover.snapshot.commit import ANOTHER_JOB
-from dlrover.snapshot.index import Home, remove_empty_root
-from dlrover.snapshot.persist import SaveRequest, finish, give_up, persist, pin_newest, release, wait_until_complete
-from dlrover.snapshot.places import Place, encode_place
-from dlrover.snapshot.segment import PinnedSlot, SlotName
+from dlrover.snapshot.memory.homes import Home, remove_empty_root
+from dlrover.snapshot.memory.segment import PinnedSlot, SlotName
+from dlrover.snapshot.storage.commit import ANOTHER_JOB
+from dlrover.snapshot.storage.persist import (
+    SaveRequest,
+    finish,
+    give_up,
+    persist,
+    pin_newest,
+    release,
+    wait_until_complete,
+)
+from dlrover.snapshot.storage.places import Place, encode_place
 from dlrover.trainer.environment import WorkerEnvironment, snapshot_dir
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from dlrover.snapshot.contents import RAW, TORCH
+from dlrover.snapshot.memory.contents import RAW, TORCH
 from dlrover.trainer.torch.flash_checkpoint.skeleton import Skeleton, make_skeleton, rebuild
 
 

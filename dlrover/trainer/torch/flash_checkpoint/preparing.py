@@ -16,8 +16,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.copying import address_of, prefault
-from dlrover.snapshot.segment import SlotName
+from dlrover.snapshot.copy.copying import address_of, prefault
+from dlrover.snapshot.memory.segment import SlotName
 from dlrover.trainer.torch.flash_checkpoint.device_copies import Pinning
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from dlrover.snapshot.checksum import Corrupt
-from dlrover.snapshot.direct_io import combine_sums, run_in_threads
-from dlrover.snapshot.layout import plan_state
-from dlrover.snapshot.manifest import FileRecord
+from dlrover.snapshot.files.direct_io import combine_sums, run_in_threads
+from dlrover.snapshot.memory.checksum import Corrupt
+from dlrover.snapshot.memory.layout import plan_state
+from dlrover.snapshot.storage.manifest import FileRecord
 from dlrover.trainer.torch.flash_checkpoint.live import fresh_storage, live_storages
 from dlrover.trainer.torch.flash_checkpoint.skeleton import rebuild
 from dlrover.trainer.torch.flash_checkpoint.tensors import TorchTensors

@@ -21,13 +21,13 @@ from typing import Protocol
 from msgspec import Struct
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.checksum import CHUNK_BYTES, Corrupt, checksum_function
-from dlrover.snapshot.contents import DISTCP, Contents, FileEntry, decode_contents
-from dlrover.snapshot.dcp_file import DcpItem, decode_table
-from dlrover.snapshot.mirror import copy_paths
-from dlrover.snapshot.persist import SaveRequest, of_present_history, read_request
-from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName, remove_segment, segment_paths
-from dlrover.snapshot.segment_format import SegmentInvalid
+from dlrover.snapshot.files.dcp_file import DcpItem, decode_table
+from dlrover.snapshot.memory.checksum import CHUNK_BYTES, Corrupt, checksum_function
+from dlrover.snapshot.memory.contents import DISTCP, Contents, FileEntry, decode_contents
+from dlrover.snapshot.memory.mirror import copy_paths
+from dlrover.snapshot.memory.segment import PinnedSlot, Segment, SlotName, remove_segment, segment_paths
+from dlrover.snapshot.memory.segment_format import SegmentInvalid
+from dlrover.snapshot.storage.persist import SaveRequest, of_present_history, read_request
 from dlrover.trainer.torch.flash_checkpoint.early_look import EarlyLook, close_behind
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")

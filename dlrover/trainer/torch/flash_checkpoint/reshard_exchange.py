@@ -21,9 +21,9 @@ from msgspec.structs import replace
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.dcp_file import DcpItem
-from dlrover.snapshot.layout import LINE_ALIGNMENT
-from dlrover.snapshot.segment_format import round_up
+from dlrover.snapshot.files.dcp_file import DcpItem
+from dlrover.snapshot.memory.layout import LINE_ALIGNMENT
+from dlrover.snapshot.memory.segment_format import round_up
 from dlrover.trainer import data_steps
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement
 from dlrover.trainer.torch.flash_checkpoint.dcp_reading import fit_to, index_of, metadata_of_items, plan_load

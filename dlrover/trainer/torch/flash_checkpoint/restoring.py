@@ -20,23 +20,23 @@ from msgspec import Struct
 
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.data import Claim
-from dlrover.snapshot.checksum import Corrupt
-from dlrover.snapshot.class_meta import ClassMeta
-from dlrover.snapshot.commit import (
+from dlrover.snapshot.copy.copying import Copier
+from dlrover.snapshot.memory.checksum import Corrupt
+from dlrover.snapshot.memory.contents import TORCH, decode_extra
+from dlrover.snapshot.memory.segment import Segment, SlotName, segment_paths
+from dlrover.snapshot.memory.segment_format import SegmentInvalid
+from dlrover.snapshot.storage.class_meta import ClassMeta
+from dlrover.snapshot.storage.commit import (
     TRACKER,
     Committed,
     committed_checkpoints,
     read_global_manifest,
 )
-from dlrover.snapshot.contents import TORCH, decode_extra
-from dlrover.snapshot.copying import Copier
-from dlrover.snapshot.manifest import DIRECTORY, FileRecord, ManifestInvalid
-from dlrover.snapshot.newest import complete_up_to, newest_step
-from dlrover.snapshot.persist import SaveRequest, of_present_history, request_in
-from dlrover.snapshot.segment import Segment, SlotName, segment_paths
-from dlrover.snapshot.segment_format import SegmentInvalid
-from dlrover.snapshot.storage import LocalStorage, join, read_bytes
-from dlrover.snapshot.user_storage import storage_of
+from dlrover.snapshot.storage.manifest import DIRECTORY, FileRecord, ManifestInvalid
+from dlrover.snapshot.storage.newest import complete_up_to, newest_step
+from dlrover.snapshot.storage.persist import SaveRequest, of_present_history, request_in
+from dlrover.snapshot.storage.storage import LocalStorage, join, read_bytes
+from dlrover.snapshot.storage.user_storage import storage_of
 from dlrover.trainer import data_steps
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, Share
 from dlrover.trainer.torch.flash_checkpoint.copying import load_state

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from dlrover.snapshot.contents import SAFETENSORS
-from dlrover.snapshot.safetensors_file import DTYPES, SafetensorsTable, TensorPlace, encode_table
+from dlrover.snapshot.files.safetensors_file import DTYPES, SafetensorsTable, TensorPlace, encode_table
+from dlrover.snapshot.memory.contents import SAFETENSORS
 from dlrover.trainer.torch.flash_checkpoint.skeleton import Skeleton
 from dlrover.trainer.torch.flash_checkpoint.tensors import dtype_name
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.serialization import location_tag, normalize_storage_type
 
-from dlrover.snapshot.contents import TORCH
+from dlrover.snapshot.memory.contents import TORCH
 
 PICKLE_PROTOCOL = 2
 """The one of `torch.save`; `torch.load(weights_only=True)` understands it."""

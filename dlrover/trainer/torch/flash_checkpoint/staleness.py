@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from dlrover.snapshot.layout import Layout
+from dlrover.snapshot.memory.layout import Layout
 from dlrover.trainer.torch.flash_checkpoint.tensors import dtype_name
 
 NUM_SAMPLES = 128

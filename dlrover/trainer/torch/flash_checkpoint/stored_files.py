@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.checksum import Corrupt
-from dlrover.snapshot.commit import (
+from dlrover.snapshot.memory.checksum import Corrupt
+from dlrover.snapshot.storage.commit import (
     Committed,
     committed_checkpoints,
     find_damage,
     has_damaged_manifest,
     read_global_manifest,
 )
-from dlrover.snapshot.manifest import ManifestInvalid
-from dlrover.snapshot.newest import complete_up_to
-from dlrover.snapshot.storage import Storage
+from dlrover.snapshot.storage.manifest import ManifestInvalid
+from dlrover.snapshot.storage.newest import complete_up_to
+from dlrover.snapshot.storage.storage import Storage
 from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, Ranks
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dlrover.snapshot.layout import TensorFacts
+from dlrover.snapshot.memory.layout import TensorFacts
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 

@@ -25,9 +25,14 @@ from msgspec.structs import replace
 
 from dlrover.protocol.errors import DLRoverError, Rejected
 from dlrover.protocol.messages.data import Claim
-from dlrover.snapshot.checksum import best_algorithm, chunk_checksums
-from dlrover.snapshot.class_meta import ClassMeta
-from dlrover.snapshot.commit import (
+from dlrover.snapshot.files.direct_io import WriteOptions, WriteStopped
+from dlrover.snapshot.files.file_kinds import write_kind
+from dlrover.snapshot.memory.checksum import best_algorithm, chunk_checksums
+from dlrover.snapshot.memory.contents import Contents, decode_contents
+from dlrover.snapshot.memory.segment import PinnedSlot, Segment, SlotName
+from dlrover.snapshot.memory.segment_format import SegmentInvalid, Sums, encode_sums
+from dlrover.snapshot.storage.class_meta import ClassMeta
+from dlrover.snapshot.storage.commit import (
     Attempt,
     Committed,
     Tracker,
@@ -39,16 +44,11 @@ from dlrover.snapshot.commit import (
     stage,
     staged_manifests,
 )
-from dlrover.snapshot.contents import Contents, decode_contents
-from dlrover.snapshot.direct_io import WriteOptions, WriteStopped
-from dlrover.snapshot.file_kinds import write_kind
-from dlrover.snapshot.manifest import FileRecord, GlobalManifest, RankManifest, TensorRecord, Topology
-from dlrover.snapshot.retention import KeepInterval, KeepLatest, MoreRules, apply_retention
-from dlrover.snapshot.segment import PinnedSlot, Segment, SlotName
-from dlrover.snapshot.segment_format import SegmentInvalid, Sums, encode_sums
-from dlrover.snapshot.storage import LocalStorage, Renaming, Storage, join, parent_of
-from dlrover.snapshot.user_deletion import UserDeletion
-from dlrover.snapshot.user_storage import announce, storage_of
+from dlrover.snapshot.storage.manifest import FileRecord, GlobalManifest, RankManifest, TensorRecord, Topology
+from dlrover.snapshot.storage.retention import KeepInterval, KeepLatest, MoreRules, apply_retention
+from dlrover.snapshot.storage.storage import LocalStorage, Renaming, Storage, join, parent_of
+from dlrover.snapshot.storage.user_deletion import UserDeletion
+from dlrover.snapshot.storage.user_storage import announce, storage_of
 
 log = logging.getLogger("dlrover.snapshot")
 

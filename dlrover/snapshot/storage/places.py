@@ -16,9 +16,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.class_meta import ClassMeta
-from dlrover.snapshot.persist import SaveRequest
-from dlrover.snapshot.user_deletion import DeletionRule
+from dlrover.snapshot.storage.class_meta import ClassMeta
+from dlrover.snapshot.storage.persist import SaveRequest
+from dlrover.snapshot.storage.user_deletion import DeletionRule
 
 log = logging.getLogger("dlrover.snapshot")
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 
-from dlrover.snapshot.persist import sum_slot
-from dlrover.snapshot.segment import Segment, SlotName
-from dlrover.snapshot.segment_format import SegmentInvalid
+from dlrover.snapshot.memory.segment import Segment, SlotName
+from dlrover.snapshot.memory.segment_format import SegmentInvalid
+from dlrover.snapshot.storage.persist import sum_slot
 
 
 class Summer:

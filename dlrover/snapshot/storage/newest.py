@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 
-from dlrover.snapshot.commit import (
+from dlrover.snapshot.storage.commit import (
     TRACKER,
     Committed,
     committed_checkpoints,
@@ -20,8 +20,8 @@ from dlrover.snapshot.commit import (
     locate,
     read_global_manifest,
 )
-from dlrover.snapshot.manifest import DIRECTORY, ManifestInvalid
-from dlrover.snapshot.storage import Renaming, Storage, join
+from dlrover.snapshot.storage.manifest import DIRECTORY, ManifestInvalid
+from dlrover.snapshot.storage.storage import Renaming, Storage, join
 
 log = logging.getLogger("dlrover.snapshot")
 

@@ -11,13 +11,13 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dlrover.snapshot.contents import DISTCP, RAW, SAFETENSORS, TORCH, Contents, FileEntry
-from dlrover.snapshot.dcp_file import dcp_image
-from dlrover.snapshot.direct_io import Late, Piece, WriteOptions, WrittenFile, image_chunks, write_file
-from dlrover.snapshot.safetensors_file import safetensors_image
-from dlrover.snapshot.segment_format import SegmentInvalid
-from dlrover.snapshot.storage import LocalStorage, Storage
-from dlrover.snapshot.torch_file import file_storages, torch_image
+from dlrover.snapshot.files.dcp_file import dcp_image
+from dlrover.snapshot.files.direct_io import Late, Piece, WriteOptions, WrittenFile, image_chunks, write_file
+from dlrover.snapshot.files.safetensors_file import safetensors_image
+from dlrover.snapshot.files.torch_file import file_storages, torch_image
+from dlrover.snapshot.memory.contents import DISTCP, RAW, SAFETENSORS, TORCH, Contents, FileEntry
+from dlrover.snapshot.memory.segment_format import SegmentInvalid
+from dlrover.snapshot.storage.storage import LocalStorage, Storage
 
 
 class FileImage(NamedTuple):

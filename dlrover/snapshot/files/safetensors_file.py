@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
-from dlrover.snapshot.direct_io import BLOCK_BYTES, DIRECT_FROM_BYTES, Late, Piece
-from dlrover.snapshot.segment_format import SegmentInvalid, round_up
+from dlrover.snapshot.files.direct_io import BLOCK_BYTES, DIRECT_FROM_BYTES, Late, Piece
+from dlrover.snapshot.memory.segment_format import SegmentInvalid, round_up
 
 DTYPES: dict[str, tuple[str, int]] = {
     "bool": ("BOOL", 1),

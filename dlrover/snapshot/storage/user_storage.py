@@ -24,13 +24,13 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from dlrover.protocol.errors import ConfigError, DLRoverError
-from dlrover.snapshot.class_meta import ClassMeta, Rebuildable, build, describe
-from dlrover.snapshot.commit import TRACKER
-from dlrover.snapshot.direct_io import UNIT_BYTES, WrittenFile
-from dlrover.snapshot.storage import UNKNOWN_SIZE, LocalStorage, Storage, StoredName, storage_for
-from dlrover.snapshot.user_deletion import CheckpointDeletionStrategy
-from dlrover.snapshot.user_deletion import KeepLatestStepStrategy as KeepLatestStepStrategy
-from dlrover.snapshot.user_deletion import KeepStepIntervalStrategy as KeepStepIntervalStrategy
+from dlrover.snapshot.files.direct_io import UNIT_BYTES, WrittenFile
+from dlrover.snapshot.storage.class_meta import ClassMeta, Rebuildable, build, describe
+from dlrover.snapshot.storage.commit import TRACKER
+from dlrover.snapshot.storage.storage import UNKNOWN_SIZE, LocalStorage, Storage, StoredName, storage_for
+from dlrover.snapshot.storage.user_deletion import CheckpointDeletionStrategy
+from dlrover.snapshot.storage.user_deletion import KeepLatestStepStrategy as KeepLatestStepStrategy
+from dlrover.snapshot.storage.user_deletion import KeepStepIntervalStrategy as KeepStepIntervalStrategy
 
 log = logging.getLogger("dlrover.snapshot")
 

@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.checksum import CHUNK_BYTES, Algorithm
+from dlrover.snapshot.memory.checksum import CHUNK_BYTES, Algorithm
 
 MAGIC = b"DLRSEGM\x00"
 FORMAT_VERSION = 1

@@ -14,11 +14,11 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.snapshot.checksum import Corrupt
-from dlrover.snapshot.mirror import read_transfer
-from dlrover.snapshot.persist import SaveRequest
-from dlrover.snapshot.segment import PinnedSlot
-from dlrover.snapshot.segment_format import Geometry, SlotRecord, Sums, encode_record, encode_sums
+from dlrover.snapshot.memory.checksum import Corrupt
+from dlrover.snapshot.memory.mirror import read_transfer
+from dlrover.snapshot.memory.segment import PinnedSlot
+from dlrover.snapshot.memory.segment_format import Geometry, SlotRecord, Sums, encode_record, encode_sums
+from dlrover.snapshot.storage.persist import SaveRequest
 
 _MAX_HEAD_BYTES = 64 * 1024 * 1024
 

@@ -20,10 +20,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dlrover.snapshot.contents import Contents
-from dlrover.snapshot.direct_io import Late, Piece, WriteOptions, WrittenFile, image_chunks, write_file
-from dlrover.snapshot.layout import LINE_ALIGNMENT, PAGE_ALIGNED_FROM_BYTES, PAGE_ALIGNMENT
-from dlrover.snapshot.segment_format import round_up
+from dlrover.snapshot.files.direct_io import Late, Piece, WriteOptions, WrittenFile, image_chunks, write_file
+from dlrover.snapshot.memory.contents import Contents
+from dlrover.snapshot.memory.layout import LINE_ALIGNMENT, PAGE_ALIGNED_FROM_BYTES, PAGE_ALIGNMENT
+from dlrover.snapshot.memory.segment_format import round_up
 
 ARCHIVE = "archive"
 _VERSION = b"3\n"

@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from msgspec import Struct
 
 from dlrover.protocol.errors import ConfigError, DLRoverError
-from dlrover.snapshot.direct_io import UNIT_BYTES, WrittenFile, file_crc32, run_in_threads
+from dlrover.snapshot.files.direct_io import UNIT_BYTES, WrittenFile, file_crc32, run_in_threads
 
 Read = TypeVar("Read")
 UNKNOWN_SIZE = -1

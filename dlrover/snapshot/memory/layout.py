@@ -21,7 +21,7 @@ from typing import Protocol
 import msgspec
 from msgspec import Struct
 
-from dlrover.snapshot.segment_format import SegmentInvalid, round_up
+from dlrover.snapshot.memory.segment_format import SegmentInvalid, round_up
 
 LINE_ALIGNMENT = 64
 PAGE_ALIGNMENT = 4096

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from dlrover.snapshot.commit import Committed, committed_checkpoints, delete_checkpoint, latest_step
-from dlrover.snapshot.manifest import DIRECTORY
-from dlrover.snapshot.storage import Storage, join
+from dlrover.snapshot.storage.commit import Committed, committed_checkpoints, delete_checkpoint, latest_step
+from dlrover.snapshot.storage.manifest import DIRECTORY
+from dlrover.snapshot.storage.storage import Storage, join
 
 KEEP = "keep"
 """Name of the file, beside the manifest, that pins a checkpoint. Its content is for people."""

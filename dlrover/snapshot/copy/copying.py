@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from dlrover.snapshot.streaming import LINE_BYTES, Stream, load_streaming_copy
+from dlrover.snapshot.copy.streaming import LINE_BYTES, Stream, load_streaming_copy
 
 PIECE_BYTES = 8 * 1024 * 1024
 """Unit of work of a thread. Measured: 1 to 64 MiB make no difference, below that fetching work begins to count."""

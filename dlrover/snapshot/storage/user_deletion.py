@@ -22,8 +22,8 @@ import msgspec
 from msgspec import Struct
 
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.class_meta import ClassMeta, Rebuildable, build, describe
-from dlrover.snapshot.retention import KeepInterval, KeepLatest, MoreRules
+from dlrover.snapshot.storage.class_meta import ClassMeta, Rebuildable, build, describe
+from dlrover.snapshot.storage.retention import KeepInterval, KeepLatest, MoreRules
 
 log = logging.getLogger("dlrover.snapshot")
 

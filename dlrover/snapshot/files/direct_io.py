@@ -29,8 +29,8 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.checksum import combine_crc32
-from dlrover.snapshot.segment_format import round_up
+from dlrover.snapshot.memory.checksum import combine_crc32
+from dlrover.snapshot.memory.segment_format import round_up
 
 BLOCK_BYTES = 4096
 UNIT_BYTES = 8 * 1024 * 1024

@@ -21,11 +21,11 @@ from typing import Self
 from msgspec.structs import replace
 
 from dlrover.protocol.errors import Unavailable
-from dlrover.snapshot.checksum import CHUNK_BYTES, Corrupt, checksum_function
-from dlrover.snapshot.locks import ByteLocks
-from dlrover.snapshot.room import find_room
-from dlrover.snapshot.segment import SUFFIX, Segment, SlotName, boot_id, remove_segment, segment_paths
-from dlrover.snapshot.segment_format import (
+from dlrover.snapshot.memory.checksum import CHUNK_BYTES, Corrupt, checksum_function
+from dlrover.snapshot.memory.locks import ByteLocks
+from dlrover.snapshot.memory.room import find_room
+from dlrover.snapshot.memory.segment import SUFFIX, Segment, SlotName, boot_id, remove_segment, segment_paths
+from dlrover.snapshot.memory.segment_format import (
     MAX_SLOTS,
     PAGE_BYTES,
     RECORD_BYTES,

@@ -38,11 +38,11 @@ from typing import Self
 from msgspec import Struct
 
 from dlrover.protocol.errors import ConfigError, Unavailable
-from dlrover.snapshot.checksum import Corrupt, best_algorithm, chunk_checksums, find_corrupt_chunks
-from dlrover.snapshot.copying import address_of
-from dlrover.snapshot.locks import ByteLocks
-from dlrover.snapshot.room import find_room
-from dlrover.snapshot.segment_format import (
+from dlrover.snapshot.copy.copying import address_of
+from dlrover.snapshot.memory.checksum import Corrupt, best_algorithm, chunk_checksums, find_corrupt_chunks
+from dlrover.snapshot.memory.locks import ByteLocks
+from dlrover.snapshot.memory.room import find_room
+from dlrover.snapshot.memory.segment_format import (
     PAGE_BYTES,
     RECORD_BYTES,
     Geometry,

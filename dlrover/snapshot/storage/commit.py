@@ -30,7 +30,7 @@ from msgspec import Struct
 
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.checkpoint import digest_of_shards
-from dlrover.snapshot.manifest import (
+from dlrover.snapshot.storage.manifest import (
     DIRECTORY,
     GLOBAL_NAME,
     GlobalManifest,
@@ -44,7 +44,7 @@ from dlrover.snapshot.manifest import (
     join_manifests,
     rank_manifest_name,
 )
-from dlrover.snapshot.storage import PREPARED, UNKNOWN_SIZE, LocalStorage, Renaming, Storage, join, parent_of
+from dlrover.snapshot.storage.storage import PREPARED, UNKNOWN_SIZE, LocalStorage, Renaming, Storage, join, parent_of
 
 TRACKER = "dlrover_latest.txt"
 """Names the newest committed step, in decimal. Written before the frameworks' own trackers."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from dlrover.snapshot.layout import Layout, decode_layout, encode_layout, layout_hash
-from dlrover.snapshot.segment_format import SegmentInvalid
+from dlrover.snapshot.memory.layout import Layout, decode_layout, encode_layout, layout_hash
+from dlrover.snapshot.memory.segment_format import SegmentInvalid
 
 _LAYOUT = "layout"
 _FILES = "files"
@@ -41,7 +41,7 @@ class FileEntry(Struct, frozen=True):
     path: str = ""
     """Where it goes, relative to the checkpoint; empty when the state is only kept in memory."""
     kind: str = TORCH
-    """How its bytes are put together: `dlrover.snapshot.file_kinds` knows them."""
+    """How its bytes are put together: `dlrover.snapshot.files.file_kinds` knows them."""
 
 
 class Contents(Struct, frozen=True):

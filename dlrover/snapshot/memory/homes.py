@@ -24,9 +24,9 @@ from msgspec import Struct
 
 from dlrover.host.ownership import make_private
 from dlrover.protocol.errors import Unavailable
-from dlrover.snapshot.locks import ByteLocks
-from dlrover.snapshot.segment import Segment, SlotName, boot_id, remove_segment, segment_paths
-from dlrover.snapshot.segment_format import SegmentInvalid
+from dlrover.snapshot.memory.locks import ByteLocks
+from dlrover.snapshot.memory.segment import Segment, SlotName, boot_id, remove_segment, segment_paths
+from dlrover.snapshot.memory.segment_format import SegmentInvalid
 
 OWNER_FILE = "owner.json"
 ORPHAN_GRACE = 600.0

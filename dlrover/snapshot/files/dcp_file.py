@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
-from dlrover.snapshot.direct_io import Late, Piece
-from dlrover.snapshot.layout import LINE_ALIGNMENT, PAGE_ALIGNED_FROM_BYTES, PAGE_ALIGNMENT
-from dlrover.snapshot.segment_format import SegmentInvalid, round_up
-from dlrover.snapshot.torch_file import torch_file_bytes, torch_image
+from dlrover.snapshot.files.direct_io import Late, Piece
+from dlrover.snapshot.files.torch_file import torch_file_bytes, torch_image
+from dlrover.snapshot.memory.layout import LINE_ALIGNMENT, PAGE_ALIGNED_FROM_BYTES, PAGE_ALIGNMENT
+from dlrover.snapshot.memory.segment_format import SegmentInvalid, round_up
 
 ELSEWHERE = -1
 """Place of an item that another rank writes."""
