@@ -24,8 +24,8 @@ from typing import Any
 from figures import summarise, table
 
 from dlrover.agent.config import WatchConfig
-from dlrover.agent.seats import Seat
-from dlrover.agent.watch import Watch
+from dlrover.agent.monitor.progress import Watch
+from dlrover.agent.monitor.worker_view import Seat
 from dlrover.protocol.messages.job import Incarnation, NodeId, Round, WorldSpec
 from dlrover.protocol.messages.watch import WatchObservation
 

@@ -13,7 +13,7 @@ import json
 import sys
 
 from dlrover.agent.relay import Relay
-from dlrover.agent.worker_socket import WorkerSocket
+from dlrover.agent.workers.socket import WorkerSocket
 from dlrover.protocol.messages.job import (
     Attach,
     Attached,

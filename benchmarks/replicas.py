@@ -25,8 +25,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from dlrover.agent.replica_config import ReplicaConfig
-from dlrover.agent.replicas import Replicas
+from dlrover.agent.replicas.config import ReplicaConfig
+from dlrover.agent.replicas.exchange import Replicas
 from dlrover.protocol.messages.job import AgentCommand, NodeId, NodeRank, Query, Round, WorldSpec
 from dlrover.protocol.messages.peers import AskPeers, Peer, Peers
 from dlrover.snapshot.memory.contents import Contents, encode_contents

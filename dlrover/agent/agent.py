@@ -22,15 +22,15 @@ from typing import NamedTuple, Protocol, assert_never
 from msgspec.structs import replace
 
 from dlrover.agent.config import AgentConfig, AgentResult
-from dlrover.agent.driver import Group, WorkerDriver
 from dlrover.agent.failover import Failover
-from dlrover.agent.failures import fit_into_report
+from dlrover.agent.monitor.progress import FirstStep
 from dlrover.agent.node_check import CheckOutcome, CheckRunner, RunTask
 from dlrover.agent.preemption import wait_for_notice
 from dlrover.agent.recovery import Recovery
 from dlrover.agent.relay import Ask, Relay
-from dlrover.agent.watch import FirstStep
-from dlrover.agent.worker_group import Failed, Finished, PortOffer
+from dlrover.agent.workers.driver import Group, WorkerDriver
+from dlrover.agent.workers.failures import fit_into_report
+from dlrover.agent.workers.group import Failed, Finished, PortOffer
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import DLRoverError, JobError, Rejected, Unavailable
 from dlrover.protocol.messages.check import ExitClass, ReportCheck

@@ -23,11 +23,11 @@ import msgspec
 from msgspec.structs import replace
 
 from dlrover.agent.config import AgentConfig, Entry, EntryKind, LogConfig, Streams
-from dlrover.agent.output import WorkerOutput
-from dlrover.agent.process_tree import ProcessTree
-from dlrover.agent.spawner import Spawner
-from dlrover.agent.worker_group import Failed, Finished, PortOffer, WorkerGroup
-from dlrover.agent.worker_socket import WorkerSocket
+from dlrover.agent.workers.group import Failed, Finished, PortOffer, WorkerGroup
+from dlrover.agent.workers.output import WorkerOutput
+from dlrover.agent.workers.process_tree import ProcessTree
+from dlrover.agent.workers.socket import WorkerSocket
+from dlrover.agent.workers.spawner import Spawner
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.check import MAX_CHECK_MESSAGE, CheckTerms, ExitClass
 from dlrover.protocol.messages.job import Check, Micros, NodeRank, Round, StopCause, WorkerFailure, WorldSpec

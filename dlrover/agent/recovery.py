@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dlrover.agent.watch import FirstStep
+from dlrover.agent.monitor.progress import FirstStep
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.goodput import AskFault, FaultTold
 from dlrover.protocol.messages.job import NodeRank, Reply, Round, WorldSpec

@@ -86,7 +86,7 @@ class Programs(NamedTuple):
 
 def process_tree() -> ModuleType:
     """Imported late: the agent's start must not wait for `ctypes`."""
-    from dlrover.agent import process_tree
+    from dlrover.agent.workers import process_tree
 
     return process_tree
 
@@ -583,7 +583,7 @@ class Launcher:
         An agent that has just been started has no handlers yet, and there are signals that would stop it, or go unnoticed. Of Ctrl-C
         Python would show a traceback; a handler for SIGTERM is never Python's own.
         """
-        from dlrover.agent.reaction import caught_signals
+        from dlrover.agent.workers.sigterm import caught_signals
 
         assert self._agent is not None, "nobody to hear it"
         return {number, signal.SIGTERM} <= caught_signals(self._agent)

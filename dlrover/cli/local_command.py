@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.agent.process_tree import kill_descendants
+from dlrover.agent.workers.process_tree import kill_descendants
 from dlrover.cli import job_names, processes
 from dlrover.cli.command_line import OPTION_NAMES, nearest, parse
 from dlrover.cli.console import say_block

@@ -398,7 +398,7 @@ def reap(
             _remove_node(left.path)
         for job in _subdirectories(root):
             _remove_empty_job(job)
-    from dlrover.agent.cgroups import remove_abandoned
+    from dlrover.agent.workers.cgroups import remove_abandoned
 
     remove_abandoned(older_than)
     return stale
@@ -483,7 +483,7 @@ def _kill_processes_of(paths: list[str]) -> None:
 
 
 def _remove_node(path: str) -> None:
-    from dlrover.agent.cgroups import clear_recorded  # late: only an agent that was killed left anything there
+    from dlrover.agent.workers.cgroups import clear_recorded  # late: only an agent that was killed left anything there
 
     clear_recorded(path)
     _remove_tree(path)

@@ -60,6 +60,6 @@ def _scrapes(text: str) -> tuple[str, ...]:
     urls = tuple(url.strip() for url in text.split(",") if url.strip())
     if not urls:
         return ()
-    from dlrover.agent.scrape import check_url  # late: few need it
+    from dlrover.agent.monitor.scrape import check_url  # late: few need it
 
     return tuple(check_url(url) for url in urls)

@@ -2,7 +2,7 @@
 The node side of the original's diagnosis, for scripts and plug-ins: `DiagnosisMonitor`, and what a collector derives from.
 
 A collector of your own is found by the entry point group `dlrover.collectors`, whatever it derives from; the agent calls its
-`collect_data` (`dlrover.agent.collectors`).
+`collect_data` (`dlrover.agent.monitor.collectors`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import abc
 import logging
 from collections.abc import Mapping
 
-from dlrover.agent.old_diagnosis_data import ChipMetrics, CudaLog, DiagnosisData, TrainingLog
+from dlrover.agent.monitor.old_diagnosis_data import ChipMetrics, CudaLog, DiagnosisData, TrainingLog
 from dlrover.compat.files import read_last_n_lines
 from dlrover.compat.singleton import Singleton
 

@@ -61,7 +61,7 @@ from dlrover.trainer import environment, phases, progress
 from dlrover.trainer.agent_link import Link, current_link
 
 if TYPE_CHECKING:
-    from dlrover.agent.old_diagnosis_data import DiagnosisData
+    from dlrover.agent.monitor.old_diagnosis_data import DiagnosisData
     from dlrover.master.diagnosis_actions import DiagnosisAction
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ HANDLER_INSTALLED = signal.SIGRTMAX - 3
 HANDLER_BEGAN = signal.SIGRTMAX - 4
 """
 Never sent. A worker that catches the first has a Python handler for SIGTERM, one that catches the second has begun to run it:
-`dlrover.agent.reaction` reads that from outside.
+`dlrover.agent.workers.sigterm` reads that from outside.
 """
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 _STORAGE = "dlrover.snapshot.storage.user_storage"
 _FAILOVER = "dlrover.agent.failover"
 _ACTIONS = "dlrover.master.diagnosis_actions"
-_DATA = "dlrover.agent.old_diagnosis_data"
+_DATA = "dlrover.agent.monitor.old_diagnosis_data"
 _SHARED = "dlrover.trainer.shared_objects"
 _SAVER = "dlrover.trainer.torch.flash_checkpoint.old_saver"
 _COMPAT = "dlrover.compat"

@@ -3,7 +3,7 @@ A virtual agent: behaves towards the master as the real one does, with workers t
 
 It follows the newest wish, keeps one stream to the master that heals itself, repeats what was never answered under its
 old number, gives its life up when the master has, and kills its workers first when it wakes up too late. What the real
-agent does in `dlrover/agent/agent.py` and `dlrover/agent/driver.py` is done here, event by event. Each part of it keeps
+agent does in `dlrover/agent/agent.py` and `dlrover/agent/workers/driver.py` is done here, event by event. Each part of it keeps
 its own state: the stream (`channel.py`), what waits for an answer (`outbox.py`), wishes, workers, sleep and departure.
 """
 

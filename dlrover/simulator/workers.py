@@ -1,7 +1,7 @@
 """
 The workers of a virtual agent: started for a world, stopped for the next one, with ends of their own.
 
-As `dlrover/agent/driver.py` does, it approaches what is wanted one step at a time: whoever runs for another world is stopped
+As `dlrover/agent/workers/driver.py` does, it approaches what is wanted one step at a time: whoever runs for another world is stopped
 first, however often the wish changes meanwhile. How workers ended is reported from here, because what is claimed when
 the agent attaches again, a finished round or a running one, has to fit it.
 """

@@ -1,7 +1,7 @@
 """
 Announces to the agent that this worker has a Python handler for SIGTERM, and that it has begun to run.
 
-After a failure elsewhere the agent waits for a worker only if its handler can run at all: `dlrover.agent.reaction` says why and how
+After a failure elsewhere the agent waits for a worker only if its handler can run at all: `dlrover.agent.workers.sigterm` says why and how
 the two facts travel. Here `signal.signal` learns to announce. A script sees no difference: it gets its own function back from
 `signal.signal` and `signal.getsignal`, and only a traceback through its handler shows one more line.
 """

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.agent.config import AgentConfig, Entry, EntryKind, LogConfig
-from dlrover.agent.output import WorkerOutput
-from dlrover.agent.process_tree import Exit, ProcessTree
-from dlrover.agent.spawner import Spawner
-from dlrover.agent.worker_group import PortOffer, WorkerGroup
-from dlrover.agent.worker_socket import WorkerSocket
+from dlrover.agent.workers.group import PortOffer, WorkerGroup
+from dlrover.agent.workers.output import WorkerOutput
+from dlrover.agent.workers.process_tree import Exit, ProcessTree
+from dlrover.agent.workers.socket import WorkerSocket
+from dlrover.agent.workers.spawner import Spawner
 from dlrover.protocol.messages.job import JobTerms, Micros, NodeRank, RestartPolicy, Round, WorldSpec
 
 DEADLINE = 60.0

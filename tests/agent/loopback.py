@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dlrover.agent.worker_group import Failed, Finished, PortOffer, split_address
+from dlrover.agent.workers.group import Failed, Finished, PortOffer, split_address
 from dlrover.core.job import Job, Origin, Outcome
 from dlrover.core.outcome import NotYet
 from dlrover.protocol.addresses import TlsConfig

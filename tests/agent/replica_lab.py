@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from dlrover.agent.replica_config import ReplicaConfig
-from dlrover.agent.replicas import Replicas
+from dlrover.agent.replicas.config import ReplicaConfig
+from dlrover.agent.replicas.exchange import Replicas
 from dlrover.protocol.messages.job import NodeId, NodeRank, Round, WorldSpec
 from dlrover.protocol.messages.peers import AskPeers, Peer, Peers
 from dlrover.snapshot.copy.copying import Copier

@@ -11,7 +11,7 @@ from typing import Any
 
 from dlrover.agent.agent import Agent, Patience
 from dlrover.agent.config import AgentResult
-from dlrover.agent.worker_group import PortOffer
+from dlrover.agent.workers.group import PortOffer
 from dlrover.protocol.messages.job import (
     JobTerms,
     JoinRendezvous,

@@ -14,7 +14,7 @@ import signal
 import pytest
 
 from dlrover.agent.agent import EXIT_BY_SIGNAL, EXIT_FAILED
-from dlrover.agent.worker_group import PortOffer
+from dlrover.agent.workers.group import PortOffer
 from dlrover.protocol.codec import check_size
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.frames import Request

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import pytest
 
-from dlrover.agent.cgroups import Cgroups, clear_recorded, own_directory, remove_abandoned
 from dlrover.agent.config import EntryKind
-from dlrover.agent.process_tree import Exit, ProcessTree
-from dlrover.agent.spawner import Spawner
+from dlrover.agent.workers.cgroups import Cgroups, clear_recorded, own_directory, remove_abandoned
+from dlrover.agent.workers.process_tree import Exit, ProcessTree
+from dlrover.agent.workers.spawner import Spawner
 from dlrover.cli.runtime_dir import NodeDirectory, reap
 from dlrover.protocol.messages.job import StopCause
 from tests.agent.lab import DEADLINE, environment, is_alive, is_gone, start_process, until, write
@@ -252,7 +252,7 @@ def test_without_permission_there_are_none(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     code = f"""
 import os
-from dlrover.agent.cgroups import Cgroups
+from dlrover.agent.workers.cgroups import Cgroups
 os.setuid(65534)
 print(Cgroups.open({str(tmp_path)!r}))
 """

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from dlrover.agent.collectors import Collectors, load_collectors
 from dlrover.agent.config import WatchConfig
-from dlrover.agent.old_diagnosis_data import TrainingLog, WorkerTrainingMetric
-from dlrover.agent.scrape import Scrape, ScrapeError, fetch, parse, scrapes, xpu_timer
-from dlrover.agent.watch import Watch
+from dlrover.agent.monitor.collectors import Collectors, load_collectors
+from dlrover.agent.monitor.old_diagnosis_data import TrainingLog, WorkerTrainingMetric
+from dlrover.agent.monitor.progress import Watch
+from dlrover.agent.monitor.scrape import Scrape, ScrapeError, fetch, parse, scrapes, xpu_timer
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.job import Incarnation, NodeId
 from dlrover.protocol.messages.watch import MAX_SERIES, SampleTaken, WatchObservation

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from dlrover.agent import break_points
-from dlrover.agent.saver import Saver, SaverConfig
+from dlrover.agent.checkpoints import break_points
+from dlrover.agent.checkpoints.saver import Saver, SaverConfig
 from dlrover.protocol.messages.checkpoint import (
     CheckpointFailed,
     CheckpointSettled,
@@ -183,7 +183,7 @@ async def test_a_full_disk_is_reported_once_and_the_others_need_not_wait(
             raise OSError(28, "No space left on device")
         return persist(pinned, request, **options)
 
-    monkeypatch.setattr("dlrover.agent.saver.persist", fail)
+    monkeypatch.setattr("dlrover.agent.checkpoints.saver.persist", fail)
     first.save(3)
     second.save(3)
     await first.idle()
@@ -214,7 +214,7 @@ async def test_a_save_that_began_before_a_failure_does_not_have_it_reported_agai
             raise OSError(28, "No space left on device")
         return persist(pinned, request, **options)
 
-    monkeypatch.setattr("dlrover.agent.saver.persist", fail)
+    monkeypatch.setattr("dlrover.agent.checkpoints.saver.persist", fail)
     first.save(3)
     await core.until_told(ShardWritten)
     first.save(4)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import pytest
 
-from dlrover.agent.devices import resolve_local_world_size
-from dlrover.agent.process_tree import ProcessTree
-from dlrover.agent.spawner import Spawner
+from dlrover.agent.workers.devices import resolve_local_world_size
+from dlrover.agent.workers.process_tree import ProcessTree
+from dlrover.agent.workers.spawner import Spawner
 from dlrover.protocol.errors import ConfigError
 from tests.agent.lab import environment, make_config, run_worker, write
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dlrover.agent.driver import WorkerDriver
-from dlrover.agent.worker_group import Failed, Finished, PortOffer
+from dlrover.agent.workers.driver import WorkerDriver
+from dlrover.agent.workers.group import Failed, Finished, PortOffer
 from dlrover.protocol.errors import ConfigError, DLRoverError
 from dlrover.protocol.messages.job import FailureKind, Round, StopCause
 from tests.agent.lab import make_world

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dlrover.agent.config import LogAction
-from dlrover.agent.failures import (
+from dlrover.agent.workers.failures import (
     Evidence,
     could_not_start,
     count_oom_kills,
@@ -18,8 +18,8 @@ from dlrover.agent.failures import (
     last_traceback,
     read_error_file,
 )
-from dlrover.agent.log_patterns import LogVerdict
-from dlrover.agent.process_tree import Exit
+from dlrover.agent.workers.log_patterns import LogVerdict
+from dlrover.agent.workers.process_tree import Exit
 from dlrover.protocol.messages.job import MAX_FAILURE_BYTES, FailureKind, Micros, WorkerFailure
 
 

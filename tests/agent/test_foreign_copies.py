@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from dlrover.agent.saver import Saver, SaverConfig
+from dlrover.agent.checkpoints.saver import Saver, SaverConfig
 from dlrover.protocol.messages.checkpoint import OpenSnapshots, SnapshotSaved
 from dlrover.protocol.messages.job import NodeRank, Round, WorldSpec
 from dlrover.snapshot.memory.mirror import copy_paths

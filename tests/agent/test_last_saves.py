@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from dlrover.agent.last_saves import LastSaves
-from dlrover.agent.saver import Saver, SaverConfig
+from dlrover.agent.checkpoints.saver import Saver, SaverConfig
+from dlrover.agent.drain import LastSaves
 from tests.agent.lab import DEADLINE
 from tests.agent.test_saver import Trainer, news
 

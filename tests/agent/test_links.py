@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from dlrover.agent.links import Links, read_links
+from dlrover.agent.monitor.links import Links, read_links
 from dlrover.protocol.messages.watch import UnansweredLink
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"

@@ -15,9 +15,9 @@ import pytest
 from dlrover.agent.agent import Agent, Patience
 from dlrover.agent.config import AgentResult
 from dlrover.agent.node_check import CheckOutcome, CheckTask, class_of
-from dlrover.agent.process_tree import ProcessTree
-from dlrover.agent.spawner import Spawner
-from dlrover.agent.worker_group import PortOffer
+from dlrover.agent.workers.group import PortOffer
+from dlrover.agent.workers.process_tree import ProcessTree
+from dlrover.agent.workers.spawner import Spawner
 from dlrover.protocol.messages.check import CheckTerms, ExitClass, ReportCheck
 from dlrover.protocol.messages.job import (
     NODE_CHECK_RENDEZVOUS,

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from dlrover.agent import stream_copies
 from dlrover.agent.config import LogConfig
-from dlrover.agent.output import TAIL_BYTES, WorkerFiles, WorkerOutput
+from dlrover.agent.workers import stream_copies
+from dlrover.agent.workers.output import TAIL_BYTES, WorkerFiles, WorkerOutput
 from dlrover.protocol.errors import ConfigError
 from tests.agent.lab import DEADLINE, descriptors, until
 
@@ -210,7 +210,7 @@ async def test_a_console_that_takes_no_bytes_ends_the_wait(
     caplog: pytest.LogCaptureFixture,
     is_blocked_before: bool,
 ) -> None:
-    monkeypatch.setattr("dlrover.agent.output._LONGEST", 2 * DEADLINE)
+    monkeypatch.setattr("dlrover.agent.workers.output._LONGEST", 2 * DEADLINE)
     output = make(patience=0.05)
     (zero,) = output.open_attempt(0, [0])
     zero.copies[0].console = full_pipe[1]
@@ -383,7 +383,7 @@ def test_a_console_that_is_gone_ends_nothing(tmp_path: Path) -> None:
 import asyncio, os, sys
 from dlrover.agent import stream_copies
 from dlrover.agent.config import LogConfig
-from dlrover.agent.output import WorkerOutput
+from dlrover.agent.workers.output import WorkerOutput
 async def main():
     output = WorkerOutput(LogConfig(), role="r", run_id="i", runtime_dir={str(tmp_path)!r}, patience={DEADLINE})
     (files,) = output.open_attempt(0, [0])

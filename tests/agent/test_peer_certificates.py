@@ -8,7 +8,7 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from dlrover.agent.peers import Connection, PeerServer, Secret, connect
+from dlrover.agent.replicas.wire import Connection, PeerServer, Secret, connect
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import ConfigError, DLRoverError
 from dlrover.protocol.messages.peers import Accepted, ListHeld

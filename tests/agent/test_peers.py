@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dlrover.agent.handshakes import MAX_HANDSHAKES
-from dlrover.agent.peers import MAX_CONNECTIONS, Connection, PeerServer, Secret, connect
+from dlrover.agent.replicas.handshakes import MAX_HANDSHAKES
+from dlrover.agent.replicas.wire import MAX_CONNECTIONS, Connection, PeerServer, Secret, connect
 from dlrover.protocol.addresses import parse_address
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.peers import Challenge

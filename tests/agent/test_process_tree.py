@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.agent import process_tree
-from dlrover.agent.process_tree import ProcessTree
-from dlrover.agent.spawner import Spawner
+from dlrover.agent.workers import process_tree
+from dlrover.agent.workers.process_tree import ProcessTree
+from dlrover.agent.workers.spawner import Spawner
 from dlrover.host import processes
 from dlrover.host.processes import descendants, look_up
 from dlrover.protocol.messages.job import StopCause
@@ -228,7 +228,7 @@ def test_the_launcher_kills_descendants_without_a_loop(tmp_path: Path) -> None:
         tmp_path / "launcher.py",
         f"""
         import os, subprocess, sys, time
-        from dlrover.agent.process_tree import become_subreaper, kill_descendants
+        from dlrover.agent.workers.process_tree import become_subreaper, kill_descendants
         from dlrover.host.processes import descendants
         become_subreaper()
         kept = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
@@ -256,9 +256,9 @@ def test_processes_that_proc_hides_are_nobody_of_ours(tmp_path: Path) -> None:
         tmp_path / "hidden.py",
         """
         import os, signal, subprocess
-        from dlrover.agent.process_tree import kill_descendants
+        from dlrover.agent.workers.process_tree import kill_descendants
         from dlrover.host.processes import descendants, look_up
-        from dlrover.agent.reaction import Handler, Reaction
+        from dlrover.agent.workers.sigterm import Handler, Reaction
         from dlrover.cli.runtime_dir import Owner, is_running
         os.setgroups([])
         os.setgid(65534)

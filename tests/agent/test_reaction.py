@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 import pytest
 
-from dlrover.agent import process_tree, reaction
 from dlrover.agent.config import EntryKind
-from dlrover.agent.process_tree import (
+from dlrover.agent.workers import process_tree, sigterm
+from dlrover.agent.workers.process_tree import (
     GRACE_AFTER_FAILURE,
     GRACE_WITHOUT_HANDLER,
     Exit,
     ProcessTree,
     longest_grace,
 )
-from dlrover.agent.reaction import LOOK_EVERY, Handler, Reaction
-from dlrover.agent.spawner import Spawner
+from dlrover.agent.workers.sigterm import LOOK_EVERY, Handler, Reaction
+from dlrover.agent.workers.spawner import Spawner
 from dlrover.host.processes import descendants, look_up
 from dlrover.protocol.messages.job import StopCause
 from tests.agent.lab import DEADLINE, environment, is_alive, until, write
@@ -193,7 +193,7 @@ async def test_computing_means_nothing_where_waiting_for_a_device_looks_the_same
     start: Start, tree: ProcessTree, monkeypatch: pytest.MonkeyPatch, has_accelerator: bool
 ) -> None:
     if has_accelerator:
-        monkeypatch.setattr(reaction, "_ACCELERATORS", ("/dev/zero",))
+        monkeypatch.setattr(sigterm, "_ACCELERATORS", ("/dev/zero",))
     worker = await start(ENDLESS.format(""))
     await until_computing(worker.pid)
     limit = 2.5 * LOOK_EVERY
@@ -205,7 +205,7 @@ async def test_computing_means_nothing_where_waiting_for_a_device_looks_the_same
 async def test_the_handler_of_a_child_is_not_the_workers(
     start: Start, tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reaction, "_ACCELERATORS", ("/dev/zero",))
+    monkeypatch.setattr(sigterm, "_ACCELERATORS", ("/dev/zero",))
     child = """
     if os.fork() == 0:
         signal.signal(signal.SIGTERM, lambda *_: note("began"))

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from dlrover.agent.monitor.progress import FirstStep
 from dlrover.agent.recovery import Ask, Recovery
-from dlrover.agent.watch import FirstStep
 from dlrover.protocol.codec import Unreadable, decode_from_agent, encode_frame
 from dlrover.protocol.errors import Unavailable
 from dlrover.protocol.messages.frames import Refusal, Request

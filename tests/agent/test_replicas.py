@@ -11,10 +11,10 @@ import zlib
 import msgspec
 import pytest
 
-from dlrover.agent.editions import shards_of_node
-from dlrover.agent.parity_store import HEAD_BYTES, ParityStore
-from dlrover.agent.peers import PeerServer, RateLimit, Secret, connect
-from dlrover.agent.replica_store import header_of, meta_of
+from dlrover.agent.replicas.editions import shards_of_node
+from dlrover.agent.replicas.parity_store import HEAD_BYTES, ParityStore
+from dlrover.agent.replicas.store import header_of, meta_of
+from dlrover.agent.replicas.wire import PeerServer, RateLimit, Secret, connect
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.job import NodeId, NodeRank, Round
 from dlrover.protocol.messages.peers import Accepted, HeldList, ListHeld, Peer, PieceHeader, Proof

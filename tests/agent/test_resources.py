@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dlrover.agent.failures import Evidence, describe_failure
-from dlrover.agent.limits import Limits, MemoryUse
-from dlrover.agent.log_patterns import find_node_error, log_lines, tail_lines
-from dlrover.agent.probe import Probe, is_remote
-from dlrover.agent.process_tree import Exit
-from dlrover.agent.resources import LONGEST, SHORTEST, USUAL, ResourceMonitor, next_period, read_network
+from dlrover.agent.monitor.limits import Limits, MemoryUse
+from dlrover.agent.monitor.probe import Probe, is_remote
+from dlrover.agent.monitor.resources import LONGEST, SHORTEST, USUAL, ResourceMonitor, next_period, read_network
+from dlrover.agent.workers.failures import Evidence, describe_failure
+from dlrover.agent.workers.log_patterns import find_node_error, log_lines, tail_lines
+from dlrover.agent.workers.process_tree import Exit
 from dlrover.host.processes import descendants as children
 from dlrover.protocol.messages.job import Incarnation, Micros, NodeId
 from dlrover.protocol.messages.watch import NodeEvent, ProcessSample, ResourceReport, WatchObservation

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from dlrover.agent.save_line import SaveLine
+from dlrover.agent.checkpoints.duties import SaveLine
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.checkpoint import (
     AnyCheckpointCommand,

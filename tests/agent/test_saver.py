@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from dlrover.agent.saver import Saver, SaverConfig
+from dlrover.agent.checkpoints.saver import Saver, SaverConfig
 from dlrover.protocol.messages.checkpoint import OpenSnapshots, SnapshotSaved
 from dlrover.snapshot.copy.copying import Copier
 from dlrover.snapshot.memory.homes import reap_orphans

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from dlrover.agent import spawner as spawner_module
 from dlrover.agent.config import EntryKind
-from dlrover.agent.process_tree import ProcessTree
-from dlrover.agent.spawner import Spawner, StartFailed
+from dlrover.agent.workers import spawner as spawner_module
+from dlrover.agent.workers.process_tree import ProcessTree
+from dlrover.agent.workers.spawner import Spawner, StartFailed
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.spawning import Forked, FromZygote
 from tests.agent.lab import (
@@ -61,7 +61,7 @@ async def own_spawner(
 def test_starting_needs_neither_asyncio_nor_grpc() -> None:
     code = """
 import sys
-from dlrover.agent.spawner import Spawner
+from dlrover.agent.workers.spawner import Spawner
 spawner = Spawner.start(is_warm=False)
 assert not {"asyncio", "grpc", "psutil", "torch", "dlrover.trainer"} & set(sys.modules), sorted(sys.modules)
 spawner.close()
@@ -479,7 +479,7 @@ async def test_closing_answers_everyone_who_waits(tmp_path: Path) -> None:
 
 AGENT = """
     import asyncio, os, sys
-    from dlrover.agent.spawner import Spawner
+    from dlrover.agent.workers.spawner import Spawner
     spawner = Spawner.start(is_warm="warm" in sys.argv)
 
     async def main():

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from dlrover.agent.config import LogAction, LogPattern
-from dlrover.agent.log_patterns import LogVerdict
-from dlrover.agent.user_patterns import UserPatterns
+from dlrover.agent.workers.log_patterns import LogVerdict
+from dlrover.agent.workers.user_patterns import UserPatterns
 from tests.agent.lab import until
 
 ENDLESS = LogPattern(pattern="(a+)+$", action=LogAction.ABORT)

@@ -17,13 +17,13 @@ from typing import TypeVar
 
 import pytest
 
-from dlrover.agent import watch
 from dlrover.agent.config import EntryKind, WatchConfig
-from dlrover.agent.native_stacks import NativeStacks, main_frames
-from dlrover.agent.process_tree import ProcessTree
-from dlrover.agent.seats import Seat, parse_stacks
-from dlrover.agent.spawner import Spawner
-from dlrover.agent.watch import Watch, fit_into_look
+from dlrover.agent.monitor import progress as monitor_progress
+from dlrover.agent.monitor.native_stacks import NativeStacks, main_frames
+from dlrover.agent.monitor.progress import Watch, fit_into_look
+from dlrover.agent.monitor.worker_view import Seat, parse_stacks
+from dlrover.agent.workers.process_tree import ProcessTree
+from dlrover.agent.workers.spawner import Spawner
 from dlrover.agreed.stall_thresholds import Patience, PhaseBook
 from dlrover.host.processes import descendants
 from dlrover.protocol.codec import check_size
@@ -159,7 +159,7 @@ class Lab:
 @pytest.fixture
 async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lab]:
     for patience in ("_DUMP_TIMEOUT", "_SAMPLER_TIMEOUT"):
-        monkeypatch.setattr(watch, patience, DEADLINE)  # dumps are slow on a busy machine
+        monkeypatch.setattr(monitor_progress, patience, DEADLINE)  # dumps are slow on a busy machine
     lab = Lab(tmp_path)
     running = asyncio.create_task(lab.watch.run())
     yield lab
@@ -248,7 +248,7 @@ async def test_stacks_are_waited_for_until_the_worker_has_written_them(lab: Lab,
 
     dumping = asyncio.create_task(lab.watch.dump())
     await until(lambda: pass_on(1000))
-    done, _ = await asyncio.wait([dumping], timeout=10 * watch._DUMP_LOOK)
+    done, _ = await asyncio.wait([dumping], timeout=10 * monitor_progress._DUMP_LOOK)
     assert not done
     await until(lambda: pass_on(4096) == 0 and dumping.done())
     (dumped,) = dumping.result()
@@ -305,10 +305,10 @@ def test_the_historical_file_is_left_alone_where_the_monitor_is_switched_off(
     has_step_file: bool, step: int | None, tmp_path: Path
 ) -> None:
     """MONITOR_ENABLED=false."""
-    watch = Watch(WatchConfig(has_step_file=has_step_file), runtime_dir=str(tmp_path))
-    watch.open_round(make_world(0, round=Round(4)))
+    monitor_progress = Watch(WatchConfig(has_step_file=has_step_file), runtime_dir=str(tmp_path))
+    monitor_progress.open_round(make_world(0, round=Round(4)))
     (tmp_path / "runtime_metrics.json").write_text('{"step": 41}')
-    assert watch.named_step(Round(4)) == step
+    assert monitor_progress.named_step(Round(4)) == step
 
 
 async def test_a_step_has_a_number_if_the_script_or_its_checkpoint_gave_it_one(lab: Lab) -> None:

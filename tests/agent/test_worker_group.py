@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.agent import worker_group
 from dlrover.agent.config import EntryKind, LogConfig, WatchConfig
-from dlrover.agent.devices import resolve_local_world_size
-from dlrover.agent.output import WorkerFiles, WorkerOutput
-from dlrover.agent.process_tree import ProcessTree
-from dlrover.agent.spawner import Spawner, StartFailed
-from dlrover.agent.watch import Watch
-from dlrover.agent.worker_group import HEAD_START, Failed, Finished, PortOffer, split_address, worker_environment
+from dlrover.agent.monitor.progress import Watch
+from dlrover.agent.workers import group as workers_group
+from dlrover.agent.workers.devices import resolve_local_world_size
+from dlrover.agent.workers.group import HEAD_START, Failed, Finished, PortOffer, split_address, worker_environment
+from dlrover.agent.workers.output import WorkerFiles, WorkerOutput
+from dlrover.agent.workers.process_tree import ProcessTree
+from dlrover.agent.workers.spawner import Spawner, StartFailed
 from dlrover.agreed.mistakes import may_be_mistake
 from dlrover.core.failures.blame import traceback_digest
 from dlrover.protocol.errors import ConfigError
@@ -175,7 +175,7 @@ async def test_deaths_at_the_same_time_are_reported_together_earliest_first(
     spawner: Spawner, tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second one dies when the first is known to be gone; the time for that is long here, whatever the machine does meanwhile."""
-    monkeypatch.setattr(worker_group, "SIMULTANEOUS", 2 * DEADLINE)
+    monkeypatch.setattr(workers_group, "SIMULTANEOUS", 2 * DEADLINE)
     script = write(tmp_path / "train.py", "import signal; signal.pause()")
     config = make_config(tmp_path / "rt", script)
     async with group_of(spawner, tree, config) as group:

@@ -12,7 +12,7 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from dlrover.agent.relay import MAX_RELAYED, Relay
-from dlrover.agent.worker_socket import MAX_ASKED, WorkerSocket
+from dlrover.agent.workers.socket import MAX_ASKED, WorkerSocket
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.local_frames import pack, read_frame
 from dlrover.protocol.messages.checkpoint import AwaitSaveDuties

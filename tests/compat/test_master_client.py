@@ -12,7 +12,7 @@ from itertools import count
 
 import pytest
 
-from dlrover.agent.old_diagnosis_data import TrainingLog
+from dlrover.agent.monitor.old_diagnosis_data import TrainingLog
 from dlrover.compat import comm
 from dlrover.compat.building import GlobalMasterClient, build_master_client
 from dlrover.compat.constants import NodeStatus, TrainingExceptionLevel

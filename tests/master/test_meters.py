@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from dlrover.agent.limits import Limits
-from dlrover.agent.resources import ResourceMonitor
+from dlrover.agent.monitor.limits import Limits
+from dlrover.agent.monitor.resources import ResourceMonitor
 from dlrover.core.outcome import Outcome
 from dlrover.master.exposition import MAX_HEAD, MAX_SCRAPES, Exposition
 from dlrover.master.lookout import Lookout

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from dlrover.agent.relay import Relay
-from dlrover.agent.worker_socket import WorkerSocket
+from dlrover.agent.workers.socket import WorkerSocket
 from dlrover.protocol.messages.job import (
     Attach,
     Attached,

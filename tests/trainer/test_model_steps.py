@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.agent.seats import Seat
+from dlrover.agent.monitor.worker_view import Seat
 from dlrover.protocol.messages.watch import Reach
 from dlrover.protocol.progress_page import Reading
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from dlrover.agent.config import EntryKind
-from dlrover.agent.process_tree import ProcessTree
-from dlrover.agent.spawner import Spawner
+from dlrover.agent.workers.process_tree import ProcessTree
+from dlrover.agent.workers.spawner import Spawner
 from dlrover.protocol.errors import ConfigError
 from dlrover.trainer.torch import run_network_check
 from dlrover.trainer.torch.node_check import ascend_npu, cpu, mthreads_gpu, nvidia_gpu, registry, settings, task

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dlrover.agent.seats import Seat
+from dlrover.agent.monitor.worker_view import Seat
 from dlrover.agreed.stall_thresholds import bucket_of
 from dlrover.protocol import progress_page as layout
 from dlrover.protocol.messages.watch import Phase

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.agent.worker_socket import WorkerSocket
+from dlrover.agent.workers.socket import WorkerSocket
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.local_frames import pack
 from dlrover.protocol.messages.job import Round

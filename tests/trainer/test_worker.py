@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from dlrover.agent.config import EntryKind
-from dlrover.agent.process_tree import ProcessTree
-from dlrover.agent.spawner import Spawner, StartFailed
+from dlrover.agent.workers.process_tree import ProcessTree
+from dlrover.agent.workers.spawner import Spawner, StartFailed
 from dlrover.trainer import function, worker, zygote
 from tests.agent.lab import environment, run_plainly, run_worker, write
 

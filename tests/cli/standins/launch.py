@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 
-from dlrover.agent import process_tree
+from dlrover.agent.workers import process_tree
 from dlrover.cli import launcher, run
 from dlrover.cli.launcher import Patience, Programs
 

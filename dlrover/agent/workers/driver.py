@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from dlrover.agent.worker_group import Failed, Finished, PortOffer
+from dlrover.agent.workers.group import Failed, Finished, PortOffer
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.job import FailureKind, Round, StopCause, WorkerFailure, WorldSpec
 from dlrover.protocol.messages.watch import Reach

@@ -24,15 +24,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from dlrover.agent.checkpoints.saver import Saver
 from dlrover.agent.config import AgentConfig
-from dlrover.agent.editions import editions, shards_of_node
-from dlrover.agent.fetching import Errand
-from dlrover.agent.parity_work import Group, await_group, give_pieces
-from dlrover.agent.peers import Connection, PeerServer, RateLimit, Secret, be_nice, connect
 from dlrover.agent.relay import Ask
-from dlrover.agent.replica_config import ReplicaConfig
-from dlrover.agent.replica_store import ReplicaStore, header_of, meta_of
-from dlrover.agent.saver import Saver
+from dlrover.agent.replicas.config import ReplicaConfig
+from dlrover.agent.replicas.editions import editions, shards_of_node
+from dlrover.agent.replicas.fetching import Errand
+from dlrover.agent.replicas.parity_exchange import Group, await_group, give_pieces
+from dlrover.agent.replicas.store import ReplicaStore, header_of, meta_of
+from dlrover.agent.replicas.wire import Connection, PeerServer, RateLimit, Secret, be_nice, connect
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import ConfigError, DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages.checkpoint import OpenSnapshots

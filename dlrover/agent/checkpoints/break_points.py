@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from dlrover.agent.save_line import SaveLine
+from dlrover.agent.checkpoints.duties import SaveLine
 from dlrover.protocol.messages.checkpoint import HeldSnapshot, PersistSnapshot, SnapshotsHeld
 from dlrover.protocol.messages.job import Round
 from dlrover.snapshot.memory.mirror import copy_paths

@@ -2,7 +2,7 @@
 The user's patterns (`--log-patterns`), searched for in the log of a failed worker without stopping the agent.
 
 A regular expression such as `(a+)+$` takes longer than a lifetime on some lines. So the search runs in a process of its own
-(`dlrover.agent.pattern_search`), which is started when a worker failed and ends with the answer. A pattern that uses up its
+(`dlrover.agent.workers.pattern_search`), which is started when a worker failed and ends with the answer. A pattern that uses up its
 processor time is switched off until the agent ends, with one warning that names it; the other patterns still count.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import msgspec
 
 from dlrover.agent.config import LogPattern
-from dlrover.agent.log_patterns import MAX_LINE, LogVerdict, log_lines
+from dlrover.agent.workers.log_patterns import MAX_LINE, LogVerdict, log_lines
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from dlrover.agent.peers import Connection
+from dlrover.agent.replicas.wire import Connection
 from dlrover.host.ownership import make_private
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.peers import (

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from dlrover.agent.arithmetic import fastest_add
-from dlrover.agent.editions import Edition, complete, editions, shards_of_node
-from dlrover.agent.parity_work import Connect, compute_image
-from dlrover.agent.peers import Connection
-from dlrover.agent.replica_config import ReplicaConfig
-from dlrover.agent.replica_store import ReplicaStore, geometry_of
+from dlrover.agent.replicas.config import ReplicaConfig
+from dlrover.agent.replicas.editions import Edition, complete, editions, shards_of_node
+from dlrover.agent.replicas.gf256_numpy import fastest_add
+from dlrover.agent.replicas.parity_exchange import Connect, compute_image
+from dlrover.agent.replicas.store import ReplicaStore, geometry_of
+from dlrover.agent.replicas.wire import Connection
 from dlrover.host.ownership import make_private
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages.job import WorldSpec

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from dlrover.agent.editions import Edition, Rows
-from dlrover.agent.parity_store import ParityStore
-from dlrover.agent.peers import Connection, RateLimit
+from dlrover.agent.replicas.editions import Edition, Rows
+from dlrover.agent.replicas.parity_store import ParityStore
+from dlrover.agent.replicas.wire import Connection, RateLimit
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages.identity import Round
 from dlrover.protocol.messages.peers import Accepted, AwaitParity, Peer, Piece, PieceHeader, PullPiece

@@ -13,7 +13,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from dlrover.agent.saver import SAVING_FILE, Saver, write_mark
+from dlrover.agent.checkpoints.saver import SAVING_FILE, Saver, write_mark
 
 ANNOUNCED = 30.0
 """Seconds for which the mark stands before the saver renews it: far longer than a farewell and closing the channel take."""

@@ -24,9 +24,9 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.agent.break_points import BreakPoints, Held, copied_slots, describe, in_order, pin_held
-from dlrover.agent.save_line import Relay
-from dlrover.agent.settling import NICENESS, Settling, is_due, nice_pool
+from dlrover.agent.checkpoints.break_points import BreakPoints, Held, copied_slots, describe, in_order, pin_held
+from dlrover.agent.checkpoints.commits import NICENESS, Settling, is_due, nice_pool
+from dlrover.agent.checkpoints.duties import Relay
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.checkpoint import (
     HeldSnapshot,

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from dlrover.agent.collectors import Collectors
 from dlrover.agent.config import WatchConfig
-from dlrover.agent.native_stacks import NativeStacks
-from dlrover.agent.resources import ResourceMonitor
-from dlrover.agent.seats import Facts, Seat
+from dlrover.agent.monitor.collectors import Collectors
+from dlrover.agent.monitor.native_stacks import NativeStacks
+from dlrover.agent.monitor.resources import ResourceMonitor
+from dlrover.agent.monitor.worker_view import Facts, Seat
 from dlrover.agreed.reach import NOTHING_TOLD, furthest
 from dlrover.agreed.stall_thresholds import PhaseBook, Seen, StallWatch
 from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES, Incarnation, Micros, NodeId, Round, WorldSpec

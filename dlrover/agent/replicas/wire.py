@@ -30,7 +30,7 @@ from typing import Any, Self, TypeVar, overload
 
 import msgspec
 
-from dlrover.agent.handshakes import HANDSHAKE, Caller, Handshakes
+from dlrover.agent.replicas.handshakes import HANDSHAKE, Caller, Handshakes
 from dlrover.protocol.addresses import Address, TlsConfig, is_loopback, parse_address
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.messages.peers import (

@@ -2,7 +2,7 @@
 Asks what may never answer: device drivers, and disks behind a network. In a process of its own.
 
 A driver call that does not return keeps its process in the kernel, where no signal reaches it; a thread of the agent that was caught so
-would keep the agent from ending. So `Probe` starts `python -m dlrover.agent.probe`, asks it over a pipe and waits for each answer with
+would keep the agent from ending. So `Probe` starts `python -m dlrover.agent.monitor.probe`, asks it over a pipe and waits for each answer with
 a deadline. Whoever misses it is left behind, killed if it can be, and not asked again: that it does not answer is itself the news.
 """
 
@@ -55,7 +55,7 @@ class Probe:
     """The agent's end. `ask` never takes longer than its deadline."""
 
     def __init__(self, command: Sequence[str] = (), *, timeout: float = 10.0) -> None:
-        self._command = tuple(command) or (sys.executable, "-P", "-m", "dlrover.agent.probe")
+        self._command = tuple(command) or (sys.executable, "-P", "-m", "dlrover.agent.monitor.probe")
         self._timeout = timeout
         self._transport: asyncio.SubprocessTransport | None = None
         self._lines = _Lines()

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from dlrover.agent.limits import Limits
-from dlrover.agent.probe import DEVICE_FILES, Answer, Probe, is_remote, needs_probe
+from dlrover.agent.monitor.limits import Limits
+from dlrover.agent.monitor.probe import DEVICE_FILES, Answer, Probe, is_remote, needs_probe
 from dlrover.host.processes import descendants, look_up
 from dlrover.protocol.messages.job import Incarnation, NodeId
 from dlrover.protocol.messages.watch import MAX_TEXT, NodeEvent, ProcessSample, ResourceReport, WatchObservation

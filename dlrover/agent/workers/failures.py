@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from dlrover.agent.config import LogAction
-from dlrover.agent.log_patterns import LogVerdict, find_node_error, log_lines
-from dlrover.agent.process_tree import Exit
+from dlrover.agent.workers.log_patterns import LogVerdict, find_node_error, log_lines
+from dlrover.agent.workers.process_tree import Exit
 from dlrover.agreed.lost_peers import mentions_lost_peer, tells_of_lost_peer
 from dlrover.host.signals import signal_name
 from dlrover.protocol.messages.job import MAX_FAILURE_BYTES, MAX_MESSAGE_BYTES, FailureKind, Micros, WorkerFailure

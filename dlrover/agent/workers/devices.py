@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlrover.agent.config import AgentConfig
-from dlrover.agent.spawner import Spawner
+from dlrover.agent.workers.spawner import Spawner
 from dlrover.protocol.errors import ConfigError
 
 

@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from dlrover.agent.arithmetic import fastest_add
-from dlrover.agent.holdings import Holdings
-from dlrover.agent.parity_store import MOST_PULLED_BYTES, ParityStore, send_piece
-from dlrover.agent.peers import Connection, be_nice
+from dlrover.agent.replicas.gf256_numpy import fastest_add
+from dlrover.agent.replicas.holdings import Holdings
+from dlrover.agent.replicas.parity_store import MOST_PULLED_BYTES, ParityStore, send_piece
+from dlrover.agent.replicas.wire import Connection, be_nice
 from dlrover.host.ownership import make_private
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages.identity import Round

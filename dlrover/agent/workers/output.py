@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dlrover.agent.config import LogConfig, Streams
-from dlrover.agent.stream_copies import TAIL_BYTES, Copy, Held, Pump, Sink
+from dlrover.agent.workers.stream_copies import TAIL_BYTES, Copy, Held, Pump, Sink
 from dlrover.protocol.errors import ConfigError
 
 _log = logging.getLogger(__name__)

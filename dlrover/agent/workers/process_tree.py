@@ -23,8 +23,8 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dlrover.agent.cgroups import Cgroups
-from dlrover.agent.reaction import LOOK_EVERY, Handler, Reaction, caught_signals
+from dlrover.agent.workers.cgroups import Cgroups
+from dlrover.agent.workers.sigterm import LOOK_EVERY, Handler, Reaction, caught_signals
 from dlrover.host.processes import Process, all_processes, below, descendants, look_up, open_pidfd
 from dlrover.protocol.messages.job import StopCause
 

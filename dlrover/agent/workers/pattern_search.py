@@ -1,5 +1,5 @@
 """
-A program of its own: searches lines for regular expressions that may never end. `dlrover.agent.user_patterns` starts it.
+A program of its own: searches lines for regular expressions that may never end. `dlrover.agent.workers.user_patterns` starts it.
 
 Python's `re` cannot be interrupted and holds the interpreter lock, so no thread can watch a search. The kernel can: each pattern has
 a limit of processor time, after which the process is killed. Wall-clock time would count the load of the machine.

@@ -3,7 +3,7 @@ What the log of a failed worker says about the node: some errors no restart can 
 
 The user's own texts (`FAILURE_NODE_ERRORS`) count wherever a line contains one. A few that every log of broken hardware shows are built
 in. A line that contains `#` does not count: it is the one that shows the configuration itself. Before all of them the user's patterns (`--log-patterns`,
-`dlrover.agent.user_patterns`) say what shall follow a line, whatever it contains. Only those can be slow: what is searched for here takes
+`dlrover.agent.workers.user_patterns`) say what shall follow a line, whatever it contains. Only those can be slow: what is searched for here takes
 time in proportion to the text.
 """
 

@@ -20,14 +20,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dlrover.agent.config import AgentConfig, EntryKind
-from dlrover.agent.failures import Evidence, could_not_start, count_oom_kills, describe_failure
-from dlrover.agent.log_patterns import LogVerdict
-from dlrover.agent.output import WorkerFiles, WorkerOutput
-from dlrover.agent.process_tree import Exit, ProcessTree
-from dlrover.agent.spawner import Leash, Spawner, StartFailed
-from dlrover.agent.user_patterns import UserPatterns
-from dlrover.agent.watch import Watch
-from dlrover.agent.worker_socket import WorkerSocket
+from dlrover.agent.monitor.progress import Watch
+from dlrover.agent.workers.failures import Evidence, could_not_start, count_oom_kills, describe_failure
+from dlrover.agent.workers.log_patterns import LogVerdict
+from dlrover.agent.workers.output import WorkerFiles, WorkerOutput
+from dlrover.agent.workers.process_tree import Exit, ProcessTree
+from dlrover.agent.workers.socket import WorkerSocket
+from dlrover.agent.workers.spawner import Leash, Spawner, StartFailed
+from dlrover.agent.workers.user_patterns import UserPatterns
 from dlrover.agreed.mistakes import FIRST_LIFE, may_be_mistake
 from dlrover.agreed.reach import NOTHING_TOLD
 from dlrover.protocol.addresses import Address

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from dlrover.agent.peers import STALL
+from dlrover.agent.replicas.wire import STALL
 
 
 class ReplicaConfig(Struct, frozen=True, kw_only=True):

@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from msgspec.structs import replace
 
-from dlrover.agent.break_points import BreakPoints
-from dlrover.agent.save_line import Relay, SaveLine
+from dlrover.agent.checkpoints.break_points import BreakPoints
+from dlrover.agent.checkpoints.duties import Relay, SaveLine
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.checkpoint import (
     CheckpointCommitted,

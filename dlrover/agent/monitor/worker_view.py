@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from dlrover.agent.links import Links, read_links
-from dlrover.agent.process_tree import send_signal
+from dlrover.agent.monitor.links import Links, read_links
+from dlrover.agent.workers.process_tree import send_signal
 from dlrover.host.processes import Process, descendants, look_up
 from dlrover.protocol.messages.watch import (
     MAX_FRAMES,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dlrover.agent.process_tree import become_subreaper
+from dlrover.agent.workers.process_tree import become_subreaper
 from dlrover.host.open_files import UsersLimit
 from dlrover.protocol.errors import ConfigError, JobError
 from dlrover.protocol.local_frames import FrameBuffer, pack, send_some

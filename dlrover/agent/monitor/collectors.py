@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dlrover.agent import side_thread
-from dlrover.agent.old_diagnosis_data import DiagnosisData
-from dlrover.agent.scrape import ScrapeError
+from dlrover.agent.monitor.old_diagnosis_data import DiagnosisData
+from dlrover.agent.monitor.scrape import ScrapeError
 from dlrover.protocol.messages.job import Incarnation, NodeId
 from dlrover.protocol.messages.watch import MAX_SAMPLE_TEXT, MAX_SERIES, MAX_TEXT, SampleTaken, WatchObservation
 from dlrover.protocol.text import encodable
