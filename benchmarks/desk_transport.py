@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 
 from dlrover.core.job import Job
-from dlrover.master.clock import MasterClock
-from dlrover.master.desk import Desk
-from dlrover.master.keeper import Keeper
+from dlrover.master.journal.journal_thread import Keeper
+from dlrover.master.loop.clock import MasterClock
+from dlrover.master.loop.loop import Desk
 from dlrover.protocol.codec import decode_from_agent, decode_from_master, encode_frame
 from dlrover.protocol.messages.frames import Ack, Answer, FromAgent, FromMaster, Push, Refusal, Request
 from dlrover.protocol.messages.job import (

@@ -17,7 +17,7 @@ from dlrover.cli.replay import walk_journal
 from dlrover.core.goodput.accountant import Place
 from dlrover.core.goodput.events import EventTeller
 from dlrover.core.job import Job
-from dlrover.master.events import events_file, read_events
+from dlrover.master.view.events import events_file, read_events
 from dlrover.protocol.codec import Question
 from dlrover.protocol.messages.goodput import (
     MAX_EVENTS_PER_ANSWER,

@@ -25,7 +25,7 @@ from dlrover.cli.tables import plain_console
 from dlrover.core.commit_order import JournalCorrupt, Step, load, walk
 from dlrover.core.job import DECISION_VERSION, Job
 from dlrover.host.plain_text import printable
-from dlrover.master.journal import ADVICE, JournalError, check_meta, checksum, explain, read_meta, read_stored
+from dlrover.master.journal.journal import ADVICE, JournalError, check_meta, checksum, explain, read_meta, read_stored
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.fleet import LaunchNode, RemoveNode
 from dlrover.protocol.messages.job import (

@@ -544,7 +544,7 @@ def check_operators(text: str) -> str:
     """Only the form, as for other plug-ins of the master."""
     if text.strip() in ("", "[]"):
         return ""
-    from dlrover.master.pre_checks import parse_operators  # late: few need it, and it imports much
+    from dlrover.master.diagnosis.pre_checks import parse_operators  # late: few need it, and it imports much
 
     parse_operators(text)
     return text

@@ -62,7 +62,7 @@ from dlrover.trainer.agent_link import Link, current_link
 
 if TYPE_CHECKING:
     from dlrover.agent.monitor.old_diagnosis_data import DiagnosisData
-    from dlrover.master.diagnosis_actions import DiagnosisAction
+    from dlrover.master.diagnosis.old_actions import DiagnosisAction
 
 log = logging.getLogger(__name__)
 
@@ -336,7 +336,7 @@ class MasterClient:
 
     def report_heart_beat(self, timestamp: float) -> DiagnosisAction:
         """Always `NoAction`: what the master wants goes to the agent."""
-        from dlrover.master.diagnosis_actions import NoAction
+        from dlrover.master.diagnosis.old_actions import NoAction
 
         self._say_once("report_heart_beat", _AGENT_DOES)
         return NoAction()

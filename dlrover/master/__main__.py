@@ -36,7 +36,7 @@ from dlrover.master.config import (
     MasterConfig,
     read_config,
 )
-from dlrover.master.journal import Fenced, JournalError
+from dlrover.master.journal.journal import Fenced, JournalError
 from dlrover.master.service import serve
 from dlrover.protocol.errors import ConfigError, DLRoverError, Unavailable
 from dlrover.protocol.rpc.server import PortTaken

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from dlrover.master.bookkeeper import Bookkeeper
-from dlrover.master.clock import MasterClock
 from dlrover.master.config import EXIT_STOPPED, MasterConfig, Ready, announce, read_token, tell_end, tell_goodput
-from dlrover.master.desk import Desk
-from dlrover.master.diagnosticians import UserDiagnosticians
-from dlrover.master.event_reporters import build_reporters
-from dlrover.master.events import EventLog, events_file
-from dlrover.master.fleet_keeper import PATIENCE, FleetKeeper
-from dlrover.master.keeper import Keeper
-from dlrover.master.pre_check_runner import PreCheckRunner, whole_limit
-from dlrover.master.pre_checks import load_operators, parse_operators
-from dlrover.master.topology import Topology
-from dlrover.master.watch import WatchKeeper
+from dlrover.master.diagnosis.driver import WatchKeeper
+from dlrover.master.diagnosis.plugins import UserDiagnosticians
+from dlrover.master.diagnosis.pre_check_runner import PreCheckRunner, whole_limit
+from dlrover.master.diagnosis.pre_checks import load_operators, parse_operators
+from dlrover.master.journal.journal_thread import Keeper
+from dlrover.master.loop.clock import MasterClock
+from dlrover.master.loop.loop import Desk
+from dlrover.master.platform_driver import PATIENCE, FleetKeeper
+from dlrover.master.topology_plugins import Topology
+from dlrover.master.view.bookkeeper import Bookkeeper
+from dlrover.master.view.event_reporters import build_reporters
+from dlrover.master.view.events import EventLog, events_file
 from dlrover.platforms.base import Platform
 from dlrover.platforms.registry import build_platform
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
@@ -37,7 +37,7 @@ from dlrover.protocol.messages.job import StopJob
 from dlrover.protocol.rpc.server import MasterServer
 
 if TYPE_CHECKING:
-    from dlrover.master.observatory import Observatory
+    from dlrover.master.view.views import Observatory
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ def _observatory(config: MasterConfig, desk: Desk, keeper: Keeper, token: str) -
         return None
     if not token:
         raise ConfigError("A dashboard or metrics need a job token: give a token file, or leave both out.")
-    from dlrover.master.observatory import Observatory  # late: a master that nobody watches serves sooner
+    from dlrover.master.view.views import Observatory  # late: a master that nobody watches serves sooner
 
     observatory = Observatory(config, desk, token)
     keeper.on_commit = observatory.meters.committed

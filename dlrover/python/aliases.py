@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 _STORAGE = "dlrover.snapshot.storage.user_storage"
 _FAILOVER = "dlrover.agent.failover"
-_ACTIONS = "dlrover.master.diagnosis_actions"
+_ACTIONS = "dlrover.master.diagnosis.old_actions"
 _DATA = "dlrover.agent.monitor.old_diagnosis_data"
 _SHARED = "dlrover.trainer.shared_objects"
 _SAVER = "dlrover.trainer.torch.flash_checkpoint.old_saver"
@@ -168,7 +168,8 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         for name in ("DiagnosisData", "DiagnosisDataType", "TrainingLog", "WorkerTrainingMetric")
     },
     "dlrover.python.diagnosis.common.diagnostician": {
-        name: f"dlrover.master.old_diagnosticians:{name}" for name in ("DiagnosisObservation", "Diagnostician")
+        name: f"dlrover.master.diagnosis.old_diagnosticians:{name}"
+        for name in ("DiagnosisObservation", "Diagnostician")
     },
     "dlrover.python.diagnosis.common.inference_chain": {
         name: f"dlrover.core.diagnosis.inference:{name}"
@@ -248,7 +249,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         "launch_agent": "dlrover.trainer.torch.elastic_run:launch_agent",
     },
     "dlrover.python.master.diagnosis.precheck_operator": {
-        name: f"dlrover.master.pre_checks:{name}"
+        name: f"dlrover.master.diagnosis.pre_checks:{name}"
         for name in (
             "ConnectionPreCheckOperator",
             "NoPreCheckOperator",
@@ -258,11 +259,11 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         )
     },
     "dlrover.python.master.elastic_training.net_topology": {
-        "DefaultTopologyQuerier": "dlrover.master.topology:DefaultTopologyQuerier",
-        "DpTopologySorter": "dlrover.master.topology:DpTopologySorter",
-        "NodeTopologyMeta": "dlrover.master.topology:NodeTopologyMeta",
-        "TopologyQuerier": "dlrover.master.topology:TopologyQuerier",
-        "TopologySorter": "dlrover.master.topology:TopologySorter",
+        "DefaultTopologyQuerier": "dlrover.master.topology_plugins:DefaultTopologyQuerier",
+        "DpTopologySorter": "dlrover.master.topology_plugins:DpTopologySorter",
+        "NodeTopologyMeta": "dlrover.master.topology_plugins:NodeTopologyMeta",
+        "TopologyQuerier": "dlrover.master.topology_plugins:TopologyQuerier",
+        "TopologySorter": "dlrover.master.topology_plugins:TopologySorter",
     },
     "dlrover.python.master.main": {"main": "dlrover.compat.master_main:main"},
     "dlrover.python.master.shard.dataset_splitter": _in("partitions", "PartitionOffsets"),

@@ -1,7 +1,7 @@
 """
 The time of one master: the job's clock, which stands still while nothing can be written, and how far it can be trusted.
 
-After it stood still itself, a master grants grace before deadlines pass, as `dlrover/master/grace.py` does, but never more
+After it stood still itself, a master grants grace before deadlines pass, as `dlrover/master/loop/stalls.py` does, but never more
 than so much in a row.
 """
 

@@ -24,8 +24,8 @@ from dlrover.cli.report import REDO_UNKNOWN, goodput_line
 from dlrover.cli.trace import build_trace
 from dlrover.core.goodput.events import event
 from dlrover.core.job import DECISION_VERSION
-from dlrover.master.events import EventLog
-from dlrover.master.journal import Journal
+from dlrover.master.journal.journal import Journal
+from dlrover.master.view.events import EventLog
 from dlrover.protocol.codec import Question
 from dlrover.protocol.errors import Unavailable
 from dlrover.protocol.messages.goodput import (

@@ -20,7 +20,7 @@ from dlrover.compat.diagnosis import CollectorType, DiagnosisMonitor
 from dlrover.compat.local_master import LocalDataset, LocalMasterClient
 from dlrover.compat.master_client import MasterClient
 from dlrover.compat.resource_monitor import ResourceMonitor
-from dlrover.master.diagnosis_actions import EventAction, JobAbortionAction, JobRestartAction, NoAction
+from dlrover.master.diagnosis.old_actions import EventAction, JobAbortionAction, JobRestartAction, NoAction
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.data import TaskType
 from dlrover.protocol.messages.goodput import AskEvents, Events, JobEvent

@@ -10,9 +10,9 @@ from desk_transport import measure
 from virtual_agents import VirtualAgent, all_run, beating, connect_all, hpack_integer, join_all
 
 from dlrover.core.job import Job
-from dlrover.master.clock import MasterClock
-from dlrover.master.desk import Desk
-from dlrover.master.keeper import Keeper
+from dlrover.master.journal.journal_thread import Keeper
+from dlrover.master.loop.clock import MasterClock
+from dlrover.master.loop.loop import Desk
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import JobTerms, Limits, Ping, Pong
 from dlrover.protocol.messages.kv import KvGet, KvSet, KvValues

@@ -28,7 +28,7 @@ from dlrover.host.ownership import (
     open_checked,
     peer_credentials,
 )
-from dlrover.master.journal import Journal, JournalError
+from dlrover.master.journal.journal import Journal, JournalError
 from dlrover.platforms.local import LocalOptions, LocalPlatform
 from dlrover.protocol.errors import ConfigError, Unavailable
 from dlrover.protocol.messages.job import Round

@@ -55,7 +55,7 @@ def link_of(jobs, *options: str) -> str:
 @pytest.mark.timeout(240)
 def test_a_real_job_live_through_a_kill_and_all_actions(jobs, tmp_path):
     options = ["--enable-dashboard", "--dashboard-port=0", "--metrics-port=0", "--nproc-per-node=2", "--tee=3"]
-    options.append("--pre-check-ops=dlrover.master.pre_checks::NoPreCheckOperator")
+    options.append("--pre-check-ops=dlrover.master.diagnosis.pre_checks::NoPreCheckOperator")
     job = jobs.start("dlrover-run", *options, f"--rdzv-id={NAME}", f"--log-dir={tmp_path}/logs", SCRIPT, tmp_path)
     pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
     wait_until(lambda: all(path.exists() and path.read_text() for path in pids), explain=lambda: job.err)

@@ -21,11 +21,11 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from dlrover.cli.discovery import Seat
 from dlrover.core.job import Job
-from dlrover.master.clock import MasterClock
 from dlrover.master.config import MasterConfig, Ready
-from dlrover.master.desk import Desk
-from dlrover.master.keeper import Keeper
-from dlrover.master.topology import Topology
+from dlrover.master.journal.journal_thread import Keeper
+from dlrover.master.loop.clock import MasterClock
+from dlrover.master.loop.loop import Desk
+from dlrover.master.topology_plugins import Topology
 from dlrover.protocol.messages.job import (
     AskStatus,
     Attach,

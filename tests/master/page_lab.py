@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from dlrover.core.outcome import Outcome
-from dlrover.master.gathering import gather_data, gather_diagnosis, gather_events, gather_goodput
-from dlrover.master.lookout import Lookout
-from dlrover.master.meters import CONTENT_TYPE, Meters
+from dlrover.master.view.gatherer import Lookout
+from dlrover.master.view.metrics import CONTENT_TYPE, Meters
+from dlrover.master.view.sources import gather_data, gather_diagnosis, gather_events, gather_goodput
 from dlrover.master.web.access import Access
 from dlrover.master.web.app import Web
 from dlrover.master.web.hosts import Hosts

@@ -6,8 +6,8 @@ import math
 
 import msgspec
 
-from dlrover.master.board import MAX_GONE, MAX_SERIES, Board
-from dlrover.master.series import MAX_POINTS, Series
+from dlrover.master.view.board import MAX_GONE, MAX_SERIES, Board
+from dlrover.master.view.series import MAX_POINTS, Series
 
 
 def test_a_reader_gets_what_changed_since_it_looked_and_nothing_else() -> None:

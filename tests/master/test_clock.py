@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlrover.master.clock import MasterClock
+from dlrover.master.loop.clock import MasterClock
 from dlrover.protocol.messages.job import Micros
 
 

@@ -14,7 +14,7 @@ from dlrover.cli.replay import replay
 from dlrover.core.commit_order import decode_record
 from dlrover.core.job import Job
 from dlrover.core.outcome import NotYet, Origin, Outcome
-from dlrover.master import journal
+from dlrover.master.journal import journal
 from dlrover.protocol.codec import decode_from_master, encode_frame
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.checkpoint import AwaitSaveDuties, SaveDuties

@@ -14,10 +14,10 @@ import pytest
 from dlrover.python.common.event.reporter import EventReporter
 
 from dlrover.core.goodput.events import event, of_node
-from dlrover.master import event_reporters
-from dlrover.master import events as events_module
-from dlrover.master.event_reporters import MAX_QUEUED, WebhookReporter, as_line, build_reporters
-from dlrover.master.events import BURST, NUM_KEPT, EventLog, read_events
+from dlrover.master.view import event_reporters
+from dlrover.master.view import events as events_module
+from dlrover.master.view.event_reporters import MAX_QUEUED, WebhookReporter, as_line, build_reporters
+from dlrover.master.view.events import BURST, NUM_KEPT, EventLog, read_events
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.goodput import AskEvents, AskGoodput, Events, GoodputStatus, JobEvent
 from dlrover.protocol.messages.job import (

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dlrover.master.fleet_keeper import FleetKeeper, FleetWord, Patience
+from dlrover.master.platform_driver import FleetKeeper, FleetWord, Patience
 from dlrover.platforms.fake import FakeCloud, FakePlatform
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.fleet import (

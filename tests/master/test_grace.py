@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dlrover.master.grace import LATE, LONGEST_GRACE, NEVER, PULSE, Grace, StallWatch
+from dlrover.master.loop.stalls import LATE, LONGEST_GRACE, NEVER, PULSE, Grace, StallWatch
 from dlrover.protocol.messages.job import Micros
 
 

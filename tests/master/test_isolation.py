@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover.master.isolation import Isolation
+from dlrover.master.loop.isolation import Isolation
 from dlrover.protocol.messages.job import Detection, NodeId
 
 DETECTION = Detection()

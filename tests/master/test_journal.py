@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.master import journal as module
-from dlrover.master.filesystem import network_filesystem
-from dlrover.master.journal import Fenced, Journal, JournalError, Stored
+from dlrover.master.journal import journal as module
+from dlrover.master.journal.filesystem import network_filesystem
+from dlrover.master.journal.journal import Fenced, Journal, JournalError, Stored
 from dlrover.protocol.errors import Unavailable
 
 

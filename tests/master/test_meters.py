@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from dlrover.agent.monitor.limits import Limits
 from dlrover.agent.monitor.resources import ResourceMonitor
 from dlrover.core.outcome import Outcome
-from dlrover.master.exposition import MAX_HEAD, MAX_SCRAPES, Exposition
-from dlrover.master.lookout import Lookout
-from dlrover.master.meters import MAX_NODES, METRICS, Meters
+from dlrover.master.view.gatherer import Lookout
+from dlrover.master.view.metrics import MAX_NODES, METRICS, Meters
+from dlrover.master.view.metrics_server import MAX_HEAD, MAX_SCRAPES, Exposition
 from dlrover.protocol.codec import decode_from_agent, encode_frame
 from dlrover.protocol.messages.checkpoint import CheckpointCommitted, ShardWritten
 from dlrover.protocol.messages.frames import Observed

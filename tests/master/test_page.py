@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from dlrover.master.gathering import gather_diagnosis, gather_goodput
-from dlrover.master.lookout import Lookout
+from dlrover.master.view.gatherer import Lookout
+from dlrover.master.view.sources import gather_diagnosis, gather_goodput
 from dlrover.master.web import stream
 from dlrover.master.web.access import one_time_link, read_only_token
 from dlrover.master.web.app import MAX_BODY, MAX_VIEWERS

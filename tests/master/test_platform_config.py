@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dlrover.master.clock import MasterClock
 from dlrover.master.config import EXIT_STOPPED, EXIT_USAGE, MasterConfig
-from dlrover.master.desk import Desk
-from dlrover.master.fleet_keeper import FleetKeeper
-from dlrover.master.keeper import Keeper
+from dlrover.master.journal.journal_thread import Keeper
+from dlrover.master.loop.clock import MasterClock
+from dlrover.master.loop.loop import Desk
+from dlrover.master.platform_driver import FleetKeeper
 from dlrover.platforms.fake import FakeCloud, FakePlatform
 from dlrover.protocol.messages.fleet import FleetSpec, NodePhase, NodeType, ReplicaSpec
 from dlrover.protocol.messages.identity import PlatformId

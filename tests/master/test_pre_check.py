@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dlrover.master.diagnosis_actions import (
+from dlrover.master.diagnosis.old_actions import (
     DiagnosisAction,
     DiagnosisActionQueue,
     DiagnosisActionType,
@@ -18,8 +18,8 @@ from dlrover.master.diagnosis_actions import (
     NoAction,
     NodeAction,
 )
-from dlrover.master.pre_check_runner import PreCheckRunner
-from dlrover.master.pre_checks import (
+from dlrover.master.diagnosis.pre_check_runner import PreCheckRunner
+from dlrover.master.diagnosis.pre_checks import (
     ConnectionPreCheckOperator,
     JobView,
     Operator,
@@ -130,7 +130,7 @@ async def test_an_operator_that_does_not_come_back_is_left_behind(start_master: 
 
 async def test_nothing_is_asked_before_the_platform_has_shown_its_nodes(start_master: StartMaster) -> None:
     master = await start_master()
-    operators = load_operators([Wanted("dlrover.master.pre_checks", "SchedulingPreCheckOperator")])
+    operators = load_operators([Wanted("dlrover.master.diagnosis.pre_checks", "SchedulingPreCheckOperator")])
     runner = PreCheckRunner(master.desk, operators, limit=60, tell=lambda _event: None, has_platform=True)
     runner.begin()
     noted = asyncio.Event()

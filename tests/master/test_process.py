@@ -32,7 +32,7 @@ from dlrover.master.config import (
     EXIT_USAGE,
     MasterConfig,
 )
-from dlrover.master.journal import read_stored
+from dlrover.master.journal.journal import read_stored
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.job import (
     Done,

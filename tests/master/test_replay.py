@@ -16,7 +16,7 @@ import pytest
 from dlrover.cli.replay import main, replay
 from dlrover.core.commit_order import replay as replay_records
 from dlrover.core.job import DECISION_VERSION
-from dlrover.master.journal import Journal
+from dlrover.master.journal.journal import Journal
 from dlrover.protocol.messages.job import JobTerms, LeaveJob, LeaveReason, ReportFinished, Round, Run
 from tests.master.conftest import Connect, MakeMaster, StartMaster, status_of
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.master import desk
-from dlrover.master import topology as room
+from dlrover.master import topology_plugins as room
 from dlrover.master.config import EXIT_USAGE
-from dlrover.master.topology import DefaultTopologyQuerier, DpTopologySorter, NodeTopologyMeta, Topology
+from dlrover.master.loop import loop as loop_loop
+from dlrover.master.topology_plugins import DefaultTopologyQuerier, DpTopologySorter, NodeTopologyMeta, Topology
 from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.messages.job import (
     FailureKind,
@@ -101,7 +101,7 @@ async def test_the_world_follows_the_sorter(start_master: StartMaster, connect: 
 async def test_who_is_refused_lets_nobody_wait_for_an_order(
     start_master: StartMaster, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(desk, "TIME_LIMIT", 300.0)  # else who waited in vain would only be late
+    monkeypatch.setattr(loop_loop, "TIME_LIMIT", 300.0)  # else who waited in vain would only be late
     one = JobTerms(limits=Limits(min_nodes=1, max_nodes=1))
     master = await start_master(topology=Topology(sort=sorted))
     agent = connect(master.address, launch="l0", terms=one, node_rank=NodeRank(0))
@@ -199,9 +199,9 @@ def test_the_sorter_of_the_original_keeps_neighbours_together() -> None:
     [
         ("no-separator", "module::Class"),
         ("no_such_module::Class", "ModuleNotFoundError"),
-        ("dlrover.master.topology::Nothing", "AttributeError"),
+        ("dlrover.master.topology_plugins::Nothing", "AttributeError"),
         ("dlrover.core.membership.nodes::Node", "TypeError"),
-        ("dlrover.master.topology::DpTopologySorter", "query"),
+        ("dlrover.master.topology_plugins::DpTopologySorter", "query"),
     ],
 )
 def test_a_plug_in_that_cannot_be_had_is_found_at_the_start(name: str, expected: str) -> None:

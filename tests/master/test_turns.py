@@ -17,13 +17,13 @@ import pytest_asyncio
 from dlrover.core.commit_order import Batch
 from dlrover.core.job import Job
 from dlrover.core.outcome import Origin, Outcome
-from dlrover.master.clock import MasterClock
-from dlrover.master.desk import COMING_BACK, Desk
-from dlrover.master.grace import PULSE, StallWatch
-from dlrover.master.journal import Fenced
-from dlrover.master.keeper import Keeper
+from dlrover.master.diagnosis.driver import WatchKeeper
+from dlrover.master.journal.journal import Fenced
+from dlrover.master.journal.journal_thread import Keeper
+from dlrover.master.loop.clock import MasterClock
+from dlrover.master.loop.loop import COMING_BACK, Desk
+from dlrover.master.loop.stalls import PULSE, StallWatch
 from dlrover.master.service import end_job
-from dlrover.master.watch import WatchKeeper
 from dlrover.protocol.errors import Unavailable
 from dlrover.protocol.messages.frames import Answer, Beat, FromMaster, Push, Refusal, Request
 from dlrover.protocol.messages.job import (

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from dlrover.core.outcome import NotYet
-from dlrover.master.roster import Line
-from dlrover.master.waiting_room import WaitingRoom
-from dlrover.master.work import Work
+from dlrover.master.loop.long_polls import WaitingRoom
+from dlrover.master.loop.request import Work
+from dlrover.master.loop.streams import Line
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import (
     MAX_REQUESTS_IN_WORK,

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from dlrover.core.diagnosis.picture import Picture
-from dlrover.master.diagnosis_actions import (
+from dlrover.master.diagnosis.old_actions import (
     DiagnosisAction,
     DiagnosisActionType,
     EventAction,
     JobAbortionAction,
     NodeAction,
 )
-from dlrover.master.diagnosticians import UserDiagnosticians, portrait_of
-from dlrover.master.old_diagnosticians import DiagnosisObservation, Diagnostician, Translated
+from dlrover.master.diagnosis.old_diagnosticians import DiagnosisObservation, Diagnostician, Translated
+from dlrover.master.diagnosis.plugins import UserDiagnosticians, portrait_of
 from dlrover.protocol.messages.job import AskStatus, JobStatus, Join, Round, Run, StopCause
 from dlrover.protocol.messages.watch import (
     ActionKind,

@@ -28,7 +28,7 @@ from dlrover.cli.command_line import describe
 from dlrover.cli.main import app
 from dlrover.cli.replay import replay
 from dlrover.core.job import DECISION_VERSION
-from dlrover.master.journal import Journal
+from dlrover.master.journal.journal import Journal
 from dlrover.python.aliases import ALIASES
 from dlrover.simulator.campaign import draw_plan
 from dlrover.simulator.simulation import Simulation

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from dlrover.master.lookout import Lookout
+from dlrover.master.view.gatherer import Lookout
 from dlrover.master.web.access import SESSION_SECONDS, Access, Scope, is_own_origin
 from dlrover.master.web.actions import ACTIONS, BadWish, read_wish
 from dlrover.master.web.hosts import Hosts

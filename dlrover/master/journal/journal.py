@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlrover.host.ownership import NotOurs, open_checked
-from dlrover.master.filesystem import network_filesystem
+from dlrover.master.journal.filesystem import network_filesystem
 from dlrover.protocol.errors import DLRoverError, Unavailable
 
 log = logging.getLogger(__name__)

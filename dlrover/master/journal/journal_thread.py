@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from dlrover.core.commit_order import Batch, JournalCorrupt, replay
 from dlrover.core.job import DECISION_VERSION, Job
-from dlrover.master.filesystem import network_filesystem
-from dlrover.master.journal import ADVICE, Journal, JournalError, Stored
+from dlrover.master.journal.filesystem import network_filesystem
+from dlrover.master.journal.journal import ADVICE, Journal, JournalError, Stored
 from dlrover.protocol.errors import Unavailable
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from dlrover.core.outcome import Outcome
-from dlrover.master.lookout import Lookout
+from dlrover.master.view.gatherer import Lookout
 from dlrover.protocol.messages.checkpoint import CheckpointCommitted, CheckpointFailed, ShardWritten
 from dlrover.protocol.messages.job import Command, JobStatus, Micros, NodeId, NodeRank, Stage
 from dlrover.protocol.messages.watch import Phase, ResourceReport

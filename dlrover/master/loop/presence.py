@@ -15,10 +15,10 @@ from msgspec.structs import replace
 
 from dlrover.core.membership.liveness import Observations
 from dlrover.core.outcome import micros
-from dlrover.master.clock import MasterClock
-from dlrover.master.durable_job import DurableJob
-from dlrover.master.grace import AFTERMATH, LONG_STALL, NEVER, Grace, StallWatch
-from dlrover.master.isolation import Isolation
+from dlrover.master.journal.durable_job import DurableJob
+from dlrover.master.loop.clock import MasterClock
+from dlrover.master.loop.isolation import Isolation
+from dlrover.master.loop.stalls import AFTERMATH, LONG_STALL, NEVER, Grace, StallWatch
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import (
     Attached,

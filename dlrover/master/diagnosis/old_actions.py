@@ -2,7 +2,7 @@
 The action classes of the original's diagnosis, for extensions that were written for it, and the queue they wait in.
 
 An action says what should be done, who shall do it and for how long that makes sense. What it means here is a command of the job
-(`dlrover.master.pre_check_runner`) or a verdict (`dlrover.master.old_diagnosticians`): nothing runs an action by itself.
+(`dlrover.master.diagnosis.pre_check_runner`) or a verdict (`dlrover.master.diagnosis.old_diagnosticians`): nothing runs an action by itself.
 """
 
 from __future__ import annotations

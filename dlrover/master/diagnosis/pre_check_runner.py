@@ -19,8 +19,7 @@ from msgspec.structs import replace
 from dlrover.core.check.pre_check import is_wanted
 from dlrover.core.goodput.events import WARN, event
 from dlrover.core.outcome import Outcome
-from dlrover.master.desk import Desk
-from dlrover.master.diagnosis_actions import (
+from dlrover.master.diagnosis.old_actions import (
     DiagnosisAction,
     DiagnosisActionQueue,
     DiagnosisActionType,
@@ -31,7 +30,8 @@ from dlrover.master.diagnosis_actions import (
     NoAction,
     NodeAction,
 )
-from dlrover.master.pre_checks import Operator, PreCheckResult, view_of
+from dlrover.master.diagnosis.pre_checks import Operator, PreCheckResult, view_of
+from dlrover.master.loop.loop import Desk
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.fleet import RestartJob
 from dlrover.protocol.messages.goodput import JobEvent

@@ -27,19 +27,19 @@ from msgspec.structs import replace
 from dlrover.core.commit_order import Batch, BrokenQuestion, CoreFault
 from dlrover.core.job import Job
 from dlrover.core.outcome import NotYet, Outcome
-from dlrover.master.bookkeeper import Bookkeeper
-from dlrover.master.clock import MasterClock
-from dlrover.master.durable_job import DurableJob
-from dlrover.master.errands import Errands
-from dlrover.master.grace import StallWatch
-from dlrover.master.keeper import Keeper
-from dlrover.master.presence import Presence
-from dlrover.master.reception import Reception
-from dlrover.master.roster import Line, Roster
-from dlrover.master.topology import TIME_LIMIT, Topology
-from dlrover.master.tray import Tray
-from dlrover.master.waiting_room import WaitingRoom
-from dlrover.master.work import Work
+from dlrover.master.journal.durable_job import DurableJob
+from dlrover.master.journal.journal_thread import Keeper
+from dlrover.master.loop.admission import Reception
+from dlrover.master.loop.clock import MasterClock
+from dlrover.master.loop.inbox import Tray
+from dlrover.master.loop.long_polls import WaitingRoom
+from dlrover.master.loop.plugin_answers import Errands
+from dlrover.master.loop.presence import Presence
+from dlrover.master.loop.request import Work
+from dlrover.master.loop.stalls import StallWatch
+from dlrover.master.loop.streams import Line, Roster
+from dlrover.master.topology_plugins import TIME_LIMIT, Topology
+from dlrover.master.view.bookkeeper import Bookkeeper
 from dlrover.protocol.codec import Question, Unreadable
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.fleet import LaunchNode, RemoveNode

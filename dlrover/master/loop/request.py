@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import dataclass
 
 from dlrover.core.outcome import Origin
-from dlrover.master.roster import Line
+from dlrover.master.loop.streams import Line
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.frames import Answer, Refusal
 from dlrover.protocol.messages.job import Attach, Command, Query, Reply

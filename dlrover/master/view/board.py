@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
-from dlrover.master.series import Series
+from dlrover.master.view.series import Series
 
 MAX_GONE = 2_000
 """So many items that were taken off are remembered; beyond, who has not seen them go gets everything."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
-from dlrover.master.work import SHORTEST_RETRY, Work
+from dlrover.master.loop.request import SHORTEST_RETRY, Work
 from dlrover.protocol.errors import Unavailable
 from dlrover.protocol.messages.job import MAX_REQUESTS_IN_WORK
 

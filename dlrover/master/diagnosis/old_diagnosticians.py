@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlrover.master.diagnosis_actions import (
+from dlrover.master.diagnosis.old_actions import (
     DiagnosisAction,
     DiagnosisActionType,
     EventAction,

@@ -19,8 +19,8 @@ from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from dlrover.core.outcome import Outcome
-from dlrover.master.board import Board
-from dlrover.master.node_views import Health, node_view
+from dlrover.master.view.board import Board
+from dlrover.master.view.node_views import Health, node_view
 from dlrover.protocol.codec import Question
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.fleet import FleetNodeStatus

@@ -14,12 +14,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from dlrover.core.outcome import Origin
-from dlrover.master.clock import MasterClock
-from dlrover.master.errands import Errands
-from dlrover.master.events import EventLog
-from dlrover.master.roster import Line
-from dlrover.master.tray import Tray
-from dlrover.master.work import Work
+from dlrover.master.loop.clock import MasterClock
+from dlrover.master.loop.inbox import Tray
+from dlrover.master.loop.plugin_answers import Errands
+from dlrover.master.loop.request import Work
+from dlrover.master.loop.streams import Line
+from dlrover.master.view.events import EventLog
 from dlrover.protocol.codec import Codec, Question
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.checkpoint import AwaitSaveDuties

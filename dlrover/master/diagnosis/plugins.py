@@ -21,7 +21,7 @@ from msgspec import Struct
 from dlrover.core.diagnosis.picture import Failed, Picture, Scene
 from dlrover.core.diagnosis.samples import Sample
 from dlrover.core.failures.hangs import MAX_CULPRITS, MAX_EVIDENCE
-from dlrover.master.old_diagnosticians import Diagnostician, Translated
+from dlrover.master.diagnosis.old_diagnosticians import Diagnostician, Translated
 from dlrover.protocol.messages.watch import MAX_TEXT, ResourceReport, Verdict, WorkerProgress
 
 log = logging.getLogger(__name__)

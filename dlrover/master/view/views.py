@@ -14,11 +14,11 @@ import ssl
 from typing import TYPE_CHECKING
 
 from dlrover.master.config import MasterConfig
-from dlrover.master.desk import Desk
-from dlrover.master.exposition import Exposition
-from dlrover.master.gathering import gather_data, gather_diagnosis, gather_events, gather_goodput
-from dlrover.master.lookout import Lookout
-from dlrover.master.meters import CONTENT_TYPE, Meters
+from dlrover.master.loop.loop import Desk
+from dlrover.master.view.gatherer import Lookout
+from dlrover.master.view.metrics import CONTENT_TYPE, Meters
+from dlrover.master.view.metrics_server import Exposition
+from dlrover.master.view.sources import gather_data, gather_diagnosis, gather_events, gather_goodput
 from dlrover.master.web.access import Access
 from dlrover.master.web.logs import LogReader
 from dlrover.protocol.addresses import Address

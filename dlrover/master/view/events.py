@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dlrover.core.goodput.events import WARN, event
-from dlrover.master.event_reporters import EventReporter
+from dlrover.master.view.event_reporters import EventReporter
 from dlrover.protocol.messages.goodput import MAX_EVENTS_PER_ANSWER, AskEvents, Events, JobEvent
 from dlrover.protocol.messages.job import Micros
 from dlrover.protocol.messages.kv import MAX_WAIT

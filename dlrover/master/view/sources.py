@@ -6,7 +6,7 @@ import hashlib
 
 import msgspec
 
-from dlrover.master.lookout import Lookout
+from dlrover.master.view.gatherer import Lookout
 from dlrover.protocol.messages.goodput import AskEvents, AskGoodput, Events, GoodputStatus
 from dlrover.protocol.messages.job import JobStatus
 from dlrover.protocol.messages.watch import AskDiagnosis, Culprit, Diagnosis, PastVerdict

@@ -13,8 +13,8 @@ import itertools
 from collections.abc import Iterable
 from typing import TypeVar
 
-from dlrover.master.roster import Line
-from dlrover.master.work import Work
+from dlrover.master.loop.request import Work
+from dlrover.master.loop.streams import Line
 from dlrover.protocol.errors import Rejected
 
 Key = TypeVar("Key", str, Line)

@@ -16,8 +16,8 @@ import msgspec
 from dlrover.core.commit_order import Batch, CommitSequence, CoreFault
 from dlrover.core.job import Job
 from dlrover.core.outcome import Origin
-from dlrover.master.clock import MasterClock
-from dlrover.master.keeper import Keeper
+from dlrover.master.journal.journal_thread import Keeper
+from dlrover.master.loop.clock import MasterClock
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.frames import BLOCKED
 from dlrover.protocol.messages.job import Command, Desired, Micros, NodeId

@@ -13,7 +13,7 @@ import logging
 import ssl
 from collections.abc import Awaitable, Callable
 
-from dlrover.master.meters import CONTENT_TYPE
+from dlrover.master.view.metrics import CONTENT_TYPE
 from dlrover.protocol.rpc.door import Door
 
 log = logging.getLogger(__name__)

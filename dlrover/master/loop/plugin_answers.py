@@ -12,11 +12,11 @@ from collections.abc import Coroutine
 
 from msgspec.structs import replace
 
-from dlrover.master.durable_job import DurableJob
-from dlrover.master.roster import Line
-from dlrover.master.topology import NodeTopologyMeta, Topology
-from dlrover.master.tray import Tray
-from dlrover.master.work import Work
+from dlrover.master.journal.durable_job import DurableJob
+from dlrover.master.loop.inbox import Tray
+from dlrover.master.loop.request import Work
+from dlrover.master.loop.streams import Line
+from dlrover.master.topology_plugins import NodeTopologyMeta, Topology
 from dlrover.protocol.messages.job import Attach, NodesOrdered
 
 

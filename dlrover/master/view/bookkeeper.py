@@ -11,7 +11,7 @@ from dlrover.core.goodput.events import EventTeller, of_node
 from dlrover.core.goodput.progress_ledger import ProgressLedger
 from dlrover.core.job import Job
 from dlrover.core.outcome import Outcome
-from dlrover.master.events import EventLog
+from dlrover.master.view.events import EventLog
 from dlrover.protocol.messages.goodput import AccountGoodput
 from dlrover.protocol.messages.job import Command, LeaveJob, Micros, NodeId, Query, ReportFailure, ReportFinished
 from dlrover.protocol.messages.watch import (

@@ -19,7 +19,7 @@ from msgspec import Struct
 from dlrover.core.fleet.early_stop import MIN_PENDING_TIMEOUT
 from dlrover.core.outcome import MICROS_PER_SECOND
 from dlrover.core.state import JobState
-from dlrover.master.diagnosis_actions import (
+from dlrover.master.diagnosis.old_actions import (
     DiagnosisAction,
     DiagnosisActionType,
     JobAbortionAction,

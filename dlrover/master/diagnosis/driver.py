@@ -21,9 +21,9 @@ from dlrover.core.diagnosis.picture import Failed, scene_of
 from dlrover.core.diagnosis.stacks import say_ranks
 from dlrover.core.diagnosis.watch import Act, AskNode, Publish, Tell, Watch
 from dlrover.core.outcome import Outcome
-from dlrover.master.clock import MasterClock
-from dlrover.master.desk import Desk
-from dlrover.master.diagnosticians import UserDiagnosticians
+from dlrover.master.diagnosis.plugins import UserDiagnosticians
+from dlrover.master.loop.clock import MasterClock
+from dlrover.master.loop.loop import Desk
 from dlrover.protocol.errors import DLRoverError, Unavailable
 from dlrover.protocol.messages.fleet import NodePhase, NodesListed
 from dlrover.protocol.messages.job import Command, JobTerms, Micros, NodeId, Reply, ReportFailure
