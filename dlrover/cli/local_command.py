@@ -53,11 +53,11 @@ from dlrover.cli.settings import Settings, parse_nnodes, probe_directory, read_s
 from dlrover.host.bystander_processes import Neighbours
 from dlrover.host.console import PATIENCE
 from dlrover.master.config import MasterConfig
-from dlrover.platforms import namespaces
-from dlrover.platforms.claims import Claim
-from dlrover.platforms.memory_limits import MemoryLimits
-from dlrover.platforms.namespaces import Namespaces
-from dlrover.platforms.node_host import HostConfig, NodeHost, claim_kernel_names, remove_left_behind
+from dlrover.platforms.hosted.table import HostConfig, NodeHost, claim_kernel_names, remove_left_behind
+from dlrover.platforms.local import namespaces
+from dlrover.platforms.local.kernel_claims import Claim
+from dlrover.platforms.local.memory_limits import MemoryLimits
+from dlrover.platforms.local.namespaces import Namespaces
 from dlrover.protocol.addresses import LOOPBACK, Address
 from dlrover.protocol.errors import ConfigError, DLRoverError, JobError
 from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Resource

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from dlrover.cli.console import MAX_HELD
 from dlrover.host.console import HELD_BYTES, ConsoleWriter
 from dlrover.host.plain_text import printable
-from dlrover.platforms.node_host import short_name
+from dlrover.platforms.hosted.table import short_name
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.fleet import NodeChanged, NodePhase, PlatformNode

@@ -345,7 +345,7 @@ def clean() -> None:
     """Remove what killed jobs of yours left on this host: directories, snapshots, network namespaces, processes if any survived."""
     from dlrover.cli.environment import read_environment
     from dlrover.cli.runtime_dir import reap, reap_snapshots, snapshot_root, user_root
-    from dlrover.platforms.node_host import remove_left_behind
+    from dlrover.platforms.hosted.table import remove_left_behind
 
     environment = read_environment(os.environ)
     removed = reap(user_root(environment), older_than=0.0)

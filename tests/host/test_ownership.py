@@ -29,7 +29,7 @@ from dlrover.host.ownership import (
     peer_credentials,
 )
 from dlrover.master.journal.journal import Journal, JournalError
-from dlrover.platforms.local import LocalOptions, LocalPlatform
+from dlrover.platforms.hosted.client import LocalOptions, LocalPlatform
 from dlrover.protocol.errors import ConfigError, Unavailable
 from dlrover.protocol.messages.job import Round
 from dlrover.protocol.messages.kv import KvCheck

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import pytest
 
-from dlrover.platforms import node_entry
-from dlrover.platforms.claims import Claim
-from dlrover.platforms.namespaces import NODE_INTERFACE, Namespaces, available
+from dlrover.platforms.local import node_entry
+from dlrover.platforms.local.kernel_claims import Claim
+from dlrover.platforms.local.namespaces import NODE_INTERFACE, Namespaces, available
 from tests.integration.jobs import SCRIPTS, JobFactory, Launched, kill, wait_until
 
 pytestmark = pytest.mark.skipif(bool(available()), reason=available() or "-")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.platforms.claims import Claim, dead_tags, tag_of
-from dlrover.platforms.namespaces import Namespaces, available, remove_namespaces
-from dlrover.platforms.node_host import remove_left_behind
+from dlrover.platforms.hosted.table import remove_left_behind
+from dlrover.platforms.local.kernel_claims import Claim, dead_tags, tag_of
+from dlrover.platforms.local.namespaces import Namespaces, available, remove_namespaces
 from dlrover.protocol.errors import ConfigError
 
 needs_namespaces = pytest.mark.skipif(bool(available()), reason=available() or "-")
@@ -112,8 +112,8 @@ def test_an_address_is_given_again_only_when_its_node_is_gone(networks):
 def test_what_a_killed_host_leaves_is_found_and_removed():
     program = """
 import os, signal
-from dlrover.platforms.claims import Claim
-from dlrover.platforms.namespaces import Namespaces
+from dlrover.platforms.local.kernel_claims import Claim
+from dlrover.platforms.local.namespaces import Namespaces
 claim = Claim()
 Namespaces.create(claim.tag).add(3)
 print(claim.tag, flush=True)

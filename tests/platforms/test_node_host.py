@@ -14,9 +14,9 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.platforms.base import LaunchNotTaken
-from dlrover.platforms.host_messages import ANSWER
-from dlrover.platforms.local import LocalOptions, LocalPlatform
-from dlrover.platforms.node_process import NodeCommand, NodeProcess, wait_gone
+from dlrover.platforms.hosted.client import LocalOptions, LocalPlatform
+from dlrover.platforms.hosted.messages import ANSWER
+from dlrover.platforms.local.node_process import NodeCommand, NodeProcess, wait_gone
 from dlrover.protocol.errors import ConfigError, Unavailable
 from dlrover.protocol.local_frames import HEADER, pack
 from dlrover.protocol.messages.fleet import NodeChanged, NodeEventKind, NodeExit, NodePhase, NodesListed, PlatformNode

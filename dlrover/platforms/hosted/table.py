@@ -38,8 +38,7 @@ from dlrover.platforms.base import (
     check_same,
     phase_of,
 )
-from dlrover.platforms.claims import Claim, dead_tags
-from dlrover.platforms.host_messages import (
+from dlrover.platforms.hosted.messages import (
     ANSWER,
     REQUEST,
     HostAnswer,
@@ -50,9 +49,10 @@ from dlrover.platforms.host_messages import (
     Taken,
     WatchNodes,
 )
-from dlrover.platforms.memory_limits import MemoryLimits, remove_groups
-from dlrover.platforms.namespaces import NODE_INTERFACE, Namespaces, Place, remove_namespaces
-from dlrover.platforms.node_process import MARK, SWEEP_TIMEOUT, NodeCommand, NodeProcess, send, wait_gone
+from dlrover.platforms.local.kernel_claims import Claim, dead_tags
+from dlrover.platforms.local.memory_limits import MemoryLimits, remove_groups
+from dlrover.platforms.local.namespaces import NODE_INTERFACE, Namespaces, Place, remove_namespaces
+from dlrover.platforms.local.node_process import MARK, SWEEP_TIMEOUT, NodeCommand, NodeProcess, send, wait_gone
 from dlrover.protocol.addresses import LOOPBACK
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.local_frames import pack, read_frame
@@ -644,7 +644,7 @@ def _has_mark(pid: int, run: str) -> bool:
 
 
 def main(saving_until: SavingUntil = _never) -> int:
-    """`python -m dlrover.platforms.node_host CONFIG`: a host on its own, until SIGTERM or the end of its parent."""
+    """`python -m dlrover.platforms.hosted.table CONFIG`: a host on its own, until SIGTERM or the end of its parent."""
     import sys
 
     if not follow_parent(signal.SIGTERM):

@@ -20,7 +20,7 @@ import subprocess
 
 from msgspec import Struct
 
-from dlrover.platforms.claims import Claim, tag_of
+from dlrover.platforms.local.kernel_claims import Claim, tag_of
 from dlrover.protocol.errors import ConfigError, Unavailable
 
 NODE_INTERFACE = "eth0"

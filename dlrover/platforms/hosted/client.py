@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from dlrover.host.ownership import check_server
 from dlrover.platforms.base import Capabilities, Intent, LaunchNotTaken, Sight, StaleMaster
-from dlrover.platforms.host_messages import (
+from dlrover.platforms.hosted.messages import (
     ANSWER,
     REQUEST,
     HostAnswer,
