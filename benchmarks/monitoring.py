@@ -155,9 +155,10 @@ def _ask(trainer: subprocess.Popen[str], question: dict[str, Any]) -> Any:
 
 
 def serve() -> None:
-    from dlrover.trainer import environment, watching
+    from dlrover.trainer import environment
+    from dlrover.trainer.worker import hooks as worker_hooks
 
-    watching.install(environment.read(os.environ))
+    worker_hooks.install(environment.read(os.environ))
     import torch
     import torch.distributed as dist
 
@@ -223,8 +224,8 @@ class Trainer:
 
     def hooks(self, count: int) -> dict[str, float]:
         """Nanoseconds that each adds to what it is put around."""
-        from dlrover.trainer import phases
-        from dlrover.trainer.torch import progress_hooks
+        from dlrover.trainer.torch.hooks import progress_hooks
+        from dlrover.trainer.worker import phases
 
         writer = phases.current()
         assert writer is not None, "this trainer has no page"

@@ -146,7 +146,7 @@ def _raise_if_failed(exit_code: int, outcome_file: str) -> None:
 
 
 def _return_values(directory: str, target: str) -> dict[int, Any]:
-    from dlrover.trainer.function import read_result
+    from dlrover.trainer.worker.function import read_result
 
     prefix = f"{os.path.basename(target)}.result."
     ranks = sorted(
@@ -159,7 +159,7 @@ def _return_values(directory: str, target: str) -> dict[int, Any]:
 
 def _entry(entrypoint: Callable[..., Any] | str, args: Sequence[Any], target: str) -> Entry:
     if callable(entrypoint):
-        from dlrover.trainer.function import write_call
+        from dlrover.trainer.worker.function import write_call
 
         with explained(os.path.dirname(target)):
             write_call(target, entrypoint, tuple(args))

@@ -57,8 +57,9 @@ from dlrover.protocol.messages.kv import KvAdd, KvGet, KvNumber, KvSet, KvValues
 from dlrover.protocol.messages.requests import RestartWorkers
 from dlrover.protocol.messages.sync import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncJoined, SyncState
 from dlrover.protocol.messages.watch import MAX_SAMPLE_TEXT, NodeEvent, SampleTaken
-from dlrover.trainer import environment, phases, progress
+from dlrover.trainer import environment, progress
 from dlrover.trainer.agent_link import Link, current_link
+from dlrover.trainer.worker import phases
 
 if TYPE_CHECKING:
     from dlrover.agent.monitor.old_diagnosis_data import DiagnosisData

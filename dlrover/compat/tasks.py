@@ -30,8 +30,8 @@ from dlrover.protocol.messages.data import (
     TaskType,
 )
 from dlrover.protocol.messages.job import Round
-from dlrover.trainer import data_steps
 from dlrover.trainer.agent_link import Link
+from dlrover.trainer.data import data_steps
 from dlrover.trainer.sharding_client import MINIBATCHES_PER_SHARD, beginning_of, shard_of, storage_named
 
 log = logging.getLogger(__name__)

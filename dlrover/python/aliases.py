@@ -13,8 +13,8 @@ _STORAGE = "dlrover.snapshot.storage.user_storage"
 _FAILOVER = "dlrover.agent.failover"
 _ACTIONS = "dlrover.master.diagnosis.old_actions"
 _DATA = "dlrover.agent.monitor.old_diagnosis_data"
-_SHARED = "dlrover.trainer.shared_objects"
-_SAVER = "dlrover.trainer.torch.flash_checkpoint.old_saver"
+_SHARED = "dlrover.compat.client.shared_objects"
+_SAVER = "dlrover.compat.client.saver"
 _COMPAT = "dlrover.compat"
 _DELETION = {
     "CheckpointDeletionStrategy": "dlrover.snapshot.storage.user_deletion:CheckpointDeletionStrategy",

@@ -32,7 +32,7 @@ from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.messages.data import NO_STEP, DatasetSpec, Storage, TaskType
 from dlrover.protocol.messages.data import Shard as Lease
 from dlrover.trainer.agent_link import Link
-from dlrover.trainer.shard_feed import ShardFeed
+from dlrover.trainer.data.shard_feed import ShardFeed
 
 log = logging.getLogger("dlrover.trainer.data")
 

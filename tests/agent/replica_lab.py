@@ -20,7 +20,7 @@ from dlrover.snapshot.copy.copying import Copier
 from dlrover.snapshot.memory.segment import Segment, SegmentWriter, SlotName, segment_paths
 from dlrover.snapshot.memory.segment_format import Owner
 from dlrover.snapshot.storage.persist import REQUEST, SaveRequest, encode_request, sum_slot
-from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter, load_state
+from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import StateWriter, load_state
 from tests.agent.lab import DEADLINE
 
 JOB = "job"

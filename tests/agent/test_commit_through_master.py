@@ -34,7 +34,7 @@ from dlrover.snapshot.memory.segment_format import Owner
 from dlrover.snapshot.storage.commit import read_global_manifest
 from dlrover.snapshot.storage.persist import REQUEST, SaveRequest, encode_request, persist
 from dlrover.snapshot.storage.storage import LocalStorage
-from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter
+from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import StateWriter
 from tests.agent.lab import DEADLINE
 from tests.agent.save_lab import CoreInHand
 

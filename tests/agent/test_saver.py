@@ -17,7 +17,7 @@ from dlrover.snapshot.memory.segment import Segment, SegmentWriter, SlotName
 from dlrover.snapshot.memory.segment_format import Owner
 from dlrover.snapshot.storage.persist import REQUEST, SaveRequest, encode_request, finish
 from dlrover.snapshot.storage.retention import KeepTotal
-from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter
+from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import StateWriter
 from tests.agent.lab import DEADLINE
 
 

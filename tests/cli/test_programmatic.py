@@ -216,7 +216,7 @@ def test_a_full_disk_is_told_before_anything_starts(short_dir: Path, monkeypatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setenv("TMPDIR", str(short_dir))
-    monkeypatch.setattr("dlrover.trainer.function.write_call", refuse)
+    monkeypatch.setattr("dlrover.trainer.worker.function.write_call", refuse)
     with pytest.raises(ConfigError, match=r"No space left.*TMPDIR"):
         launch_agent(ElasticLaunchConfig(), print, [])
     assert {path.name for path in short_dir.rglob("*") if path.is_file()} <= {".lock"}

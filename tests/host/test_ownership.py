@@ -19,6 +19,7 @@ from dlrover.cli.discovery import read_token_file
 from dlrover.cli.environment import Environment
 from dlrover.cli.runtime_dir import user_root
 from dlrover.cli.settings import probe_directory
+from dlrover.compat.client.shared_objects import SharedDict, SharedMemory, create_shared_memory
 from dlrover.host.ownership import (
     NotOurs,
     check_directory,
@@ -36,14 +37,13 @@ from dlrover.protocol.messages.kv import KvCheck
 from dlrover.snapshot.memory.homes import Home
 from dlrover.snapshot.storage.places import Place
 from dlrover.trainer.agent_link import AgentLink
+from dlrover.trainer.data.loader_service import LoaderClient
+from dlrover.trainer.data.shard_feed import DataUnavailable
 from dlrover.trainer.environment import WorkerEnvironment
 from dlrover.trainer.events.process import Outlet, Process
-from dlrover.trainer.loader_service import LoaderClient
 from dlrover.trainer.progress import ProgressReporter
-from dlrover.trainer.shard_feed import DataUnavailable
-from dlrover.trainer.shared_objects import SharedDict, SharedMemory, create_shared_memory
 from dlrover.trainer.torch.elastic.dataloader import ElasticDataLoader
-from dlrover.trainer.torch.flash_checkpoint.outlets import AgentOutlet
+from dlrover.trainer.torch.flash_checkpoint.saving.outlets import AgentOutlet
 from tests.second_user import SECOND_USER, SecondServer, give_away, needs_root, shared_directory
 
 pytestmark = needs_root

@@ -19,9 +19,9 @@ from dlrover.snapshot.memory.layout import Layout  # noqa: E402
 from dlrover.snapshot.memory.segment import Segment, SegmentWriter  # noqa: E402
 from dlrover.snapshot.memory.segment_format import Owner, SegmentInvalid  # noqa: E402
 from dlrover.snapshot.storage.storage import LocalStorage  # noqa: E402
-from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter, load_state  # noqa: E402
-from dlrover.trainer.torch.flash_checkpoint.parts import RawPart  # noqa: E402
-from dlrover.trainer.torch.flash_checkpoint.skeleton import make_skeleton  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint.encoding.parts import RawPart  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint.encoding.skeleton import make_skeleton  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import StateWriter, load_state  # noqa: E402
 
 
 def tensor_item(name: str, tensor: torch.Tensor, storage: int, at: int) -> DcpItem:

@@ -29,8 +29,8 @@ from dlrover.snapshot.memory.contents import decode_contents  # noqa: E402
 from dlrover.snapshot.memory.segment import Segment, SegmentWriter  # noqa: E402
 from dlrover.snapshot.memory.segment_format import Owner, SegmentInvalid  # noqa: E402
 from dlrover.snapshot.storage.storage import LocalStorage  # noqa: E402
-from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter  # noqa: E402
-from dlrover.trainer.torch.flash_checkpoint.safetensors_part import SafetensorsPart  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint.encoding.safetensors_part import SafetensorsPart  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import StateWriter  # noqa: E402
 
 
 def through_a_slot(home: Path, owner: Owner, part: SafetensorsPart, path: Path) -> None:

@@ -28,8 +28,8 @@ from dlrover.snapshot.files.torch_file import file_storages, torch_file_chunks, 
 from dlrover.snapshot.memory.contents import decode_contents  # noqa: E402
 from dlrover.snapshot.memory.segment import Segment, SegmentWriter, SlotName, segment_paths  # noqa: E402
 from dlrover.snapshot.memory.segment_format import Owner  # noqa: E402
-from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter, load_state  # noqa: E402
-from dlrover.trainer.torch.flash_checkpoint.skeleton import make_skeleton  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint.encoding.skeleton import make_skeleton  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import StateWriter, load_state  # noqa: E402
 
 
 @pytest.fixture
@@ -353,7 +353,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard, Replicate, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from dlrover.snapshot.memory.layout import plan_state
-from dlrover.trainer.torch.flash_checkpoint.tensors import TorchTensors
+from dlrover.trainer.torch.flash_checkpoint.encoding.tensors import TorchTensors
 torch.distributed.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
 sharded = DTensor.from_local(torch.ones(3, 10), mesh, [Shard(0), Shard(1)], run_check=False)

@@ -39,7 +39,7 @@ def test_an_agent_persists_what_it_cannot_import(home: Path, owner: Owner, tmp_p
     torch = pytest.importorskip("torch")
     from dlrover.snapshot.copy.copying import Copier
     from dlrover.snapshot.memory.segment import SegmentWriter
-    from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter
+    from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import StateWriter
     from tests.snapshot.test_torch_states import Custom, equal
 
     model = {"weight": torch.randn(600, 600), "bias": torch.randn(7).bfloat16()}

@@ -140,7 +140,7 @@ class _memory_of:  # noqa: N801  # used as a function
 
     def __enter__(self) -> None:
         from dlrover.trainer.torch.flash_checkpoint import engine
-        from dlrover.trainer.torch.flash_checkpoint.outlets import ThreadOutlet
+        from dlrover.trainer.torch.flash_checkpoint.saving.outlets import ThreadOutlet
 
         home = self._home
         made: list[ThreadOutlet] = []

@@ -25,10 +25,11 @@ page = ""
 
 
 def hooked() -> None:
-    from dlrover.trainer import environment, watching
+    from dlrover.trainer import environment
+    from dlrover.trainer.worker import hooks as worker_hooks
 
     told = {"DLROVER_PROGRESS_PAGE": page, "DLROVER_PROGRESS_HOOKS": "1", "DLROVER_AGENT_SOCKET": str(FOLDER / "none")}
-    watching.install(environment.read({**os.environ, **told}))
+    worker_hooks.install(environment.read({**os.environ, **told}))
 
 
 def make(kind: type[torch.optim.Optimizer] = torch.optim.Adam, **options: Any) -> tuple[Any, torch.optim.Optimizer]:

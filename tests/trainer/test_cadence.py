@@ -11,8 +11,8 @@ import torch
 from dlrover.agreed.cadence import Plan
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.checkpoint import CheckpointSettled
-from dlrover.trainer.torch.flash_checkpoint.cadence import SaveCadence
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
+from dlrover.trainer.torch.flash_checkpoint.saving.cadence import SaveCadence
 
 
 @pytest.fixture(autouse=True)

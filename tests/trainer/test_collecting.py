@@ -11,9 +11,9 @@ import torch
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the safetensors package (extra `frameworks`)")
 
-from dlrover.trainer.torch.flash_checkpoint.collecting import FileCollector, FilePart  # noqa: E402
-from dlrover.trainer.torch.flash_checkpoint.parts import RawPart  # noqa: E402
-from dlrover.trainer.torch.flash_checkpoint.safetensors_part import SafetensorsPart  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint.encoding.parts import RawPart  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint.encoding.safetensors_part import SafetensorsPart  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint.saving.collecting import FileCollector, FilePart  # noqa: E402
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from msgspec.structs import replace  # noqa: E402
 
 from dlrover.protocol.messages.data import Claim, RestoreAgreed  # noqa: E402
-from dlrover.trainer import data_steps  # noqa: E402
+from dlrover.trainer.data import data_steps  # noqa: E402
 from dlrover.trainer.sharding_client import ShardingClient  # noqa: E402
 from dlrover.trainer.stand_in import StandIn  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType  # noqa: E402

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from dlrover.protocol.errors import ConfigError, Rejected  # noqa: E402
 from dlrover.protocol.messages.data import Consumption, ExchangeShards, ShardsGiven  # noqa: E402
-from dlrover.trainer.shard_feed import DataUnavailable  # noqa: E402
+from dlrover.trainer.data.shard_feed import DataUnavailable  # noqa: E402
 from dlrover.trainer.sharding_client import IndexShardingClient  # noqa: E402
 from dlrover.trainer.stand_in import StandIn  # noqa: E402
 from dlrover.trainer.torch.elastic_dataset import ElasticDataset  # noqa: E402

@@ -12,9 +12,9 @@ from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.memory.segment import segment_paths
 from dlrover.snapshot.storage.manifest import ManifestInvalid
 from dlrover.snapshot.storage.retention import KeepLatest
-from dlrover.trainer.torch.flash_checkpoint.agreement import Ranks, share_of
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
+from dlrover.trainer.torch.flash_checkpoint.saving.agreement import Ranks, share_of
 
 
 @pytest.fixture(autouse=True)

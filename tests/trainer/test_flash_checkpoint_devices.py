@@ -7,7 +7,7 @@ import mmap
 
 import torch
 
-from dlrover.trainer.torch.flash_checkpoint.device_copies import DeviceCopies, Pinning
+from dlrover.trainer.torch.flash_checkpoint.encoding.device_copies import DeviceCopies, Pinning
 
 
 class StandIn:

@@ -13,8 +13,8 @@ from dlrover.snapshot.copy.copying import Copier
 from dlrover.snapshot.memory.segment import Segment, SegmentWriter, SlotName
 from dlrover.snapshot.memory.segment_format import Owner
 from dlrover.snapshot.storage.persist import sum_slot
-from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter, load_state
-from dlrover.trainer.torch.flash_checkpoint.early_look import EarlyLook
+from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import StateWriter, load_state
+from dlrover.trainer.torch.flash_checkpoint.restoring.early_look import EarlyLook
 
 
 @pytest.fixture

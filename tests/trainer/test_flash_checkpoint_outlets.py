@@ -17,7 +17,7 @@ from dlrover.snapshot.storage.persist import pin_newest, read_request, release
 from dlrover.snapshot.storage.places import Place, encode_place
 from dlrover.trainer.environment import WorkerEnvironment
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
-from dlrover.trainer.torch.flash_checkpoint.outlets import AgentOutlet
+from dlrover.trainer.torch.flash_checkpoint.saving.outlets import AgentOutlet
 
 DEADLINE = 20
 

@@ -11,8 +11,8 @@ import torch
 from dlrover.snapshot.copy.copying import address_of
 from dlrover.snapshot.memory.segment import SlotName, segment_paths
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
-from dlrover.trainer.torch.flash_checkpoint.outlets import ThreadOutlet
-from dlrover.trainer.torch.flash_checkpoint.preparing import Preparation
+from dlrover.trainer.torch.flash_checkpoint.saving.outlets import ThreadOutlet
+from dlrover.trainer.torch.flash_checkpoint.saving.preparing import Preparation
 
 
 def test_the_first_save_goes_into_the_file_that_was_prepared(tmp_path: Path) -> None:

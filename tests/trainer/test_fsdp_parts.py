@@ -26,13 +26,14 @@ from dlrover.protocol.errors import ConfigError  # noqa: E402
 from dlrover.snapshot.files.dcp_file import ELSEWHERE  # noqa: E402
 from dlrover.snapshot.memory.checksum import Corrupt  # noqa: E402
 from dlrover.snapshot.storage.manifest import ManifestInvalid  # noqa: E402
-from dlrover.trainer.torch.flash_checkpoint import dcp_items, fsdp_engine  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint import fsdp_engine  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.dcp import (  # noqa: E402
     DirectoryReader,
     FlashStorageReader,
     FlashStorageWriter,
 )
-from dlrover.trainer.torch.flash_checkpoint.dcp_plan import Claim, assign, metadata_of  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint.frameworks import dcp_items  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_plan import Claim, assign, metadata_of  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.fsdp import FsdpShardCheckpointer, StorageType  # noqa: E402
 
 

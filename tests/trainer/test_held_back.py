@@ -11,9 +11,10 @@ import pytest
 from dlrover.protocol.messages.data import AwaitRestore, DatasetSpec, ExchangeShards
 from dlrover.protocol.messages.job import Reply, WorkerRequest
 from dlrover.protocol.messages.kv import MAX_WAIT
-from dlrover.trainer import data_steps, environment
+from dlrover.trainer import environment
 from dlrover.trainer.agent_link import AgentLink
-from dlrover.trainer.shard_feed import ShardFeed
+from dlrover.trainer.data import data_steps
+from dlrover.trainer.data.shard_feed import ShardFeed
 from tests.trainer.store_lab import StoreLab
 
 DEADLINE = 60.0

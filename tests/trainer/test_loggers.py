@@ -39,8 +39,8 @@ SCRIPT = """
 import io, logging, logging.config, sys
 {before}
 import dlrover.trainer.torch.flash_checkpoint.ddp, dlrover.trainer.torch.flash_checkpoint.fsdp
-import dlrover.trainer.torch.flash_checkpoint.deepspeed, dlrover.trainer.torch.flash_checkpoint.megatron_sharded
-import dlrover.trainer.torch.elastic.dataloader, dlrover.trainer.sharding_client, dlrover.trainer.shared_objects
+import dlrover.trainer.torch.flash_checkpoint.deepspeed, dlrover.trainer.torch.flash_checkpoint.frameworks.megatron_sharded
+import dlrover.trainer.torch.elastic.dataloader, dlrover.trainer.sharding_client, dlrover.compat.client.shared_objects
 import dlrover.trainer.events, dlrover.trainer.sync
 theirs = logging.getLogger("theirs")
 {configure}
@@ -48,7 +48,7 @@ ours = [name for name in logging.root.manager.loggerDict if name.startswith(("dl
 for name in sorted(ours):
     logger = logging.getLogger(name)
     if isinstance(logger, logging.Logger) and "pytest" not in name:
-        assert not logger.disabled, f"{{name}} is disabled: name it in dlrover.trainer.loggers"
+        assert not logger.disabled, f"{{name}} is disabled: name it in dlrover.trainer.worker.loggers"
         logger.warning("heard")
         logger.info("not heard")
 theirs.warning("not heard")

@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrover.snapshot.storage.class_meta import ClassMeta
-from dlrover.snapshot.storage.user_storage import PosixDiskStorage
-from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
-from dlrover.trainer.torch.flash_checkpoint.old_saver import (
+from dlrover.compat.client.saver import (
     DLROVER_CKPT_CONFIG_KEY,
     AsyncCheckpointSaver,
     CheckpointConfig,
@@ -22,6 +19,9 @@ from dlrover.trainer.torch.flash_checkpoint.old_saver import (
     SharedMemoryHandler,
     TempDirCheckpointSaver,
 )
+from dlrover.snapshot.storage.class_meta import ClassMeta
+from dlrover.snapshot.storage.user_storage import PosixDiskStorage
+from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
 
 
 @pytest.fixture(autouse=True)

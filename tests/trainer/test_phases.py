@@ -19,8 +19,8 @@ from dlrover.agreed.stall_thresholds import bucket_of
 from dlrover.protocol import progress_page as layout
 from dlrover.protocol.messages.watch import Phase
 from dlrover.protocol.progress_page import ProgressPage
-from dlrover.trainer import phases
-from dlrover.trainer.phases import PhaseWriter
+from dlrover.trainer.worker import phases
+from dlrover.trainer.worker.phases import PhaseWriter
 
 DEADLINE = 120.0
 

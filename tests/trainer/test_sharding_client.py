@@ -18,7 +18,7 @@ from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.messages.data import ExchangeShards, ShardsGiven, Supply, TaskType
 from dlrover.protocol.messages.job import Reply, WorkerRequest
 from dlrover.trainer.agent_link import Link
-from dlrover.trainer.shard_feed import DataUnavailable
+from dlrover.trainer.data.shard_feed import DataUnavailable
 from dlrover.trainer.sharding_client import IndexShardingClient, Shard, ShardingClient
 from dlrover.trainer.stand_in import StandIn
 from tests.trainer.shared_job import RankLink, SharedJob

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from dlrover.trainer import shared_objects
-from dlrover.trainer.shared_objects import (
+from dlrover.compat.client import shared_objects
+from dlrover.compat.client.shared_objects import (
     SharedDict,
     SharedLock,
     SharedMemory,
@@ -254,7 +254,7 @@ def test_shared_memory_stays_until_it_is_unlinked():
     memory = SharedMemory(name, create=True, size=100)
     try:
         memory.buf[:3] = b"abc"
-        code = f"from dlrover.trainer.shared_objects import SharedMemory; m = SharedMemory({name!r}); print(bytes(m.buf[:3])); m.close()"
+        code = f"from dlrover.compat.client.shared_objects import SharedMemory; m = SharedMemory({name!r}); print(bytes(m.buf[:3])); m.close()"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
         assert done.stdout.strip() == "b'abc'"
         assert os.path.exists(f"/dev/shm/{name}")

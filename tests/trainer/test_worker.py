@@ -18,7 +18,8 @@ import pytest
 from dlrover.agent.config import EntryKind
 from dlrover.agent.workers.process_tree import ProcessTree
 from dlrover.agent.workers.spawner import Spawner, StartFailed
-from dlrover.trainer import function, worker, zygote
+from dlrover.trainer.worker import entry as worker_entry
+from dlrover.trainer.worker import function, zygote
 from tests.agent.lab import environment, run_plainly, run_worker, write
 
 FACTS = """
@@ -340,7 +341,7 @@ def test_closing_finds_descriptors_above_the_limit() -> None:
     done = run_apart(
         """
         import os, resource
-        from dlrover.trainer.worker import close_all_but, open_descriptors
+        from dlrover.trainer.worker.entry import close_all_but, open_descriptors
         os.dup2(1, 700)
         os.dup2(1, 20)
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -353,7 +354,7 @@ def test_closing_finds_descriptors_above_the_limit() -> None:
 
 
 def test_only_open_descriptors_are_listed() -> None:
-    for descriptor in worker.open_descriptors():
+    for descriptor in worker_entry.open_descriptors():
         os.fstat(descriptor)
 
 
@@ -378,5 +379,5 @@ def test_a_worker_that_could_outlive_its_agent_does_not_start() -> None:
             pass_fds=(theirs.fileno(),),
         )
         theirs.close()
-        assert (done.returncode, done.stdout) == (worker.EXIT_CANNOT_START, "")
+        assert (done.returncode, done.stdout) == (worker_entry.EXIT_CANNOT_START, "")
         assert b"prctl(PR_SET_PDEATHSIG)" in ours.recv(4096)

@@ -9,7 +9,7 @@ for such a worker is lost. Three ways were weighed to tell it from one that is b
 * the place where the main thread sleeps (/proc/PID/syscall, wchan) is the same for a collective and for a lock;
 * whether the handler *began*: exactly the question, costs nothing before the signal, and any blocking call is covered.
 
-So the library in the worker announces two facts (see `dlrover.trainer.handlers`): a Python handler for SIGTERM is installed,
+So the library in the worker announces two facts (see `dlrover.trainer.worker.sigterm`): a Python handler for SIGTERM is installed,
 and it has begun. They stand where nobody has to clean up after them and where the agent looks anyway, in the mask of caught
 signals in /proc/PID/status: two real-time signals that nobody sends are caught or not. A fork cannot blur them, because only the
 worker's own pid is read; an `exec` resets them.

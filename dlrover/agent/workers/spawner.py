@@ -46,7 +46,9 @@ _log = logging.getLogger(__name__)
 # `-c` and not `-m`: with `-m` the current directory would be searched first, so that a user's `random.py` could
 # replace the standard one in the zygote and in all workers. Python 3.11's `-P` would do, but stays visible in the
 # workers' `sys.flags`.
-_CODE = "import sys; sys.path[:1] = [p for p in sys.path[:1] if p]; from dlrover.trainer.zygote import main; main()"
+_CODE = (
+    "import sys; sys.path[:1] = [p for p in sys.path[:1] if p]; from dlrover.trainer.worker.zygote import main; main()"
+)
 _TITLE_ROOM = "." * 1024
 _MAX_ATTEMPTS = 3
 """

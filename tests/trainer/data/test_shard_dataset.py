@@ -16,8 +16,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.messages.data import ExchangeShards
 from dlrover.protocol.messages.job import Reply, WorkerRequest
+from dlrover.trainer.data.shard_reader import Piece
 from dlrover.trainer.data_sources import CsvSource, DirectoryTail, LineSource, SourceChanged
-from dlrover.trainer.shard_reader import Piece
 from dlrover.trainer.stand_in import StandIn
 from dlrover.trainer.torch.data import Batch, ShardDataset, StepLoader
 from dlrover.trainer.torch.data.shard_service import ShardClient

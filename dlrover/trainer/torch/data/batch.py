@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from dlrover.trainer.shard_reader import Piece, size_of
+from dlrover.trainer.data.shard_reader import Piece, size_of
 
 Collate = Callable[[list[Any]], Any]
 

@@ -26,8 +26,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.data import Shard, TaskType
 from dlrover.trainer.agent_link import Link
+from dlrover.trainer.data.shard_reader import ShardReader, SourceRecords, batches_of, check_same_data, spec_of
 from dlrover.trainer.data_sources.source import Source
-from dlrover.trainer.shard_reader import ShardReader, SourceRecords, batches_of, check_same_data, spec_of
 from dlrover.trainer.torch.data.batch import Batch, Collate, make_batch
 from dlrover.trainer.torch.data.shard_service import ShardClient, ShardService
 

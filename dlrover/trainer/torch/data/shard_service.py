@@ -13,8 +13,8 @@ from collections import deque
 from msgspec import Struct
 
 from dlrover.protocol.messages.data import Shard
-from dlrover.trainer.loader_service import LoaderClient, LoaderService
-from dlrover.trainer.shard_reader import ShardReader
+from dlrover.trainer.data.loader_service import LoaderClient, LoaderService
+from dlrover.trainer.data.shard_reader import ShardReader
 
 _LOOK = 0.2
 """Seconds that a request may hold up others, and that a worker with half a batch waits for the rest."""

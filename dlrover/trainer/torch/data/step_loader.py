@@ -32,8 +32,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from dlrover.protocol.messages.data import DatasetSpec, Shard
 from dlrover.trainer.agent_link import Link
-from dlrover.trainer.data_sources.source import Source
-from dlrover.trainer.shard_reader import (
+from dlrover.trainer.data.shard_reader import (
     Piece,
     ShardReader,
     SourceRecords,
@@ -43,6 +42,7 @@ from dlrover.trainer.shard_reader import (
     size_of,
     spec_of,
 )
+from dlrover.trainer.data_sources.source import Source
 from dlrover.trainer.torch.data.batch import Batch, Collate
 
 _LOOK = 1.0

@@ -18,10 +18,10 @@ from typing import Any
 from dlrover.agreed.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.storage.storage import full_path
-from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer, SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
+from dlrover.trainer.torch.flash_checkpoint.saving.cadence import AUTO, Interval, SaveCadence, read_interval
 
 PART = "model_states"
 

@@ -29,9 +29,10 @@ from dlrover.snapshot.storage.commit import committed_checkpoints, read_global_m
 from dlrover.snapshot.storage.manifest import DIRECTORY
 from dlrover.snapshot.storage.storage import full_path, join
 from dlrover.snapshot.storage.user_storage import storage_of
-from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult, StorageType
-from dlrover.trainer.torch.flash_checkpoint.dcp_items import (
+from dlrover.trainer.torch.flash_checkpoint.encoding.parts import RawPart
+from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
+from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_items import (
     DcpPart,
     LocalItem,
     LocalPlans,
@@ -39,14 +40,14 @@ from dlrover.trainer.torch.flash_checkpoint.dcp_items import (
     archive_pickle,
     collect_items,
 )
-from dlrover.trainer.torch.flash_checkpoint.dcp_plan import (
+from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_plan import (
     METADATA_FILE,
     Claim,
     SharedPlan,
     data_file,
     plan_together,
 )
-from dlrover.trainer.torch.flash_checkpoint.dcp_reading import (
+from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_reading import (
     FilePieces,
     MemoryPieces,
     PieceReader,
@@ -58,11 +59,15 @@ from dlrover.trainer.torch.flash_checkpoint.dcp_reading import (
     plan_load,
     read_directory,
 )
-from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
-from dlrover.trainer.torch.flash_checkpoint.parts import RawPart
-from dlrover.trainer.torch.flash_checkpoint.reshard import LocalMemory, SavedState, find_saves, remove_abandoned
-from dlrover.trainer.torch.flash_checkpoint.reshard_exchange import bring, newest_attempts, tell_saves
-from dlrover.trainer.torch.flash_checkpoint.restoring import Restorer
+from dlrover.trainer.torch.flash_checkpoint.restoring.newest_common import Restorer
+from dlrover.trainer.torch.flash_checkpoint.restoring.reshard import (
+    LocalMemory,
+    SavedState,
+    find_saves,
+    remove_abandoned,
+)
+from dlrover.trainer.torch.flash_checkpoint.restoring.reshard_exchange import bring, newest_attempts, tell_saves
+from dlrover.trainer.torch.flash_checkpoint.saving.agreement import own_ranks
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 

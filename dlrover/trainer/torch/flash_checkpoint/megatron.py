@@ -25,11 +25,15 @@ import torch
 
 from dlrover.agreed.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
-from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.megatron_engine import MegatronCheckpointEngine, Memory
-from dlrover.trainer.torch.flash_checkpoint.megatron_stored import TRACKER, iteration_directory, whole_directory
+from dlrover.trainer.torch.flash_checkpoint.restoring.megatron_stored import (
+    TRACKER,
+    iteration_directory,
+    whole_directory,
+)
+from dlrover.trainer.torch.flash_checkpoint.saving.cadence import AUTO, Interval, SaveCadence
 
 _LAYOUTS = (
     ("megatron.training.checkpointing", "megatron.training.global_vars"),
@@ -245,7 +249,7 @@ def check_format(args: Any) -> None:
     if getattr(args, "use_dist_ckpt", False) or ckpt_format != "torch":
         raise ConfigError(
             f"Megatron is set to write checkpoints in the format {ckpt_format}; these functions collect the format torch. Start with --ckpt-format torch, "
-            "or save with MegatronShardedCheckpointer of dlrover.trainer.torch.flash_checkpoint.megatron_sharded."
+            "or save with MegatronShardedCheckpointer of dlrover.trainer.torch.flash_checkpoint.frameworks.megatron_sharded."
         )
 
 

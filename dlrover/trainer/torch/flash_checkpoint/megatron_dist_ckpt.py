@@ -23,23 +23,23 @@ from dlrover.agreed.cadence import BUDGET
 from dlrover.snapshot.storage import user_deletion
 from dlrover.snapshot.storage.storage import LocalStorage
 from dlrover.snapshot.storage.user_storage import get_checkpoint_storage as get_checkpoint_storage
-from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
+from dlrover.trainer.torch.flash_checkpoint.frameworks.megatron_optimizer import load_parameter_state, parameter_state
 from dlrover.trainer.torch.flash_checkpoint.megatron import Megatron, find_megatron, is_resuming, own_model_file
 from dlrover.trainer.torch.flash_checkpoint.megatron_engine import (
     MegatronCheckpointEngine,
     MegatronDistCheckpointEngine,
     Memory,
 )
-from dlrover.trainer.torch.flash_checkpoint.megatron_optimizer import load_parameter_state, parameter_state
-from dlrover.trainer.torch.flash_checkpoint.megatron_stored import (
+from dlrover.trainer.torch.flash_checkpoint.restoring.megatron_stored import (
     RELEASE,
     TRACKER,
     iteration_directory,
     named_iteration,
     whole_directory,
 )
+from dlrover.trainer.torch.flash_checkpoint.saving.cadence import AUTO, Interval, SaveCadence
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 

@@ -27,14 +27,19 @@ from dlrover.snapshot.storage.newest import newest_step
 from dlrover.snapshot.storage.persist import read_request
 from dlrover.snapshot.storage.storage import join
 from dlrover.snapshot.storage.user_storage import meta_for, storage_of
-from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
-from dlrover.trainer.torch.flash_checkpoint.copying import load_state
-from dlrover.trainer.torch.flash_checkpoint.early_look import check
+from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import load_state
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
-from dlrover.trainer.torch.flash_checkpoint.megatron_stored import RELEASE, TRACKER, iteration_directory, restorable
-from dlrover.trainer.torch.flash_checkpoint.restoring import Restorer
-from dlrover.trainer.torch.flash_checkpoint.stored_files import told_by_first
+from dlrover.trainer.torch.flash_checkpoint.restoring.early_look import check
+from dlrover.trainer.torch.flash_checkpoint.restoring.megatron_stored import (
+    RELEASE,
+    TRACKER,
+    iteration_directory,
+    restorable,
+)
+from dlrover.trainer.torch.flash_checkpoint.restoring.newest_common import Restorer
+from dlrover.trainer.torch.flash_checkpoint.restoring.stored_files import told_by_first
+from dlrover.trainer.torch.flash_checkpoint.saving.agreement import own_ranks
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
