@@ -54,7 +54,7 @@ def reserved_port() -> Iterator[int]:
     As long as the test lasts the kernel gives them to nobody who asks for any port, from whatever address; a listener that allows
     its address to be used again, as servers do, binds beside us.
     """
-    from dlrover.cli.discovery import Seat
+    from dlrover.cli.launch.discovery import Seat
 
     for _ in range(100):
         with contextlib.closing(Seat("0.0.0.0", 0, purpose="test")) as seat:

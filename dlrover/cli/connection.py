@@ -20,7 +20,7 @@ import typer
 from dlrover.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dlrover.cli.history import History
+    from dlrover.cli.show.history import History
     from dlrover.protocol.addresses import TlsConfig
     from dlrover.protocol.codec import Question
     from dlrover.protocol.messages.job import Reply
@@ -78,8 +78,8 @@ class Connection:
 
     @functools.cached_property
     def reached(self) -> Reached:
-        from dlrover.cli.discovery import read_token_file
-        from dlrover.cli.environment import read_environment
+        from dlrover.cli.launch.discovery import read_token_file
+        from dlrover.cli.options.environment import read_environment
         from dlrover.protocol.addresses import TlsConfig
 
         environment, address = read_environment(os.environ), self._given_address
@@ -95,7 +95,7 @@ class Connection:
     @property
     def _given_address(self) -> str:
         """By option or environment; empty: the job is to be found on this host."""
-        from dlrover.cli.environment import read_environment
+        from dlrover.cli.options.environment import read_environment
         from dlrover.protocol.addresses import parse_address
 
         if self.addr:
@@ -106,7 +106,7 @@ class Connection:
     def send(self, question: Question) -> Reply:
         import asyncio
 
-        from dlrover.cli.environment import read_environment
+        from dlrover.cli.options.environment import read_environment
         from dlrover.protocol.rpc.client import ask
 
         address, token, tls = self.reached
@@ -126,7 +126,7 @@ class Connection:
 
     def history(self) -> History:
         """From the journal where we can read it, else from what the master knows."""
-        from dlrover.cli.history import ask_history, read_history
+        from dlrover.cli.show.history import ask_history, read_history
 
         journal = self.journal
         if journal is None and not self._given_address:
@@ -171,8 +171,8 @@ class LocalJob(NamedTuple):
 
 def find_local_job(job: str, *, otherwise: str = "") -> LocalJob:
     """Raises `ConfigError`; `otherwise`: what else the name could have been, and is not."""
-    from dlrover.cli.environment import read_environment
-    from dlrover.cli.runtime_dir import TOKEN_FILE, list_nodes, user_root
+    from dlrover.cli.launch.runtime_dir import TOKEN_FILE, list_nodes, user_root
+    from dlrover.cli.options.environment import read_environment
 
     living, _ = list_nodes(user_root(read_environment(os.environ)))
     jobs: dict[str, dict[str, LocalJob]] = {}

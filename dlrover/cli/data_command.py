@@ -33,7 +33,7 @@ def audit(
     is_json: Annotated[bool, typer.Option("--json", help="Print all findings, as JSON.")] = False,
 ) -> None:
     """Prove from the journal that the model has seen each record exactly once."""
-    from dlrover.cli.replay import walk_journal
+    from dlrover.cli.show.replay import walk_journal
     from dlrover.core.data.audit import Audit
 
     audit: Audit | None = None

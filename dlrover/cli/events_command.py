@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 from rich.text import Text
 
-from dlrover.cli.history import read_history
-from dlrover.cli.replay import clock_time
+from dlrover.cli.show.history import read_history
+from dlrover.cli.show.replay import clock_time
 from dlrover.cli.tables import plain_console
 from dlrover.host.plain_text import printable
 from dlrover.protocol.codec import Question

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlrover.cli.checkpoint_command import app as checkpoint
+from dlrover.cli.checkpoint.command import app as checkpoint
 from dlrover.cli.connection import Connection, Job, JobOrJournal, takes_connection
 from dlrover.cli.data_command import app as data
 from dlrover.cli.simulate_command import simulate
@@ -55,7 +55,7 @@ def master(context: typer.Context) -> None:
 )
 def local(context: typer.Context) -> None:
     """Run a job of several nodes on this machine; `dlrover local --help` lists its options."""
-    from dlrover.cli import local_command
+    from dlrover.cli.local import command as local_command
 
     raise typer.Exit(local_command.main(context.args))
 
@@ -63,7 +63,7 @@ def local(context: typer.Context) -> None:
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def replay(context: typer.Context) -> None:
     """Print what a job's journal says: what was decided, when and why."""
-    from dlrover.cli.replay import main as replay_main
+    from dlrover.cli.show.replay import main as replay_main
 
     raise typer.Exit(replay_main(context.args))
 
@@ -88,7 +88,7 @@ def diagnosis(
     """Show what was found to be wrong with a running job, and the page about its newest hang."""
     import msgspec
 
-    from dlrover.cli.status_display import verdict_lines
+    from dlrover.cli.show.status import verdict_lines
     from dlrover.protocol.messages.watch import AskDiagnosis, Diagnosis
 
     reply = connection.ask(AskDiagnosis(), Diagnosis)
@@ -116,7 +116,7 @@ def events(
 ) -> None:
     """Show what happened in a job: running, or from its journal."""
     from dlrover.cli.events_command import asked, of_journal, print_events
-    from dlrover.cli.trace import build_trace, write_trace
+    from dlrover.cli.show.trace import build_trace, write_trace
 
     if trace:
         history = connection.history()
@@ -139,7 +139,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print it once, as where there is no terminal.")] = False,
 ) -> None:
     """Watch a running job: goodput, what each node does, its newest events. Ctrl-C ends it."""
-    from dlrover.cli.top import show
+    from dlrover.cli.show.top import show
 
     show(connection.send, table_console(), once=once)
 
@@ -154,7 +154,7 @@ def report(
     ] = False,
 ) -> None:
     """Write a post-mortem of a job: where its time went, each fault with its cause and cost, what happened."""
-    from dlrover.cli.post_mortem import as_html, as_markdown
+    from dlrover.cli.show.post_mortem import as_html, as_markdown
 
     if is_html and is_markdown:
         raise ConfigError("Give --html or --markdown, not both.")
@@ -192,7 +192,7 @@ def scale(
     ] = "",
 ) -> None:
     """Change how many nodes a running job has."""
-    from dlrover.cli.settings import parse_nnodes
+    from dlrover.cli.options.settings import parse_nnodes
     from dlrover.protocol.messages.fleet import ScaleJob
 
     if bool(nodes) == bool(replicas):
@@ -343,8 +343,8 @@ def dashboard(
 @app.command()
 def clean() -> None:
     """Remove what killed jobs of yours left on this host: directories, snapshots, network namespaces, processes if any survived."""
-    from dlrover.cli.environment import read_environment
-    from dlrover.cli.runtime_dir import reap, reap_snapshots, snapshot_root, user_root
+    from dlrover.cli.launch.runtime_dir import reap, reap_snapshots, snapshot_root, user_root
+    from dlrover.cli.options.environment import read_environment
     from dlrover.platforms.hosted.table import remove_left_behind
 
     environment = read_environment(os.environ)
@@ -413,7 +413,7 @@ def _show(status: JobStatus, *, is_json: bool) -> None:
     if is_json:
         echo(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
         return
-    from dlrover.cli.status_display import show
+    from dlrover.cli.show.status import show
 
     show(status, table_console())
 

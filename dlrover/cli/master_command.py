@@ -16,16 +16,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dlrover.cli import processes
 from dlrover.cli.console import say_block
-from dlrover.cli.discovery import Seat, check_token, new_launch, read_token_file
-from dlrover.cli.environment import read_environment
-from dlrover.cli.launcher import EXIT_USAGE, Programs
+from dlrover.cli.launch import processes
+from dlrover.cli.launch.discovery import Seat, check_token, new_launch, read_token_file
+from dlrover.cli.launch.launcher import EXIT_USAGE, Programs
+from dlrover.cli.launch.processes import SignalInbox
+from dlrover.cli.launch.runtime_dir import NodeDirectory, user_root
 from dlrover.cli.node_types import read_fleet
-from dlrover.cli.processes import SignalInbox
-from dlrover.cli.runtime_dir import NodeDirectory, user_root
-from dlrover.cli.settings import check_operators, check_plugin, watch_terms
-from dlrover.cli.watching import Watching
+from dlrover.cli.options.environment import read_environment
+from dlrover.cli.options.settings import check_operators, check_plugin, watch_terms
+from dlrover.cli.options.view_settings import Watching
 from dlrover.host.console import PATIENCE, ConsoleWriter
 from dlrover.protocol.addresses import LOOPBACK, Address, TlsConfig
 from dlrover.protocol.errors import ConfigError, Rejected

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 
 from dlrover.cli.console import say_block
-from dlrover.cli.environment import read_environment
-from dlrover.cli.launcher import EXIT_USAGE
+from dlrover.cli.launch.launcher import EXIT_USAGE
 from dlrover.cli.master_command import build_parser, reset_options_without_effect, run
+from dlrover.cli.options.environment import read_environment
 from dlrover.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)

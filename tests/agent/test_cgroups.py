@@ -18,7 +18,7 @@ from dlrover.agent.config import EntryKind
 from dlrover.agent.workers.cgroups import Cgroups, clear_recorded, own_directory, remove_abandoned
 from dlrover.agent.workers.process_tree import Exit, ProcessTree
 from dlrover.agent.workers.spawner import Spawner
-from dlrover.cli.runtime_dir import NodeDirectory, reap
+from dlrover.cli.launch.runtime_dir import NodeDirectory, reap
 from dlrover.protocol.messages.job import StopCause
 from tests.agent.lab import DEADLINE, environment, is_alive, is_gone, start_process, until, write
 

@@ -259,7 +259,7 @@ def test_processes_that_proc_hides_are_nobody_of_ours(tmp_path: Path) -> None:
         from dlrover.agent.workers.process_tree import kill_descendants
         from dlrover.host.processes import descendants, look_up
         from dlrover.agent.workers.sigterm import Handler, Reaction
-        from dlrover.cli.runtime_dir import Owner, is_running
+        from dlrover.cli.launch.runtime_dir import Owner, is_running
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)

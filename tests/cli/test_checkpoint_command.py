@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from dlrover.cli.checkpoint_listing import list_checkpoints, open_place
-from dlrover.cli.checkpoint_verify import verify
+from dlrover.cli.checkpoint.listing import list_checkpoints, open_place
+from dlrover.cli.checkpoint.verify import verify
 from dlrover.cli.main import app
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.storage.commit import committed_checkpoints

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.cli import check_env
 from dlrover.cli.connection import MASTER_FILE, find_local_job
-from dlrover.cli.environment import Environment
+from dlrover.cli.launch import check_env
+from dlrover.cli.launch.runtime_dir import NodeDirectory, user_root
 from dlrover.cli.main import app
-from dlrover.cli.runtime_dir import NodeDirectory, user_root
+from dlrover.cli.options.environment import Environment
 from dlrover.protocol.errors import ConfigError
 from tests.cli.conftest import DEADLINE, until_said
 from tests.integration.jobs import paths_below, wait_until
@@ -93,8 +93,8 @@ def test_a_master_that_does_not_answer_is_waited_for_as_long_as_the_variable_say
 
 def test_clean_removes_what_the_dead_left(short_dir: Path) -> None:
     code = (
-        "import os; from dlrover.cli.environment import read_environment; "
-        "from dlrover.cli.runtime_dir import NodeDirectory, user_root; "
+        "import os; from dlrover.cli.options.environment import read_environment; "
+        "from dlrover.cli.launch.runtime_dir import NodeDirectory, user_root; "
         "NodeDirectory(user_root(read_environment(os.environ)), 'dead', 'a'); os._exit(0)"
     )
     environ = {**os.environ, "TMPDIR": str(short_dir)}

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from dlrover.agent.config import Entry, EntryKind
-from dlrover.cli import discovery
-from dlrover.cli.command_line import parse
-from dlrover.cli.discovery import (
+from dlrover.cli.launch import discovery
+from dlrover.cli.launch.discovery import (
     MasterPlace,
     Seat,
     SeatTaken,
@@ -23,10 +22,11 @@ from dlrover.cli.discovery import (
     name_job,
     own_host,
 )
-from dlrover.cli.environment import Environment, read_environment
-from dlrover.cli.job_names import after_script
-from dlrover.cli.runtime_dir import NodeDirectory, user_root
-from dlrover.cli.settings import Settings, build_settings
+from dlrover.cli.launch.job_names import after_script
+from dlrover.cli.launch.runtime_dir import NodeDirectory, user_root
+from dlrover.cli.options.environment import Environment, read_environment
+from dlrover.cli.options.parser import parse
+from dlrover.cli.options.settings import Settings, build_settings
 from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from dlrover.cli.command_line import parse
-from dlrover.cli.environment import read_environment
-from dlrover.cli.settings import build_settings
+from dlrover.cli.options.environment import read_environment
+from dlrover.cli.options.parser import parse
+from dlrover.cli.options.settings import build_settings
 from dlrover.host.log_root import LogRoot
 from dlrover.protocol.errors import ConfigError
 from tests.cli.conftest import DEADLINE

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from dlrover.agent.config import Entry, EntryKind, LogConfig
-from dlrover.cli.environment import Environment, read_environment
-from dlrover.cli.launch_config import ElasticLaunchConfig
-from dlrover.cli.programmatic import _settings
-from dlrover.cli.settings import Settings
+from dlrover.cli.launch.config import ElasticLaunchConfig
+from dlrover.cli.launch.programmatic import _settings
+from dlrover.cli.options.environment import Environment, read_environment
+from dlrover.cli.options.settings import Settings
 from dlrover.protocol.errors import ConfigError
 
 # What the original adds to torch's LaunchConfig, in its order.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.cli.local_command import Plan, read_plan
+from dlrover.cli.local.command import Plan, read_plan
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.fleet import NodeType
 from tests.cli.test_commands import run

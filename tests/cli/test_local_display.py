@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from dlrover.cli.console import MAX_HELD
-from dlrover.cli.local_display import Display
+from dlrover.cli.local.display import Display
 from dlrover.host.console import HELD_BYTES
 from dlrover.protocol.codec import Question, Unreadable
 from dlrover.protocol.messages.frames import FromAgent

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.cli.command_line import Origin
-from dlrover.cli.namespace import _parsed
+from dlrover.cli.options.namespace import _parsed
+from dlrover.cli.options.parser import Origin
 from dlrover.protocol.errors import ConfigError
 from dlrover.trainer.torch.elastic_run import parse_args, run
 from tests.cli.conftest import DEADLINE

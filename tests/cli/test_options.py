@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from dlrover.cli.command_line import Origin, describe, parse, unavailable
-from dlrover.cli.options import OPTIONS, OUR_OPTIONS, TORCHRUN_OPTIONS, Kind
+from dlrover.cli.options.parser import Origin, describe, parse, unavailable
+from dlrover.cli.options.table import OPTIONS, OUR_OPTIONS, TORCHRUN_OPTIONS, Kind
 from dlrover.protocol.errors import ConfigError
 
 torch_run = pytest.importorskip("torch.distributed.run")
@@ -32,7 +32,7 @@ def test_the_table_has_exactly_torchruns_options(torch_actions: dict[str, argpar
 def test_an_option_of_torchrun_has_torchs_names_default_and_type(
     option: object, torch_actions: dict[str, argparse.Action]
 ) -> None:
-    from dlrover.cli.options import Option
+    from dlrover.cli.options.table import Option
 
     assert isinstance(option, Option)
     action = torch_actions[option.dest]

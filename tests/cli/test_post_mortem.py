@@ -15,13 +15,13 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from dlrover.cli import top
 from dlrover.cli.connection import Connection
 from dlrover.cli.events_command import asked
-from dlrover.cli.history import History, read_history
-from dlrover.cli.post_mortem import as_html, as_markdown
-from dlrover.cli.report import REDO_UNKNOWN, goodput_line
-from dlrover.cli.trace import build_trace
+from dlrover.cli.launch.last_words import REDO_UNKNOWN, goodput_line
+from dlrover.cli.show import top
+from dlrover.cli.show.history import History, read_history
+from dlrover.cli.show.post_mortem import as_html, as_markdown
+from dlrover.cli.show.trace import build_trace
 from dlrover.core.goodput.events import event
 from dlrover.core.job import DECISION_VERSION
 from dlrover.master.journal.journal import Journal

@@ -21,11 +21,11 @@ from dlrover.python.elastic_agent.torch.dynamic_failover import (
 )
 
 from dlrover.agent.config import Entry, EntryKind, LogConfig, WatchConfig
-from dlrover.cli.command_line import parse
-from dlrover.cli.environment import read_environment
-from dlrover.cli.launch_config import ElasticLaunchConfig
-from dlrover.cli.programmatic import _settings, launch_agent
-from dlrover.cli.settings import build_settings
+from dlrover.cli.launch.config import ElasticLaunchConfig
+from dlrover.cli.launch.programmatic import _settings, launch_agent
+from dlrover.cli.options.environment import read_environment
+from dlrover.cli.options.parser import parse
+from dlrover.cli.options.settings import build_settings
 from dlrover.protocol.errors import ConfigError
 from tests.cli.conftest import DEADLINE
 
@@ -146,7 +146,7 @@ def test_a_variable_of_the_wrong_form_is_named() -> None:
 
 CALL = """
 import sys
-from dlrover.cli.programmatic import ElasticLaunchConfig, launch_agent
+from dlrover.cli.launch.programmatic import ElasticLaunchConfig, launch_agent
 try:
     launch_agent(ElasticLaunchConfig(is_warm=False), "sh", ["-c", sys.argv[1]])
 except KeyboardInterrupt:

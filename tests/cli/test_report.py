@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.agent.config import AgentResult
-from dlrover.cli.report import failure_report, goodput_line
+from dlrover.cli.launch.last_words import failure_report, goodput_line
 from dlrover.protocol.messages.goodput import GoodputStatus, TimeClass
 from dlrover.protocol.messages.job import (
     ExitReason,

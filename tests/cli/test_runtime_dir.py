@@ -17,10 +17,9 @@ import msgspec
 import pytest
 
 from dlrover.agent.config import AgentResult
-from dlrover.cli import runtime_dir
-from dlrover.cli.environment import Environment, read_environment
-from dlrover.cli.launcher import _write_outcome
-from dlrover.cli.runtime_dir import (
+from dlrover.cli.launch import runtime_dir
+from dlrover.cli.launch.launcher import _write_outcome
+from dlrover.cli.launch.runtime_dir import (
     LIFE_FILE,
     OWNER_FILE,
     SAVING_FILE,
@@ -37,6 +36,7 @@ from dlrover.cli.runtime_dir import (
     user_root,
     write_private,
 )
+from dlrover.cli.options.environment import Environment, read_environment
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.memory.homes import Home
 
@@ -90,7 +90,7 @@ def test_job_names_become_distinct_file_names() -> None:
 def test_what_a_dead_launcher_left_is_reaped_and_the_living_is_not(root: str) -> None:
     living = NodeDirectory(root, "alive", "a")
     code = (
-        "import sys; from dlrover.cli.runtime_dir import NodeDirectory; import os; "
+        "import sys; from dlrover.cli.launch.runtime_dir import NodeDirectory; import os; "
         "d = NodeDirectory(sys.argv[1], 'dead', 'b'); d.share_token(); os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", code, root], check=True, timeout=30)
@@ -105,7 +105,7 @@ def test_what_a_dead_launcher_left_is_reaped_and_the_living_is_not(root: str) ->
 
 def test_a_process_of_a_dead_job_is_killed_when_it_is_reaped(root: str) -> None:
     code = (
-        "import sys; from dlrover.cli.runtime_dir import NodeDirectory; import os; "
+        "import sys; from dlrover.cli.launch.runtime_dir import NodeDirectory; import os; "
         "print(NodeDirectory(sys.argv[1], 'dead', 'b').path, flush=True); os._exit(0)"
     )
     path = subprocess.run(
@@ -182,7 +182,7 @@ def test_children_do_not_keep_a_dead_launcher_alive(root: str) -> None:
     """Neither one that was executed nor one that was only forked."""
     code = """
 import os, signal, subprocess, sys
-from dlrover.cli.runtime_dir import NodeDirectory
+from dlrover.cli.launch.runtime_dir import NodeDirectory
 directory = NodeDirectory(sys.argv[1], "dead", "a")
 executed = subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, close_fds=False)
 forked = os.fork()
@@ -225,7 +225,7 @@ def test_removing_what_is_no_longer_there_is_no_error(root: str, lost: str) -> N
 def stopped_holder(root: str) -> Iterator[None]:
     """Another process that got the lock on the listing and does not go on."""
     code = (
-        "import signal, sys; from dlrover.cli.runtime_dir import locked\n"
+        "import signal, sys; from dlrover.cli.launch.runtime_dir import locked\n"
         "with locked(sys.argv[1]): print(flush=True); signal.pause()"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, root], stdout=subprocess.PIPE)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from dlrover.agent.config import EntryKind
-from dlrover.cli.command_line import parse
-from dlrover.cli.environment import read_environment
-from dlrover.cli.settings import Settings, build_settings, effective_values, parse_streams, read_settings
+from dlrover.cli.options.environment import read_environment
+from dlrover.cli.options.parser import parse
+from dlrover.cli.options.settings import Settings, build_settings, effective_values, parse_streams, read_settings
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.job import Detection
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from dlrover.cli.node_names import find_node
-from dlrover.cli.status_display import show
+from dlrover.cli.show.status import show
 from dlrover.protocol.messages.checkpoint import CheckpointStatus, CheckpointTrouble, CommittedCheckpoint
 from dlrover.protocol.messages.data import DatasetSpec, DatasetState
 from dlrover.protocol.messages.fleet import FleetNodeStatus, NodeExit, NodePhase, NodeType

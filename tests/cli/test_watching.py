@@ -7,10 +7,10 @@ import importlib.util
 import pytest
 
 from dlrover.cli import master_command
-from dlrover.cli.command_line import parse
-from dlrover.cli.environment import read_environment
-from dlrover.cli.settings import build_settings
-from dlrover.cli.watching import Watching
+from dlrover.cli.options.environment import read_environment
+from dlrover.cli.options.parser import parse
+from dlrover.cli.options.settings import build_settings
+from dlrover.cli.options.view_settings import Watching
 from dlrover.protocol.errors import ConfigError
 
 

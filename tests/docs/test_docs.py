@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.cli.options import OPTIONS
+from dlrover.cli.options.table import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])

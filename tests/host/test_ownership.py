@@ -15,10 +15,10 @@ import msgspec
 import pytest
 import torch
 
-from dlrover.cli.discovery import read_token_file
-from dlrover.cli.environment import Environment
-from dlrover.cli.runtime_dir import user_root
-from dlrover.cli.settings import probe_directory
+from dlrover.cli.launch.discovery import read_token_file
+from dlrover.cli.launch.runtime_dir import user_root
+from dlrover.cli.options.environment import Environment
+from dlrover.cli.options.settings import probe_directory
 from dlrover.compat.client.shared_objects import SharedDict, SharedMemory, create_shared_memory
 from dlrover.host.ownership import (
     NotOurs,

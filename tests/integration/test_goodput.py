@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.cli.history import History, read_history
-from dlrover.cli.post_mortem import as_markdown
+from dlrover.cli.show.history import History, read_history
+from dlrover.cli.show.post_mortem import as_markdown
 from dlrover.protocol.messages.goodput import TimeClass
 from tests.integration.jobs import SCRIPTS
 

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from dlrover.cli.launcher import EXIT_MASTER_LOST
+from dlrover.cli.launch.launcher import EXIT_MASTER_LOST
 from tests.integration.jobs import SCRIPTS, Launched, kill, wait_until
 
 

@@ -19,7 +19,7 @@ import pytest_asyncio
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from dlrover.cli.discovery import Seat
+from dlrover.cli.launch.discovery import Seat
 from dlrover.core.job import Job
 from dlrover.master.config import MasterConfig, Ready
 from dlrover.master.journal.journal_thread import Keeper

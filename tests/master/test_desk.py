@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from dlrover.cli.replay import replay
+from dlrover.cli.show.replay import replay
 from dlrover.core.commit_order import decode_record
 from dlrover.core.job import Job
 from dlrover.core.outcome import NotYet, Origin, Outcome

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.cli.replay import main, replay
+from dlrover.cli.show.replay import main, replay
 from dlrover.core.commit_order import replay as replay_records
 from dlrover.core.job import DECISION_VERSION
 from dlrover.master.journal.journal import Journal
@@ -75,7 +75,9 @@ async def test_another_process_with_another_hash_seed_comes_to_the_same_digest(
     start_master: StartMaster, connect: Connect, tmp_path: Path
 ) -> None:
     digest = await a_short_job(start_master, connect)
-    code = "import sys, pathlib; from dlrover.cli.replay import replay; sys.exit(replay(pathlib.Path(sys.argv[1])))"
+    code = (
+        "import sys, pathlib; from dlrover.cli.show.replay import replay; sys.exit(replay(pathlib.Path(sys.argv[1])))"
+    )
     for seed in ("1", "2"):
         ended = await asyncio.to_thread(
             subprocess.run,

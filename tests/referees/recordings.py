@@ -24,9 +24,9 @@ import msgspec
 import typer
 from typer.testing import CliRunner
 
-from dlrover.cli.command_line import describe
 from dlrover.cli.main import app
-from dlrover.cli.replay import replay
+from dlrover.cli.options.parser import describe
+from dlrover.cli.show.replay import replay
 from dlrover.core.job import DECISION_VERSION
 from dlrover.master.journal.journal import Journal
 from dlrover.python.aliases import ALIASES

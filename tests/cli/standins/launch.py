@@ -6,8 +6,9 @@ import os
 import sys
 
 from dlrover.agent.workers import process_tree
-from dlrover.cli import launcher, run
-from dlrover.cli.launcher import Patience, Programs
+from dlrover.cli import run
+from dlrover.cli.launch import launcher
+from dlrover.cli.launch.launcher import Patience, Programs
 
 here = os.path.dirname(os.path.abspath(__file__))
 programs = Programs(

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlrover.agent.config import Streams
-from dlrover.cli.environment import read_environment
-from dlrover.cli.settings import parse_streams
+from dlrover.cli.options.environment import read_environment
+from dlrover.cli.options.settings import parse_streams
 from dlrover.protocol.errors import ConfigError
 
 _AUTO_CHECK_NODES = 4

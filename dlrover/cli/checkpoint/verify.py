@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Struct
 
-from dlrover.cli.checkpoint_listing import (
+from dlrover.cli.checkpoint.listing import (
     SAFETENSORS_SUFFIX,
     TORCH_SUFFIXES,
     Found,

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dlrover.cli.checkpoint_listing import (
+from dlrover.cli.checkpoint.listing import (
     DCP_METADATA,
     SAFETENSORS_SUFFIX,
     TORCH_SUFFIXES,

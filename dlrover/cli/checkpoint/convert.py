@@ -13,8 +13,8 @@ import tempfile
 import warnings
 from typing import Any
 
-from dlrover.cli.checkpoint_listing import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
-from dlrover.cli.checkpoint_tensors import flatten, load_state
+from dlrover.cli.checkpoint.listing import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
+from dlrover.cli.checkpoint.tensors import flatten, load_state
 from dlrover.protocol.errors import ConfigError
 
 

@@ -17,11 +17,11 @@ import msgspec
 from msgspec import Struct
 
 from dlrover.agent.config import Entry, EntryKind, LogConfig, Streams, TlsConfig, WatchConfig
-from dlrover.cli.command_line import Origin, Parsed, nearest, parse, unavailable
-from dlrover.cli.environment import Environment, read_environment
-from dlrover.cli.piped_script import is_read_once
-from dlrover.cli.watch_settings import watch_config
-from dlrover.cli.watching import Watching
+from dlrover.cli.launch.piped_script import is_read_once
+from dlrover.cli.options.environment import Environment, read_environment
+from dlrover.cli.options.parser import Origin, Parsed, nearest, parse, unavailable
+from dlrover.cli.options.view_settings import Watching
+from dlrover.cli.options.watch_settings import watch_config
 from dlrover.host.ownership import make_directory
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.check import CheckTerms

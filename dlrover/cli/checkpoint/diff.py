@@ -12,8 +12,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from dlrover.cli.checkpoint_listing import Place, open_place, read_manifest
-from dlrover.cli.checkpoint_tensors import checkpoint_path, load_flat
+from dlrover.cli.checkpoint.listing import Place, open_place, read_manifest
+from dlrover.cli.checkpoint.tensors import checkpoint_path, load_flat
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.storage.manifest import (
     GlobalManifest,

@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from dlrover.cli.report import REDO_UNKNOWN, goodput_line
+from dlrover.cli.launch.last_words import REDO_UNKNOWN, goodput_line
 from dlrover.protocol.codec import Question
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.goodput import AskEvents, AskGoodput, Events, GoodputStatus, JobEvent

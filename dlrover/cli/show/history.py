@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.cli.replay import walk_journal
+from dlrover.cli.show.replay import walk_journal
 from dlrover.core.goodput.accountant import Place
 from dlrover.core.goodput.events import EventTeller
 from dlrover.core.job import Job

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 
-from dlrover.cli import plots
-from dlrover.cli.history import History
-from dlrover.cli.report import REDO_UNKNOWN, at_most
+from dlrover.cli.launch.last_words import REDO_UNKNOWN, at_most
+from dlrover.cli.show import plots
+from dlrover.cli.show.history import History
 from dlrover.protocol.messages.goodput import FaultCost, JobEvent, TimeClass
 
 MAX_EVENTS = 300

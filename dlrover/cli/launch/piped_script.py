@@ -11,7 +11,7 @@ import os
 import stat
 
 from dlrover.agent.config import Entry, EntryKind
-from dlrover.cli.runtime_dir import NodeDirectory, explained
+from dlrover.cli.launch.runtime_dir import NodeDirectory, explained
 from dlrover.protocol.errors import ConfigError
 
 MAX_BYTES = 16 << 20

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 import msgspec
 
 from dlrover.cli.console import say
-from dlrover.cli.environment import Environment
+from dlrover.cli.options.environment import Environment
 from dlrover.host.ownership import NotOurs, make_private
 from dlrover.host.processes import look_up
 from dlrover.protocol.addresses import TlsConfig

@@ -21,13 +21,12 @@ from typing import Any
 import msgspec
 
 from dlrover.agent.config import AgentResult, Entry, EntryKind
-from dlrover.cli.command_line import Origin, Parsed
-from dlrover.cli.discovery import new_launch
-from dlrover.cli.environment import Environment, parse_node_errors, read_environment
-from dlrover.cli.launch_config import ElasticLaunchConfig
-from dlrover.cli.options import OPTIONS, Value
-from dlrover.cli.runtime_dir import NodeDirectory, explained, user_root
-from dlrover.cli.settings import (
+from dlrover.cli.launch.config import ElasticLaunchConfig
+from dlrover.cli.launch.discovery import new_launch
+from dlrover.cli.launch.runtime_dir import NodeDirectory, explained, user_root
+from dlrover.cli.options.environment import Environment, parse_node_errors, read_environment
+from dlrover.cli.options.parser import Origin, Parsed
+from dlrover.cli.options.settings import (
     Settings,
     build_settings,
     check_program,
@@ -35,6 +34,7 @@ from dlrover.cli.settings import (
     encode_settings,
     probe_log_dir,
 )
+from dlrover.cli.options.table import OPTIONS, Value
 from dlrover.protocol.errors import ConfigError, JobError
 from dlrover.snapshot.storage.class_meta import found_in
 
@@ -114,7 +114,7 @@ def _run_launcher(settings_file: str) -> int:
     It has a session of its own, so that the terminal's Ctrl-C reaches only us: whoever interrupts us, the launcher
     hears of it exactly once. The first ends the job in good order, the second kills everything at once.
     """
-    argv = [sys.executable, "-P", "-m", "dlrover.cli.launcher", settings_file]
+    argv = [sys.executable, "-P", "-m", "dlrover.cli.launch.launcher", settings_file]
     child = subprocess.Popen(argv, start_new_session=True)
     num_interrupts = 0
     try:

@@ -21,12 +21,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.agent.workers.process_tree import kill_descendants
-from dlrover.cli import job_names, processes
-from dlrover.cli.command_line import OPTION_NAMES, nearest, parse
 from dlrover.cli.console import say_block
-from dlrover.cli.discovery import Seat, new_launch
-from dlrover.cli.environment import read_environment
-from dlrover.cli.launcher import (
+from dlrover.cli.launch import job_names, processes
+from dlrover.cli.launch.discovery import Seat, new_launch
+from dlrover.cli.launch.last_words import failure_report
+from dlrover.cli.launch.launcher import (
     EXIT_FAILED,
     EXIT_MASTER_LOST,
     EXIT_USAGE,
@@ -35,10 +34,8 @@ from dlrover.cli.launcher import (
     pause_after,
     result_of,
 )
-from dlrover.cli.local_display import Display
-from dlrover.cli.piped_script import is_piped
-from dlrover.cli.report import failure_report
-from dlrover.cli.runtime_dir import (
+from dlrover.cli.launch.piped_script import is_piped
+from dlrover.cli.launch.runtime_dir import (
     NodeDirectory,
     directory_of,
     launch_of,
@@ -49,7 +46,10 @@ from dlrover.cli.runtime_dir import (
     snapshot_root,
     user_root,
 )
-from dlrover.cli.settings import Settings, parse_nnodes, probe_directory, read_settings
+from dlrover.cli.local.display import Display
+from dlrover.cli.options.environment import read_environment
+from dlrover.cli.options.parser import OPTION_NAMES, nearest, parse
+from dlrover.cli.options.settings import Settings, parse_nnodes, probe_directory, read_settings
 from dlrover.host.bystander_processes import Neighbours
 from dlrover.host.console import PATIENCE
 from dlrover.master.config import MasterConfig

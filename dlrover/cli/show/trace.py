@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dlrover.cli.history import History
+from dlrover.cli.show.history import History
 
 _JOB, _FIRST_NODE, _FIRST_PROCESS = 1, 10, 100_000
 _LINE = re.compile(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from dlrover.cli.checkpoint_listing import Found, Listing, Place, State, aside_target, read_trackers
+from dlrover.cli.checkpoint.listing import Found, Listing, Place, State, aside_target, read_trackers
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.storage.commit import delete_checkpoint, read_global_manifest
 from dlrover.snapshot.storage.retention import KeepInterval, KeepLatest

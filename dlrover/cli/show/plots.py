@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from dlrover.cli.history import Span
+from dlrover.cli.show.history import Span
 from dlrover.protocol.messages.goodput import FaultCost, TimeClass
 
 COLOURS: Mapping[TimeClass | None, str] = {

@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from dlrover.cli import job_names
 from dlrover.cli.console import say
-from dlrover.cli.job_names import JobName
-from dlrover.cli.runtime_dir import NodeDirectory
-from dlrover.cli.settings import Settings
+from dlrover.cli.launch import job_names
+from dlrover.cli.launch.job_names import JobName
+from dlrover.cli.launch.runtime_dir import NodeDirectory
+from dlrover.cli.options.settings import Settings
 from dlrover.host.ownership import open_checked
 from dlrover.protocol.addresses import LOOPBACK, Address, is_local, is_loopback, parse_address
 from dlrover.protocol.errors import ConfigError

@@ -11,9 +11,9 @@ import random
 import threading
 import time
 
-from dlrover.cli import discovery
 from dlrover.cli.console import say
-from dlrover.cli.processes import SignalInbox
+from dlrover.cli.launch import discovery
+from dlrover.cli.launch.processes import SignalInbox
 from dlrover.protocol.addresses import Address
 
 PROGRESS_PERIOD = 10.0

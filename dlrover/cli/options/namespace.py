@@ -12,11 +12,11 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-from dlrover.cli.command_line import Origin, Parsed, convert, describe, parse
 from dlrover.cli.console import say, say_block
-from dlrover.cli.options import OPTIONS, Kind, Option, Value
-from dlrover.cli.programmatic import launch_settings
-from dlrover.cli.settings import check_settings
+from dlrover.cli.launch.programmatic import launch_settings
+from dlrover.cli.options.parser import Origin, Parsed, convert, describe, parse
+from dlrover.cli.options.settings import check_settings
+from dlrover.cli.options.table import OPTIONS, Kind, Option, Value
 from dlrover.protocol.errors import ConfigError
 
 EXIT_USAGE = 2
@@ -43,7 +43,7 @@ def parse_args(args: Sequence[str] | None = None) -> Namespace:
         say_block(f"dlrover-run: error: {error}\n")
         raise SystemExit(EXIT_USAGE) from None
     if parsed.immediate == "--check-env":
-        from dlrover.cli.check_env import print_table
+        from dlrover.cli.launch.check_env import print_table
 
         raise SystemExit(print_table())
     if parsed.immediate:

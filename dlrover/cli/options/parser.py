@@ -15,7 +15,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from dlrover.cli.options import EVENT_LOG_HANDLERS, OPTIONS, OUR_OPTIONS, OURS, TORCHRUN_OPTIONS, Kind, Option, Value
+from dlrover.cli.options.table import (
+    EVENT_LOG_HANDLERS,
+    OPTIONS,
+    OUR_OPTIONS,
+    OURS,
+    TORCHRUN_OPTIONS,
+    Kind,
+    Option,
+    Value,
+)
 from dlrover.protocol.errors import ConfigError
 
 PROGRAM = "dlrover-run"

@@ -8,8 +8,8 @@ import signal
 import msgspec
 
 from dlrover.agent.config import LogPattern, WatchConfig
-from dlrover.cli.command_line import Parsed
-from dlrover.cli.environment import Environment
+from dlrover.cli.options.environment import Environment
+from dlrover.cli.options.parser import Parsed
 from dlrover.protocol.errors import ConfigError
 
 _MAX_PATTERNS_FILE = 1 << 20

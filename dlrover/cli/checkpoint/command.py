@@ -20,10 +20,10 @@ from dlrover.protocol.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dlrover.cli.checkpoint_diff import Comparison
-    from dlrover.cli.checkpoint_gc import Choice
-    from dlrover.cli.checkpoint_listing import Found, Listing
-    from dlrover.cli.checkpoint_verify import Verdict
+    from dlrover.cli.checkpoint.diff import Comparison
+    from dlrover.cli.checkpoint.gc import Choice
+    from dlrover.cli.checkpoint.listing import Found, Listing
+    from dlrover.cli.checkpoint.verify import Verdict
 
 EXIT_DIFFERENT = 1
 Result = TypeVar("Result")
@@ -44,7 +44,7 @@ TrustPickle = Annotated[
 @app.command()
 def ls(path: Location, is_json: Json = False) -> None:
     """Show which checkpoints there are, and which of them are complete."""
-    from dlrover.cli.checkpoint_listing import list_checkpoints, open_place
+    from dlrover.cli.checkpoint.listing import list_checkpoints, open_place
 
     listing = _readable(lambda: list_checkpoints(open_place(path)))
     if is_json:
@@ -72,8 +72,8 @@ def verify(
     is_json: Json = False,
 ) -> None:
     """Read every byte and compare it with what was written; exit code 1 names what is damaged."""
-    from dlrover.cli import checkpoint_verify
-    from dlrover.cli.checkpoint_listing import list_checkpoints, open_place
+    from dlrover.cli.checkpoint import verify as checkpoint_verify
+    from dlrover.cli.checkpoint.listing import list_checkpoints, open_place
 
     place = _readable(lambda: open_place(path))
     listing = _readable(lambda: list_checkpoints(place))
@@ -110,8 +110,8 @@ def diff(
     is_json: Json = False,
 ) -> None:
     """Show which tensors were added, removed, or changed in shape or values; exit code 1 if any."""
-    from dlrover.cli.checkpoint_diff import compare, compare_manifests
-    from dlrover.cli.checkpoint_tensors import has_torch
+    from dlrover.cli.checkpoint.diff import compare, compare_manifests
+    from dlrover.cli.checkpoint.tensors import has_torch
 
     if manifest_only or not has_torch():
         found = _readable(lambda: compare_manifests(one, other, steps=(step, other_step)))
@@ -137,8 +137,8 @@ def convert(
     """Write a checkpoint in another form: torch file, safetensors, or torch's distributed checkpoint (DCP)."""
     from rich.filesize import decimal
 
-    from dlrover.cli import checkpoint_convert
-    from dlrover.cli.checkpoint_tensors import has_torch
+    from dlrover.cli.checkpoint import convert as checkpoint_convert
+    from dlrover.cli.checkpoint.tensors import has_torch
 
     if not has_torch():
         raise ConfigError("Converting needs torch. Install it with: pip install torch")
@@ -171,8 +171,8 @@ def gc(
     """Clear away checkpoints that the rules do not keep, and what dead attempts left. Deletes only with --yes."""
     from rich.filesize import decimal
 
-    from dlrover.cli import checkpoint_gc
-    from dlrover.cli.checkpoint_listing import list_checkpoints, open_place
+    from dlrover.cli.checkpoint import gc as checkpoint_gc
+    from dlrover.cli.checkpoint.listing import list_checkpoints, open_place
 
     rules = checkpoint_gc.Rules(
         keep_latest=keep_latest, keep_interval=keep_interval, leftover_age=older_than, has_foreign=foreign
@@ -218,7 +218,7 @@ def _table(listing: Listing, now: float) -> object:
 
 
 def _style(found: Found) -> str:
-    from dlrover.cli.checkpoint_listing import State
+    from dlrover.cli.checkpoint.listing import State
 
     return {State.COMPLETE: "green", State.DAMAGED: "bold red", State.FOREIGN: "", State.FILE: ""}.get(
         found.state, "yellow"

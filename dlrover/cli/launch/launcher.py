@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from dlrover.agent.config import AgentConfig, AgentResult
-from dlrover.cli import discovery, processes
 from dlrover.cli.console import say, say_block
-from dlrover.cli.discovery import MasterPlace, Seat
-from dlrover.cli.piped_script import copy_for_workers, read_piped
-from dlrover.cli.processes import SignalInbox
-from dlrover.cli.runtime_dir import (
+from dlrover.cli.launch import discovery, processes
+from dlrover.cli.launch.discovery import MasterPlace, Seat
+from dlrover.cli.launch.piped_script import copy_for_workers, read_piped
+from dlrover.cli.launch.processes import SignalInbox
+from dlrover.cli.launch.runtime_dir import (
     NodeDirectory,
     job_directory_name,
     reap_in_passing,
@@ -35,14 +35,14 @@ from dlrover.cli.runtime_dir import (
     snapshot_root,
     user_root,
 )
-from dlrover.cli.settings import Settings
+from dlrover.cli.options.settings import Settings
 from dlrover.host.bystander_processes import Neighbours
 from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError, DLRoverError
 from dlrover.protocol.messages.job import JobEnd
 
 if TYPE_CHECKING:
-    from dlrover.cli.master_probe import MasterProbe
+    from dlrover.cli.launch.master_probe import MasterProbe
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -364,7 +364,7 @@ class Launcher:
         elif result.is_job_alive:
             say(result.message)
         elif result.exit_code != 0 and self._settings.environment.is_reporting:
-            from dlrover.cli.report import failure_report
+            from dlrover.cli.launch.last_words import failure_report
 
             say_block(failure_report(self._job_name, result))
             self._pass_error_file_on(result)
@@ -385,7 +385,7 @@ class Launcher:
     # The master.
 
     def _look_for_master(self) -> None:
-        from dlrover.cli.master_probe import MasterProbe  # late: it needs threads, the usual job does not
+        from dlrover.cli.launch.master_probe import MasterProbe  # late: it needs threads, the usual job does not
 
         self._probe = MasterProbe(self._place.address, self._inbox, timeout=self._patience.find_master)
 
@@ -687,7 +687,7 @@ class Launcher:
         except (OSError, msgspec.MsgspecError):
             return  # the job is not over, or its master is elsewhere
         if goodput.num_faults and self._settings.environment.is_reporting:
-            from dlrover.cli.report import goodput_line
+            from dlrover.cli.launch.last_words import goodput_line
 
             say(goodput_line(goodput))
 
@@ -728,7 +728,7 @@ def result_of(end: JobEnd) -> AgentResult:
 
 
 def _write_outcome(path: str, result: AgentResult) -> None:
-    from dlrover.cli.runtime_dir import write_private
+    from dlrover.cli.launch.runtime_dir import write_private
 
     try:
         write_private(path, msgspec.json.encode(result))
@@ -737,7 +737,7 @@ def _write_outcome(path: str, result: AgentResult) -> None:
 
 
 def main() -> int:
-    """`python -m dlrover.cli.launcher SETTINGS`: the child of a programmatic launch, ends with its parent."""
+    """`python -m dlrover.cli.launch.launcher SETTINGS`: the child of a programmatic launch, ends with its parent."""
     from dlrover.host.lifeline import follow_parent
     from dlrover.host.standard_streams import open_standard_descriptors
 
