@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.host.lifeline import follow_parent
-from dlrover.simulator.faults import (
+from dlrover.simulator.faults.kinds import (
     CHECK_MIX,
     CLOUD_MIX,
     FLEET_MIX,
@@ -31,10 +31,10 @@ from dlrover.simulator.faults import (
     Fault,
     draw_faults,
 )
-from dlrover.simulator.invariants import Violation
 from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.shapes import Shape, add_rooms, add_syncs, add_types, draw_large_shape, draw_shape
 from dlrover.simulator.simulation import Simulation
+from dlrover.simulator.truth.invariants import Violation
 
 THOROUGH_EVERY = 50
 LARGER_EVERY = 20

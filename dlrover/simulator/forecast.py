@@ -17,12 +17,12 @@ from msgspec.structs import replace
 
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.job import ExitReason
-from dlrover.simulator.events import SECOND
-from dlrover.simulator.faults import Fault, draw_faults
-from dlrover.simulator.invariants import Violation
+from dlrover.simulator.faults.kinds import Fault, draw_faults
 from dlrover.simulator.plan import Plan
 from dlrover.simulator.shapes import Costs, Shape
 from dlrover.simulator.simulation import Simulation
+from dlrover.simulator.truth.invariants import Violation
+from dlrover.simulator.virtual_time import SECOND
 
 LONGEST = 20.0
 """Times the undisturbed duration: a job that is not done by then never will be."""

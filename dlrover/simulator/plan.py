@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from dlrover.simulator.faults import Fault
+from dlrover.simulator.faults.kinds import Fault
 from dlrover.simulator.shapes import Shape
 
 

@@ -25,7 +25,7 @@ from dlrover.simulator.campaign import (
     run_plan,
     run_seed,
 )
-from dlrover.simulator.faults import (
+from dlrover.simulator.faults.kinds import (
     CHECK_MIX,
     CLOUD_MIX,
     FAULTS,
@@ -36,7 +36,7 @@ from dlrover.simulator.faults import (
     PEOPLE_MIX,
     STANDARD_MIX,
 )
-from dlrover.simulator.master import CrashPoint
+from dlrover.simulator.masters.master import CrashPoint
 from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.shapes import Shape
 

@@ -20,7 +20,7 @@ from dlrover.protocol.messages.fleet import (
 )
 from dlrover.protocol.messages.job import PlatformId, RestartPolicy
 from dlrover.simulator.campaign import run_plan
-from dlrover.simulator.faults import Fault
+from dlrover.simulator.faults.kinds import Fault
 from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.shapes import Shape
 from tests.core.fleet_scene import workers

@@ -41,10 +41,10 @@ from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec
 from dlrover.protocol.messages.frames import Answer, Request
 from dlrover.protocol.messages.job import NodeId, Round, Run
 from dlrover.protocol.messages.kv import KvGet, KvQuery
-from dlrover.simulator import master
 from dlrover.simulator.campaign import Failure, draw_plan, run_plan, shrink
-from dlrover.simulator.faults import Fault
-from dlrover.simulator.journal import VirtualJournal
+from dlrover.simulator.faults.kinds import Fault
+from dlrover.simulator.masters import master
+from dlrover.simulator.masters.journal import VirtualJournal
 from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.shapes import Shape
 from tests.simulator.test_found import FOUND
