@@ -265,7 +265,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         "TopologyQuerier": "dlrover.master.topology_plugins:TopologyQuerier",
         "TopologySorter": "dlrover.master.topology_plugins:TopologySorter",
     },
-    "dlrover.python.master.main": {"main": "dlrover.compat.master_main:main"},
+    "dlrover.python.master.main": {"main": "dlrover.compat.launch.master_main:main"},
     "dlrover.python.master.shard.dataset_splitter": _in("partitions", "PartitionOffsets"),
     "dlrover.python.util.actor_util.parse_actor": _in("actors", "parse_index parse_type parse_type_id_from_actor_name"),
     "dlrover.python.util.args_util": _in(

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 
-from dlrover.compat.singleton import Singleton
+from dlrover.compat.tools.singleton import Singleton
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import logging
 import os
 from typing import Any
 
-from dlrover.compat.singleton import Singleton
-from dlrover.compat.training_events import Event
+from dlrover.compat.events.training_events import Event
+from dlrover.compat.tools.singleton import Singleton
 from dlrover.trainer.events import exporters
 from dlrover.trainer.events.process import OUTLET
 from dlrover.trainer.events.settings import FALSE, TRUE, EventSettings, read_settings

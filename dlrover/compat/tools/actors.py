@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlrover.compat.constants import NodeType
+from dlrover.compat.names.constants import NodeType
 
 
 def parse_type(name: str) -> str:

@@ -13,9 +13,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from dlrover.compat.constants import CommunicationType, HangDetectionStrategy, PendingTimeoutStrategyType, UserEnv
-from dlrover.compat.ports import find_free_port_from_env
-from dlrover.compat.singleton import Singleton
+from dlrover.compat.launch.ports import find_free_port_from_env
+from dlrover.compat.names.constants import CommunicationType, HangDetectionStrategy, PendingTimeoutStrategyType, UserEnv
+from dlrover.compat.tools.singleton import Singleton
 
 log = logging.getLogger(__name__)
 

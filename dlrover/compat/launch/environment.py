@@ -13,7 +13,7 @@ import subprocess
 
 import psutil
 
-from dlrover.compat.constants import CommunicationType, NodeEnv
+from dlrover.compat.names.constants import CommunicationType, NodeEnv
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from dlrover.compat.constants import JobConstant
-from dlrover.compat.global_context import Context
+from dlrover.compat.launch.global_context import Context
+from dlrover.compat.names.constants import JobConstant
 
 
 def has_expired(timestamp: float, time_period: float) -> bool:

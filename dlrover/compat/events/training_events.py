@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dlrover.compat.singleton import Singleton
+from dlrover.compat.tools.singleton import Singleton
 from dlrover.trainer.events import event as our_event
 from dlrover.trainer.events import predefined
 from dlrover.trainer.events.event import EventType, new_id
@@ -19,7 +19,7 @@ from dlrover.trainer.events.process import OUTLET, Nothing, Outlet, safe
 from dlrover.trainer.events.process import Process as OurProcess
 
 if TYPE_CHECKING:
-    from dlrover.compat.event_export import EventExporter
+    from dlrover.compat.events.event_export import EventExporter
 
 # training_event.event
 

@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 
-from dlrover.compat import comm
+from dlrover.compat.client import comm
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.data import (
     AskDataCheckpoint,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 
-from dlrover.compat import environment as node_environment
-from dlrover.compat.constants import JobConstant, NodeEnv
-from dlrover.compat.master_client import MasterClient
+from dlrover.compat.client.master_client import MasterClient
+from dlrover.compat.launch import environment as node_environment
+from dlrover.compat.names.constants import JobConstant, NodeEnv
 from dlrover.protocol.errors import Unavailable
 from dlrover.protocol.messages.job import Reply, WorkerRequest
 from dlrover.trainer import environment
@@ -30,7 +30,9 @@ def build_master_client(master_addr: str | None = None, timeout: float | None = 
     address = os.environ.get(NodeEnv.DLROVER_MASTER_ADDR, "") if master_addr is None else str(master_addr)
     node_id, node_type = node_environment.get_node_id(), node_environment.get_node_type()
     if environment.current() is None and not address:
-        from dlrover.compat.local_master import LocalMasterClient  # the whole core: workers of a job start without it
+        from dlrover.compat.client.local_master import (
+            LocalMasterClient,  # the whole core: workers of a job start without it
+        )
 
         return LocalMasterClient(node_id, node_type=node_type, timeout=seconds)
     link = None if environment.current() is not None else _NoAgent(address)

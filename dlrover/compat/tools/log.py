@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dlrover.compat.constants import BasicClass
+from dlrover.compat.names.constants import BasicClass
 from dlrover.host.log_file import FORM, RotatingLog
 from dlrover.host.log_root import DEFAULT_BACKUPS, DEFAULT_BYTES, MIN_BYTES, LogRoot
 

@@ -13,10 +13,11 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dlrover.compat import comm
-from dlrover.compat import environment as node_environment
-from dlrover.compat.agreement import agree_on_port, agree_on_step
-from dlrover.compat.constants import (
+from dlrover.compat.client import comm
+from dlrover.compat.client.agreement import agree_on_port, agree_on_step
+from dlrover.compat.client.tasks import TaskBook
+from dlrover.compat.launch import environment as node_environment
+from dlrover.compat.names.constants import (
     JobConstant,
     NetworkFailureReason,
     NodeStatus,
@@ -24,7 +25,6 @@ from dlrover.compat.constants import (
     TrainingExceptionLevel,
     TrainingLoopStatus,
 )
-from dlrover.compat.tasks import TaskBook
 from dlrover.protocol.errors import ConfigError, DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages.fleet import (
     AskClusterVersion,
@@ -109,7 +109,7 @@ class MasterClient:
         """The process's one client; the arguments of the first call count."""
         with MasterClient._instance_lock:
             if MasterClient._instance is None:
-                from dlrover.compat.building import build_master_client  # it builds this class
+                from dlrover.compat.client.building import build_master_client  # it builds this class
 
                 MasterClient._instance = build_master_client(*arguments, **named)
             return MasterClient._instance

@@ -16,7 +16,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlrover.compat.serialize import JsonSerializable
+from dlrover.compat.tools.serialize import JsonSerializable
 from dlrover.protocol.addresses import parse_address
 from dlrover.protocol.errors import ConfigError
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from dlrover.compat import comm, environment
-from dlrover.compat.constants import JobConstant, NodeStatus, NodeType
-from dlrover.compat.master_client import MasterClient
-from dlrover.compat.tasks import TaskBook
+from dlrover.compat.client import comm
+from dlrover.compat.client.master_client import MasterClient
+from dlrover.compat.client.tasks import TaskBook
+from dlrover.compat.launch import environment
+from dlrover.compat.names.constants import JobConstant, NodeStatus, NodeType
 from dlrover.protocol.messages.data import TaskType
 from dlrover.protocol.messages.job import Round
 from dlrover.trainer.agent_link import current_link

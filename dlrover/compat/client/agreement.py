@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dlrover.compat import comm, environment
+from dlrover.compat.client import comm
+from dlrover.compat.launch import environment
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import Reply, Round, WorkerRequest
 from dlrover.protocol.messages.kv import KvCompareSet, KvGet, KvSet, KvValues

@@ -11,9 +11,9 @@ from typing import Any
 
 import psutil
 
-from dlrover.compat.comm import GPUStats
-from dlrover.compat.constants import Accelerators
-from dlrover.compat.singleton import Singleton
+from dlrover.compat.client.comm import GPUStats
+from dlrover.compat.names.constants import Accelerators
+from dlrover.compat.tools.singleton import Singleton
 from dlrover.protocol.units import GIB, in_mib
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class ResourceMonitor(Singleton):
 
     def report_resource(self) -> None:
         """Hands one measurement to `MasterClient.report_used_resource`, which says what becomes of it."""
-        from dlrover.compat.master_client import MasterClient
+        from dlrover.compat.client.master_client import MasterClient
 
         cores = round(get_process_cpu_percent() * (psutil.cpu_count() or 1), 2)
         gpus = get_gpu_stats() if self._gpu_type == Accelerators.NVIDIA_GPU else []

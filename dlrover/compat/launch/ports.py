@@ -13,7 +13,7 @@ import random
 import socket
 from collections.abc import Iterable
 
-from dlrover.compat.constants import AscendConstants
+from dlrover.compat.names.constants import AscendConstants
 
 log = logging.getLogger(__name__)
 

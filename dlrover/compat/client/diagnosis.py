@@ -12,8 +12,8 @@ import logging
 from collections.abc import Mapping
 
 from dlrover.agent.monitor.old_diagnosis_data import ChipMetrics, CudaLog, DiagnosisData, TrainingLog
-from dlrover.compat.files import read_last_n_lines
-from dlrover.compat.singleton import Singleton
+from dlrover.compat.tools.files import read_last_n_lines
+from dlrover.compat.tools.singleton import Singleton
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class DiagnosisMonitor(Singleton):
         return collector.collect_data() if collector is not None and collector.to_collect_data() else None
 
     def report_diagnosis_data(self, data: DiagnosisData) -> None:
-        from dlrover.compat.master_client import MasterClient
+        from dlrover.compat.client.master_client import MasterClient
 
         if not isinstance(data, DiagnosisData):
             raise TypeError(f"{type(data).__name__} is not a DiagnosisData")
