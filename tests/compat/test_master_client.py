@@ -26,7 +26,7 @@ from dlrover.protocol.messages.data import TaskType
 from dlrover.protocol.messages.goodput import AskEvents, Events, JobEvent
 from dlrover.protocol.messages.job import AskStatus, JobStatus, Query, Reply
 from dlrover.trainer.stand_in import StandIn
-from tests.trainer.store_lab import StoreLab
+from tests.trainer.torch.store_lab import StoreLab
 
 _names = count()
 

@@ -16,7 +16,7 @@ from dlrover.protocol.messages.goodput import GoodputStatus, TimeClass
 from dlrover.protocol.messages.requests import RelaunchNode
 from tests.integration.browser import Tab, needs_browser, open_browser
 from tests.integration.jobs import SCRIPTS, kill, wait_until
-from tests.master.page_lab import NOW, TOKEN, Page, a_failure, a_status, populate, serve_page
+from tests.master.web.page_lab import NOW, TOKEN, Page, a_failure, a_status, populate, serve_page
 
 pytestmark = needs_browser
 SCRIPT = SCRIPTS / "shown.py"

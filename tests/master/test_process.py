@@ -54,7 +54,7 @@ from dlrover.protocol.messages.kv import KvSet
 from dlrover.protocol.rpc.client import ask
 from dlrover.protocol.rpc.transport import AGENT_METHOD, SERVICE, call_metadata
 from tests.master.conftest import TOKEN, Agent, Connect, MakeMaster, MasterProcess, status_of
-from tests.master.test_watch import answer_that_one_is_stopped, progress, ranks_of, tell
+from tests.master.diagnosis.test_driver import answer_that_one_is_stopped, progress, ranks_of, tell
 from tests.small_disk import fill
 
 

@@ -23,9 +23,9 @@ from dlrover.simulator.campaign import run_plan
 from dlrover.simulator.faults.kinds import Fault
 from dlrover.simulator.plan import Plan, Result
 from dlrover.simulator.shapes import Shape
-from tests.core.fleet_scene import workers
+from tests.core.fleet.fleet_scene import workers
+from tests.core.fleet.test_fleet_properties import CountedScene
 from tests.core.scene import terms
-from tests.core.test_fleet_properties import CountedScene
 
 WORKERS = {NodeType.WORKER: ReplicaSpec(count=3, max_relaunches=5)}
 PAIR = {NodeType.WORKER: ReplicaSpec(count=2, max_relaunches=5)}

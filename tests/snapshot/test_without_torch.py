@@ -12,7 +12,7 @@ from dlrover.snapshot.memory.segment_format import Owner
 
 AGENT = """
 import sys
-for name in ("torch", "numpy", "grpc", "tests.snapshot.test_torch_states"):
+for name in ("torch", "numpy", "grpc", "tests.snapshot.files.test_torch_states"):
     sys.modules[name] = None
 import importlib, pkgutil
 import dlrover.snapshot
@@ -40,7 +40,7 @@ def test_an_agent_persists_what_it_cannot_import(home: Path, owner: Owner, tmp_p
     from dlrover.snapshot.copy.copying import Copier
     from dlrover.snapshot.memory.segment import SegmentWriter
     from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import StateWriter
-    from tests.snapshot.test_torch_states import Custom, equal
+    from tests.snapshot.files.test_torch_states import Custom, equal
 
     model = {"weight": torch.randn(600, 600), "bias": torch.randn(7).bfloat16()}
     extra = {"user": Custom(torch.arange(10)), "step": 5}
