@@ -23,8 +23,8 @@ print(replay(None, records).job.digest().hex())
 IMPORT = """
 import importlib, pkgutil, sys
 import dlrover.core
-for module in pkgutil.iter_modules(dlrover.core.__path__):
-    importlib.import_module(f"dlrover.core.{module.name}")
+for module in pkgutil.walk_packages(dlrover.core.__path__, "dlrover.core."):
+    importlib.import_module(module.name)
 print(" ".join(sorted(sys.modules)))
 """
 

@@ -16,8 +16,8 @@ for name in ("torch", "numpy", "grpc", "tests.snapshot.files.test_torch_states")
     sys.modules[name] = None
 import importlib, pkgutil
 import dlrover.snapshot
-for module in pkgutil.iter_modules(dlrover.snapshot.__path__):
-    importlib.import_module(f"dlrover.snapshot.{module.name}")
+for module in pkgutil.walk_packages(dlrover.snapshot.__path__, "dlrover.snapshot."):
+    importlib.import_module(module.name)
 from dlrover.snapshot.memory.contents import decode_contents
 from dlrover.snapshot.memory.segment import Segment, segment_paths
 from dlrover.snapshot.files.torch_file import file_storages, write_torch_file

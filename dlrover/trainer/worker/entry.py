@@ -7,7 +7,7 @@ descriptors, directory, environment. `run` executes the user's entry so that the
 forked child inherits and a fresh interpreter would not have (random state, thread counts, standard streams, its name
 in `ps`) is put right in between.
 
-Runs as `python -m dlrover.trainer.worker.entry KIND TARGET ARGS...` where an entry needs us but no zygote is warm.
+Runs as `python -m dlrover.trainer.worker KIND TARGET ARGS...` where an entry needs us but no zygote is warm.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def command_line(order: ForkWorker) -> list[bytes]:
             return [order.interpreter, b"-u", b"-m", order.target, *order.args]
         case _:
             # torchrun too runs these in its own interpreter, whatever PYTHON_EXEC says.
-            own = [os.fsencode(sys.executable), b"-u", b"-m", b"dlrover.trainer.worker.entry"]
+            own = [os.fsencode(sys.executable), b"-u", b"-m", b"dlrover.trainer.worker"]
             return [*own, order.kind.encode(), order.target, *order.args]
 
 
@@ -448,12 +448,3 @@ def main() -> None:
         sys.orig_argv[:] = shown
         show_as(b" ".join(map(os.fsencode, shown)))
     run(kind, target, args)
-
-
-if __name__ == "__main__":
-    # The functions of the importable module, so that the frames it hides are its own.
-    from dlrover.trainer.worker import entry as worker_entry
-
-    if sys.argv[1] == "function" and sys.path and not sys.flags.safe_path:
-        del sys.path[0]
-    worker_entry.main()

@@ -249,7 +249,7 @@ class _Zygote:
             # Some builds lack it; the first optimizer of a worker then pays for what it finds.
             print(f"dlrover: torch._dynamo is not preloaded ({type(error).__name__}: {error})", file=sys.stderr)
         for name in ("progress_hooks", "flight_recorder"):  # what every worker installs
-            importlib.import_module(f"dlrover.trainer.torch.{name}")
+            importlib.import_module(f"dlrover.trainer.torch.hooks.{name}")
         if obstacle := _obstacle_to_forks():
             raise _CannotWarmError(f"torch {obstacle}")
         search_path = self._arguments.search_path

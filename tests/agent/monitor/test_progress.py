@@ -305,10 +305,10 @@ def test_the_historical_file_is_left_alone_where_the_monitor_is_switched_off(
     has_step_file: bool, step: int | None, tmp_path: Path
 ) -> None:
     """MONITOR_ENABLED=false."""
-    monitor_progress = Watch(WatchConfig(has_step_file=has_step_file), runtime_dir=str(tmp_path))
-    monitor_progress.open_round(make_world(0, round=Round(4)))
+    watch = Watch(WatchConfig(has_step_file=has_step_file), runtime_dir=str(tmp_path))
+    watch.open_round(make_world(0, round=Round(4)))
     (tmp_path / "runtime_metrics.json").write_text('{"step": 41}')
-    assert monitor_progress.named_step(Round(4)) == step
+    assert watch.named_step(Round(4)) == step
 
 
 async def test_a_step_has_a_number_if_the_script_or_its_checkpoint_gave_it_one(lab: Lab) -> None:
