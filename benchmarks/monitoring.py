@@ -24,8 +24,8 @@ from typing import Any
 from figures import summarise, table
 
 from dlrover.agent.config import WatchConfig
-from dlrover.agent.monitor.progress import Watch
-from dlrover.agent.monitor.worker_view import Seat
+from dlrover.agent.monitor.progress import WorkerWatch
+from dlrover.agent.monitor.worker_view import WatchedWorker
 from dlrover.protocol.messages.job import Incarnation, NodeId, Round, WorldSpec
 from dlrover.protocol.messages.watch import WatchObservation
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def steps(num_rounds: int, num_steps: int) -> None:
-    seats = [Seat(local_rank=0, global_rank=0) for _ in range(2)]
+    seats = [WatchedWorker(local_rank=0, global_rank=0) for _ in range(2)]
     trainers = {
         "hooked": _start(seats[0], is_hooked=True),
         "plain": _start(seats[1], is_hooked=False),
@@ -93,7 +93,7 @@ def steps(num_rounds: int, num_steps: int) -> None:
 async def agent_side() -> None:
     observed: list[WatchObservation] = []
     with tempfile.TemporaryDirectory() as directory:
-        watch = Watch(WatchConfig(), runtime_dir=directory, disks=[directory])
+        watch = WorkerWatch(WatchConfig(), runtime_dir=directory, disks=[directory])
         watch.connect(observed.append, lambda: (NodeId(1), Incarnation(1)))
         watch.open_round(
             WorldSpec(
@@ -134,7 +134,7 @@ def _cpu_of(call: Callable[[], object], count: int) -> float:
     return (time.process_time() - begun) / count
 
 
-def _start(seat: Seat, *, is_hooked: bool) -> subprocess.Popen[str]:
+def _start(seat: WatchedWorker, *, is_hooked: bool) -> subprocess.Popen[str]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     if is_hooked:
         environ |= {**seat.environment(), "DLROVER_AGENT_SOCKET": "none", "DLROVER_PROGRESS_HOOKS": "1"}

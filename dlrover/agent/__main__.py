@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dlrover.agent.checkpoints.saver import Saver
-    from dlrover.agent.replicas.exchange import Replicas
+    from dlrover.agent.replicas.exchange import ReplicaExchange
     from dlrover.agent.workers.group import WorkerGroup
     from dlrover.protocol.messages.job import Micros, NodeRank, WorldSpec
 
@@ -95,7 +95,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
     from dlrover.agent.drain import LastSaves
     from dlrover.agent.failover import Failover
     from dlrover.agent.monitor.collectors import load_collectors
-    from dlrover.agent.monitor.progress import Watch
+    from dlrover.agent.monitor.progress import WorkerWatch
     from dlrover.agent.monitor.scrape import scrapes
     from dlrover.agent.node_check import CheckTask
     from dlrover.agent.workers.devices import resolve_local_world_size
@@ -108,7 +108,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
 
     disks = [config.runtime_dir, os.getcwd(), config.log.log_dir, config.watch.log_file]
     disks = [path for path in disks if os.path.exists(path) and path != os.devnull]
-    watch = Watch(config.watch, runtime_dir=config.runtime_dir, disks=disks)
+    watch = WorkerWatch(config.watch, runtime_dir=config.runtime_dir, disks=disks)
     watch.collect(lambda: load_collectors(scrapes(config.watch.scrapes, config.watch.xpu_timer_port)))
     tree = ProcessTree(keep=lambda: spawner.zygote_pids, cgroups=cgroups)
     output = WorkerOutput(config.log, role=config.role, run_id=config.run_id, runtime_dir=config.runtime_dir)
@@ -193,7 +193,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             cgroups.close()
 
 
-def _open_replicas(config: AgentConfig, saver: Saver) -> Replicas | None:
+def _open_replicas(config: AgentConfig, saver: Saver) -> ReplicaExchange | None:
     """A job of one node has nobody to exchange snapshots with, and need not import what that takes."""
     if not config.snapshot_root or config.terms.limits.max_nodes == 1:
         return None

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from dlrover.agent.config import AgentConfig, Entry, EntryKind, LogConfig, Streams
+from dlrover.agent.config import AgentConfig, Entry, EntryKind, Streams, WorkerLogConfig
 from dlrover.agent.workers.group import Failed, Finished, PortOffer, WorkerGroup
 from dlrover.agent.workers.output import WorkerOutput
 from dlrover.agent.workers.process_tree import ProcessTree
@@ -195,7 +195,7 @@ class CheckTask:
             self._config,
             entry=entry,
             role="check",
-            log=LogConfig(log_dir=os.path.join(directory, "log"), redirect_default=int(Streams.ALL)),
+            log=WorkerLogConfig(log_dir=os.path.join(directory, "log"), redirect_default=int(Streams.ALL)),
         )
         output = WorkerOutput(config.log, role=config.role, run_id="check", runtime_dir=directory)
         group = WorkerGroup(

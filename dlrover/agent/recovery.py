@@ -33,7 +33,7 @@ nothing, and nobody looks but while a job recovers.
 """
 
 
-class Ask(Protocol):
+class AskOfFault(Protocol):
     async def __call__(self, command: AskFault, *, timeout: float) -> Reply: ...
 
 
@@ -65,7 +65,7 @@ class Recovery:
 
     def __init__(
         self,
-        ask: Ask,
+        ask: AskOfFault,
         *,
         start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         first_step: Callable[[Round], FirstStep | None],

@@ -61,7 +61,7 @@ class Call(Protocol):
     async def __call__(self, command: AgentCommand | Query, *, timeout: float) -> Reply: ...
 
 
-class Ask(Protocol):
+class SnapshotRelay(Protocol):
     """What the exchange of snapshots needs of a relay."""
 
     async def __call__(self, question: AskPeers, /, *, timeout: float) -> Reply: ...

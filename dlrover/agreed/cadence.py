@@ -30,7 +30,7 @@ MOST_STEPS = 1_000_000
 NUM_SAMPLES = 16
 
 
-class Costs(Struct, frozen=True, kw_only=True):
+class SaveCosts(Struct, frozen=True, kw_only=True):
     """Seconds, as measured."""
 
     step: float
@@ -43,7 +43,7 @@ class Costs(Struct, frozen=True, kw_only=True):
     """From a storage save until its checkpoint counts."""
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class CadencePlan(Struct, frozen=True, kw_only=True):
     """In steps. The storage interval is a multiple of the memory interval."""
 
     memory_every: int
@@ -60,7 +60,7 @@ def best_interval(cost: float, mean_time: float, budget: float) -> float:
     return max(math.sqrt(2 * cost * mean_time), cost / budget)
 
 
-def make_plan(costs: Costs, interruptions: int, age: float, budget: float = BUDGET) -> Plan:
+def make_plan(costs: SaveCosts, interruptions: int, age: float, budget: float = BUDGET) -> CadencePlan:
     """Half of the budget is for memory saves, half for storage saves."""
     mean_time = mean_time_between(interruptions, age)
     memory = best_interval(costs.memory, mean_time, budget / 2)
@@ -68,7 +68,7 @@ def make_plan(costs: Costs, interruptions: int, age: float, budget: float = BUDG
     storage = best_interval(storage_cost, mean_time / MACHINE_SHARE, budget / 2)
     storage = max(storage, 2 * costs.persist)  # one after the other, with time between them
     memory_every = _steps(memory, costs.step)
-    return Plan(
+    return CadencePlan(
         memory_every=memory_every, storage_every=math.ceil(_steps(storage, costs.step) / memory_every) * memory_every
     )
 
@@ -95,12 +95,12 @@ class Measurements:
     def note_persist(self, seconds: float) -> None:
         self._persists.append(seconds)
 
-    def costs(self) -> Costs | None:
+    def costs(self) -> SaveCosts | None:
         """None: nothing can be said yet."""
         if not self._steps or not (self._memory or self._storage):
             return None
         memory = _median(self._memory or self._storage)
-        return Costs(
+        return SaveCosts(
             step=_median(self._steps),
             memory=memory,
             storage=_median(self._storage or [memory]),
@@ -114,14 +114,14 @@ class Cadence:
     on one rank only: what it plans is told to all at steps that all know beforehand.
     """
 
-    FIRST = Plan(memory_every=1, storage_every=MOST_STEPS)
+    FIRST = CadencePlan(memory_every=1, storage_every=MOST_STEPS)
     """Until something has been measured."""
     NUM_FIRST = 4
     """Steps of it."""
     MOST_BETWEEN = 1024
     """Steps between two looks at the plan, at most: a job that begins to fail more often shall save more often soon."""
 
-    def __init__(self, plan: Plan | None = None) -> None:
+    def __init__(self, plan: CadencePlan | None = None) -> None:
         """With a plan of the caller's it is kept for good."""
         self.plan = self.FIRST if plan is None else plan
         self._is_fixed = plan is not None
@@ -137,7 +137,7 @@ class Cadence:
             self._next_look = step + self.NUM_FIRST
         return not self._is_fixed and step >= self._next_look
 
-    def adopt(self, plan: Plan | None, step: int) -> None:
+    def adopt(self, plan: CadencePlan | None, step: int) -> None:
         """From this step on, on all ranks. None: nothing could be planned yet."""
         if plan is None:
             self._next_look = step + self.NUM_FIRST

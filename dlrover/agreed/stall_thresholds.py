@@ -19,7 +19,7 @@ _PARTS = 4
 """Buckets to an octave: a duration is known to within a fifth."""
 
 
-class Patience(Struct, frozen=True, kw_only=True):
+class StallPatience(Struct, frozen=True, kw_only=True):
     """Seconds before a look."""
 
     least: float = 2.0
@@ -77,8 +77,8 @@ class PhaseBook:
     Former rounds count as long as the present one has too little to say: after a restart a hang must not wait for a new education.
     """
 
-    def __init__(self, patience: Patience | None = None) -> None:
-        self._patience = patience or Patience()
+    def __init__(self, patience: StallPatience | None = None) -> None:
+        self._patience = patience or StallPatience()
         self._former: dict[Phase, tuple[int, ...]] = {}
 
     def close_round(self, workers: Sequence[Mapping[Phase, Sequence[int]]]) -> None:
@@ -126,7 +126,7 @@ class PhaseBook:
 _KNOWN_TO_BE_LONG = (Phase.START, Phase.RESTORE, Phase.END, Phase.COMPILE)
 
 
-class Seen(Struct, frozen=True, kw_only=True):
+class SeenPage(Struct, frozen=True, kw_only=True):
     """What a worker's page says, as far as stalls are concerned. Instants in seconds of one clock."""
 
     phase: Phase
@@ -153,7 +153,7 @@ class StallWatch:
     def stalled(self) -> tuple[int, ...]:
         return tuple(sorted(self._stalled))
 
-    def see(self, workers: Mapping[int, Seen], now: float) -> tuple[bool, float]:
+    def see(self, workers: Mapping[int, SeenPage], now: float) -> tuple[bool, float]:
         """Whether somebody has become stalled or moves again; and the seconds after which to come back at the latest."""
         has_changed = False
         wakes: list[float] = []

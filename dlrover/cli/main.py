@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dlrover.cli.checkpoint.command import app as checkpoint
-from dlrover.cli.connection import Connection, Job, JobOrJournal, takes_connection
+from dlrover.cli.connection import Job, JobConnection, JobOrJournal, takes_connection
 from dlrover.cli.data_command import app as data
 from dlrover.cli.simulate_command import simulate
 from dlrover.cli.tables import echo, table_console
@@ -70,7 +70,7 @@ def replay(context: typer.Context) -> None:
 
 @_command()
 def status(
-    connection: Connection,
+    connection: JobConnection,
     is_json: Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")] = False,
 ) -> None:
     """Show a running job: its stage, its nodes, and the reason for what it does."""
@@ -82,7 +82,7 @@ def status(
 
 @_command()
 def diagnosis(
-    connection: Connection,
+    connection: JobConnection,
     is_json: Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")] = False,
 ) -> None:
     """Show what was found to be wrong with a running job, and the page about its newest hang."""
@@ -105,7 +105,7 @@ def diagnosis(
 
 @_command(job=JobOrJournal)
 def events(
-    connection: Connection,
+    connection: JobConnection,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
     is_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
     limit: Annotated[int, typer.Option("--limit", help="So many, the newest.", min=1)] = 200,
@@ -135,7 +135,7 @@ def events(
 
 @_command()
 def top(
-    connection: Connection,
+    connection: JobConnection,
     once: Annotated[bool, typer.Option("--once", help="Print it once, as where there is no terminal.")] = False,
 ) -> None:
     """Watch a running job: goodput, what each node does, its newest events. Ctrl-C ends it."""
@@ -146,7 +146,7 @@ def top(
 
 @_command(job=JobOrJournal)
 def report(
-    connection: Connection,
+    connection: JobConnection,
     output: Annotated[str, typer.Option("--output", "-o", help="File to write; none: standard output.")] = "",
     is_html: Annotated[bool, typer.Option("--html", help="A page with plots that needs nothing else.")] = False,
     is_markdown: Annotated[
@@ -170,7 +170,7 @@ def report(
 
 @_command()
 def stop(
-    connection: Connection,
+    connection: JobConnection,
     reason: Annotated[str, typer.Option(help="For the journal and the report.")] = "dlrover stop",
     message: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
@@ -185,7 +185,7 @@ def stop(
 
 @_command()
 def scale(
-    connection: Connection,
+    connection: JobConnection,
     nodes: Annotated[str, typer.Option("--nodes", help="How many nodes the world shall have: N, or MIN:MAX.")] = "",
     replicas: Annotated[
         str, typer.Option("--replicas", help="Nodes of one type beside an all-reduce world: TYPE=COUNT, as ps=3.")
@@ -214,7 +214,7 @@ def scale(
 
 @_command()
 def migrate(
-    connection: Connection,
+    connection: JobConnection,
     node: Annotated[str, typer.Option("--node", help=_NODE_HELP)],
     cpu: Annotated[float, typer.Option("--cpu", help="Cores of the new node; 0: as the platform gives.")],
     memory_mb: Annotated[
@@ -240,7 +240,7 @@ def migrate(
 
 @_command()
 def suspend(
-    connection: Connection,
+    connection: JobConnection,
     reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover suspend",
 ) -> None:
     """Launch no more nodes of a job until it is resumed; what runs, runs on."""
@@ -252,7 +252,7 @@ def suspend(
 
 @_command()
 def resume(
-    connection: Connection,
+    connection: JobConnection,
 ) -> None:
     """End the suspension of a job."""
     from dlrover.protocol.messages.fleet import ResumeJob
@@ -263,7 +263,7 @@ def resume(
 
 @_command()
 def restart(
-    connection: Connection,
+    connection: JobConnection,
     reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover restart",
     is_nodes: Annotated[
         bool, typer.Option("--nodes", help="Replace all worker nodes by new ones of the platform.")
@@ -288,7 +288,7 @@ def restart(
 
 @_command()
 def save(
-    connection: Connection,
+    connection: JobConnection,
     reason: Annotated[str, typer.Option(help="For the journal, the status and the trainers.")] = "dlrover save",
 ) -> None:
     """Have the next save of a job written to storage, whatever it would have been."""
@@ -300,7 +300,7 @@ def save(
 
 @_command()
 def relaunch(
-    connection: Connection,
+    connection: JobConnection,
     node: Annotated[str, typer.Option("--node", help=_NODE_HELP)],
     cordon: Annotated[bool, typer.Option("--cordon", help="Its machine gets no node of this job any more.")] = False,
     reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover relaunch",
@@ -321,7 +321,7 @@ def relaunch(
 
 @_command()
 def dashboard(
-    connection: Connection,
+    connection: JobConnection,
     is_read_only: Annotated[
         bool, typer.Option("--read-only", help="A link for looking only; it can be shared, and used again.")
     ] = False,

@@ -18,7 +18,7 @@ import msgspec
 
 from dlrover.cli.console import say_block
 from dlrover.cli.launch import processes
-from dlrover.cli.launch.discovery import Seat, check_token, new_launch, read_token_file
+from dlrover.cli.launch.discovery import MasterPort, check_token, new_launch, read_token_file
 from dlrover.cli.launch.launcher import EXIT_USAGE, Programs
 from dlrover.cli.launch.processes import SignalInbox
 from dlrover.cli.launch.runtime_dir import NodeDirectory, user_root
@@ -135,15 +135,15 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
         directory.remove()
 
 
-def _take_seat(host: str, port: int, host_ports: Sequence[int]) -> Seat:
+def _take_seat(host: str, port: int, host_ports: Sequence[int]) -> MasterPort:
     """Without a port: the first free one of HOST_PORTS, which others can reach, else any."""
     for choice in host_ports if port == 0 else ():
         try:
-            return Seat(host, choice)
+            return MasterPort(host, choice)
         except OSError:
             continue
     try:
-        return Seat(host, port)
+        return MasterPort(host, port)
     except OSError as error:
         raise ConfigError(f"--port {port}: {error.strerror or error}. Choose another port.") from error
 

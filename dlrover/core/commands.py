@@ -30,7 +30,7 @@ from dlrover.core.fleet import reconcile, targets
 from dlrover.core.goodput import accountant
 from dlrover.core.membership import adoption, requests
 from dlrover.core.membership.nodes import NodeLife, after_outage
-from dlrover.core.membership.rendezvous import Block, Joined
+from dlrover.core.membership.rendezvous import Joined, RoundBlock
 from dlrover.core.membership.rounds import EXIT_RENDEZVOUS_TIMEOUT
 from dlrover.core.membership.waiting import gone_times, pend_timeouts
 from dlrover.core.outcome import Origin, micros
@@ -396,7 +396,7 @@ def _block(command: BlockRendezvous, course: Course) -> Reply:
             f"A block needs a reason and a lease of up to {LONGEST_BLOCK:g} s, not {command.lease:g}.", code="malformed"
         )
 
-    rdzv.blocks[node.id] = Block(Micros(course.now + micros(command.lease)), node.label, command.reason.strip())
+    rdzv.blocks[node.id] = RoundBlock(Micros(course.now + micros(command.lease)), node.label, command.reason.strip())
     course.say(f"The rendezvous is blocked by {node.label} for up to {command.lease:g} s: {command.reason.strip()}.")
     course.advance()
     return Done()

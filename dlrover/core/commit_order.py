@@ -83,7 +83,7 @@ class Released(Struct, frozen=True):
     outcome: Outcome
 
 
-class Batch(Struct, frozen=True):
+class RecordBatch(Struct, frozen=True):
     """What was staged since the last take."""
 
     number: int
@@ -179,7 +179,7 @@ class CommitSequence:
             raise BrokenQuestion(query) from error
         return answer if isinstance(answer, NotYet) else self._release_later(Outcome(answer))
 
-    def take(self) -> Batch | None:
+    def take(self) -> RecordBatch | None:
         """What to write in the next transaction; None if nothing was staged."""
         if self.is_empty:
             return None
@@ -188,7 +188,7 @@ class CommitSequence:
         if self._newest is not None and self._is_digest_due():
             self._records[-1] = _ENCODER.encode(replace(self._newest, digest=self._job.digest()[:DIGEST_BYTES]))
             self._num_undigested = 0
-        batch = Batch(
+        batch = RecordBatch(
             number=self._next_batch,
             records=tuple(self._records),
             first_number=first_number,
@@ -201,7 +201,7 @@ class CommitSequence:
         self._released = []
         return batch
 
-    def committed(self, batch: Batch) -> tuple[Released, ...]:
+    def committed(self, batch: RecordBatch) -> tuple[Released, ...]:
         """The batch is durable: its outcomes, in the order they were staged, may be seen."""
         assert batch.number == self._next_committed, f"batch {batch.number} before batch {self._next_committed}"
         self._next_committed += 1

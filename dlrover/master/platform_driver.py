@@ -37,7 +37,7 @@ Tell = Callable[[FleetWord], "asyncio.Future[Reply]"]
 """To the desk; the future is done when the command is durable, and fails with Unavailable or Rejected."""
 
 
-class Patience(NamedTuple):
+class PlatformPatience(NamedTuple):
     """Seconds that the keeper gives to the platform."""
 
     call: float = 30.0
@@ -53,7 +53,7 @@ class Patience(NamedTuple):
     """For what is still to be done when the job is over."""
 
 
-PATIENCE = Patience()
+PATIENCE = PlatformPatience()
 MAX_CALLS = 32
 """At the same time: a thousand launches must not bury the platform's server."""
 
@@ -79,7 +79,7 @@ class FleetKeeper:
         spec: FleetSpec,
         tell: Tell,
         *,
-        patience: Patience = PATIENCE,
+        patience: PlatformPatience = PATIENCE,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         """`environ`: what the nodes' processes shall find in their environment."""

@@ -91,7 +91,7 @@ class DpTopologySorter(TopologySorter):
         return {rank: nodes[rank] for rank in arrange(placed)}
 
 
-class Topology:
+class TopologyPlugins:
     """Both plug-ins, either of which may be missing. Nothing here raises once it is built."""
 
     def __init__(
@@ -108,7 +108,7 @@ class Topology:
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
 
     @classmethod
-    def load(cls, querier: str, sorter: str) -> Topology:
+    def load(cls, querier: str, sorter: str) -> TopologyPlugins:
         """Raises ConfigError: a plug-in that the user asked for and that cannot be had is found at the start."""
         query = _method_of(querier, "query", "topology querier") if querier else None
         return cls(query=query, sort=_method_of(sorter, "sort", "topology sorter") if sorter else None)

@@ -198,7 +198,9 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
             "is_same_action",
         )
     },
-    "dlrover.python.elastic_agent.datacollector.chip_metrics_collector": _in("client.diagnosis", "ChipMetricsCollector"),
+    "dlrover.python.elastic_agent.datacollector.chip_metrics_collector": _in(
+        "client.diagnosis", "ChipMetricsCollector"
+    ),
     "dlrover.python.elastic_agent.datacollector.cuda_log_collector": _in("client.diagnosis", "CudaLogCollector"),
     "dlrover.python.elastic_agent.datacollector.data_collector": _in("client.diagnosis", "CollectorType DataCollector"),
     "dlrover.python.elastic_agent.datacollector.log_collector": {
@@ -267,7 +269,9 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     },
     "dlrover.python.master.main": {"main": "dlrover.compat.launch.master_main:main"},
     "dlrover.python.master.shard.dataset_splitter": _in("client.partitions", "PartitionOffsets"),
-    "dlrover.python.util.actor_util.parse_actor": _in("tools.actors", "parse_index parse_type parse_type_id_from_actor_name"),
+    "dlrover.python.util.actor_util.parse_actor": _in(
+        "tools.actors", "parse_index parse_type parse_type_id_from_actor_name"
+    ),
     "dlrover.python.util.args_util": _in(
         "launch.arguments", "parse_dict parse_group_affinity parse_tuple_dict parse_tuple_list pos_int str2bool"
     ),

@@ -10,7 +10,7 @@ from dlrover.simulator.faults.kinds import Fault
 from dlrover.simulator.shapes import Shape
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class SeedPlan(Struct, frozen=True, kw_only=True):
     """All that a seed decides beforehand."""
 
     seed: int

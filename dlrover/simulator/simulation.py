@@ -20,8 +20,8 @@ from dlrover.simulator.masters.masters import Masters
 from dlrover.simulator.nodes.beside import Beside
 from dlrover.simulator.nodes.checks import CheckRuns
 from dlrover.simulator.nodes.cloud import VirtualCloud
-from dlrover.simulator.nodes.platform import Platform, VirtualPlatform
-from dlrover.simulator.plan import Plan, Result
+from dlrover.simulator.nodes.platform import NodeSource, VirtualPlatform
+from dlrover.simulator.plan import Result, SeedPlan
 from dlrover.simulator.truth import worlds
 from dlrover.simulator.truth.data import DataTraffic
 from dlrover.simulator.truth.invariants import Violation, bound_of, check_in_full
@@ -30,7 +30,7 @@ from dlrover.simulator.truth.saves import SaveTraffic
 from dlrover.simulator.truth.store import StoreTraffic
 from dlrover.simulator.truth.syncs import SyncTraffic
 from dlrover.simulator.truth.training import Training
-from dlrover.simulator.virtual_time import SECOND, Chance, Events
+from dlrover.simulator.virtual_time import SECOND, Chance, VirtualTime
 
 FULL_CHECK_EVERY = 1000
 """Events between two checks of everything."""
@@ -41,11 +41,11 @@ REPLAY_EVERY = 10
 class Simulation:
     """Use `run`."""
 
-    def __init__(self, plan: Plan, *, on_note: Callable[[int, str], None] | None = None) -> None:
+    def __init__(self, plan: SeedPlan, *, on_note: Callable[[int, str], None] | None = None) -> None:
         self.plan = plan
         self.shape = plan.shape
         self.terms = plan.shape.terms
-        self.events = Events()
+        self.events = VirtualTime()
         self.chance = Chance(plan.seed)
         self.digest_every = 1 if plan.is_thorough else plan.digest_every
         self.snapshot_every = random.Random(f"{plan.seed}/snapshots").choice([50, 300, 2000])
@@ -56,7 +56,7 @@ class Simulation:
         )
         self.network = Network(self.events, self.chance.network, self.shape.costs)
         fleet = plan.shape.fleet
-        self.platform: Platform = VirtualPlatform(self) if fleet is None else VirtualCloud(self, fleet)
+        self.platform: NodeSource = VirtualPlatform(self) if fleet is None else VirtualCloud(self, fleet)
         self.troubles = Troubles(self)
         self.machines = Machines(self)
         self.masters = Masters(self)

@@ -20,7 +20,7 @@ def micros(seconds: float) -> int:
     return round(seconds * SECOND)
 
 
-class Events:
+class VirtualTime:
     """The future of one simulation."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlrover.agent.config import AgentConfig, Entry, EntryKind, LogConfig
+from dlrover.agent.config import AgentConfig, Entry, EntryKind, WorkerLogConfig
 from dlrover.agent.workers.group import PortOffer, WorkerGroup
 from dlrover.agent.workers.output import WorkerOutput
 from dlrover.agent.workers.process_tree import Exit, ProcessTree
@@ -158,7 +158,7 @@ def make_config(runtime_dir: Path, target: str, *args: str, **changes: Any) -> A
         "terms": JobTerms(restarts=RestartPolicy(max_restarts=3)),
         "local_world_size": 2,
         "entry": Entry.of(changes.pop("kind", EntryKind.SCRIPT), target, args),
-        "log": LogConfig(),
+        "log": WorkerLogConfig(),
     }
     return AgentConfig(**(values | changes))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dlrover.agent.agent import Agent, Patience
+from dlrover.agent.agent import Agent, AgentPatience
 from dlrover.agent.config import AgentResult
 from dlrover.agent.node_check import CheckOutcome, CheckTask, class_of
 from dlrover.agent.workers.group import PortOffer
@@ -32,7 +32,7 @@ from dlrover.protocol.messages.job import (
 from tests.agent.lab import make_config, make_world, until, write
 from tests.agent.loopback import DEADLINE, LoopbackMaster, News, StandInNode, a_failure
 
-PATIENCE = Patience(heartbeat=0.005, lease=60.0, farewell=5.0, finished=0.01, first_connection=0.0)
+PATIENCE = AgentPatience(heartbeat=0.005, lease=60.0, farewell=5.0, finished=0.01, first_connection=0.0)
 
 
 class StandInTask:

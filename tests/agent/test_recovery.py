@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from dlrover.agent.monitor.progress import FirstStep
-from dlrover.agent.recovery import Ask, Recovery
+from dlrover.agent.recovery import AskOfFault, Recovery
 from dlrover.protocol.codec import Unreadable, decode_from_agent, encode_frame
 from dlrover.protocol.errors import Unavailable
 from dlrover.protocol.messages.frames import Refusal, Request
@@ -29,7 +29,7 @@ class Stage:
         caplog: pytest.LogCaptureFixture,
         tell_after: float = 1e6,
         shares_console_as: Callable[[], NodeRank] | None = None,
-        ask: Ask | None = None,
+        ask: AskOfFault | None = None,
     ) -> None:
         self._caplog = caplog
         self.faults: dict[int, FaultTold] = {1: KILLED}

@@ -10,9 +10,9 @@ from dlrover.agreed.cadence import (
     ASSUMED_AGE,
     MOST_STEPS,
     Cadence,
-    Costs,
+    CadencePlan,
     Measurements,
-    Plan,
+    SaveCosts,
     best_interval,
     make_plan,
     mean_time_between,
@@ -32,14 +32,14 @@ def test_a_young_job_assumes_and_an_old_one_knows() -> None:
 
 
 def test_who_is_interrupted_more_often_saves_more_often() -> None:
-    costs = Costs(step=0.5, memory=0.1, storage=0.2, persist=20.0)
+    costs = SaveCosts(step=0.5, memory=0.1, storage=0.2, persist=20.0)
     calm, stormy = make_plan(costs, 0, 36_000.0, 0.5), make_plan(costs, 200, 36_000.0, 0.5)
     assert stormy.memory_every < calm.memory_every
     assert stormy.storage_every < calm.storage_every
 
 
 def test_a_save_that_costs_nothing_is_made_every_step_and_storage_is_not_overrun() -> None:
-    plan = make_plan(Costs(step=1.0, memory=0.0, persist=300.0), 1000, 0.0)
+    plan = make_plan(SaveCosts(step=1.0, memory=0.0, persist=300.0), 1000, 0.0)
     assert plan.memory_every == 1
     assert plan.storage_every >= 600
 
@@ -56,7 +56,7 @@ def test_a_save_that_costs_nothing_is_made_every_step_and_storage_is_not_overrun
 def test_the_budget_holds_whatever_is_measured(
     step: float, memory: float, storage: float, persist: float, interruptions: int, age: float, budget: float
 ) -> None:
-    costs = Costs(step=step, memory=memory, storage=storage, persist=persist)
+    costs = SaveCosts(step=step, memory=memory, storage=storage, persist=persist)
     plan = make_plan(costs, interruptions, age, budget)
     assert 1 <= plan.memory_every <= plan.storage_every < 2 * MOST_STEPS
     assert plan.storage_every % plan.memory_every == 0
@@ -74,7 +74,7 @@ def test_nothing_can_be_planned_before_it_was_measured() -> None:
     measured.note_save(0.4, is_storage=False)
     measured.note_persist(30.0)
     costs = measured.costs()
-    assert costs == Costs(step=1.0, memory=0.5, storage=0.5, persist=30.0)
+    assert costs == SaveCosts(step=1.0, memory=0.5, storage=0.5, persist=30.0)
 
 
 def test_the_first_steps_are_saved_to_memory_and_the_plan_begins_with_a_storage_save() -> None:
@@ -82,7 +82,7 @@ def test_the_first_steps_are_saved_to_memory_and_the_plan_begins_with_a_storage_
     said = []
     for step in range(100, 112):
         if cadence.is_look_due(step):
-            cadence.adopt(Plan(memory_every=3, storage_every=6), step)
+            cadence.adopt(CadencePlan(memory_every=3, storage_every=6), step)
         said.append(cadence.due(step))
     assert said == ["memory"] * 4 + ["storage", "", "", "memory", "", "", "storage", ""]
 
@@ -97,11 +97,11 @@ def test_a_look_without_measurements_is_made_again_soon() -> None:
 
 
 def test_a_new_plan_counts_from_what_was_saved() -> None:
-    cadence = Cadence(Plan(memory_every=10, storage_every=100))
+    cadence = Cadence(CadencePlan(memory_every=10, storage_every=100))
     assert cadence.due(0) == "storage"
     assert not cadence.is_look_due(50), "a plan of the caller's own is kept"
     assert cadence.due(5) == ""
-    cadence.adopt(Plan(memory_every=2, storage_every=100), 5)
+    cadence.adopt(CadencePlan(memory_every=2, storage_every=100), 5)
     assert cadence.due(5) == "memory", "too long ago under the new plan"
 
 
@@ -114,7 +114,7 @@ def test_ranks_that_hear_the_same_plans_say_the_same(plans: list[tuple[int, int]
         assert looks[0] == looks[1]
         if looks[0]:
             every, times = next(told, (7, 3))
-            plan = Plan(memory_every=every, storage_every=every * times)
+            plan = CadencePlan(memory_every=every, storage_every=every * times)
             one.adopt(plan, step)
             two.adopt(plan, step)
         assert one.due(step) == two.due(step)

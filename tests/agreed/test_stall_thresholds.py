@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from dlrover.agreed.stall_thresholds import (
-    Patience,
     PhaseBook,
-    Seen,
+    SeenPage,
+    StallPatience,
     StallWatch,
     bucket_of,
     percentile_99,
@@ -34,8 +34,10 @@ def seen(
     changes: int = 1,
     has_stepped: bool = True,
     counts: tuple[int, ...] = (),
-) -> Seen:
-    return Seen(phase=phase, since=since, num_changes=changes, has_stepped=has_stepped, counts=counts or histogram())
+) -> SeenPage:
+    return SeenPage(
+        phase=phase, since=since, num_changes=changes, has_stepped=has_stepped, counts=counts or histogram()
+    )
 
 
 @given(st.integers(min_value=0, max_value=int(3600e9)))
@@ -62,7 +64,7 @@ def test_a_look_comes_after_two_seconds_or_twenty_times_the_usual() -> None:
 
 
 def test_what_is_known_to_take_long_gets_its_time() -> None:
-    book, patience = PhaseBook(), Patience()
+    book, patience = PhaseBook(), StallPatience()
     fast = histogram(*[0.01] * 100)
     assert book.look_after(Phase.START, histogram(), has_stepped=False) == patience.start
     assert book.look_after(Phase.COMPILE, histogram(), has_stepped=True) == patience.compile
@@ -76,7 +78,7 @@ def test_a_new_round_need_not_learn_again_and_forgets_slowly() -> None:
     book = PhaseBook()
     book.close_round([{Phase.DATA: histogram(*[0.01] * 50), Phase.START: histogram(*[9.0] * 9)}])
     assert book.look_after(Phase.DATA, histogram(), has_stepped=True) == 2.0
-    assert book.look_after(Phase.START, histogram(), has_stepped=False) == Patience().start  # never learned from
+    assert book.look_after(Phase.START, histogram(), has_stepped=False) == StallPatience().start  # never learned from
     book.close_round([{Phase.DATA: histogram(*[1.0] * 50)}])
     assert book.look_after(Phase.DATA, histogram(), has_stepped=True) == pytest.approx(20, rel=0.25)
 
@@ -116,4 +118,4 @@ def test_a_worker_that_is_gone_is_not_stalled() -> None:
 
 def test_the_next_look_is_as_near_as_a_stall_could_be_in_a_phase_that_begins_now() -> None:
     _, wait = StallWatch(PhaseBook()).see({0: seen(Phase.START, since=0.0, has_stepped=False)}, now=1.0)
-    assert wait == pytest.approx(Patience().least)
+    assert wait == pytest.approx(StallPatience().least)

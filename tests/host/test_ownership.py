@@ -35,12 +35,12 @@ from dlrover.protocol.errors import ConfigError, Unavailable
 from dlrover.protocol.messages.job import Round
 from dlrover.protocol.messages.kv import KvCheck
 from dlrover.snapshot.memory.homes import Home
-from dlrover.snapshot.storage.places import Place
+from dlrover.snapshot.storage.places import SavePlace
 from dlrover.trainer.agent_link import AgentLink
 from dlrover.trainer.data.loader_service import LoaderClient
 from dlrover.trainer.data.shard_feed import DataUnavailable
 from dlrover.trainer.environment import WorkerEnvironment
-from dlrover.trainer.events.process import Outlet, Process
+from dlrover.trainer.events.process import EventOutlet, Process
 from dlrover.trainer.progress import ProgressReporter
 from dlrover.trainer.torch.elastic.dataloader import ElasticDataLoader
 from dlrover.trainer.torch.flash_checkpoint.saving.outlets import AgentOutlet
@@ -177,7 +177,7 @@ def test_events_are_not_written_where_another_user_could_lead_them(
             (folder / name).symlink_to(precious)
             give_away(folder / name, 0)
         monkeypatch.setenv("DLROVER_EVENT_FILE_DIR", str(folder))
-        outlet = Outlet()
+        outlet = EventOutlet()
         process = Process("Test", outlet)
         process.instant("an event")
         process.instant("another")
@@ -249,7 +249,7 @@ def test_workers_and_masters_say_nothing_to_a_server_of_another_user(
     reporter.report(1)
     reporter.close()
     outlet = AgentOutlet(where)
-    outlet.open(Place(directory="/nowhere"))
+    outlet.open(SavePlace(directory="/nowhere"))
     outlet.close()
     assert "snapshots are not told to the agent" in caplog.text
     with pytest.raises(Unavailable, match="is served by another user"):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import pytest
 
 from dlrover.platforms.local import node_entry
-from dlrover.platforms.local.kernel_claims import Claim
+from dlrover.platforms.local.kernel_claims import KernelTag
 from dlrover.platforms.local.namespaces import NODE_INTERFACE, Namespaces, available
 from tests.integration.jobs import SCRIPTS, JobFactory, Launched, kill, wait_until
 
@@ -294,7 +294,7 @@ class OnPlatform(Training):
 
 @pytest.fixture
 def networks() -> Iterator[Namespaces]:
-    claim = Claim()
+    claim = KernelTag()
     made = Namespaces.create(claim.tag)
     yield made
     made.close()

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dlrover.master.platform_driver import FleetKeeper, FleetWord, Patience
+from dlrover.master.platform_driver import FleetKeeper, FleetWord, PlatformPatience
 from dlrover.platforms.fake import FakeCloud, FakePlatform
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.fleet import (
@@ -26,7 +26,7 @@ from dlrover.protocol.messages.job import Done, Reply
 from tests.platforms.contract import JOB, launch, remove
 
 SPEC = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=2)})
-QUICK = Patience(call=0.2, first_pause=0.01, longest_pause=0.05, watch=60.0, farewell=20.0)
+QUICK = PlatformPatience(call=0.2, first_pause=0.01, longest_pause=0.05, watch=60.0, farewell=20.0)
 
 
 class StandInJob:

@@ -12,7 +12,7 @@ import pytest
 from dlrover.master import topology_plugins as room
 from dlrover.master.config import EXIT_USAGE
 from dlrover.master.loop import loop as master_loop
-from dlrover.master.topology_plugins import DefaultTopologyQuerier, DpTopologySorter, NodeTopologyMeta, Topology
+from dlrover.master.topology_plugins import DefaultTopologyQuerier, DpTopologySorter, NodeTopologyMeta, TopologyPlugins
 from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.messages.job import (
     FailureKind,
@@ -41,7 +41,7 @@ class Switches:
         return ("a" if host in ("host-l0", "host-l2") else "b"), "s"
 
 
-async def world_of(start_master: StartMaster, connect: Connect, topology: Topology) -> list[int]:
+async def world_of(start_master: StartMaster, connect: Connect, topology: TopologyPlugins) -> list[int]:
     """Group ranks of four nodes, by node rank."""
     master = await start_master(topology=topology)
     agents = [
@@ -58,7 +58,7 @@ async def test_the_world_follows_the_switches_that_the_querier_names(
     start_master: StartMaster, connect: Connect
 ) -> None:
     switches = Switches()
-    assert await world_of(start_master, connect, Topology(query=switches.query)) == [0, 2, 1, 3]
+    assert await world_of(start_master, connect, TopologyPlugins(query=switches.query)) == [0, 2, 1, 3]
     assert sorted(switches.asked) == [f"host-l{number}" for number in range(4)]
 
 
@@ -75,7 +75,7 @@ async def test_plug_ins_are_asked_about_the_machine_below_a_pod(start_master: St
         sorted_.extend(node.node_ip for node in nodes.values())
         return list(nodes)
 
-    master = await start_master(topology=Topology(query=query, sort=sort))
+    master = await start_master(topology=TopologyPlugins(query=query, sort=sort))
     terms = JobTerms(limits=Limits(min_nodes=1, max_nodes=1))
     agent = connect(master.address, launch="pod", terms=terms, node_ip="10.0.0.7", name="job-worker-0")
     await agent.attached()
@@ -94,7 +94,7 @@ async def test_the_world_follows_the_sorter(start_master: StartMaster, connect: 
         ids.update((node.node_id, node.node_group) for node in nodes.values())
         return sorted(nodes, reverse=True)
 
-    assert await world_of(start_master, connect, Topology(sort=backwards)) == [3, 2, 1, 0]
+    assert await world_of(start_master, connect, TopologyPlugins(sort=backwards)) == [3, 2, 1, 0]
     assert ids == {(number, -1) for number in range(1, 5)}, "each launch has an id of its own"
 
 
@@ -103,7 +103,7 @@ async def test_who_is_refused_lets_nobody_wait_for_an_order(
 ) -> None:
     monkeypatch.setattr(master_loop, "TIME_LIMIT", 300.0)  # else who waited in vain would only be late
     one = JobTerms(limits=Limits(min_nodes=1, max_nodes=1))
-    master = await start_master(topology=Topology(sort=sorted))
+    master = await start_master(topology=TopologyPlugins(sort=sorted))
     agent = connect(master.address, launch="l0", terms=one, node_rank=NodeRank(0))
     attached = await agent.attached()
     await agent.join()
@@ -119,7 +119,7 @@ async def test_who_is_refused_lets_nobody_wait_for_an_order(
 
 
 async def test_a_sorter_sees_what_the_querier_found(start_master: StartMaster, connect: Connect) -> None:
-    topology = Topology(query=Switches().query, sort=DpTopologySorter().sort)
+    topology = TopologyPlugins(query=Switches().query, sort=DpTopologySorter().sort)
     assert await world_of(start_master, connect, topology) == [0, 2, 1, 3]
 
 
@@ -130,7 +130,12 @@ async def test_plug_ins_that_raise_or_talk_rubbish_harm_nobody(
     def broken(host: str) -> None:
         raise kind(f"no route to {host}")
 
-    assert await world_of(start_master, connect, Topology(query=broken, sort=lambda nodes: [7, 7])) == [0, 1, 2, 3]
+    assert await world_of(start_master, connect, TopologyPlugins(query=broken, sort=lambda nodes: [7, 7])) == [
+        0,
+        1,
+        2,
+        3,
+    ]
     told = [record.message for record in caplog.records if "gives no usable answer" in record.message]
     assert len(told) == 2, "one warning for each"
 
@@ -155,7 +160,7 @@ class TestCalls:
             held.wait(10)
             return "a", "b"
 
-        topology = Topology(query=stuck)
+        topology = TopologyPlugins(query=stuck)
         for number in range(10):
             assert await topology.place_of(f"host-{number}") == ()
         topology.close()
@@ -165,7 +170,7 @@ class TestCalls:
 
     async def test_an_answer_is_kept(self) -> None:
         switches = Switches()
-        topology = Topology(query=switches.query)
+        topology = TopologyPlugins(query=switches.query)
         assert topology.known_place("host-l0") is None
         assert await topology.place_of("host-l0") == ("s", "a"), "outermost first"
         assert await topology.place_of("host-l0") == topology.known_place("host-l0")
@@ -174,17 +179,17 @@ class TestCalls:
 
     @pytest.mark.parametrize("answer", [None, 7, "ab" * 200, ["x" * 300], [1, 2], ["a"] * 20])
     async def test_an_answer_that_is_no_place_is_none(self, answer: object) -> None:
-        topology = Topology(query=lambda host: answer)
+        topology = TopologyPlugins(query=lambda host: answer)
         assert await topology.place_of("h") == ()
         topology.close()
 
     async def test_half_a_character_in_a_name_keeps_no_node_out(self) -> None:
-        topology = Topology(query=lambda host: ("a", "caf\udce9"))
+        topology = TopologyPlugins(query=lambda host: ("a", "caf\udce9"))
         assert await topology.place_of("h") == ("caf?", "a")
         topology.close()
 
     async def test_two_empty_names_mean_that_nobody_knows(self) -> None:
-        topology = Topology(query=DefaultTopologyQuerier().query)
+        topology = TopologyPlugins(query=DefaultTopologyQuerier().query)
         assert await topology.place_of("h") == ()
         topology.close()
 
@@ -206,7 +211,7 @@ def test_the_sorter_of_the_original_keeps_neighbours_together() -> None:
 )
 def test_a_plug_in_that_cannot_be_had_is_found_at_the_start(name: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
-        Topology.load(name, "")
+        TopologyPlugins.load(name, "")
 
 
 def test_a_master_with_a_wrong_plug_in_says_so_and_touches_nothing(make_master: MakeMaster, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from dlrover.simulator.faults.kinds import (
     STANDARD_MIX,
 )
 from dlrover.simulator.masters.master import CrashPoint
-from dlrover.simulator.plan import Plan, Result
+from dlrover.simulator.plan import Result, SeedPlan
 from dlrover.simulator.shapes import Shape
 
 NUM_FAULTS = 2000
@@ -82,7 +82,7 @@ def test_a_job_of_some_hundred_nodes() -> None:
 
 def test_a_job_without_faults_loses_no_time() -> None:
     shape = Shape(min_nodes=4, max_nodes=4, num_steps=1000)
-    outcome = run_plan(Plan(seed=1, shape=shape, faults=(), hours=0.01))
+    outcome = run_plan(SeedPlan(seed=1, shape=shape, faults=(), hours=0.01))
     assert isinstance(outcome, Result)
     assert outcome.reason == "Completed"
     assert outcome.num_rounds == 1

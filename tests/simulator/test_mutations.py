@@ -45,7 +45,7 @@ from dlrover.simulator.campaign import Failure, draw_plan, run_plan, shrink
 from dlrover.simulator.faults.kinds import Fault
 from dlrover.simulator.masters import master
 from dlrover.simulator.masters.journal import VirtualJournal
-from dlrover.simulator.plan import Plan, Result
+from dlrover.simulator.plan import Result, SeedPlan
 from dlrover.simulator.shapes import Shape
 from tests.simulator.test_found import FOUND
 
@@ -494,7 +494,7 @@ def test_a_pause_that_counts_as_waiting_is_noticed(monkeypatch: pytest.MonkeyPat
     )
     fleet = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=3)}, pending_timeout=600.0)
     shape = Shape(min_nodes=3, max_nodes=3, fleet=fleet, num_steps=600)
-    plan = Plan(seed=1, shape=shape, faults=faults, hours=0.6)
+    plan = SeedPlan(seed=1, shape=shape, faults=faults, hours=0.6)
     assert isinstance(run_plan(plan), Result)
     a_pause_counts_as_waiting(monkeypatch)
     failure = run_plan(plan)
@@ -522,7 +522,7 @@ def test_servers_that_do_not_settle_are_noticed(
 
 def test_a_worker_that_waits_for_ever_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(min_nodes=2, max_nodes=2, spares=1, num_steps=2000, has_sync_traffic=True)
-    plan = Plan(seed=1, shape=shape, faults=(Fault(at=100_000_000, kind="stall", pick=0, amount=0.0),), hours=0.1)
+    plan = SeedPlan(seed=1, shape=shape, faults=(Fault(at=100_000_000, kind="stall", pick=0, amount=0.0),), hours=0.1)
     assert isinstance(run_plan(plan), Result)
     who_stands_by_is_waited_for(monkeypatch)
     failure = run_plan(plan)

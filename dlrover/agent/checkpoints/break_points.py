@@ -77,7 +77,7 @@ def describe(held: Held) -> tuple[HeldSnapshot, ...]:
     )
 
 
-class BreakPoints:
+class BreakPointSaves:
     def __init__(self) -> None:
         self._asked_round = Round(0)
         """Newest round after which the master was asked what to write."""

@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from msgspec.structs import replace
 
-from dlrover.agent.checkpoints.break_points import BreakPoints
-from dlrover.agent.checkpoints.duties import Relay, SaveLine
+from dlrover.agent.checkpoints.break_points import BreakPointSaves
+from dlrover.agent.checkpoints.duties import DutyRelay, SaveLine
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.checkpoint import (
     CheckpointCommitted,
@@ -60,7 +60,7 @@ class Settling:
 
     def __init__(
         self,
-        breaks: BreakPoints,
+        breaks: BreakPointSaves,
         turn: asyncio.Lock,
         stop: threading.Event,
         *,
@@ -80,7 +80,7 @@ class Settling:
         # Not the thread that writes: while one save waits for other nodes the next may be written, and another be committed.
         self._pool = nice_pool("dlrover-commit", 2)
 
-    def report_to(self, relay: Relay) -> None:
+    def report_to(self, relay: DutyRelay) -> None:
         self.line = SaveLine(relay, self._on_duties, self._breaks.lose)
 
     def greet(self) -> None:

@@ -36,13 +36,13 @@ REPORT = 30.0
 _PAUSE = 1.0
 
 
-class Relay(Protocol):
+class DutyRelay(Protocol):
     async def __call__(self, request: AnyCheckpointCommand | AwaitSaveDuties, *, timeout: float) -> Reply:
         """Raises Rejected or Unavailable."""
 
 
 class SaveLine:
-    def __init__(self, relay: Relay, on_duties: Callable[[SaveDuties], None], on_lost: Callable[[], None]) -> None:
+    def __init__(self, relay: DutyRelay, on_duties: Callable[[SaveDuties], None], on_lost: Callable[[], None]) -> None:
         """`on_duties` hears of everything new, after those who wait for an outcome; `on_lost` that nothing is to be heard."""
         self._relay = relay
         self._on_duties = on_duties

@@ -24,9 +24,9 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.agent.checkpoints.break_points import BreakPoints, Held, copied_slots, describe, in_order, pin_held
+from dlrover.agent.checkpoints.break_points import BreakPointSaves, Held, copied_slots, describe, in_order, pin_held
 from dlrover.agent.checkpoints.commits import NICENESS, Settling, is_due, nice_pool
-from dlrover.agent.checkpoints.duties import Relay
+from dlrover.agent.checkpoints.duties import DutyRelay
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.checkpoint import (
     HeldSnapshot,
@@ -51,7 +51,7 @@ from dlrover.snapshot.storage.persist import (
     read_request,
     release,
 )
-from dlrover.snapshot.storage.places import NotNamed, Places
+from dlrover.snapshot.storage.places import NotNamed, SavePlaces
 
 log = logging.getLogger("dlrover.agent")
 
@@ -95,11 +95,11 @@ class Saver:
         self.on_summed: Callable[[SlotName], None] | None = None
         """Told of each slot that has its checksums, so that copies can be made."""
         self._world: WorldSpec | None = None
-        self._breaks = BreakPoints()
+        self._breaks = BreakPointSaves()
         self._promised: Held = []
         self._newest: dict[str, int] = {}
         """By segment: newest step that this round's workers saved."""
-        self._places = Places()
+        self._places = SavePlaces()
         self._own_from: dict[str, int] = {}
         """By segment: the first generation that a worker of this node told us of. What is older may have come from another node."""
         self._has_refused = False
@@ -126,7 +126,7 @@ class Saver:
                 self._adopt()
         return str(path)
 
-    def report_to(self, relay: Relay) -> None:
+    def report_to(self, relay: DutyRelay) -> None:
         """From here on the master is told, and asked who commits."""
         self._settling.report_to(relay)
 

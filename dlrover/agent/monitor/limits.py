@@ -15,7 +15,7 @@ class MemoryUse(NamedTuple):
     limit_bytes: int
 
 
-class Limits:
+class ResourceLimits:
     """Read anew each time: a limit may be changed under way."""
 
     def __init__(self, cgroup_file: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> None:

@@ -29,7 +29,7 @@ DEVICE_FILES = (*_READABLE, "/dev/kfd", "/dev/dxg", "/dev/accel", "/dev/dri/rend
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "gluster", "gpfs", "beegfs", "9p", "afs")
 
 
-class Answer(Struct, frozen=True, kw_only=True):
+class ProbeAnswer(Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceSample, ...] = ()
     disk_free_bytes: dict[str, int] = {}
     troubles: tuple[str, ...] = ()
@@ -62,9 +62,9 @@ class Probe:
         self.trouble = ""
         """Why it is not asked any more; empty while it is."""
 
-    async def ask(self, paths: Sequence[str]) -> Answer:
+    async def ask(self, paths: Sequence[str]) -> ProbeAnswer:
         if self.trouble:
-            return Answer(troubles=(self.trouble,))
+            return ProbeAnswer(troubles=(self.trouble,))
         try:
             async with asyncio.timeout(self._timeout):
                 return await self._ask(paths)
@@ -72,9 +72,9 @@ class Probe:
             self._give_up(f"a driver or disk does not answer: asked {self._timeout:g} s ago, and not asked again")
         except (OSError, msgspec.MsgspecError) as error:
             self._give_up(f"devices cannot be asked: {type(error).__name__}: {error}")
-        return Answer(troubles=(self.trouble,))
+        return ProbeAnswer(troubles=(self.trouble,))
 
-    async def _ask(self, paths: Sequence[str]) -> Answer:
+    async def _ask(self, paths: Sequence[str]) -> ProbeAnswer:
         if self._transport is None:
             loop = asyncio.get_running_loop()
             self._lines = _Lines()
@@ -83,7 +83,7 @@ class Probe:
             )
         stdin: Any = self._transport.get_pipe_transport(0)
         stdin.write(json.dumps(list(paths)).encode() + b"\n")
-        return msgspec.json.decode(await self._lines.next(), type=Answer)
+        return msgspec.json.decode(await self._lines.next(), type=ProbeAnswer)
 
     def _give_up(self, trouble: str) -> None:
         self.trouble = trouble[:MAX_TEXT]
@@ -194,7 +194,7 @@ def _text(value: Any) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
-def _answer(paths: Sequence[str], readers: Sequence[Callable[[], tuple[list[DeviceSample], list[str]]]]) -> Answer:
+def _answer(paths: Sequence[str], readers: Sequence[Callable[[], tuple[list[DeviceSample], list[str]]]]) -> ProbeAnswer:
     devices: list[DeviceSample] = []
     troubles: list[str] = []
     for reader in readers:
@@ -209,7 +209,7 @@ def _answer(paths: Sequence[str], readers: Sequence[Callable[[], tuple[list[Devi
             troubles.append(f"{path}: {error.strerror}")
         else:
             free[path] = status.f_bavail * status.f_frsize
-    return Answer(devices=tuple(devices), disk_free_bytes=free, troubles=tuple(troubles))
+    return ProbeAnswer(devices=tuple(devices), disk_free_bytes=free, troubles=tuple(troubles))
 
 
 def main() -> None:

@@ -24,9 +24,9 @@ from dlrover.agent.config import WatchConfig
 from dlrover.agent.monitor.collectors import Collectors
 from dlrover.agent.monitor.native_stacks import NativeStacks
 from dlrover.agent.monitor.resources import ResourceMonitor
-from dlrover.agent.monitor.worker_view import Facts, Seat
+from dlrover.agent.monitor.worker_view import Facts, WatchedWorker
 from dlrover.agreed.reach import NOTHING_TOLD, furthest
-from dlrover.agreed.stall_thresholds import PhaseBook, Seen, StallWatch
+from dlrover.agreed.stall_thresholds import PhaseBook, SeenPage, StallWatch
 from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES, Incarnation, Micros, NodeId, Round, WorldSpec
 from dlrover.protocol.messages.watch import (
     LookTaken,
@@ -66,7 +66,7 @@ class FirstStep(NamedTuple):
     """None: nobody gave it a number that could be compared with those of earlier rounds."""
 
 
-class Watch:
+class WorkerWatch:
     """One per agent. The worker groups take their seats here; the agent connects it to the master."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Watch:
         self._book = book or PhaseBook()
         self._native = NativeStacks()
         self._round = Round(0)
-        self._seats: list[Seat] = []
+        self._seats: list[WatchedWorker] = []
         self._stalls = StallWatch(self._book)
         self._changed = asyncio.Event()
         self._observe: Callable[[WatchObservation], None] = lambda _observation: None
@@ -131,7 +131,7 @@ class Watch:
         if self._metrics_file and os.path.exists(self._metrics_file):
             os.unlink(self._metrics_file)  # of the round before: its step may have been lost
         self._seats = [
-            Seat(local_rank=local, global_rank=world.first_global_rank + local)
+            WatchedWorker(local_rank=local, global_rank=world.first_global_rank + local)
             for local in range(world.local_world_size)
         ]
         self._changed.set()
@@ -260,7 +260,7 @@ class Watch:
             reading = seat.read()
             if seat.pid and reading.pid:
                 stands = time.monotonic() - reading.since_ns / 1e9 >= self._book.least
-                seen[seat.local_rank] = Seen(
+                seen[seat.local_rank] = SeenPage(
                     phase=reading.phase,
                     since=reading.since_ns / 1e9,
                     num_changes=reading.num_changes,
@@ -368,7 +368,7 @@ class Watch:
         if seats:
             self._spawn(self._log_stuck(seats))
 
-    async def _log_stuck(self, seats: list[Seat]) -> None:
+    async def _log_stuck(self, seats: list[WatchedWorker]) -> None:
         asked = [seat for seat in seats if seat.ask_for_stacks()]
         await _written(asked)
         node, incarnation = self._who()
@@ -414,7 +414,7 @@ def describe(dump: WorkerDump) -> str:
     return "\n".join([*lines, *(f"  child {child}" for child in dump.children[:8])])
 
 
-async def _written(seats: Sequence[Seat]) -> None:
+async def _written(seats: Sequence[WatchedWorker]) -> None:
     """Until the dumps of these are complete: there, growing no more, and no handler at work on them."""
     sizes = [0] * len(seats)
     until = time.monotonic() + _DUMP_TIMEOUT
@@ -426,7 +426,7 @@ async def _written(seats: Sequence[Seat]) -> None:
         sizes = now
 
 
-async def _recorded(seats: Sequence[Seat]) -> None:
+async def _recorded(seats: Sequence[WatchedWorker]) -> None:
     """Until these have answered, or had their time: one whose main thread holds the interpreter lock never does."""
     until = time.monotonic() + _RECORD_TIMEOUT
     while time.monotonic() < until:

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from dlrover.agent.monitor.limits import Limits
-from dlrover.agent.monitor.probe import DEVICE_FILES, Answer, Probe, is_remote, needs_probe
+from dlrover.agent.monitor.limits import ResourceLimits
+from dlrover.agent.monitor.probe import DEVICE_FILES, Probe, ProbeAnswer, is_remote, needs_probe
 from dlrover.host.processes import descendants, look_up
 from dlrover.protocol.messages.job import Incarnation, NodeId
 from dlrover.protocol.messages.watch import MAX_TEXT, NodeEvent, ProcessSample, ResourceReport, WatchObservation
@@ -62,7 +62,7 @@ class ResourceMonitor:
         who: Callable[[], tuple[NodeId, Incarnation]],
         shm: str = "/dev/shm",
         probe: Probe | None = None,
-        limits: Limits | None = None,
+        limits: ResourceLimits | None = None,
         device_files: Sequence[str] = DEVICE_FILES,
         clocks: Callable[[], tuple[float, float]] = lambda: (time.monotonic(), time.time()),
     ) -> None:
@@ -74,7 +74,7 @@ class ResourceMonitor:
         self._observe, self._who = observe, who
         self._shm = shm
         self._probe = probe or (Probe() if needs_probe(self._remote) else None)
-        self._limits = limits or Limits()
+        self._limits = limits or ResourceLimits()
         self._has_devices = any(map(os.path.exists, device_files))
         self._clocks = clocks
         self._before: _Counters | None = None
@@ -98,7 +98,7 @@ class ResourceMonitor:
 
     async def sample(self) -> ResourceReport | None:
         """None the first time: there is nothing to compare with. Or it cannot be known now."""
-        answer = Answer() if self._probe is None else await self._probe.ask(self._remote)
+        answer = ProbeAnswer() if self._probe is None else await self._probe.ask(self._remote)
         node, incarnation = self._who()
         try:
             before, now = self._before, self._read()
@@ -128,7 +128,7 @@ class ResourceMonitor:
         return _Counters(steady, processes, parents, received, sent, wall - steady)
 
     def _report(
-        self, before: _Counters, now: _Counters, answer: Answer, node: NodeId, incarnation: Incarnation
+        self, before: _Counters, now: _Counters, answer: ProbeAnswer, node: NodeId, incarnation: Incarnation
     ) -> ResourceReport:
         elapsed = max(now.at - before.at, 1e-3)
         deltas = {pid: _since(before.processes.get(pid), use) for pid, use in now.processes.items()}

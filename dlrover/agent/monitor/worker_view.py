@@ -17,7 +17,7 @@ import msgspec
 
 from dlrover.agent.monitor.links import Links, read_links
 from dlrover.agent.workers.process_tree import send_signal
-from dlrover.host.processes import Process, descendants, look_up
+from dlrover.host.processes import RunningProcess, descendants, look_up
 from dlrover.protocol.messages.watch import (
     MAX_FRAMES,
     MAX_TEXT,
@@ -51,7 +51,7 @@ class Facts(NamedTuple):
     switches: int = 0
 
 
-class Seat:
+class WatchedWorker:
     """Of one worker, from before its fork until its group has ended."""
 
     def __init__(self, *, local_rank: int, global_rank: int) -> None:
@@ -271,7 +271,7 @@ def describe_children(pid: int) -> tuple[str, ...]:
     return tuple(map(_describe, descendants(pid)[:MAX_CHILDREN]))
 
 
-def _describe(process: Process) -> str:
+def _describe(process: RunningProcess) -> str:
     facts = read_facts(process.pid)
     name = _read(f"/proc/{process.pid}/comm").strip()
     return f"{process.pid} {facts.state} {facts.wait_channel or '-'} cpu={facts.cpu_seconds:.2f} {name}"[:MAX_TEXT]

@@ -26,13 +26,13 @@ from pathlib import Path
 
 from dlrover.agent.checkpoints.saver import Saver
 from dlrover.agent.config import AgentConfig
-from dlrover.agent.relay import Ask
+from dlrover.agent.relay import SnapshotRelay
 from dlrover.agent.replicas.config import ReplicaConfig
 from dlrover.agent.replicas.editions import editions, shards_of_node
 from dlrover.agent.replicas.fetching import Errand
-from dlrover.agent.replicas.parity_exchange import Group, await_group, give_pieces
+from dlrover.agent.replicas.parity_exchange import ParityGroup, await_group, give_pieces
 from dlrover.agent.replicas.store import ReplicaStore, header_of, meta_of
-from dlrover.agent.replicas.wire import Connection, PeerServer, RateLimit, Secret, be_nice, connect
+from dlrover.agent.replicas.wire import PeerConnection, PeerServer, RateLimit, Secret, be_nice, connect
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import ConfigError, DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages.checkpoint import OpenSnapshots
@@ -50,7 +50,7 @@ _PAUSE = 0.2
 _SAVES_UNTIL_TIDY = 2
 
 
-class Replicas:
+class ReplicaExchange:
     """One per agent. `enter` and `offer` are called by the event loop; bytes are moved by threads."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Replicas:
         self._rate = RateLimit(config.bytes_per_second)
         self._pusher = ThreadPoolExecutor(1, thread_name_prefix="dlrover-copies", initializer=be_nice)
         self._waiter = ThreadPoolExecutor(64, thread_name_prefix="dlrover-parity")
-        self._ask: Ask | None = None
+        self._ask: SnapshotRelay | None = None
         self._node = NodeId(-1)
         self._world: WorldSpec | None = None
         self._members: tuple[NodeId, ...] = ()
@@ -104,7 +104,7 @@ class Replicas:
 
     # Towards the agent.
 
-    async def enter(self, world: WorldSpec, *, node: NodeId, node_rank: NodeRank, ask: Ask) -> None:
+    async def enter(self, world: WorldSpec, *, node: NodeId, node_rank: NodeRank, ask: SnapshotRelay) -> None:
         """Workers of this world are about to start here: have their snapshots ready, as far as that is possible in time."""
         try:
             await self._enter(world, node, node_rank, ask)
@@ -206,7 +206,7 @@ class Replicas:
                 self._tell("group", f"there are not enough nodes for parity {wanted}, or shards are spread unevenly")
                 self._let_go(request.shard)
                 return False
-            group = Group(peers.group, position, self._config.num_parity)
+            group = ParityGroup(peers.group, position, self._config.num_parity)
             lane = shards.index(request.shard)
             begun_at = time.monotonic()
             deadline = begun_at + self._config.parity_limit
@@ -276,7 +276,7 @@ class Replicas:
             pinned.record.data_length / 1e6 / took,
         )
 
-    def _send_copy(self, connection: Connection, pinned: PinnedSlot, request: SaveRequest, round_: Round) -> None:
+    def _send_copy(self, connection: PeerConnection, pinned: PinnedSlot, request: SaveRequest, round_: Round) -> None:
         connection.send(header_of(pinned, request, round_))
         connection.await_consent()
         with meta_of(pinned) as meta:
@@ -291,7 +291,7 @@ class Replicas:
 
     # Getting back what another node keeps.
 
-    async def _enter(self, world: WorldSpec, node: NodeId, node_rank: NodeRank, ask: Ask) -> None:
+    async def _enter(self, world: WorldSpec, node: NodeId, node_rank: NodeRank, ask: SnapshotRelay) -> None:
         home = self._home_for(node_rank)
         self._ask, self._node, self._world = ask, node, world
         self._peers, self._num_pushed, self._copied = {}, 0, {}
@@ -355,7 +355,7 @@ class Replicas:
         needed = shards_of_node(own[0].num_shards, world.group_rank, world.group_world_size)
         return bool(needed) and set(needed) <= set(own[0].holders)
 
-    def _connect(self, address: str, deadline: float) -> Connection:
+    def _connect(self, address: str, deadline: float) -> PeerConnection:
         return connect(address, self._secret, self._tls, deadline=deadline, stall=self._config.stall)
 
     def _tell(self, key: str, message: str) -> None:
@@ -367,7 +367,7 @@ class Replicas:
             log.warning("%s. Training goes on.", message.rstrip("."))
 
 
-def open_replicas(config: AgentConfig, token: str, saver: Saver) -> Replicas | None:
+def open_replicas(config: AgentConfig, token: str, saver: Saver) -> ReplicaExchange | None:
     """The exchange of a node with others, joined to its saver. None, with a word why, where there can be none."""
     if not token:
         log.info("snapshots are not exchanged with other nodes: the job has no token to know them by")
@@ -387,7 +387,7 @@ def open_replicas(config: AgentConfig, token: str, saver: Saver) -> Replicas | N
         bytes_per_second=config.snapshot_bandwidth * 1e6,
     )
     try:
-        replicas = Replicas(
+        replicas = ReplicaExchange(
             settings,
             token=token,
             tls=config.tls,

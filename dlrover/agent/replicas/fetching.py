@@ -20,7 +20,7 @@ from dlrover.agent.replicas.editions import Edition, complete, editions, shards_
 from dlrover.agent.replicas.gf256_numpy import fastest_add
 from dlrover.agent.replicas.parity_exchange import Connect, compute_image
 from dlrover.agent.replicas.store import ReplicaStore, geometry_of
-from dlrover.agent.replicas.wire import Connection
+from dlrover.agent.replicas.wire import PeerConnection
 from dlrover.host.ownership import make_private
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages.job import WorldSpec
@@ -156,7 +156,7 @@ class Errand:
         took = time.monotonic() - begun_at
         log.info("shard %d of step %d was computed from parity in %.2f s", shard, edition.step, took)
 
-    def _receive(self, connection: Connection, edition: Edition, shard: int) -> None:
+    def _receive(self, connection: PeerConnection, edition: Edition, shard: int) -> None:
         begun_at = time.monotonic()
         connection.send(PullSlot(round=self._world.round, shard=shard, attempt=edition.attempt))
         header = connection.receive(SlotHeader)

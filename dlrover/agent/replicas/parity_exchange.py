@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from dlrover.agent.replicas.editions import Edition, Rows
 from dlrover.agent.replicas.parity_store import ParityStore
-from dlrover.agent.replicas.wire import Connection, RateLimit
+from dlrover.agent.replicas.wire import PeerConnection, RateLimit
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages.identity import Round
 from dlrover.protocol.messages.peers import Accepted, AwaitParity, Peer, Piece, PieceHeader, PullPiece
@@ -37,10 +37,10 @@ _NUM_TRIES = 3
 _PAUSE = 0.2
 """Seconds between two tries, roughly."""
 
-Connect = Callable[[str, float], Connection]
+Connect = Callable[[str, float], PeerConnection]
 
 
-class Group(Struct, frozen=True):
+class ParityGroup(Struct, frozen=True):
     members: tuple[Peer, ...]
     position: int
     """Our own."""
@@ -55,7 +55,7 @@ def give_pieces(
     pinned: PinnedSlot,
     request: SaveRequest,
     lane: int,
-    group: Group,
+    group: ParityGroup,
     round_: Round,
     *,
     connect: Connect,
@@ -65,7 +65,7 @@ def give_pieces(
 ) -> None:
     """Raises Unavailable and Rejected; the code `superseded` when the others have gone on to a newer save."""
     image = Image(pinned, request)
-    lines = Lines(connect, deadline)
+    lines = ParityConnections(connect, deadline)
     try:
         for each in stripes_of(group.position, len(group.members), group.num_parity):
             begin, end = piece_range(image.num_bytes, group.num_data, each.piece)
@@ -101,7 +101,7 @@ def await_group(
     request: SaveRequest,
     saved_in: int,
     lane: int,
-    group: Group,
+    group: ParityGroup,
     round_: Round,
     *,
     connect: Connect,
@@ -110,7 +110,7 @@ def await_group(
     patience: float,
 ) -> None:
     """Until the whole group has given its pieces: from then on a loss can be made good. Raises as `give_pieces` does."""
-    lines = Lines(connect, deadline)
+    lines = ParityConnections(connect, deadline)
     places = [
         (holder, stripe, row)
         for stripe in range(len(group.members))
@@ -151,7 +151,7 @@ def compute_image(
         image = mmap.mmap(descriptor, image_bytes)
     finally:
         os.close(descriptor)
-    lines = Lines(connect, deadline)
+    lines = ParityConnections(connect, deadline)
     sources = _Sources(edition, round_, lines)
     try:
         with ThreadPoolExecutor(len(stripes[0][0][1].columns), thread_name_prefix="dlrover-pull") as pool:
@@ -162,14 +162,14 @@ def compute_image(
     return image
 
 
-class Lines:
+class ParityConnections:
     """Connections of one piece of work, opened once to each peer."""
 
     def __init__(self, connect: Connect, deadline: float) -> None:
         self._connect, self._deadline = connect, deadline
-        self._open: dict[str, Connection] = {}
+        self._open: dict[str, PeerConnection] = {}
 
-    def to(self, address: str) -> Connection:
+    def to(self, address: str) -> PeerConnection:
         if address not in self._open:
             self._open[address] = self._connect(address, self._deadline)
         return self._open[address]
@@ -179,7 +179,7 @@ class Lines:
         if connection is not None:
             connection.close()
 
-    def insist(self, address: str, work: Callable[[Connection], None]) -> None:
+    def insist(self, address: str, work: Callable[[PeerConnection], None]) -> None:
         """A peer that is too busy to answer may do so the next time; one that is gone says so at once."""
         for tries_left in reversed(range(_NUM_TRIES)):
             try:
@@ -199,7 +199,7 @@ class Lines:
 class _Sources:
     """Whoever has a part of what is to be computed."""
 
-    def __init__(self, edition: Edition, round_: Round, lines: Lines) -> None:
+    def __init__(self, edition: Edition, round_: Round, lines: ParityConnections) -> None:
         self._edition, self._round, self._lines = edition, round_, lines
         self._locks: dict[str, threading.Lock] = {}
         """One question at a time to each."""
@@ -285,7 +285,7 @@ def _send_piece(
     parts: list[memoryview],
     limit: RateLimit | None,
     pause: Callable[[], None] | None,
-    connection: Connection,
+    connection: PeerConnection,
 ) -> None:
     try:
         connection.send(header)
@@ -301,12 +301,14 @@ def _send_piece(
     connection.await_consent()
 
 
-def _ask_for_parity(question: AwaitParity, connection: Connection) -> None:
+def _ask_for_parity(question: AwaitParity, connection: PeerConnection) -> None:
     connection.send(question)
     connection.receive(Accepted)
 
 
-def _await_parity(question: AwaitParity, address: str, own: ParityStore | None, lines: Lines, deadline: float) -> None:
+def _await_parity(
+    question: AwaitParity, address: str, own: ParityStore | None, lines: ParityConnections, deadline: float
+) -> None:
     """In short questions, so that a peer that hangs is noticed."""
     while True:
         try:

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from dlrover.agent.replicas.wire import Connection
+from dlrover.agent.replicas.wire import PeerConnection
 from dlrover.host.ownership import make_private
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.peers import (
@@ -105,7 +105,7 @@ class ParityStore:
                 for file in old:
                     file.path.unlink(missing_ok=True)
 
-    def take(self, connection: Connection, header: PieceHeader) -> None:
+    def take(self, connection: PeerConnection, header: PieceHeader) -> None:
         _check(header)
         file = self._file_for(header)
         connection.send(Accepted())
@@ -138,7 +138,7 @@ class ParityStore:
                 if left <= 0 or not self._changed.wait(left):
                     raise Rejected("The parity is not whole yet.", code="not-yet")
 
-    def give(self, connection: Connection, request: PullPiece) -> None:
+    def give(self, connection: PeerConnection, request: PullPiece) -> None:
         place = (request.lane, request.stripe, request.row)
         with self._changed:
             found = [
@@ -248,7 +248,7 @@ def _append(descriptor: int, rest: memoryview, factor: int, offset: int) -> None
             done += os.pwrite(descriptor, content[done:], offset + start + done)
 
 
-def send_piece(connection: Connection, data: bytes | bytearray | memoryview) -> None:
+def send_piece(connection: PeerConnection, data: bytes | bytearray | memoryview) -> None:
     view = memoryview(data)
     algorithm = best_algorithm()
     connection.send(Piece(length=view.nbytes, crc=checksum_function(algorithm)(view), algorithm=algorithm))

@@ -16,7 +16,7 @@ from pathlib import Path
 from dlrover.agent.replicas.gf256_numpy import fastest_add
 from dlrover.agent.replicas.holdings import Holdings
 from dlrover.agent.replicas.parity_store import MOST_PULLED_BYTES, ParityStore, send_piece
-from dlrover.agent.replicas.wire import Connection, be_nice
+from dlrover.agent.replicas.wire import PeerConnection, be_nice
 from dlrover.host.ownership import make_private
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages.identity import Round
@@ -76,7 +76,7 @@ class ReplicaStore:
     def holdings(self) -> Holdings | None:
         return self._holdings
 
-    def serve(self, connection: Connection) -> None:
+    def serve(self, connection: PeerConnection) -> None:
         """Requests of one peer, one after the other, until it goes."""
         images = _Images(self)
         try:
@@ -84,7 +84,7 @@ class ReplicaStore:
         finally:
             images.close()
 
-    def _serve(self, connection: Connection, images: _Images) -> None:
+    def _serve(self, connection: PeerConnection, images: _Images) -> None:
         while True:
             request = connection.receive(ListHeld, SlotHeader, PullSlot, PieceHeader, AwaitParity, PullPiece)
             assert isinstance(request, Request), "nothing else comes through"
@@ -140,7 +140,7 @@ class ReplicaStore:
         if round_ < self.round:
             raise Rejected(f"The peer is in round {round_}, this node in round {self.round}.", code="stale-round")
 
-    def _give(self, connection: Connection, request: PullSlot) -> None:
+    def _give(self, connection: PeerConnection, request: PullSlot) -> None:
         found = None if self._holdings is None else self._holdings.pin(request.shard, request.attempt)
         if found is None:
             raise Rejected(f"Shard {request.shard} of that save is not here any more.", code="not-here")
@@ -150,7 +150,7 @@ class ReplicaStore:
         finally:
             release(pinned)
 
-    def _take(self, connection: Connection, header: SlotHeader) -> None:
+    def _take(self, connection: PeerConnection, header: SlotHeader) -> None:
         if self._holdings is None:
             raise Rejected("This node is in no round yet.", code="not-yet")
         geometry = geometry_of(header)
@@ -207,7 +207,7 @@ class _Images:
         self._pinned: PinnedSlot | None = None
         self._image: Image | None = None
 
-    def give(self, connection: Connection, request: PullPiece) -> None:
+    def give(self, connection: PeerConnection, request: PullPiece) -> None:
         if (request.shard, request.attempt) != self._key:
             self._open(request)
         assert self._image is not None, "opened above"
@@ -258,7 +258,7 @@ def header_of(pinned: PinnedSlot, request: SaveRequest, round_: Round) -> SlotHe
     )
 
 
-def send_slot(connection: Connection, pinned: PinnedSlot, request: SaveRequest, round_: Round) -> None:
+def send_slot(connection: PeerConnection, pinned: PinnedSlot, request: SaveRequest, round_: Round) -> None:
     """Header, metadata, data: the answer to a pull."""
     connection.send(header_of(pinned, request, round_))
     connection.await_consent()

@@ -105,7 +105,7 @@ class Secret:
         return hmac.digest(self._key, side + b"\0" + server_nonce + client_nonce, hashlib.sha256)
 
 
-class Connection:
+class PeerConnection:
     """One conversation. Used by one thread."""
 
     def __init__(self, sock: socket.socket, *, deadline: float, stall: float = STALL) -> None:
@@ -209,7 +209,7 @@ class Connection:
 
 def connect(
     address: str, secret: Secret, tls: TlsConfig | None, *, deadline: float, stall: float = STALL
-) -> Connection:
+) -> PeerConnection:
     """Both have proved that they are of this job when it returns. Raises Unavailable and Rejected."""
     place = parse_address(address)
     try:
@@ -220,7 +220,7 @@ def connect(
             sock = _client_context(tls).wrap_socket(sock, server_hostname=place.host)
     except OSError as error:
         raise Unavailable(f"no agent answers at {address}: {error}") from error
-    connection = Connection(sock, deadline=deadline, stall=stall)
+    connection = PeerConnection(sock, deadline=deadline, stall=stall)
     try:
         challenge = connection.receive(Challenge)
         if challenge.version != PEER_PROTOCOL:
@@ -247,7 +247,7 @@ class PeerServer:
         host: str,
         secret: Secret,
         tls: TlsConfig | None,
-        serve: Callable[[Connection], None],
+        serve: Callable[[PeerConnection], None],
         *,
         ports: tuple[int, ...] = (),
         patience: float = 600.0,
@@ -324,14 +324,14 @@ class PeerServer:
             self._handshakes.end(caller)
             caller.socket.close()
 
-    def _prove_each_other(self, caller: Caller) -> Connection | None:
+    def _prove_each_other(self, caller: Caller) -> PeerConnection | None:
         """None: it is a stranger. Raises OSError and Unavailable."""
         deadline = time.monotonic() + self._handshake
         caller.socket.settimeout(self._handshake)
         caller.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._context is not None:
             caller.socket = self._context.wrap_socket(caller.socket, server_side=True)
-        connection = Connection(caller.socket, deadline=deadline, stall=self._handshake)
+        connection = PeerConnection(caller.socket, deadline=deadline, stall=self._handshake)
         try:
             self._prove(connection)
         except Rejected as error:
@@ -340,11 +340,11 @@ class PeerServer:
                 log.warning("strangers refused num=%d newest=%s reason=%r", self._refusals.num, caller.address, reason)
             return None
         self._handshakes.succeed(caller)
-        proven = Connection(caller.socket, deadline=time.monotonic() + self._patience, stall=self._stall)
+        proven = PeerConnection(caller.socket, deadline=time.monotonic() + self._patience, stall=self._stall)
         proven.max_message_bytes = MAX_MESSAGE_BYTES
         return proven
 
-    def _serve_peer(self, connection: Connection) -> None:
+    def _serve_peer(self, connection: PeerConnection) -> None:
         if not self._slots.acquire(blocking=False):
             raise Unavailable(f"{MAX_CONNECTIONS} other nodes are served already")
         try:
@@ -352,7 +352,7 @@ class PeerServer:
         finally:
             self._slots.release()
 
-    def _prove(self, connection: Connection) -> None:
+    def _prove(self, connection: PeerConnection) -> None:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         connection.send(Challenge(nonce=nonce))
         proof = connection.receive(Proof)

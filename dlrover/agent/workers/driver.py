@@ -23,7 +23,7 @@ from dlrover.protocol.messages.watch import Reach
 log = logging.getLogger("dlrover.agent")
 
 
-class Group(Protocol):
+class DrivenGroup(Protocol):
     """What the driver needs of a `WorkerGroup`, whose docstrings say what it means."""
 
     @property
@@ -57,7 +57,7 @@ class WorkerDriver:
 
     def __init__(
         self,
-        build: Callable[[WorldSpec], Group],
+        build: Callable[[WorldSpec], DrivenGroup],
         *,
         on_outcome: Callable[[Round, Finished | Failed], None],
         on_error: Callable[[DLRoverError], None],
@@ -83,7 +83,7 @@ class WorkerDriver:
         self._changed = asyncio.Event()
         self._settled = asyncio.Event()
         self._settled.set()
-        self._group: Group | None = None
+        self._group: DrivenGroup | None = None
         self._starting: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -190,14 +190,14 @@ class WorkerDriver:
         self._watcher = asyncio.create_task(self._watch(group))
         self._watcher.add_done_callback(lambda _: self._changed.set())
 
-    async def _begin(self, group: Group, offer: PortOffer | None) -> None:
+    async def _begin(self, group: DrivenGroup, offer: PortOffer | None) -> None:
         if self._ready is not None:
             await self._ready()
         if self._prepare is not None:
             await self._prepare(group.world)
         await group.start(offer)
 
-    async def _watch(self, group: Group) -> None:
+    async def _watch(self, group: DrivenGroup) -> None:
         outcome = await group.wait()
         if group is not self._group or self._target != group.world:
             # Being stopped already. What failed by itself is told all the same: it may be the cause of it all.
@@ -209,7 +209,7 @@ class WorkerDriver:
         self.want_none(StopCause.FAILURE if is_failed else StopCause.END_OF_JOB, is_patient=is_failed)
         self._on_outcome(group.world.round, outcome)
 
-    async def _stop(self, group: Group) -> None:
+    async def _stop(self, group: DrivenGroup) -> None:
         begun_at = time.monotonic()
         if self._is_patient:
             await group.await_alike()
@@ -235,7 +235,7 @@ class WorkerDriver:
         if self._watcher is not None and self._watcher.done() and not self._watcher.cancelled():
             self._watcher.result()
 
-    def _tell_late(self, group: Group, failures: tuple[WorkerFailure, ...]) -> None:
+    def _tell_late(self, group: DrivenGroup, failures: tuple[WorkerFailure, ...]) -> None:
         if failures:
             self._on_outcome(group.world.round, Failed(failures, group.step, group.lived, group.reach))
 

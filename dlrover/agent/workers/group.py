@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dlrover.agent.config import AgentConfig, EntryKind
-from dlrover.agent.monitor.progress import Watch
+from dlrover.agent.monitor.progress import WorkerWatch
 from dlrover.agent.workers.failures import Evidence, could_not_start, count_oom_kills, describe_failure
 from dlrover.agent.workers.log_patterns import LogVerdict
 from dlrover.agent.workers.output import WorkerFiles, WorkerOutput
@@ -102,7 +102,7 @@ class WorkerGroup:
         worker_socket: WorkerSocket,
         master_now: Callable[[], Micros],
         snapshot_home: str = "",
-        watch: Watch | None = None,
+        watch: WorkerWatch | None = None,
         patterns: UserPatterns | None = None,
         environ: Mapping[str, str] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -186,7 +186,7 @@ class WorkerGroup:
                 if worker.leash is not None:
                     worker.leash.close()  # superseded before it could run: it ends without having done anything
 
-    def _open_seats(self, watch: Watch) -> None:
+    def _open_seats(self, watch: WorkerWatch) -> None:
         try:
             watch.open_round(self.world)
         except OSError as error:

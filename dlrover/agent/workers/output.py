@@ -21,8 +21,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from dlrover.agent.config import LogConfig, Streams
-from dlrover.agent.workers.stream_copies import TAIL_BYTES, Copy, Held, Pump, Sink
+from dlrover.agent.config import Streams, WorkerLogConfig
+from dlrover.agent.workers.stream_copies import TAIL_BYTES, Copy, HeldWords, Pump, Sink
 from dlrover.protocol.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class WorkerOutput:
     """Console and log files of this node's workers, over all attempts."""
 
     def __init__(
-        self, config: LogConfig, *, role: str, run_id: str, runtime_dir: str, patience: float = PATIENCE
+        self, config: WorkerLogConfig, *, role: str, run_id: str, runtime_dir: str, patience: float = PATIENCE
     ) -> None:
         self._config = config
         self._patience = patience
@@ -315,7 +315,7 @@ class WorkerOutput:
             file=Sink(path, None, is_continued=True) if path else None,
             filtered=None if usual is None else usual.filtered,
             needles=() if usual is None else usual.needles,
-            held=Held(global_rank, kept),
+            held=HeldWords(global_rank, kept),
             before=usual,
         )
         copy.descriptor, files.held_writer = os.pipe2(os.O_CLOEXEC)

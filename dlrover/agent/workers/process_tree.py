@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover.agent.workers.cgroups import Cgroups
 from dlrover.agent.workers.sigterm import LOOK_EVERY, Handler, Reaction, caught_signals
-from dlrover.host.processes import Process, all_processes, below, descendants, look_up, open_pidfd
+from dlrover.host.processes import RunningProcess, all_processes, below, descendants, look_up, open_pidfd
 from dlrover.protocol.messages.job import StopCause
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def become_subreaper() -> None:
         raise OSError(number, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(number)}; Linux 3.4 or newer is needed")
 
 
-def send_signal(process: Process, number: int) -> bool:
+def send_signal(process: RunningProcess, number: int) -> bool:
     """Whether it was there to be signalled."""
     try:
         descriptor = open_pidfd(process.pid)
@@ -107,7 +107,7 @@ def kill_descendants(keep: Collection[int] = (), *, deadline: float = _KILL_DEAD
         _wait_gone(remaining[0], min(until - time.monotonic(), 0.5))
 
 
-def _kill_once(keep: Collection[int]) -> list[Process]:
+def _kill_once(keep: Collection[int]) -> list[RunningProcess]:
     """SIGKILL to all, reap what is dead; returns those that are still to be waited for."""
     own_pid = os.getpid()
     remaining = []
@@ -123,7 +123,7 @@ def _kill_once(keep: Collection[int]) -> list[Process]:
     return remaining
 
 
-def _wait_gone(process: Process, timeout: float) -> None:
+def _wait_gone(process: RunningProcess, timeout: float) -> None:
     try:
         descriptor = open_pidfd(process.pid)
     except ProcessLookupError:
@@ -242,7 +242,7 @@ class ProcessTree:
             if is_dead_child and process.pid not in self._watched:
                 _reap(process.pid)
 
-    def _of_workers(self) -> list[Process]:
+    def _of_workers(self) -> list[RunningProcess]:
         """Every descendant but the kept ones, the helpers and what is below either, parents first."""
         own_pid, own_session = os.getpid(), os.getsid(0)
         processes = list(all_processes())
@@ -373,7 +373,7 @@ class ProcessTree:
             waits: list[Awaitable[object]] = [self._gone(process, left) for process in remaining]
             await asyncio.gather(*waits)
 
-    async def _gone(self, process: Process, timeout: float) -> None:
+    async def _gone(self, process: RunningProcess, timeout: float) -> None:
         """Until the process is dead or, if watched, collected."""
         import asyncio
 
@@ -401,7 +401,7 @@ class ProcessTree:
 
 
 class _Watch:
-    def __init__(self, process: Process, descriptor: int | None, future: asyncio.Future[Exit]) -> None:
+    def __init__(self, process: RunningProcess, descriptor: int | None, future: asyncio.Future[Exit]) -> None:
         self.process = process
         self.descriptor = descriptor
         self.exit = future
@@ -410,7 +410,7 @@ class _Watch:
 class _Stop:
     """How long one process is waited for before SIGKILL. Built before the signal is sent."""
 
-    def __init__(self, process: Process, cause: StopCause, shutdown_timeout: float) -> None:
+    def __init__(self, process: RunningProcess, cause: StopCause, shutdown_timeout: float) -> None:
         self.process = process
         self._reaction = Reaction(process.pid)
         self._limit = longest_grace(cause, self._reaction.handler, shutdown_timeout)
@@ -431,7 +431,9 @@ class _Stop:
         return True
 
 
-def _with_handler(workers: Sequence[Process], processes: Sequence[Process], number: int) -> list[Process]:
+def _with_handler(
+    workers: Sequence[RunningProcess], processes: Sequence[RunningProcess], number: int
+) -> list[RunningProcess]:
     """
     Those below the workers that have a handler of their own for the signal.
 
@@ -448,7 +450,7 @@ def _with_handler(workers: Sequence[Process], processes: Sequence[Process], numb
             is_handled[pid] = number in caught_signals(pid)
         return is_handled[pid]
 
-    def is_own(process: Process) -> bool:
+    def is_own(process: RunningProcess) -> bool:
         parent = seen[process.parent_pid]
         is_fork = process.command_line == parent.command_line
         return handles(process.pid) and not (is_fork and handles(parent.pid))

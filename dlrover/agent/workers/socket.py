@@ -54,7 +54,7 @@ LONGEST_ASK = 3600.0
 """Seconds. Nobody waits longer for one answer; who has to, asks again."""
 
 
-class Relay(Protocol):
+class WorkerRelay(Protocol):
     async def __call__(self, request: WorkerRequest, *, timeout: float) -> Reply:
         """Raises Rejected or Unavailable."""
 
@@ -75,7 +75,7 @@ class WorkerSocket:
         self.path = path
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self._relay: Relay = _refuse
+        self._relay: WorkerRelay = _refuse
         self._snapshots: Snapshots | None = None
         self._trainers: dict[asyncio.StreamWriter, Round] = {}
         """Connections over which snapshots are told of, and in which round."""
@@ -109,7 +109,7 @@ class WorkerSocket:
         if os.path.exists(self.path):
             os.unlink(self.path)
 
-    def relay_to(self, relay: Relay) -> None:
+    def relay_to(self, relay: WorkerRelay) -> None:
         """Where the workers' requests go; refused until then."""
         self._relay = relay
 

@@ -34,8 +34,8 @@ from dlrover.protocol.messages.spawning import (
     ForkWorker,
     FromZygote,
     Prepared,
-    Refused,
     Spares,
+    SpawnRefused,
 )
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Spawner:
         request = _Request(CountDevices(id=self._new_id(), kind=kind), self._attach())
         answer = await self._ask(request)
         advice = "Give a number." if kind == "auto" else "Give a number, or auto."
-        if isinstance(answer, Refused):
+        if isinstance(answer, SpawnRefused):
             raise ConfigError(f"--nproc-per-node={kind}: {answer.message} {advice}")
         assert isinstance(answer, Counted), f"{answer} as a reply to {request.message}"
         if answer.count < 1:
@@ -203,7 +203,7 @@ class Spawner:
             raise StartFailed("The environment and arguments of a worker are larger than 4 MB; nothing can be started.")
         request = _Request(message, loop, streams)
         answer = await self._ask(request)
-        if isinstance(answer, Refused):
+        if isinstance(answer, SpawnRefused):
             raise StartFailed(answer.message)
         assert isinstance(answer, Forked), f"{answer} as a reply to a fork request"
         assert request.leash is not None, "a worker without a leash"
@@ -288,8 +288,8 @@ class Spawner:
         self._next_id += 1
         return self._next_id - 1
 
-    async def _ask(self, request: _Request) -> Forked | Counted | Refused:
-        answer: Forked | Counted | Refused | None = None
+    async def _ask(self, request: _Request) -> Forked | Counted | SpawnRefused:
+        answer: Forked | Counted | SpawnRefused | None = None
         self._requests[request.message.id] = request
         try:
             self._post(request)
@@ -489,7 +489,7 @@ class _Request:
         self.message = message
         self.num_attempts = 0
         self.leash: Leash | None = None
-        self.answer: asyncio.Future[Forked | Counted | Refused] = loop.create_future()
+        self.answer: asyncio.Future[Forked | Counted | SpawnRefused] = loop.create_future()
         self._streams = streams
         self._worker_end: socket.socket | None = None
         self._copies: list[int] = []
@@ -515,7 +515,7 @@ class _Request:
 
     def refuse(self, reason: str) -> None:
         if not self.answer.done():
-            self.answer.set_result(Refused(id=self.message.id, message=reason))
+            self.answer.set_result(SpawnRefused(id=self.message.id, message=reason))
 
     def close(self, *, keep_leash: bool) -> None:
         if not keep_leash:

@@ -69,7 +69,7 @@ class Sink:
 
 
 @dataclass(eq=False)
-class Held:
+class HeldWords:
     """The last words of a worker, until it is known whether they are news."""
 
     global_rank: int
@@ -99,7 +99,7 @@ class Copy:
     """Part of an overlong line is out already."""
     is_broken: bool = False
     """A bug of ours keeps its bytes from being passed on."""
-    held: Held | None = None
+    held: HeldWords | None = None
     """None: the console gets everything at once."""
     before: Copy | None = None
     """The stream that this one goes on with."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dlrover.cli.checkpoint.diff import Comparison
     from dlrover.cli.checkpoint.gc import Choice
     from dlrover.cli.checkpoint.listing import Found, Listing
-    from dlrover.cli.checkpoint.verify import Verdict
+    from dlrover.cli.checkpoint.verify import CheckpointVerdict
 
 EXIT_DIFFERENT = 1
 Result = TypeVar("Result")
@@ -232,7 +232,7 @@ def _age(seconds: float) -> str:
     return f"{seconds / 86_400:.0f} d"
 
 
-def _show_verdicts(console: Console, verdicts: list[Verdict], damage: list[str], *, is_quick: bool) -> None:
+def _show_verdicts(console: Console, verdicts: list[CheckpointVerdict], damage: list[str], *, is_quick: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from dlrover.cli.checkpoint.listing import Place, open_place, read_manifest
+from dlrover.cli.checkpoint.listing import CheckpointPlace, open_place, read_manifest
 from dlrover.cli.checkpoint.tensors import checkpoint_path, load_flat
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.storage.manifest import (
@@ -120,7 +120,7 @@ class _Described:
         self.manifest: GlobalManifest = manifest
         self.tensors = self._read(place, path)
 
-    def _read(self, place: Place, path: str) -> dict[str, TensorRecord]:
+    def _read(self, place: CheckpointPlace, path: str) -> dict[str, TensorRecord]:
         found = {}
         has_several = len(self.manifest.files) > 1
         for rank in self.manifest.ranks:

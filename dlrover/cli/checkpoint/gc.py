@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from dlrover.cli.checkpoint.listing import Found, Listing, Place, State, aside_target, read_trackers
+from dlrover.cli.checkpoint.listing import CheckpointPlace, Found, Listing, State, aside_target, read_trackers
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.storage.commit import delete_checkpoint, read_global_manifest
 from dlrover.snapshot.storage.retention import KeepInterval, KeepLatest
@@ -59,7 +59,9 @@ def choose(listing: Listing, rules: Rules, now: float) -> list[Choice]:
     return choices
 
 
-def delete(place: Place, choices: Sequence[Choice], on_deleted: Callable[[Found], None] = lambda found: None) -> int:
+def delete(
+    place: CheckpointPlace, choices: Sequence[Choice], on_deleted: Callable[[Found], None] = lambda found: None
+) -> int:
     """
     Delete what is going; returns the bytes. A job may be saving meanwhile, so each is looked at once more before it goes.
 
@@ -138,7 +140,7 @@ def _expendable(steps: list[int], rules: Rules) -> set[int]:
     return going
 
 
-def _has_changed(place: Place, found: Found) -> bool:
+def _has_changed(place: CheckpointPlace, found: Found) -> bool:
     """Somebody has committed, replaced or tracked it since we looked."""
     if found.state is State.LEFTOVER:
         return not place.is_file(found.path)
@@ -152,5 +154,5 @@ def _has_changed(place: Place, found: Found) -> bool:
     return any(content in (found.name, str(found.step)) for content in trackers.values())
 
 
-def _is_whole(place: Place, path: str) -> bool:
+def _is_whole(place: CheckpointPlace, path: str) -> bool:
     return read_global_manifest(place.storage, path) is not None

@@ -89,7 +89,7 @@ class Listing(Struct, frozen=True, kw_only=True):
     """Our tracker is missing: the newest complete step, which a restore takes then. None: it is there, or there is nothing to track."""
 
 
-class Place:
+class CheckpointPlace:
     """A path or URL that somebody gave, and how to look at it."""
 
     def __init__(self, location: str) -> None:
@@ -145,9 +145,9 @@ class Place:
                     yield join(entry.name, name), below
 
 
-def open_place(location: str) -> Place:
+def open_place(location: str) -> CheckpointPlace:
     """Raises ConfigError when there is nothing, or nothing that this user may read."""
-    place = Place(location)
+    place = CheckpointPlace(location)
     try:
         is_there = place.is_directory(place.location) or place.is_file(place.location)
         if is_there and place.is_local and not os.access(place.location, os.R_OK):
@@ -161,7 +161,7 @@ def open_place(location: str) -> Place:
     return place
 
 
-def list_checkpoints(place: Place) -> Listing:
+def list_checkpoints(place: CheckpointPlace) -> Listing:
     """
     Everything in the directory that is a checkpoint, was one or shall become one, by step.
 
@@ -203,7 +203,7 @@ def list_checkpoints(place: Place) -> Listing:
     )
 
 
-def read_manifest(place: Place, path: str) -> GlobalManifest | None:
+def read_manifest(place: CheckpointPlace, path: str) -> GlobalManifest | None:
     """None without one; raises ManifestInvalid when it cannot be read."""
     name = join(path, GLOBAL_NAME)
     try:
@@ -214,7 +214,7 @@ def read_manifest(place: Place, path: str) -> GlobalManifest | None:
         raise ManifestInvalid(f"{name}: {error}") from error
 
 
-def is_torch_zip(place: Place, path: str) -> bool:
+def is_torch_zip(place: CheckpointPlace, path: str) -> bool:
     return place.beginning_of(path, 4) == b"PK\x03\x04"
 
 
@@ -229,7 +229,7 @@ def aside_target(name: str) -> str | None:
     return match["target"] if match else None
 
 
-def _look_at(place: Place, path: str, name: str) -> Found | None:
+def _look_at(place: CheckpointPlace, path: str, name: str) -> Found | None:
     """A directory; None when it is no checkpoint of any kind."""
     aside = _ASIDE.fullmatch(name)
     try:
@@ -275,7 +275,7 @@ def _foreign_shards(names: list[str]) -> int | None:
     return len(ranks) or None
 
 
-def _look_at_file(place: Place, path: str, entry: StoredName) -> Found | None:
+def _look_at_file(place: CheckpointPlace, path: str, entry: StoredName) -> Found | None:
     if _WRITE_ASIDE.fullmatch(entry.name):
         state = State.LEFTOVER
     elif _has_state_suffix(entry.name):
@@ -293,7 +293,7 @@ def _look_at_file(place: Place, path: str, entry: StoredName) -> Found | None:
     )
 
 
-def _file(place: Place, path: str) -> Found:
+def _file(place: CheckpointPlace, path: str) -> Found:
     size = place.size_of(path)
     name = posixpath.basename(path)
     return Found(name=name, path=path, state=State.FILE, size_bytes=size, num_files=1, saved_at=place.modified_at(path))
@@ -307,7 +307,7 @@ def _has_state_suffix(name: str) -> bool:
     return name.endswith((*TORCH_SUFFIXES, SAFETENSORS_SUFFIX))
 
 
-def read_trackers(place: Place, directory: str) -> dict[str, str]:
+def read_trackers(place: CheckpointPlace, directory: str) -> dict[str, str]:
     found = {}
     for name in TRACKERS:
         try:
@@ -326,7 +326,7 @@ def _with_trackers(found: Found, trackers: dict[str, str], complete: set[int | N
     return replace(found, trackers=names)
 
 
-def read_all(place: Place, path: str) -> io.BytesIO:
+def read_all(place: CheckpointPlace, path: str) -> io.BytesIO:
     """The whole file in memory, for readers that want to seek in it."""
     with place.open(path) as file:
         return io.BytesIO(file.read())

@@ -20,7 +20,7 @@ from dlrover.cli.checkpoint.listing import (
     DCP_METADATA,
     SAFETENSORS_SUFFIX,
     TORCH_SUFFIXES,
-    Place,
+    CheckpointPlace,
     open_place,
     read_all,
     read_manifest,
@@ -43,7 +43,7 @@ def has_torch() -> bool:
     return True
 
 
-def checkpoint_path(place: Place, step: int | None = None) -> str:
+def checkpoint_path(place: CheckpointPlace, step: int | None = None) -> str:
     """One checkpoint: the location itself, or in a directory of checkpoints the step's, or the one that the tracker names."""
     directory = place.location
     if not place.is_directory(directory) or _is_one(place, directory):
@@ -95,7 +95,7 @@ def load_state(location: str, *, trusts_pickle: bool = False, step: int | None =
     return load_file(place, join(path, names[0]), trusts_pickle=trusts_pickle)
 
 
-def state_files(place: Place, path: str) -> list[str]:
+def state_files(place: CheckpointPlace, path: str) -> list[str]:
     """Relative paths of what holds tensors in one checkpoint."""
     manifest = read_manifest(place, path)
     names = [file.path for file in manifest.files] if manifest else [name for name, _ in place.files_below(path)]
@@ -105,7 +105,7 @@ def state_files(place: Place, path: str) -> list[str]:
     return found
 
 
-def load_file(place: Place, path: str, *, trusts_pickle: bool = False) -> Any:
+def load_file(place: CheckpointPlace, path: str, *, trusts_pickle: bool = False) -> Any:
     if path.endswith(SAFETENSORS_SUFFIX):
         return _load_safetensors(place, path)
     if not path.endswith(TORCH_SUFFIXES) and place.beginning_of(path, 2) not in (b"PK", b"\x80\x02"):
@@ -127,7 +127,7 @@ def load_file(place: Place, path: str, *, trusts_pickle: bool = False) -> Any:
             raise ConfigError(f"{path} cannot be read: {_first_line(error)}") from error
 
 
-def load_dcp(place: Place, path: str, *, trusts_pickle: bool = False) -> Any:
+def load_dcp(place: CheckpointPlace, path: str, *, trusts_pickle: bool = False) -> Any:
     """Through torch's own converter. It always unpickles `.metadata`, which cannot be restricted."""
     if not place.is_local:
         raise ConfigError(f"{path}: copy a DCP checkpoint to a local directory first; torch reads it from there.")
@@ -164,7 +164,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _foreign(place: Place, directory: str, step: int | None) -> str | None:
+def _foreign(place: CheckpointPlace, directory: str, step: int | None) -> str | None:
     """Of software that knows no manifests: the directory that is named after the step."""
     for name in (str(step),) if step is not None else read_trackers(place, directory).values():
         if place.is_directory(join(directory, name)) and not place.is_directory(join(directory, name, DIRECTORY)):
@@ -172,7 +172,7 @@ def _foreign(place: Place, directory: str, step: int | None) -> str | None:
     return None
 
 
-def _is_one(place: Place, path: str) -> bool:
+def _is_one(place: CheckpointPlace, path: str) -> bool:
     """The directory of one checkpoint: with a manifest, with DCP metadata, or with files and no tracker."""
     if read_manifest(place, path) is not None or place.is_file(join(path, DCP_METADATA)):
         return True
@@ -182,7 +182,7 @@ def _is_one(place: Place, path: str) -> bool:
     )
 
 
-def _load_safetensors(place: Place, path: str) -> dict[str, Any]:
+def _load_safetensors(place: CheckpointPlace, path: str) -> dict[str, Any]:
     try:
         from safetensors import SafetensorError
         from safetensors.torch import load, load_file

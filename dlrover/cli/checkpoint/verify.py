@@ -18,9 +18,9 @@ from msgspec import Struct
 from dlrover.cli.checkpoint.listing import (
     SAFETENSORS_SUFFIX,
     TORCH_SUFFIXES,
+    CheckpointPlace,
     Found,
     Listing,
-    Place,
     State,
     is_torch_zip,
     read_manifest,
@@ -43,7 +43,7 @@ Progress = Callable[[int], None]
 """Told how many more bytes were read."""
 
 
-class Verdict(Struct, frozen=True, kw_only=True):
+class CheckpointVerdict(Struct, frozen=True, kw_only=True):
     """What was found out about one checkpoint."""
 
     name: str
@@ -61,7 +61,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
         return not self.damage
 
 
-def bytes_to_read(place: Place, found: Found, *, is_quick: bool) -> int:
+def bytes_to_read(place: CheckpointPlace, found: Found, *, is_quick: bool) -> int:
     """For the progress bar: the files once for their sum, torch files once more for their entries."""
     if is_quick:
         return 0
@@ -74,18 +74,22 @@ def bytes_to_read(place: Place, found: Found, *, is_quick: bool) -> int:
     return total
 
 
-def verify(place: Place, found: Found, *, is_quick: bool = False, on_bytes: Progress = lambda count: None) -> Verdict:
+def verify(
+    place: CheckpointPlace, found: Found, *, is_quick: bool = False, on_bytes: Progress = lambda count: None
+) -> CheckpointVerdict:
     """`is_quick` compares sizes and manifests and reads no data."""
     if found.state is State.FILE:
         return _verify_files(place, found, posixpath.dirname(found.path), [found.name], is_quick, on_bytes)
     if found.state is State.LEFTOVER:
-        return Verdict(name=found.name, path=found.path, note="a file that never got its name; `gc` removes it")
+        return CheckpointVerdict(
+            name=found.name, path=found.path, note="a file that never got its name; `gc` removes it"
+        )
     if not found.is_whole and found.state in (State.STAGED, State.SET_ASIDE, State.INCOMPLETE):
-        return Verdict(name=found.name, path=found.path, note="no checkpoint: it was never committed")
+        return CheckpointVerdict(name=found.name, path=found.path, note="no checkpoint: it was never committed")
     try:
         manifest = read_manifest(place, found.path)
     except ManifestInvalid as error:
-        return Verdict(name=found.name, path=found.path, damage=(str(error),))
+        return CheckpointVerdict(name=found.name, path=found.path, damage=(str(error),))
     if manifest is None:
         names = [name for name, _ in place.files_below(found.path)]
         return _verify_files(place, found, found.path, names, is_quick, on_bytes)
@@ -111,8 +115,10 @@ def verify(place: Place, found: Found, *, is_quick: bool = False, on_bytes: Prog
         except OSError as error:
             damage.append(f"{name} cannot be read: {error.strerror or error}")
     if damage and _has_moved(place, found.path, manifest):
-        return Verdict(name=found.name, path=found.path, note="replaced or deleted while it was being read; look again")
-    return Verdict(name=found.name, path=found.path, damage=tuple(damage), num_checked=num_checked)
+        return CheckpointVerdict(
+            name=found.name, path=found.path, note="replaced or deleted while it was being read; look again"
+        )
+    return CheckpointVerdict(name=found.name, path=found.path, damage=tuple(damage), num_checked=num_checked)
 
 
 def tracker_damage(listing: Listing) -> list[str]:
@@ -123,7 +129,7 @@ def tracker_damage(listing: Listing) -> list[str]:
     ]
 
 
-def _has_moved(place: Place, path: str, manifest: GlobalManifest) -> bool:
+def _has_moved(place: CheckpointPlace, path: str, manifest: GlobalManifest) -> bool:
     """A job may be saving and deleting meanwhile; that is no damage."""
     try:
         now = read_manifest(place, path)
@@ -132,7 +138,7 @@ def _has_moved(place: Place, path: str, manifest: GlobalManifest) -> bool:
     return now is None or now.attempt != manifest.attempt
 
 
-def _manifest_damage(place: Place, path: str, manifest: GlobalManifest) -> list[str]:
+def _manifest_damage(place: CheckpointPlace, path: str, manifest: GlobalManifest) -> list[str]:
     damage = []
     name = join(path, GLOBAL_NAME)
     if encode_manifest(manifest) != place.storage.read(name):
@@ -155,8 +161,8 @@ def _manifest_damage(place: Place, path: str, manifest: GlobalManifest) -> list[
 
 
 def _verify_files(
-    place: Place, found: Found, directory: str, names: list[str], is_quick: bool, on_bytes: Progress
-) -> Verdict:
+    place: CheckpointPlace, found: Found, directory: str, names: list[str], is_quick: bool, on_bytes: Progress
+) -> CheckpointVerdict:
     """Without a manifest: what the files themselves can tell."""
     damage: list[str] = []
     unchecked = []
@@ -179,7 +185,7 @@ def _verify_files(
         except OSError as error:
             damage.append(f"{path} cannot be read: {error.strerror or error}")
     note = "" if is_quick or found.state is State.FILE else "no manifest: checked as far as the files can tell"
-    return Verdict(
+    return CheckpointVerdict(
         name=found.name,
         path=found.path,
         damage=tuple(damage),
@@ -189,7 +195,7 @@ def _verify_files(
     )
 
 
-def _sum(place: Place, path: str, on_bytes: Progress) -> int:
+def _sum(place: CheckpointPlace, path: str, on_bytes: Progress) -> int:
     crc = 0
     with place.open(path) as file:
         while content := file.read(CHUNK_BYTES):
@@ -198,7 +204,7 @@ def _sum(place: Place, path: str, on_bytes: Progress) -> int:
     return crc
 
 
-def _file_damage(place: Place, path: str, on_bytes: Progress) -> list[str]:
+def _file_damage(place: CheckpointPlace, path: str, on_bytes: Progress) -> list[str]:
     """A torch file: each entry against its own CRC-32."""
     if not is_torch_zip(place, path):
         return [f"{path} does not begin like a torch file"]
@@ -216,7 +222,7 @@ def _file_damage(place: Place, path: str, on_bytes: Progress) -> list[str]:
     return []
 
 
-def _safetensors_damage(place: Place, path: str) -> list[str]:
+def _safetensors_damage(place: CheckpointPlace, path: str) -> list[str]:
     """Eight bytes with the length of a JSON header, the header, and exactly as much data as it says."""
     size = place.size_of(path)
     length = int.from_bytes(place.beginning_of(path, 8), "little")

@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import NamedTuple
 
 
-class Finding(NamedTuple):
+class EnvFinding(NamedTuple):
     name: str
     is_there: bool
     value: str
@@ -37,14 +37,14 @@ def print_table() -> int:
     return 0
 
 
-def look() -> Iterator[Finding]:
+def look() -> Iterator[EnvFinding]:
     version = ".".join(map(str, sys.version_info[:3]))
-    yield Finding(
+    yield EnvFinding(
         "python", sys.version_info >= (3, 11), f"{version} ({sys.executable})", "everything (3.11 or newer)", True
     )
-    yield Finding("linux kernel", _is_kernel_enough(), platform.release(), "everything (5.4 or newer)", True)
+    yield EnvFinding("linux kernel", _is_kernel_enough(), platform.release(), "everything (5.4 or newer)", True)
     has_pidfd = _works(lambda: os.close(os.pidfd_open(os.getpid())))
-    yield Finding("pidfd", has_pidfd, "yes" if has_pidfd else "no", "seeing exits at once; else by SIGCHLD")
+    yield EnvFinding("pidfd", has_pidfd, "yes" if has_pidfd else "no", "seeing exits at once; else by SIGCHLD")
     for name, needed_for in (("msgspec", "messages"), ("grpcio", "master and agent")):
         yield _package(name, needed_for, is_essential=True)
     yield _package("torch", "training with PyTorch, warm workers")
@@ -57,31 +57,33 @@ def look() -> Iterator[Finding]:
     yield _package("kopf", "the Kubernetes operator (extra: k8s)")
     yield _package("ray", "jobs on Ray (extra: ray)")
     py_spy = shutil.which("py-spy")
-    yield Finding("py-spy", py_spy is not None, py_spy or "", "native stacks of hanging workers")
+    yield EnvFinding("py-spy", py_spy is not None, py_spy or "", "native stacks of hanging workers")
 
 
-def _package(name: str, needed_for: str, *, is_essential: bool = False) -> Finding:
+def _package(name: str, needed_for: str, *, is_essential: bool = False) -> EnvFinding:
     """By its metadata: importing torch to learn its version would take seconds."""
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
-        return Finding(name, False, "", needed_for, is_essential)
+        return EnvFinding(name, False, "", needed_for, is_essential)
     module = {"grpcio": "grpc", "kubernetes-asyncio": "kubernetes_asyncio"}.get(name, name)
     is_there = importlib.util.find_spec(module) is not None
-    return Finding(name, is_there, version if is_there else f"{version}, but not importable", needed_for, is_essential)
+    return EnvFinding(
+        name, is_there, version if is_there else f"{version}, but not importable", needed_for, is_essential
+    )
 
 
-def _shared_memory() -> Iterator[Finding]:
+def _shared_memory() -> Iterator[EnvFinding]:
     try:
         usage = os.statvfs("/dev/shm")
     except OSError:
-        yield Finding("/dev/shm", False, "", "snapshots in memory, DataLoader workers")
+        yield EnvFinding("/dev/shm", False, "", "snapshots in memory, DataLoader workers")
         return
     free, total = (blocks * usage.f_frsize / 2**30 for blocks in (usage.f_bavail, usage.f_blocks))
-    yield Finding("/dev/shm", True, f"{free:.1f} of {total:.1f} GiB free", "snapshots in memory, DataLoader workers")
+    yield EnvFinding("/dev/shm", True, f"{free:.1f} of {total:.1f} GiB free", "snapshots in memory, DataLoader workers")
 
 
-def _cgroup() -> Finding:
+def _cgroup() -> EnvFinding:
     needed_for = "telling out-of-memory kills from others"
     for version, paths in (
         ("v2", ("/sys/fs/cgroup/memory.max",)),
@@ -93,17 +95,17 @@ def _cgroup() -> Finding:
             if is_version and text:
                 is_limited = text != "max" and int(text) < 1 << 60
                 limit = f"limit {int(text) / 2**30:.1f} GiB" if is_limited else "no memory limit"
-                return Finding("cgroup", True, f"{version}, {limit}", needed_for)
+                return EnvFinding("cgroup", True, f"{version}, {limit}", needed_for)
     if os.path.isdir("/sys/fs/cgroup"):
-        return Finding("cgroup", True, "mounted, no memory limit found", needed_for)
-    return Finding("cgroup", False, "", needed_for)
+        return EnvFinding("cgroup", True, "mounted, no memory limit found", needed_for)
+    return EnvFinding("cgroup", False, "", needed_for)
 
 
-def _devices() -> Finding:
+def _devices() -> EnvFinding:
     count = sum(1 for name in _list("/dev") if name.startswith("nvidia") and name[6:].isdigit())
     if count == 0:
         count = len(_list("/dev/dri")) and sum(1 for name in _list("/dev/dri") if name.startswith("render"))
-    return Finding("accelerators", count > 0, f"{count} device files" if count else "none", "training on devices")
+    return EnvFinding("accelerators", count > 0, f"{count} device files" if count else "none", "training on devices")
 
 
 def _is_kernel_enough() -> bool:

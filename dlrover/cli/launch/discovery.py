@@ -38,7 +38,7 @@ STRONG_ID = 16
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 
 
-class Seat:
+class MasterPort:
     """
     A port that is ours for the life of the job.
 
@@ -106,12 +106,12 @@ class Asked(NamedTuple):
     """What to do if the port is taken."""
 
 
-def find_master(settings: Settings) -> tuple[MasterPlace, Seat | None]:
+def find_master(settings: Settings) -> tuple[MasterPlace, MasterPort | None]:
     """Raises `ConfigError`. The seat is given where the place is ours."""
     asked = _address(settings)
     is_alone = _is_alone(settings)
     if asked is None:
-        seat = Seat(LOOPBACK, 0)
+        seat = MasterPort(LOOPBACK, 0)
         return (
             MasterPlace(
                 address=Address(LOOPBACK, seat.port), is_ours=True, is_port_free_choice=True, bind_host=LOOPBACK
@@ -127,7 +127,7 @@ def find_master(settings: Settings) -> tuple[MasterPlace, Seat | None]:
         raise ConfigError(f"{asked.source}: with several nodes all must know the port; give one other than 0.")
     bind_host = _bind_host(address.host, is_wide=not is_alone)
     try:
-        seat = Seat(bind_host, address.port)
+        seat = MasterPort(bind_host, address.port)
     except OSError as error:
         _check_who_listens(settings, asked, error)
         return MasterPlace(address=address, is_ours=False, is_shared=True), None
@@ -157,7 +157,7 @@ def coordinator_port(settings: Settings) -> int:
     return settings.master_port
 
 
-def hold_coordinator_port(settings: Settings, place: MasterPlace) -> Seat | None:
+def hold_coordinator_port(settings: Settings, place: MasterPlace) -> MasterPort | None:
     """
     Keep the port of the script for the script. None: it is not ours to keep.
 
@@ -168,7 +168,7 @@ def hold_coordinator_port(settings: Settings, place: MasterPlace) -> Seat | None
     if not port or not place.is_ours:
         return None
     try:
-        return Seat("0.0.0.0", port, purpose="coordinator")
+        return MasterPort("0.0.0.0", port, purpose="coordinator")
     except OSError as error:
         raise ConfigError(
             f"--master-port {port}: the workers cannot meet at this port ({error.strerror}). Stop the program that uses it, or "

@@ -22,7 +22,7 @@ import msgspec
 from dlrover.agent.config import AgentConfig, AgentResult
 from dlrover.cli.console import say, say_block
 from dlrover.cli.launch import discovery, processes
-from dlrover.cli.launch.discovery import MasterPlace, Seat
+from dlrover.cli.launch.discovery import MasterPlace, MasterPort
 from dlrover.cli.launch.piped_script import copy_for_workers, read_piped
 from dlrover.cli.launch.processes import SignalInbox
 from dlrover.cli.launch.runtime_dir import (
@@ -61,7 +61,7 @@ START_PATIENCE = 120.0
 SWEEP_TIMEOUT = 5.0
 
 
-class Patience(NamedTuple):
+class LaunchPatience(NamedTuple):
     """How long others may take to come and to end."""
 
     find_master: float = 120.0
@@ -102,7 +102,7 @@ def launch(
     environ: Mapping[str, str],
     *,
     programs: Programs | None = None,
-    patience: Patience | None = None,
+    patience: LaunchPatience | None = None,
 ) -> int:
     """Run the job on this node to its end. Gives the exit code; raises `ConfigError` before anything starts."""
     script = read_piped(settings.entry)  # may wait for a person who types it, and whom a signal must set free
@@ -110,7 +110,7 @@ def launch(
         root = user_root(settings.environment)
         place, seat = discovery.find_master(settings)
         directory: NodeDirectory | None = None
-        meeting: Seat | None = None
+        meeting: MasterPort | None = None
         try:
             meeting = discovery.hold_coordinator_port(settings, place)
             name = discovery.name_job(settings, place)
@@ -133,7 +133,7 @@ def launch(
                 place=place,
                 seat=seat,
                 programs=programs or Programs(),
-                patience=patience or Patience(),
+                patience=patience or LaunchPatience(),
                 environ=environ,
                 root=root,
             )
@@ -164,9 +164,9 @@ class Launcher:
         run_id: str,
         token_file: str,
         place: MasterPlace,
-        seat: Seat | None,
+        seat: MasterPort | None,
         programs: Programs,
-        patience: Patience,
+        patience: LaunchPatience,
         environ: Mapping[str, str],
         root: str,
     ) -> None:
@@ -532,7 +532,7 @@ class Launcher:
             return
         assert self._seat is not None, "a place that is ours has a seat"
         self._seat.close()
-        self._seat = Seat(self._place.bind_host, 0)
+        self._seat = MasterPort(self._place.bind_host, 0)
         self._num_quick_master_deaths = 0
         self._place = msgspec.structs.replace(self._place, address=Address(self._place.address.host, self._seat.port))
         if self._agent is not None:

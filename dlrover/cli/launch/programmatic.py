@@ -25,7 +25,7 @@ from dlrover.cli.launch.config import ElasticLaunchConfig
 from dlrover.cli.launch.discovery import new_launch
 from dlrover.cli.launch.runtime_dir import NodeDirectory, explained, user_root
 from dlrover.cli.options.environment import Environment, parse_node_errors, read_environment
-from dlrover.cli.options.parser import Origin, Parsed
+from dlrover.cli.options.parser import Parsed, ValueOrigin
 from dlrover.cli.options.settings import (
     Settings,
     build_settings,
@@ -248,7 +248,7 @@ def _parsed(config: ElasticLaunchConfig, failover_extension: str) -> Parsed:
     chosen = {name: value for name, value in optional.items() if value is not None}
     values = {**_OPTION_DEFAULTS, **given, **chosen}
     is_given = {name: name in chosen or values[name] != default for name, default in _OPTION_DEFAULTS.items()}
-    origins = {name: Origin.FLAG if is_given[name] else Origin.DEFAULT for name in values}
+    origins = {name: ValueOrigin.FLAG if is_given[name] else ValueOrigin.DEFAULT for name in values}
     return Parsed(values, origins, "", ())
 
 

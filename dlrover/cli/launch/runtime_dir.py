@@ -49,7 +49,7 @@ SAVING_FILE = "saving"
 """The agent's note that it ends and still writes checkpoints, and until when."""
 
 
-class Owner(msgspec.Struct, frozen=True, kw_only=True):
+class DirectoryOwner(msgspec.Struct, frozen=True, kw_only=True):
     """Which process a node directory belongs to."""
 
     pid: int
@@ -298,16 +298,18 @@ def _forget_locks() -> None:
 os.register_at_fork(after_in_child=_forget_locks)
 
 
-def describe_process(pid: int, *, job_name: str = "", master_addr: str = "", tls: TlsConfig | None = None) -> Owner:
-    return Owner(pid=pid, started=_start_of(pid) or "", job_name=job_name, master_addr=master_addr, tls=tls)
+def describe_process(
+    pid: int, *, job_name: str = "", master_addr: str = "", tls: TlsConfig | None = None
+) -> DirectoryOwner:
+    return DirectoryOwner(pid=pid, started=_start_of(pid) or "", job_name=job_name, master_addr=master_addr, tls=tls)
 
 
-def is_running(owner: Owner) -> bool:
+def is_running(owner: DirectoryOwner) -> bool:
     """Whether that very process runs, as far as we can see from here."""
     return _start_of(owner.pid) == owner.started
 
 
-def is_alive(path: str, owner: Owner | None) -> bool:
+def is_alive(path: str, owner: DirectoryOwner | None) -> bool:
     """
     Whether a node directory has a living owner.
 
@@ -332,7 +334,7 @@ def directory_of(job_dir: str, pid: int) -> str | None:
     for path in _subdirectories(job_dir):
         try:
             with open(os.path.join(path, OWNER_FILE), "rb") as file:
-                owner = msgspec.json.decode(file.read(), type=Owner)
+                owner = msgspec.json.decode(file.read(), type=DirectoryOwner)
         except (OSError, msgspec.DecodeError):
             continue  # being made, or being removed
         if owner.pid == pid:
@@ -357,16 +359,16 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
     job_name: str = ""
 
 
-def list_nodes(root: str) -> tuple[list[tuple[str, Owner]], list[LeftBehind]]:
+def list_nodes(root: str) -> tuple[list[tuple[str, DirectoryOwner]], list[LeftBehind]]:
     """Node directories with a living owner, and those that nobody owns any more."""
-    living: list[tuple[str, Owner]] = []
+    living: list[tuple[str, DirectoryOwner]] = []
     dead: list[LeftBehind] = []
     for job in _subdirectories(root):
         for path in _subdirectories(job):
             try:
                 age = time.time() - os.stat(path).st_mtime
                 with open(os.path.join(path, OWNER_FILE), "rb") as file:
-                    owner = msgspec.json.decode(file.read(), type=Owner)
+                    owner = msgspec.json.decode(file.read(), type=DirectoryOwner)
             except FileNotFoundError:
                 owner = None
             except (OSError, msgspec.DecodeError):

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from dlrover.agent.workers.process_tree import kill_descendants
 from dlrover.cli.console import say_block
 from dlrover.cli.launch import job_names, processes
-from dlrover.cli.launch.discovery import Seat, new_launch
+from dlrover.cli.launch.discovery import MasterPort, new_launch
 from dlrover.cli.launch.last_words import failure_report
 from dlrover.cli.launch.launcher import (
     EXIT_FAILED,
@@ -55,7 +55,7 @@ from dlrover.host.console import PATIENCE
 from dlrover.master.config import MasterConfig
 from dlrover.platforms.hosted.table import HostConfig, NodeHost, claim_kernel_names, remove_left_behind
 from dlrover.platforms.local import namespaces
-from dlrover.platforms.local.kernel_claims import Claim
+from dlrover.platforms.local.kernel_claims import KernelTag
 from dlrover.platforms.local.memory_limits import MemoryLimits
 from dlrover.platforms.local.namespaces import Namespaces
 from dlrover.protocol.addresses import LOOPBACK, Address
@@ -92,7 +92,7 @@ _NOT_PASSED_ON = (
 )  # fmt: skip
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class LocalPlan(Struct, frozen=True, kw_only=True):
     """The command line, checked."""
 
     min_nodes: int
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
 
 
-def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
+def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> LocalPlan:
     """Raises `ConfigError`; ends the process for `--help` and options that are none."""
     own, command = _split(list(sys.argv[1:] if argv is None else argv))
     options = _parser().parse_args(own)
@@ -157,7 +157,7 @@ def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
             f"The training script {settings.entry.name} can be read only once, and each node needs it. Write it to a file."
         )
     probe_directory(options.log_dir, option="--log-dir", purpose="log")
-    return Plan(
+    return LocalPlan(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         standby=options.standby,
@@ -171,7 +171,7 @@ def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
     )
 
 
-def run(plan: Plan, environ: Mapping[str, str], *, programs: Programs | None = None) -> int:
+def run(plan: LocalPlan, environ: Mapping[str, str], *, programs: Programs | None = None) -> int:
     """The whole life of the job on this machine. Gives its exit code."""
     remove_left_behind()  # of killed hosts: they may hold address ranges
     claim, networks, memory = _claim_kernel_names(plan)
@@ -184,7 +184,7 @@ def run(plan: Plan, environ: Mapping[str, str], *, programs: Programs | None = N
             claim.release()
 
 
-def _claim_kernel_names(plan: Plan) -> tuple[Claim | None, Namespaces | None, MemoryLimits | None]:
+def _claim_kernel_names(plan: LocalPlan) -> tuple[KernelTag | None, Namespaces | None, MemoryLimits | None]:
     reason = namespaces.available() if plan.netns != "off" else "not wanted"
     if plan.netns == "on" and reason:
         raise ConfigError(f"--netns on: {reason}. Leave it out, or use --netns off.")
@@ -197,7 +197,7 @@ def _claim_kernel_names(plan: Plan) -> tuple[Claim | None, Namespaces | None, Me
 
 
 def _run_with(
-    plan: Plan,
+    plan: LocalPlan,
     environ: Mapping[str, str],
     networks: Namespaces | None,
     memory: MemoryLimits | None,
@@ -234,13 +234,13 @@ def _run_with(
                     remove_snapshots(snapshot_root(plan.settings.environment), plan.job_name, launch_of(left.path))
 
 
-def _take_seat(host: str) -> Seat:
+def _take_seat(host: str) -> MasterPort:
     """A free port with the claim on it, so that no node takes it for its own to host a master at."""
     for _ in range(_NUM_PORT_CHOICES):
-        trial = Seat(host, 0)
+        trial = MasterPort(host, 0)
         trial.close()
         with contextlib.suppress(OSError):
-            return Seat(host, trial.port)
+            return MasterPort(host, trial.port)
     raise ConfigError(f"{_NUM_PORT_CHOICES} free ports in a row at {host} were taken before the master could use them.")
 
 
@@ -249,7 +249,7 @@ class LocalJob:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LocalPlan,
         *,
         directory: NodeDirectory,
         job_uid: str,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from dlrover.cli.console import say, say_block
 from dlrover.cli.launch.programmatic import launch_settings
-from dlrover.cli.options.parser import Origin, Parsed, convert, describe, parse
+from dlrover.cli.options.parser import Parsed, ValueOrigin, convert, describe, parse
 from dlrover.cli.options.settings import check_settings
 from dlrover.cli.options.table import OPTIONS, Kind, Option, Value
 from dlrover.protocol.errors import ConfigError
@@ -69,7 +69,7 @@ def _parsed(args: Namespace) -> Parsed:
         raise ConfigError("The namespace names no training script. Set training_script.")
     known = getattr(args, "parsed", None)
     values: dict[str, Value] = {}
-    origins: dict[str, Origin] = {}
+    origins: dict[str, ValueOrigin] = {}
     for option in OPTIONS:
         value = _taken(option, getattr(args, option.dest, option.default))
         is_as_read = isinstance(known, Parsed) and value == known.values[option.dest]
@@ -77,7 +77,7 @@ def _parsed(args: Namespace) -> Parsed:
         if is_as_read:
             origins[option.dest] = known.origins[option.dest]  # type: ignore[union-attr]
         else:
-            origins[option.dest] = Origin.DEFAULT if value == option.default else Origin.FLAG
+            origins[option.dest] = ValueOrigin.DEFAULT if value == option.default else ValueOrigin.FLAG
     return Parsed(values, origins, str(script), tuple(str(arg) for arg in getattr(args, "training_script_args", ())))
 
 

@@ -41,7 +41,7 @@ _OUR_NAMES = {name: option.names[0] for option in OUR_OPTIONS for name in option
 )
 
 
-class Origin(enum.StrEnum):
+class ValueOrigin(enum.StrEnum):
     """Where a value came from."""
 
     FLAG = "flag"
@@ -56,7 +56,7 @@ class Parsed(NamedTuple):
     """
 
     values: Mapping[str, Value]
-    origins: Mapping[str, Origin]
+    origins: Mapping[str, ValueOrigin]
     script: str
     script_args: tuple[str, ...]
     immediate: str = ""
@@ -86,18 +86,18 @@ class Parsed(NamedTuple):
 
     def is_given(self, dest: str) -> bool:
         """Somebody chose this value, by flag or by variable."""
-        return self.origins[dest] is not Origin.DEFAULT
+        return self.origins[dest] is not ValueOrigin.DEFAULT
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Parsed:
     """Options up to the script; what follows the script belongs to it, as under torchrun."""
     values: dict[str, Value] = {option.dest: option.default for option in OPTIONS}
-    origins = {option.dest: Origin.DEFAULT for option in OPTIONS}
+    origins = {option.dest: ValueOrigin.DEFAULT for option in OPTIONS}
     for option in OPTIONS:
         text = environ.get(option.variable)
         if text is not None:
             values[option.dest] = convert(option, text, f"the variable {option.variable}={text}")
-            origins[option.dest] = Origin.ENVIRONMENT
+            origins[option.dest] = ValueOrigin.ENVIRONMENT
 
     index = 0
     is_closed = False
@@ -128,7 +128,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Parsed:
                 inline = argv[index]
                 index += 1
             values[option.dest] = convert(option, inline, f"{name} {inline}")
-        origins[option.dest] = Origin.FLAG
+        origins[option.dest] = ValueOrigin.FLAG
 
     if index >= len(argv):
         raise ConfigError(
@@ -162,7 +162,7 @@ def unavailable(parsed: Parsed) -> ConfigError | None:
 
 
 def _where(option: Option, parsed: Parsed) -> str:
-    is_variable = parsed.origins[option.dest] is Origin.ENVIRONMENT
+    is_variable = parsed.origins[option.dest] is ValueOrigin.ENVIRONMENT
     return f"from the variable {option.variable}" if is_variable else "given on the command line"
 
 

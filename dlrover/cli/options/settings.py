@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from dlrover.agent.config import Entry, EntryKind, LogConfig, Streams, TlsConfig, WatchConfig
+from dlrover.agent.config import Entry, EntryKind, Streams, TlsConfig, WatchConfig, WorkerLogConfig
 from dlrover.cli.launch.piped_script import is_read_once
 from dlrover.cli.options.environment import Environment, read_environment
-from dlrover.cli.options.parser import Origin, Parsed, nearest, parse, unavailable
+from dlrover.cli.options.parser import Parsed, ValueOrigin, nearest, parse, unavailable
 from dlrover.cli.options.view_settings import Watching
 from dlrover.cli.options.watch_settings import watch_config
 from dlrover.host.ownership import make_directory
@@ -43,7 +43,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     interpreter: str = ""
     is_warm: bool = True
     preload: tuple[str, ...] = ()
-    log: LogConfig = LogConfig()
+    log: WorkerLogConfig = WorkerLogConfig()
     watch: WatchConfig = WatchConfig()
     tls: TlsConfig | None = None
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
@@ -189,7 +189,7 @@ def effective_values(parsed: Parsed) -> str:
     parts = [
         f"{dest}={parsed.values[dest]!r}({origin})"
         for dest, origin in parsed.origins.items()
-        if origin is not Origin.DEFAULT
+        if origin is not ValueOrigin.DEFAULT
     ]
     return " ".join(parts) or "all defaults"
 
@@ -598,7 +598,7 @@ def _preload(text: str) -> tuple[str, ...]:
     return modules
 
 
-def _log(parsed: Parsed, environment: Environment) -> LogConfig:
+def _log(parsed: Parsed, environment: Environment) -> WorkerLogConfig:
     redirect_default, redirects = parse_streams("--redirects", parsed.text("redirects"))
     tee_default, tee = parse_streams("--tee", parsed.text("tee"))
     ranks_text = parsed.text("local_ranks_filter")
@@ -608,7 +608,7 @@ def _log(parsed: Parsed, environment: Environment) -> LogConfig:
         raise ConfigError(f"--local-ranks-filter {ranks_text}: give local ranks such as 0,1,2.") from error
     if environment.agent_log_dir and not any(parsed.is_given(name) for name in ("log_dir", "redirects", "tee")):
         tee_default = int(Streams.ALL)  # who names a directory by the variable wants files in it
-    return LogConfig(
+    return WorkerLogConfig(
         log_dir=absolute(parsed.text("log_dir") or environment.agent_log_dir),
         redirects=redirects,
         redirect_default=redirect_default,

@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.cli.show.replay import walk_journal
-from dlrover.core.goodput.accountant import Place
+from dlrover.core.goodput.accountant import NodeBooks
 from dlrover.core.goodput.events import EventTeller
 from dlrover.core.job import Job
 from dlrover.master.view.events import events_file, read_events
@@ -38,7 +38,7 @@ MAX_POINTS = 5000
 """Of the curve of steps."""
 
 
-class Span(Struct, frozen=True):
+class HistorySpan(Struct, frozen=True):
     """What a place did from when to when."""
 
     node_rank: NodeRank
@@ -55,7 +55,7 @@ class History(Struct, kw_only=True):
     faults: list[FaultCost]
     """All of them, also those that the job has forgotten."""
     events: list[JobEvent]
-    spans: list[Span] = []
+    spans: list[HistorySpan] = []
     steps: list[tuple[Micros, int]] = []
     end: JobEnd | None = None
     num_rounds: int = 0
@@ -101,8 +101,8 @@ class _Reader:
         self._job: Job | None = None
         self._teller: EventTeller | None = None
         self._faults: dict[int, FaultCost] = {}
-        self._open: dict[NodeRank, Span] = {}
-        self._spans: list[Span] = []
+        self._open: dict[NodeRank, HistorySpan] = {}
+        self._spans: list[HistorySpan] = []
         self._steps: list[tuple[Micros, int]] = []
         self._events: list[JobEvent] = []
         self._num_faults = 0
@@ -153,7 +153,7 @@ class _Reader:
             num_restarts=job.state.restarts.num_restarts,
         )
 
-    def _follow(self, rank: NodeRank, place: Place, now: Micros) -> None:
+    def _follow(self, rank: NodeRank, place: NodeBooks, now: Micros) -> None:
         span = self._open.get(rank)
         round_ = place.round if place.doing is None else Round(0)
         is_closed = place.opened_at is None
@@ -162,7 +162,7 @@ class _Reader:
             del self._open[rank]
             span = None
         if span is None and not is_closed:
-            self._open[rank] = Span(rank, place.doing, now, now, round_)
+            self._open[rank] = HistorySpan(rank, place.doing, now, now, round_)
 
 
 def _numbered(events: list[JobEvent]) -> list[JobEvent]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from dlrover.cli.show.history import Span
+from dlrover.cli.show.history import HistorySpan
 from dlrover.protocol.messages.goodput import FaultCost, TimeClass
 
 COLOURS: Mapping[TimeClass | None, str] = {
@@ -53,7 +53,7 @@ def legend(classes: Sequence[TimeClass]) -> str:
 
 
 def timeline(
-    spans: Sequence[Span], faults: Sequence[FaultCost], begins_at: int, ends_at: int, *, most_rows: int = 32
+    spans: Sequence[HistorySpan], faults: Sequence[FaultCost], begins_at: int, ends_at: int, *, most_rows: int = 32
 ) -> str:
     ranks = sorted({span.node_rank for span in spans})[:most_rows]
     rows = {rank: index for index, rank in enumerate(ranks)}

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from dlrover.protocol.messages.check import CheckResult
-from dlrover.protocol.messages.data import DatasetState, Storage
+from dlrover.protocol.messages.data import DatasetState, StorageKind
 from dlrover.protocol.messages.fleet import FleetNodeStatus, NodeExit
 from dlrover.protocol.messages.job import JobStatus, NodeStatus
 from dlrover.protocol.messages.precheck import PreCheckStage, PreCheckStatus
@@ -81,7 +81,7 @@ def dataset_lines(status: JobStatus) -> list[str]:
 def _dataset_lines(data: DatasetState, now: int) -> list[str]:
     spec = data.spec
     of_epochs = f" of {spec.num_epochs}" if spec.num_epochs > 0 else ""
-    epoch = "" if spec.storage is Storage.STREAM else f"epoch {data.epoch + 1}{of_epochs}, "
+    epoch = "" if spec.storage is StorageKind.STREAM else f"epoch {data.epoch + 1}{of_epochs}, "
     of_all = f" of {data.num_total} ({100 * data.num_consumed / max(1, data.num_total):.0f} %)"
     words = [f"{epoch}{data.num_consumed}{of_all if data.num_total >= 0 else ''} records read"]
     if data.is_complete:

@@ -21,9 +21,9 @@ from dlrover.protocol.messages.data import (
     DatasetSpec,
     DatasetState,
     ExchangeShards,
+    LeasedShard,
     RegisterDataset,
     RestoreDataset,
-    Shard,
     ShardError,
     ShardsGiven,
     Supply,
@@ -44,7 +44,7 @@ class TaskBook:
         self._link, self._round, self._timeout = link, round_, timeout
         self._lock = threading.Lock()
         """Guards what is held."""
-        self._held: dict[str, dict[int, Shard]] = {}
+        self._held: dict[str, dict[int, LeasedShard]] = {}
         self._specs: dict[str, DatasetSpec] = {}
 
     def register(

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dlrover.core.check.consequences import conclude, conclude_perf, release
-from dlrover.core.check.cycle import CheckCycle, CheckMode, NodeStatus, Verdict
+from dlrover.core.check.cycle import CheckCycle, CheckMode, CheckStatus, CheckVerdict
 from dlrover.core.check.evidence import CheckRules, say_ranks
 from dlrover.core.check.pairing import SchedulingGroup
 from dlrover.core.check.state import CheckJoined, terms_of
@@ -51,7 +51,7 @@ GRACE = 30.0
 """Seconds that a node has for its report beyond the task's own timeout; and beyond the failure of a partner, after which
 a collective can hang for as long as its library allows."""
 _MOST_GBPS = 1e9
-_PASSED = (NodeStatus.HEALTHY, NodeStatus.STRAGGLER)
+_PASSED = (CheckStatus.HEALTHY, CheckStatus.STRAGGLER)
 
 
 # What other rooms tell.
@@ -117,7 +117,7 @@ def wish_of(state: JobState, node: Node) -> Wish:
 def note_on(state: JobState, node: Node) -> str:
     """The verdict on a slow node that trains all the same, for its own console; empty: nothing is to be said of it."""
     result = state.check.results.get(node.rank)
-    if result is None or result.node != node.id or result.status != NodeStatus.STRAGGLER:
+    if result is None or result.node != node.id or result.status != CheckStatus.STRAGGLER:
         return ""
     return f"the node check found this node slow ({result.elapsed_ms:.0f} ms: {result.reason}); it trains all the same"
 
@@ -272,7 +272,7 @@ def advance(course: Course) -> None:
         step = cycle.go_on()
         course.say(step.node_status)
         course.say(step.elapsed)
-        if not isinstance(step, Verdict):
+        if not isinstance(step, CheckVerdict):
             course.say(step.sentence)
             _begin_phase(course, cycle)
         elif cycle.mode is CheckMode.ALL:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from dlrover.core.check.cycle import CheckCycle, NodeStatus, Verdict
+from dlrover.core.check.cycle import CheckCycle, CheckStatus, CheckVerdict
 from dlrover.core.check.evidence import say_ranks
 from dlrover.core.check.state import NodeCheck, terms_of
 from dlrover.core.fleet import life_cycle
@@ -28,7 +28,7 @@ EXIT_CHECK_FAILED = 20
 EXIT_STRAGGLER = 21
 
 
-def conclude(course: Course, cycle: CheckCycle, verdict: Verdict) -> None:
+def conclude(course: Course, cycle: CheckCycle, verdict: CheckVerdict) -> None:
     state, check = course.state, course.state.check
     course.say(verdict.sentence)
     check.end_cycle()
@@ -68,7 +68,7 @@ def conclude(course: Course, cycle: CheckCycle, verdict: Verdict) -> None:
         _admit(course, [node for node in others if node.rank not in unproven], verdict)
 
 
-def _admit(course: Course, passed: list[Node], verdict: Verdict) -> None:
+def _admit(course: Course, passed: list[Node], verdict: CheckVerdict) -> None:
     state, check = course.state, course.state.check
     slow = dict.fromkeys(verdict.stragglers if terms_of(state).excludes_stragglers else ())
     for node in [node for node in passed if node.rank in slow]:
@@ -84,7 +84,7 @@ def _admit(course: Course, passed: list[Node], verdict: Verdict) -> None:
         release(course, good)
 
 
-def _give_up_unproven(course: Course, nodes: list[Node], verdict: Verdict) -> None:
+def _give_up_unproven(course: Course, nodes: list[Node], verdict: CheckVerdict) -> None:
     """Nobody knows whether they or what is between them is bad. The job goes on without them, or not at all."""
     state = course.state
     if not nodes or state.terms is None:
@@ -149,7 +149,7 @@ def _exclude(course: Course, node: Node, why: str, exit_code: int = EXIT_CHECK_F
     course.dismiss(node, Leave(why, exit_code))
 
 
-def _keep_result(course: Course, rank: NodeRank, status: NodeStatus, verdict: Verdict) -> None:
+def _keep_result(course: Course, rank: NodeRank, status: CheckStatus, verdict: CheckVerdict) -> None:
     state, check = course.state, course.state.check
     node = state.nodes.live.get(check.members[rank]) or state.nodes.former.get(rank)
     if node is not None and node.id == check.members[rank]:
@@ -159,20 +159,20 @@ def _keep_result(course: Course, rank: NodeRank, status: NodeStatus, verdict: Ve
             status=status,
             at=course.now,
             elapsed_ms=verdict.times.get(rank, 0.0),
-            reason="" if status is NodeStatus.HEALTHY else _reason(check, verdict, rank),
+            reason="" if status is CheckStatus.HEALTHY else _reason(check, verdict, rank),
         )
 
 
-def _reason(check: NodeCheck, verdict: Verdict, rank: NodeRank) -> str:
+def _reason(check: NodeCheck, verdict: CheckVerdict, rank: NodeRank) -> str:
     status = verdict.statuses[rank]
-    if status is NodeStatus.STRAGGLER:
+    if status is CheckStatus.STRAGGLER:
         return "slow with quick partners, too"
     reason = verdict.reasons.get(rank) or _links(verdict, rank)
     words = check.messages.get(rank, "").strip().rstrip(".")
-    return f"{reason} ({words})" if words and status is NodeStatus.FAULTY else reason
+    return f"{reason} ({words})" if words and status is CheckStatus.FAULTY else reason
 
 
-def _links(verdict: Verdict, rank: NodeRank) -> str:
+def _links(verdict: CheckVerdict, rank: NodeRank) -> str:
     others = [other for link in verdict.suspect_links if rank in link for other in link if other != rank]
     return f"the link to {say_ranks(others)} is suspect" if others else "it never passed with others"
 

@@ -64,7 +64,7 @@ class CheckMode(enum.StrEnum):
     """One group of all nodes and one phase: the performance test."""
 
 
-class NodeStatus(enum.StrEnum):
+class CheckStatus(enum.StrEnum):
     HEALTHY = "healthy"
     FAULTY = "faulty"
     STRAGGLER = "straggler"
@@ -84,7 +84,7 @@ class Next(Struct, frozen=True, kw_only=True):
     elapsed: str
 
 
-class Verdict(Struct, frozen=True, kw_only=True):
+class CheckVerdict(Struct, frozen=True, kw_only=True):
     """What the check found."""
 
     faulty: tuple[NodeRank, ...]
@@ -94,7 +94,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     """Pairs of nodes that failed together although neither is bad."""
     times: dict[NodeRank, float]
     """Best time in milliseconds of each node that passed."""
-    statuses: dict[NodeRank, NodeStatus]
+    statuses: dict[NodeRank, CheckStatus]
     reasons: dict[NodeRank, str]
     """Why each of the faulty is."""
     num_phases: int
@@ -130,7 +130,7 @@ class CheckCycle(Struct, kw_only=True):
     """Who takes part in it and has not reported yet."""
     trials: list[Trial] = []
     """Phases so far. Those inside scheduling groups are dropped when the links between them are tested."""
-    final: Verdict | None = None
+    final: CheckVerdict | None = None
     """Kept until the next cycle begins, for whoever asks late."""
 
     @classmethod
@@ -197,7 +197,7 @@ class CheckCycle(Struct, kw_only=True):
     def is_phase_complete(self) -> bool:
         return not self.waiting
 
-    def verdict(self) -> Next | Verdict:
+    def verdict(self) -> Next | CheckVerdict:
         """What the complete phase leads to. Changes nothing."""
         assert self.is_phase_complete(), f"{say_ranks(self.waiting)} not heard of yet"
         if self.final is not None:
@@ -216,10 +216,10 @@ class CheckCycle(Struct, kw_only=True):
             elapsed=self._elapsed(findings),
         )
 
-    def go_on(self) -> Next | Verdict:
+    def go_on(self) -> Next | CheckVerdict:
         """Take the step that `verdict` names: enter the next phase, or end."""
         step = self.verdict()
-        if isinstance(step, Verdict):
+        if isinstance(step, CheckVerdict):
             self.final = step
             return step
         if step.name is PhaseName.INTER_INITIAL:
@@ -375,20 +375,20 @@ class CheckCycle(Struct, kw_only=True):
     def _faulty(self, findings: Findings) -> tuple[NodeRank, ...]:
         return tuple(sorted([*findings.convicted, *self._blamed()]))
 
-    def _statuses(self, findings: Findings) -> dict[NodeRank, NodeStatus]:
-        statuses = dict.fromkeys(self._present(), NodeStatus.HEALTHY)
-        statuses.update(dict.fromkeys(findings.doubtful, NodeStatus.UNPROVEN))
-        statuses.update(dict.fromkeys(findings.stragglers, NodeStatus.STRAGGLER))
-        statuses.update(dict.fromkeys(self._faulty(findings), NodeStatus.FAULTY))
+    def _statuses(self, findings: Findings) -> dict[NodeRank, CheckStatus]:
+        statuses = dict.fromkeys(self._present(), CheckStatus.HEALTHY)
+        statuses.update(dict.fromkeys(findings.doubtful, CheckStatus.UNPROVEN))
+        statuses.update(dict.fromkeys(findings.stragglers, CheckStatus.STRAGGLER))
+        statuses.update(dict.fromkeys(self._faulty(findings), CheckStatus.FAULTY))
         return dict(sorted(statuses.items()))
 
-    def _conclude(self, findings: Findings) -> Verdict:
+    def _conclude(self, findings: Findings) -> CheckVerdict:
         statuses = self._statuses(findings)
         reasons = {**findings.convicted, **{rank: self.gone[rank] for rank in self._blamed()}}
-        return Verdict(
+        return CheckVerdict(
             faulty=self._faulty(findings),
             stragglers=tuple(findings.stragglers),
-            unproven=tuple(rank for rank, status in statuses.items() if status is NodeStatus.UNPROVEN),
+            unproven=tuple(rank for rank, status in statuses.items() if status is CheckStatus.UNPROVEN),
             suspect_links=tuple(findings.suspect_links),
             times=findings.times,
             statuses=statuses,
@@ -413,9 +413,9 @@ class CheckCycle(Struct, kw_only=True):
         why = "; ".join(causes) or "all passed inside their scheduling groups"
         return f"Node check of round {self.round}: {why}; next phase: {name}."
 
-    def _node_status(self, statuses: Mapping[NodeRank, NodeStatus]) -> str:
+    def _node_status(self, statuses: Mapping[NodeRank, CheckStatus]) -> str:
         parts = []
-        for status in NodeStatus:
+        for status in CheckStatus:
             ranks = [rank for rank, own in statuses.items() if own is status]
             if ranks:
                 parts.append(f"{say_ranks(ranks)} {status}")
@@ -439,11 +439,11 @@ def _slowest(times: Mapping[NodeRank, float]) -> list[NodeRank]:
 
 
 def _sentence(
-    statuses: Mapping[NodeRank, NodeStatus], reasons: Mapping[NodeRank, str], findings: Findings, num_phases: int
+    statuses: Mapping[NodeRank, CheckStatus], reasons: Mapping[NodeRank, str], findings: Findings, num_phases: int
 ) -> str:
     """The verdict in one sentence: who, why, and what to do."""
     links = ", ".join(f"{first} and {second}" for first, second in findings.suspect_links[:_NUM_SLOWEST_SHOWN])
-    unproven = [rank for rank, status in statuses.items() if status is NodeStatus.UNPROVEN]
+    unproven = [rank for rank, status in statuses.items() if status is CheckStatus.UNPROVEN]
     parts = []
     by_reason: dict[str, list[NodeRank]] = {}
     for rank, reason in sorted(reasons.items()):

@@ -50,7 +50,7 @@ class BreakPoint(Struct, kw_only=True):
     """What nodes that have left are writing by themselves."""
 
 
-class Decision(Struct, kw_only=True):
+class BreakPointDecision(Struct, kw_only=True):
     """What was decided after a round, for one directory."""
 
     number: int
@@ -65,7 +65,7 @@ class Decision(Struct, kw_only=True):
 
 class BreakPoints(Struct):
     open: BreakPoint | None = None
-    decisions: list[Decision] = []
+    decisions: list[BreakPointDecision] = []
     """Of the newest round that had any."""
     promises: dict[str, list[int]] = {}
     """By attempt and directory of those decisions: shards that are written by nodes which have left."""
@@ -198,7 +198,7 @@ def _decide_if_due(course: Course) -> None:
         if newest is not None and newest.order[:2] >= (sample.round, sample.step):
             continue  # nothing new
         decisions.append(
-            Decision(
+            BreakPointDecision(
                 number=room.next_number(),
                 round=open_.round,
                 nodes=nodes,
@@ -221,7 +221,7 @@ def _decide_if_due(course: Course) -> None:
         room.settled = [each for each in room.settled if (each.directory, each.attempt) != (directory, sample.attempt)]
         course.say(f"Break point: step {sample.step} is written to {directory} from memory.")
     if not decisions:
-        decisions = [Decision(number=room.next_number(), round=open_.round, nodes=nodes)]
+        decisions = [BreakPointDecision(number=room.next_number(), round=open_.round, nodes=nodes)]
     room.breaks.decisions = decisions
     course.effects.append(LookAgain(tuple(f"save-duties/{node}" for node in nodes)))
 

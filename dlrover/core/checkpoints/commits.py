@@ -107,7 +107,7 @@ class SaveAttempt(Struct, kw_only=True):
         return sum(shard not in self.writers for shard in self.promised)
 
 
-class Committed(Struct, frozen=True, kw_only=True):
+class NewestCommit(Struct, frozen=True, kw_only=True):
     """The newest checkpoint of a directory, as far as this job made it."""
 
     step: int
@@ -121,7 +121,7 @@ class Checkpoints(Struct):
     """Under way, by `key_of`."""
     settled: list[CheckpointSettled] = []
     """The newest outcomes, oldest first; each attempt once."""
-    committed: dict[str, Committed] = {}
+    committed: dict[str, NewestCommit] = {}
     """By directory, the one that got a checkpoint last at the end."""
     trouble: CheckpointTrouble | None = None
     """The newest failure, until a checkpoint is committed."""
@@ -268,7 +268,7 @@ def _checkpoint_committed(command: CheckpointCommitted, course: Course) -> Reply
     newest = room.committed.get(command.directory)
     if newest is None or newest.order < order:
         room.committed.pop(command.directory, None)
-        room.committed[command.directory] = Committed(
+        room.committed[command.directory] = NewestCommit(
             step=command.step, attempt=command.attempt, order=order, at=course.now
         )
         for old in list(room.committed)[:-MAX_DIRECTORIES]:

@@ -15,17 +15,17 @@ from dlrover.protocol.messages.data import (
     NO_STEP,
     DatasetSpec,
     ExchangeShards,
+    LeasedShard,
     RegisterDataset,
     RestoreAgreed,
     RestoreDataset,
-    Shard,
     ShardsGiven,
     TaskType,
 )
 from dlrover.protocol.messages.job import Command, Reply
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class AuditFinding(Struct, frozen=True, kw_only=True):
     """What became of one dataset."""
 
     dataset: str
@@ -69,7 +69,7 @@ class Audit:
             case RestoreDataset():
                 self._ledgers[command.dataset] = _Ledger.of_books(datasets[command.dataset])
 
-    def findings(self, datasets: dict[str, Dataset]) -> list[Finding]:
+    def findings(self, datasets: dict[str, Dataset]) -> list[AuditFinding]:
         return [self._ledgers[name].finding(datasets[name]) for name in self._ledgers]
 
 
@@ -78,7 +78,7 @@ class _Ledger:
 
     def __init__(self, spec: DatasetSpec) -> None:
         self.spec = spec
-        self._given: dict[int, Shard] = {}
+        self._given: dict[int, LeasedShard] = {}
         self._done: dict[int, int] = {}
         self._seen: list[tuple[int, Range]] = []
         """Step, and what the model contains since then."""
@@ -121,7 +121,7 @@ class _Ledger:
             if claim.step <= command.step:
                 self._seen += [(claim.step, rest) for rest in known.without(range_of(claim))]
 
-    def finding(self, books: Dataset) -> Finding:
+    def finding(self, books: Dataset) -> AuditFinding:
         seen = sorted((each for _, each in self._seen), key=lambda each: (each.key, each.start))
         twice = list(overlapping(seen))
         # Shards for evaluation and prediction may be given to two workers: whoever is quicker counts.
@@ -134,7 +134,7 @@ class _Ledger:
         ]
         open_ += [] if books.is_stream else books.fresh_ranges()
         missing = subtract(owed, [*seen, *open_])
-        return Finding(
+        return AuditFinding(
             dataset=self.spec.name,
             num_seen=sum(each.size for each in seen) - sum(each.size for each in twice),
             num_owed=sum(each.size for each in owed),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dlrover.core.data.books import RESTORE_PATIENCE, fold, state_for_manifest
 from dlrover.core.data.checkpoint_text import write_checkpoint
 from dlrover.core.data.dataset import Dataset
-from dlrover.core.data.leases import Reader
+from dlrover.core.data.leases import LeaseHolder
 from dlrover.core.data.progress import state_of
 from dlrover.core.data.restoring import restore_topic, return_to, say_if_unread
 from dlrover.core.data.rules import check_exchange, check_partitions, check_same, check_sender, check_spec
@@ -33,11 +33,11 @@ from dlrover.protocol.messages.data import (
     DatasetSpec,
     ExchangeShards,
     ExtendStream,
+    LeasedShard,
     RegisterDataset,
     RestoreState,
-    Shard,
     ShardsGiven,
-    Storage,
+    StorageKind,
     Supply,
     TaskType,
 )
@@ -75,7 +75,7 @@ def _register(command: RegisterDataset, course: Course) -> Reply:
 
 def new_dataset(spec: DatasetSpec, number: int = 1) -> Dataset:
     dataset = Dataset(spec, number)
-    if spec.storage is Storage.STREAM:
+    if spec.storage is StorageKind.STREAM:
         dataset.offsets = dict(spec.partitions)
         dataset.num_left = spec.size
     return dataset
@@ -87,7 +87,7 @@ def _exchange(command: ExchangeShards, course: Course) -> Reply:
     dataset = books.find(command.dataset)
     known = dataset.reader(command.node, command.local_rank)
     is_same_life = known is not None and (known.incarnation, known.round) == (command.incarnation, command.round)
-    new = Reader(command.node, command.local_rank, command.incarnation, command.round, course.now)
+    new = LeaseHolder(command.node, command.local_rank, command.incarnation, command.round, course.now)
     reader = known if known is not None and is_same_life else new
     check_exchange(command, dataset, reader)
 
@@ -115,8 +115,8 @@ def _exchange(command: ExchangeShards, course: Course) -> Reply:
     return given
 
 
-def _give(command: ExchangeShards, dataset: Dataset, reader: Reader, course: Course) -> ShardsGiven:
-    shards: list[Shard] = []
+def _give(command: ExchangeShards, dataset: Dataset, reader: LeaseHolder, course: Course) -> ShardsGiven:
+    shards: list[LeasedShard] = []
     is_held_back = command.want > 0 and _is_held_back(command, dataset, course)
     if command.want and not is_held_back:
         shards = dataset.take(reader, command.want)

@@ -23,9 +23,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.core.data.fresh import FreshData
-from dlrover.core.data.leases import Held, Outdone, Reader, SetAside
+from dlrover.core.data.leases import HeldShard, LeaseHolder, Outdone, SetAside
 from dlrover.core.data.ranges import Places, Range, append, joined, range_of, united
-from dlrover.protocol.messages.data import NO_STEP, Claim, Shard
+from dlrover.protocol.messages.data import NO_STEP, Claim, LeasedShard
 from dlrover.protocol.messages.identity import NodeId, Round
 from dlrover.protocol.messages.job import Micros
 
@@ -50,8 +50,8 @@ class Mark(Struct, frozen=True, array_like=True):
 class Dataset(FreshData, Struct):
     returned: list[Range] = []
     """The last one is handed out first."""
-    held: dict[int, Held] = {}
-    readers: dict[NodeId, dict[int, Reader]] = {}
+    held: dict[int, HeldShard] = {}
+    readers: dict[NodeId, dict[int, LeaseHolder]] = {}
     """Workers that hold something, by node and local rank."""
     num_readers: int = 0
     last_id: int = 0
@@ -139,10 +139,10 @@ class Dataset(FreshData, Struct):
 
     # Handing out.
 
-    def reader(self, node: NodeId, local_rank: int) -> Reader | None:
+    def reader(self, node: NodeId, local_rank: int) -> LeaseHolder | None:
         return self.readers.get(node, {}).get(local_rank)
 
-    def take(self, reader: Reader, want: int) -> list[Shard]:
+    def take(self, reader: LeaseHolder, want: int) -> list[LeasedShard]:
         """
         Up to `want` shards, returned ones first. Towards the end of an epoch everybody gets fewer at once, so that nobody is
         left with a heap while the others have nothing.
@@ -156,7 +156,7 @@ class Dataset(FreshData, Struct):
             given.append(self._hand(found, reader))
         return given
 
-    def take_copy(self, reader: Reader) -> Shard | None:
+    def take_copy(self, reader: LeaseHolder) -> LeasedShard | None:
         """
         Nobody has anything left but what is being read: a second copy of what a slow worker holds for longest. Whoever is through with it
         first counts. Not for training: a model must not see a record twice.
@@ -178,12 +178,12 @@ class Dataset(FreshData, Struct):
         self.held[copy.id].counted_to = held.counted_to
         return copy
 
-    def _hand(self, found: Range, reader: Reader) -> Shard:
+    def _hand(self, found: Range, reader: LeaseHolder) -> LeasedShard:
         """Under the newest number."""
-        self._enter(self.last_id, Held(found, reader.node, reader.local_rank, given_at=reader.heard_at), reader)
+        self._enter(self.last_id, HeldShard(found, reader.node, reader.local_rank, given_at=reader.heard_at), reader)
         return self.shard(self.last_id)
 
-    def _enter(self, id_: int, held: Held, reader: Reader) -> None:
+    def _enter(self, id_: int, held: HeldShard, reader: LeaseHolder) -> None:
         self.held[id_] = held
         self.num_unbegun += not held.is_begun
         reader.ids[id_] = None
@@ -195,10 +195,10 @@ class Dataset(FreshData, Struct):
         """What is given and not reported, each record once."""
         return [held.open for id_, held in self.held.items() if not held.twin or id_ < held.twin]
 
-    def shard(self, id_: int) -> Shard:
+    def shard(self, id_: int) -> LeasedShard:
         found = self.held[id_].range
         listed = self.listings[found.listing][found.start : found.end] if found.listing else ()
-        return Shard(id_, found.epoch, found.start, found.end, found.partition, listed, found.listing)
+        return LeasedShard(id_, found.epoch, found.start, found.end, found.partition, listed, found.listing)
 
     def recall(self) -> bool:
         """Somebody has nothing to do: ask the holder of most shards for half of what it has not begun. False: nobody has any."""
@@ -248,7 +248,7 @@ class Dataset(FreshData, Struct):
     def _note_duration(self, micros: int) -> None:
         self.typical = max(1, micros if not self.typical else (7 * self.typical + micros) // 8)
 
-    def _count_copy(self, held: Held, taken: Range) -> Range:
+    def _count_copy(self, held: HeldShard, taken: Range) -> Range:
         """What of it nobody has reported before. Both copies know from now on."""
         start = min(max(taken.start, held.counted_to), taken.end)
         for each in (held, self.held[held.twin]) if held.twin else (held,):
@@ -295,7 +295,7 @@ class Dataset(FreshData, Struct):
         self._return(halves)
         self._return(whole)
 
-    def _reader_of(self, id_: int) -> Reader:
+    def _reader_of(self, id_: int) -> LeaseHolder:
         held = self.held[id_]
         return self.readers[held.node][held.local_rank]
 
@@ -310,7 +310,7 @@ class Dataset(FreshData, Struct):
         self.held[held.twin].twin = 0
         return []
 
-    def end_leases(self, readers: Iterable[Reader]) -> int:
+    def end_leases(self, readers: Iterable[LeaseHolder]) -> int:
         """Of workers that are gone. How many shards came back."""
         gone = list(readers)
         ids = [id_ for reader in gone for id_ in reader.ids]
@@ -322,10 +322,10 @@ class Dataset(FreshData, Struct):
         self.give_back(ids)
         return len(ids)
 
-    def readers_of(self, node: NodeId) -> list[Reader]:
+    def readers_of(self, node: NodeId) -> list[LeaseHolder]:
         return list(self.readers.get(node, {}).values())
 
-    def all_readers(self) -> list[Reader]:
+    def all_readers(self) -> list[LeaseHolder]:
         return [reader for node in list(self.readers) for reader in self.readers_of(node)]
 
     # Models that come back, and models that are safe.
@@ -392,19 +392,19 @@ class Dataset(FreshData, Struct):
                 del self.readers[held.node]
         return held.range
 
-    def _forget_recall(self, reader: Reader, id_: int) -> None:
+    def _forget_recall(self, reader: LeaseHolder, id_: int) -> None:
         if id_ in reader.recalled:
             del reader.recalled[id_]
             self.num_recalled -= 1
 
-    def _fair_share(self, reader: Reader) -> int:
+    def _fair_share(self, reader: LeaseHolder) -> int:
         if self.is_stream:
             return len(self.offsets) or 1
         others = self.num_readers - bool(reader.ids)
         left = self.num_shards - self.cursor + len(self.returned)
         return max(1, -(-left // (2 * (others + 1))))
 
-    def _next(self, reader: Reader) -> Range | None:
+    def _next(self, reader: LeaseHolder) -> Range | None:
         if self.is_stream:
             return self._next_of_stream(reader)
         if self.returned:
@@ -415,7 +415,7 @@ class Dataset(FreshData, Struct):
             self.epoch, self.cursor = self.epoch + 1, 0
         return self.take_fresh_shard()
 
-    def _next_of_stream(self, reader: Reader) -> Range | None:
+    def _next_of_stream(self, reader: LeaseHolder) -> Range | None:
         """A partition is read by one worker at a time: its records keep their order."""
         taken = {held.range.partition: None for id_, held in self.held.items() if id_ not in reader.ids}
         for place in range(len(self.returned) - 1, -1, -1):

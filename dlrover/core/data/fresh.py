@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from dlrover.agreed.permutation import Permutation
 from dlrover.core.data.ranges import Range
-from dlrover.protocol.messages.data import DatasetSpec, Storage
+from dlrover.protocol.messages.data import DatasetSpec, StorageKind
 
 
 class FreshData(Struct):
@@ -36,7 +36,7 @@ class FreshData(Struct):
 
     @property
     def is_stream(self) -> bool:
-        return self.spec.storage is Storage.STREAM
+        return self.spec.storage is StorageKind.STREAM
 
     @property
     def num_shards(self) -> int:
@@ -123,7 +123,7 @@ class FreshData(Struct):
 
     @property
     def _shuffles_shards(self) -> bool:
-        return self.spec.shuffle and self.spec.storage is Storage.TABLE
+        return self.spec.shuffle and self.spec.storage is StorageKind.TABLE
 
     def _order(self) -> Permutation:
         return _order_of(self.num_shards, self.spec.seed, self.epoch)

@@ -11,7 +11,7 @@ from dlrover.protocol.messages.identity import Incarnation, NodeId, Round
 from dlrover.protocol.messages.job import Micros
 
 
-class Reader(Struct):
+class LeaseHolder(Struct):
     """One life of a worker, and the shards it holds."""
 
     node: NodeId
@@ -24,7 +24,7 @@ class Reader(Struct):
     """Of them: asked back, because others have nothing to do."""
 
 
-class Held(Struct):
+class HeldShard(Struct):
     range: Range
     """What is left of the shard."""
     node: NodeId

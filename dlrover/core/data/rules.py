@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dlrover.core.data.dataset import Dataset
-from dlrover.core.data.leases import Reader
+from dlrover.core.data.leases import LeaseHolder
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.data import (
     MAX_NAME_BYTES,
@@ -19,7 +19,7 @@ from dlrover.protocol.messages.data import (
     DatasetCommand,
     DatasetSpec,
     ExchangeShards,
-    Storage,
+    StorageKind,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def check_sender(command: DatasetCommand, course: Course) -> None:
         raise Rejected(f"{node.label} has no local rank {command.local_rank}.", code="malformed")
 
 
-def check_exchange(command: ExchangeShards, dataset: Dataset, reader: Reader) -> None:
+def check_exchange(command: ExchangeShards, dataset: Dataset, reader: LeaseHolder) -> None:
     left: dict[int, int] = {}
     for each in command.consumed:
         left.setdefault(each.shard, _held_by(dataset, reader, each.shard))
@@ -65,7 +65,7 @@ def check_exchange(command: ExchangeShards, dataset: Dataset, reader: Reader) ->
         raise Rejected(f"Up to {MAX_SHARDS_AT_ONCE} shards can be taken at once, not {command.want}.", code="malformed")
 
 
-def _held_by(dataset: Dataset, reader: Reader, id_: int) -> int:
+def _held_by(dataset: Dataset, reader: LeaseHolder, id_: int) -> int:
     """Records left of a shard that the reader holds."""
     if id_ in dataset.outdone_of(reader.node, reader.local_rank):
         return dataset.outdone[id_].num_left
@@ -83,7 +83,7 @@ def check_spec(spec: DatasetSpec) -> None:
     if not spec.name or len(spec.name.encode()) > MAX_NAME_BYTES:
         raise Rejected(f"A dataset needs a name of 1 to {MAX_NAME_BYTES} bytes.", code="malformed")
     what = f"dataset {spec.name!r}"
-    is_stream = spec.storage is Storage.STREAM
+    is_stream = spec.storage is StorageKind.STREAM
     if not is_stream and not 1 <= spec.size < LARGEST:
         raise Rejected(f"{what} has {spec.size} records. Give a size of at least 1.", code="malformed")
     if spec.grows and not is_stream:

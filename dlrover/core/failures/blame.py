@@ -102,7 +102,7 @@ class Crash(Struct):
     """Both only of a script that counts its steps anew: for it the step alone is no place."""
 
 
-class Decision(Struct, frozen=True):
+class RestartDecision(Struct, frozen=True):
     sentence: str
     reason: ExitReason | None = None
     """None: restart. Else the job ends for this reason."""
@@ -270,28 +270,28 @@ def made_progress(policy: RestartPolicy, restarts: Restarts, incident: Incident)
     return is_incomparable and incident.reach.has_whole_epoch
 
 
-def decide(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> Decision:
+def decide(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> RestartDecision:
     """Restart or end, by what was spent before this incident."""
     failure = incident.first.failure
     if failure.kind is FailureKind.BAD_SCRIPT and incident.step is None and restarts.best_step is None:
-        return Decision("No restart can help before the script is corrected.", ExitReason.CODE_ERROR)
+        return RestartDecision("No restart can help before the script is corrected.", ExitReason.CODE_ERROR)
     if is_script_mistaken(policy, restarts, incident):
-        return Decision(SENTENCE, ExitReason.CODE_ERROR)
+        return RestartDecision(SENTENCE, ExitReason.CODE_ERROR)
     if failure.stop_line:
-        return Decision(
+        return RestartDecision(
             f"Its log has a line after which the job shall end (--log-patterns): {failure.stop_line[:500]}",
             ExitReason.CODE_ERROR,
         )
     if failure.kind is FailureKind.PORT_TAKEN:
         if restarts.num_ports_taken_before(incident.round) < MAX_PORTS_TAKEN:
-            return Decision("The round is repeated at no cost.")
-        return Decision(
+            return RestartDecision("The round is repeated at no cost.")
+        return RestartDecision(
             f"The port was taken {MAX_PORTS_TAKEN + 1} times in a row: free the port of --master-port on {incident.first.host}, or "
             "without that option a range of ports.",
             ExitReason.WORKER_ERROR,
         )
     if not is_charged(incident):
-        return Decision("It followed the loss of a node and costs no restart.")
+        return RestartDecision("It followed the loss of a node and costs no restart.")
     if policy.max_restarts is not None:
         return _decide_by_number(policy.max_restarts, restarts, incident)
     return _decide_by_progress(policy, restarts, incident)
@@ -303,7 +303,7 @@ def is_script_mistaken(policy: RestartPolicy, restarts: Restarts, incident: Inci
     return not has_stepped and is_mistake(policy, incident.alike, round_=incident.round, world_size=incident.world_size)
 
 
-def calls_for_another_node(incident: Incident, decision: Decision) -> bool:
+def calls_for_another_node(incident: Incident, decision: RestartDecision) -> bool:
     """Whether the workers cannot go on where they are, but might elsewhere."""
     failure = incident.first.failure
     if is_secondary(failure) or failure.kind is FailureKind.PORT_TAKEN:
@@ -342,20 +342,22 @@ def _blame(failure: WorkerFailure) -> tuple[int, int, int]:
     return (_SECONDARY.get(failure.kind, 0), failure.exited_at, failure.global_rank)
 
 
-def _decide_by_number(max_restarts: int, restarts: Restarts, incident: Incident) -> Decision:
+def _decide_by_number(max_restarts: int, restarts: Restarts, incident: Incident) -> RestartDecision:
     node_rank = incident.first.node_rank
     spent = restarts.spent.get(node_rank, 0)
     if spent < max_restarts:
-        return Decision(f"Restart {spent + 1} of at most {max_restarts} on node rank {node_rank}.")
+        return RestartDecision(f"Restart {spent + 1} of at most {max_restarts} on node rank {node_rank}.")
     if max_restarts <= 0:
-        return Decision("No restarts are allowed (--max-restarts 0).", _over_limit(incident, ExitReason.WORKER_ERROR))
-    return Decision(
+        return RestartDecision(
+            "No restarts are allowed (--max-restarts 0).", _over_limit(incident, ExitReason.WORKER_ERROR)
+        )
+    return RestartDecision(
         f"All {max_restarts} restarts of node rank {node_rank} are used up (--max-restarts {max_restarts}).",
         _over_limit(incident, ExitReason.RESTART_OVER_LIMIT),
     )
 
 
-def _decide_by_progress(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> Decision:
+def _decide_by_progress(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> RestartDecision:
     num_same = restarts.num_same_crash(incident)
     num_stuck = 0 if made_progress(policy, restarts, incident) else restarts.num_without_progress
     is_stuck = num_stuck >= policy.max_without_progress
@@ -363,16 +365,18 @@ def _decide_by_progress(policy: RestartPolicy, restarts: Restarts, incident: Inc
     is_loop = num_same >= policy.max_same_crash and (is_stuck or incident.step is not None)
     if is_loop:
         where = "before any step was reported" if incident.step is None else f"at step {incident.step}"
-        return Decision(
+        return RestartDecision(
             f"This is a crash loop: the same traceback {where}, {num_same + 1} times. Correct the script.",
             _over_limit(incident, ExitReason.CODE_ERROR),
         )
     if is_stuck:
-        return Decision(
+        return RestartDecision(
             f"{num_stuck} restarts in a row brought no progress. See the log, or allow more with --max-restarts.",
             _over_limit(incident, ExitReason.RESTART_OVER_LIMIT),
         )
-    return Decision(f"Restart {num_stuck + 1} of at most {policy.max_without_progress} in a row without progress.")
+    return RestartDecision(
+        f"Restart {num_stuck + 1} of at most {policy.max_without_progress} in a row without progress."
+    )
 
 
 def _over_limit(incident: Incident, otherwise: ExitReason) -> ExitReason:

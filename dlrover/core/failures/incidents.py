@@ -103,7 +103,7 @@ def _is_mistake_proven(course: Course, incident: Incident) -> bool:
     return terms is not None and blame.is_script_mistaken(terms.restarts, course.state.restarts, incident)
 
 
-def _is_node_replaced(course: Course, incident: Incident, decision: blame.Decision) -> bool:
+def _is_node_replaced(course: Course, incident: Incident, decision: blame.RestartDecision) -> bool:
     """Where a platform can give another node, that is better than ending, and for a broken device the only way."""
     failure = incident.first.failure
     if incident.is_node_replaced or not blame.calls_for_another_node(incident, decision):

@@ -39,7 +39,7 @@ class Stop(NamedTuple):
     sentence: str
 
 
-class Wait(NamedTuple):
+class OverlongWait(NamedTuple):
     """A node that has waited too long at that time."""
 
     at: Micros
@@ -163,7 +163,7 @@ def num_there(state: JobState, fleet: Fleet) -> int:
     return len(workers.running) - num_finished_there
 
 
-def to_make_smaller(fleet: Fleet) -> list[Wait]:
+def to_make_smaller(fleet: Fleet) -> list[OverlongWait]:
     """Nodes of a parameter-server job that may come sooner if they ask for less. More memory was asked for on purpose."""
     if fleet.spec.strategy is not Strategy.PS:
         return []
@@ -176,7 +176,7 @@ def to_make_smaller(fleet: Fleet) -> list[Wait]:
     return _waits([node for node in candidates if smaller_resource(fleet, node) is not None], timeout)
 
 
-def groups_to_move(fleet: Fleet) -> list[Wait]:
+def groups_to_move(fleet: Fleet) -> list[OverlongWait]:
     """Relaunched nodes that wait for room in a group where there may be none."""
     spec = fleet.spec
     is_judged = spec.strategy is Strategy.ALLREDUCE and spec.pending_strategy > 0
@@ -190,14 +190,14 @@ def groups_to_move(fleet: Fleet) -> list[Wait]:
     return _waits(stuck, max(spec.group_pending_timeout, MIN_GROUP_TIMEOUT))
 
 
-def unseen_servers(fleet: Fleet) -> list[Wait]:
+def unseen_servers(fleet: Fleet) -> list[OverlongWait]:
     """Parameter servers that the platform does not even show; the workers wait for them only so long."""
     replicas = fleet.replicas.get(NodeType.PS)
     nodes = [fleet.nodes[node] for node in (() if replicas is None else replicas.pending)]
     return _waits([node for node in nodes if node.phase is NodePhase.INITIAL and not node.is_wait_over], WAIT_FOR_PS)
 
 
-def _too_long(state: JobState) -> list[Wait]:
+def _too_long(state: JobState) -> list[OverlongWait]:
     """Who must not wait for ever, in the order of the rules; only while the job really cannot do without."""
     fleet = state.fleet
     if fleet is None or not fleet.is_listed or fleet.is_suspended:
@@ -217,7 +217,7 @@ def _too_long(state: JobState) -> list[Wait]:
         # Where the others worked there may be room now, so they have the whole time from then on.
         left_over = [node for node in _left_over(fleet) if not _will_be_smaller(fleet, node)]
         found += [
-            Wait(max(wait.at, Micros(fleet.idle_since + micros(timeout))), wait.node)
+            OverlongWait(max(wait.at, Micros(fleet.idle_since + micros(timeout))), wait.node)
             for wait in _waits(left_over, timeout)
         ]
     return found
@@ -278,9 +278,9 @@ def _all_pending(fleet: Fleet) -> list[FleetNode]:
     return [fleet.nodes[node] for replicas in fleet.replicas.values() for node in replicas.pending]
 
 
-def _waits(nodes: Iterable[FleetNode], timeout: float) -> list[Wait]:
+def _waits(nodes: Iterable[FleetNode], timeout: float) -> list[OverlongWait]:
     """One that was never asked for does not wait yet."""
-    return [Wait(Micros(node.asked_at + micros(timeout)), node) for node in nodes if node.asked_at is not None]
+    return [OverlongWait(Micros(node.asked_at + micros(timeout)), node) for node in nodes if node.asked_at is not None]
 
 
 def _explain_wait(node: FleetNode, now: Micros) -> str:

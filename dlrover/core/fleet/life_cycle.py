@@ -288,9 +288,9 @@ def _has_training_begun(course: Course) -> bool:
     return bool(began) and course.now - min(began) >= micros(TRAINING_BEGINS)
 
 
-def facts_of(fleet: Fleet, node: FleetNode) -> relaunch.End:
+def facts_of(fleet: Fleet, node: FleetNode) -> relaunch.NodeEnd:
     replicas = fleet.replicas[node.node_type]
-    return relaunch.End(
+    return relaunch.NodeEnd(
         label=node.label,
         exit_reason=node.exit_reason,
         resource=node.resource,

@@ -54,7 +54,7 @@ def is_failure(exit_reason: NodeExit) -> bool:
     return exit_reason not in _FREE
 
 
-class End(Struct, frozen=True, kw_only=True):
+class NodeEnd(Struct, frozen=True, kw_only=True):
     """A node that ended without having done its work, and what its rank has used up."""
 
     label: str
@@ -85,7 +85,7 @@ class Relaunch(Struct, frozen=True, kw_only=True):
     """What the replacement gets."""
 
 
-def decide(end: End, terms: Terms) -> Relaunch:
+def decide(end: NodeEnd, terms: Terms) -> Relaunch:
     """Whether the rank gets another node."""
     how = f"{end.label} ended ({end.exit_reason.value or 'for no known reason'})"
     if terms.is_stopping:
@@ -118,7 +118,7 @@ def decide(end: End, terms: Terms) -> Relaunch:
     )
 
 
-def _refuse_more_memory(end: End, terms: Terms) -> str | None:
+def _refuse_more_memory(end: NodeEnd, terms: Terms) -> str | None:
     if terms.strategy is Strategy.ALLREDUCE:
         return "all workers of this job need as much memory as this one, so another node would end like it"
     if end.resource.memory_mb >= MAX_MEMORY_MB:

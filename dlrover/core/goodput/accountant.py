@@ -75,7 +75,7 @@ _ONCE = (TimeClass.START_UP, TimeClass.RESTORE)
 """Happen when workers begin, and not again later in the same life: what comes untold after them is something else."""
 
 
-class Fault(Struct):
+class BookedFault(Struct):
     number: int
     at: Micros
     kind: str
@@ -91,7 +91,7 @@ class Fault(Struct):
     is_redo_known: bool = True
 
 
-class Place(Struct):
+class NodeBooks(Struct):
     """The books of one node rank."""
 
     node: NodeId
@@ -122,8 +122,8 @@ class Place(Struct):
 
 
 class Goodput(Struct):
-    places: dict[NodeRank, Place] = {}
-    faults: list[Fault] = []
+    places: dict[NodeRank, NodeBooks] = {}
+    faults: list[BookedFault] = []
     num_faults: int = 0
     beginning: dict[TimeClass, int] = {}
     """Lost time before the first steps that is owed to no fault."""
@@ -141,7 +141,7 @@ class Goodput(Struct):
         """From now on the place does this."""
         place = self.places.get(rank)
         if place is None:
-            place = self.places[rank] = Place(node, now, now, doing)
+            place = self.places[rank] = NodeBooks(node, now, now, doing)
             self.began_at = now if self.began_at is None else self.began_at
         else:
             self._catch_up(place, now)
@@ -173,7 +173,7 @@ class Goodput(Struct):
 
     def fault_began(self, kind: str, cause: str, now: Micros, round_: Round, members: Iterable[NodeRank]) -> None:
         self.num_faults += 1
-        self.faults = [*self.faults, Fault(self.num_faults, now, kind, cause[:MAX_CAUSE], round_)][-MAX_FAULTS:]
+        self.faults = [*self.faults, BookedFault(self.num_faults, now, kind, cause[:MAX_CAUSE], round_)][-MAX_FAULTS:]
         for rank in members:
             if (place := self.places.get(rank)) is not None:
                 self._catch_up(place, now)
@@ -254,11 +254,11 @@ class Goodput(Struct):
         for rank in list(self.places):
             self.left(rank, now)
 
-    def lived(self, place: Place, now: Micros) -> int:
+    def lived(self, place: NodeBooks, now: Micros) -> int:
         """Microseconds; what the classes of the place sum to, whatever happened."""
         return place.lived + (0 if place.opened_at is None else now - place.opened_at)
 
-    def totals(self, place: Place, now: Micros) -> dict[TimeClass, int]:
+    def totals(self, place: NodeBooks, now: Micros) -> dict[TimeClass, int]:
         """Microseconds by class up to now, with what is not accounted for yet as it looks now."""
         totals = self.booked(place, now)
         untold = place.unsplit + (_open(place, now) if place.doing is None else 0)
@@ -266,14 +266,14 @@ class Goodput(Struct):
             totals[class_] = totals.get(class_, 0) + amount
         return totals
 
-    def booked(self, place: Place, now: Micros) -> dict[TimeClass, int]:
+    def booked(self, place: NodeBooks, now: Micros) -> dict[TimeClass, int]:
         """The same without that: what no account will move any more."""
         booked = dict(place.micros)
         if place.doing is not None and (open_ := _open(place, now)):
             booked[place.doing] = booked.get(place.doing, 0) + open_
         return booked
 
-    def _catch_up(self, place: Place, now: Micros) -> None:
+    def _catch_up(self, place: NodeBooks, now: Micros) -> None:
         passed = _open(place, now)
         place.since = now
         if place.doing is None:
@@ -281,13 +281,13 @@ class Goodput(Struct):
         elif passed:
             self._book(place, place.doing, passed, place.fault)
 
-    def _settle(self, place: Place) -> None:
+    def _settle(self, place: NodeBooks) -> None:
         """Nobody will account for what is left of the newest workers."""
         for class_, amount in _shares(place.unsplit, place):
             self._book(place, class_, amount, place.run_fault)
         place.unsplit = 0
 
-    def _close(self, place: Place, now: Micros) -> None:
+    def _close(self, place: NodeBooks, now: Micros) -> None:
         self._settle(place)
         assert place.opened_at is not None, "closed twice"
         place.lived += now - place.opened_at
@@ -295,7 +295,7 @@ class Goodput(Struct):
         place.doing = TimeClass.IDLE
         place.fault = place.run_fault = 0
 
-    def _book(self, place: Place, class_: TimeClass, micros: int, fault: int) -> None:
+    def _book(self, place: NodeBooks, class_: TimeClass, micros: int, fault: int) -> None:
         if not micros:
             return
         place.micros[class_] = place.micros.get(class_, 0) + micros
@@ -305,7 +305,7 @@ class Goodput(Struct):
         books = self.beginning if found is None else found.micros
         books[class_] = books.get(class_, 0) + micros
 
-    def _recovered(self, place: Place, now: Micros) -> None:
+    def _recovered(self, place: NodeBooks, now: Micros) -> None:
         fault = self._fault(place.run_fault)
         if fault is not None and fault.recovered_at is None:
             fault.recovered_at = now
@@ -313,7 +313,7 @@ class Goodput(Struct):
             place.fault = 0
         place.run_fault = 0
 
-    def _fault(self, number: int) -> Fault | None:
+    def _fault(self, number: int) -> BookedFault | None:
         if not number or not self.faults:
             return None
         index = number - self.faults[0].number
@@ -324,12 +324,12 @@ class Goodput(Struct):
         return self.num_faults if self.faults and self.faults[-1].recovered_at is None else 0
 
 
-def _open(place: Place, now: Micros) -> int:
+def _open(place: NodeBooks, now: Micros) -> int:
     """Microseconds in what the place is doing now."""
     return now - place.since if place.opened_at is not None else 0
 
 
-def is_beginning(place: Place) -> bool:
+def is_beginning(place: NodeBooks) -> bool:
     return TimeClass.COMPUTE not in place.micros
 
 
@@ -389,7 +389,7 @@ def _padded(millis: Sequence[int]) -> tuple[int, ...]:
     return (*millis[: len(SPLIT)], *(0,) * (len(SPLIT) - len(millis)))
 
 
-def _shares(amount: int, place: Place) -> list[tuple[TimeClass, int]]:
+def _shares(amount: int, place: NodeBooks) -> list[tuple[TimeClass, int]]:
     """Split what nobody told as the newest account was; the parts sum to the amount exactly."""
     if not amount:
         return []

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlrover.core.goodput.accountant import LOST, STOPPED, Fault, Goodput, is_beginning
+from dlrover.core.goodput.accountant import LOST, STOPPED, BookedFault, Goodput, is_beginning
 from dlrover.core.outcome import MICROS_PER_SECOND
 from dlrover.protocol.messages.goodput import (
     Counterfactual,
@@ -76,7 +76,7 @@ def fault_of(state: JobState, round_: Round) -> FaultTold:
     return FaultTold(kind=fault.kind, cause=fault.cause, node_rank=fault.node_rank, global_rank=rank)
 
 
-def _is_end(state: JobState, fault: Fault) -> bool:
+def _is_end(state: JobState, fault: BookedFault) -> bool:
     """The first of the nodes that somebody stopped to end the job: nothing that it had to recover from."""
     is_over = state.end is not None and state.end.reason is ExitReason.STOPPED_BY_USER
     return is_over and fault.kind == STOPPED and fault.running_at is None
@@ -91,7 +91,7 @@ def _beginning(goodput: Goodput, now: Micros) -> dict[TimeClass, int]:
     return beginning
 
 
-def _up_to(goodput: Goodput, now: Micros) -> list[tuple[Fault, dict[TimeClass, int]]]:
+def _up_to(goodput: Goodput, now: Micros) -> list[tuple[BookedFault, dict[TimeClass, int]]]:
     """The faults, each with what it costs right now."""
     costs = {fault.number: dict(fault.micros) for fault in goodput.faults}
     for place in goodput.places.values():
@@ -100,7 +100,7 @@ def _up_to(goodput: Goodput, now: Micros) -> list[tuple[Fault, dict[TimeClass, i
     return [(fault, costs[fault.number]) for fault in goodput.faults]
 
 
-def _cost(known: tuple[Fault, dict[TimeClass, int]]) -> FaultCost:
+def _cost(known: tuple[BookedFault, dict[TimeClass, int]]) -> FaultCost:
     fault, micros = known
     return FaultCost(
         number=fault.number,

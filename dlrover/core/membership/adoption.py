@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from dlrover.core.check import commands as check_commands
 from dlrover.core.fleet import reconcile
-from dlrover.core.membership.claims import Claim, is_sane
+from dlrover.core.membership.claims import WorldClaim, is_sane
 from dlrover.core.membership.nodes import reattach_window
 from dlrover.core.membership.rendezvous import Member, World
 from dlrover.core.outcome import micros
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dlrover.core.decision import Course
 
 
-def hear_claim(course: Course, command: Attach, rank: NodeRank) -> Claim | None:
+def hear_claim(course: Course, command: Attach, rank: NodeRank) -> WorldClaim | None:
     """A node that is about to be admitted runs workers of a world that we know nothing of: our journal was lost.
 
     None: it does not, or what it says cannot count.
@@ -46,7 +46,7 @@ def hear_claim(course: Course, command: Attach, rank: NodeRank) -> Claim | None:
         return None
     if not rdzv.take_up.claims:
         rdzv.take_up.until = Micros(course.now + micros(reattach_window(course.detection)))
-    return Claim(rank, world)
+    return WorldClaim(rank, world)
 
 
 def give_up_claims(course: Course, why: str) -> None:

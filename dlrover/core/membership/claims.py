@@ -20,7 +20,7 @@ _OLDEST = 1e9
 _MOST_TURNS = 1024
 
 
-class Claim(Struct, frozen=True):
+class WorldClaim(Struct, frozen=True):
     """A node says that it runs workers in this world, at this place."""
 
     node_rank: NodeRank
@@ -30,7 +30,7 @@ class Claim(Struct, frozen=True):
 class TakeUp(Struct):
     """The claims so far."""
 
-    claims: dict[NodeId, Claim] = {}
+    claims: dict[NodeId, WorldClaim] = {}
     """Of one world only. Changed by `add` and `drop`."""
     places: dict[int, NodeId] = {}
     """Group rank to who claims it."""
@@ -49,7 +49,7 @@ class TakeUp(Struct):
         """How many nodes the claimed world has."""
         return next((claim.world.group_world_size for claim in self.claims.values()), 0)
 
-    def add(self, node: NodeId, claim: Claim) -> None:
+    def add(self, node: NodeId, claim: WorldClaim) -> None:
         """One that contradicts none of the others."""
         self.claims[node] = claim
         self.places[claim.world.group_rank] = node
@@ -64,7 +64,7 @@ class TakeUp(Struct):
         first = next(iter(self.claims.values()), None)
         return first is not None and (_common(first.world) != _common(world) or world.group_rank in self.places)
 
-    def in_order(self) -> list[tuple[NodeId, Claim]] | None:
+    def in_order(self) -> list[tuple[NodeId, WorldClaim]] | None:
         """All members by group rank; None while some are missing, or if their places do not fit together."""
         if not self.claims or len(self.claims) != self.size:
             return None

@@ -24,7 +24,7 @@ from dlrover.protocol.messages.job import Detection, Heartbeat, Incarnation, Mic
 _NEVER = Micros(2**62)
 
 
-class Seen(Struct):
+class LastHeard(Struct):
     """What was last heard of a node."""
 
     incarnation: Incarnation
@@ -45,7 +45,7 @@ class Observations:
         self._started_at = started_at
         self._detection = Detection() if detection is None else detection
         self._suspects: dict[NodeId, None] = {}
-        self._seen: dict[NodeId, Seen] = {}
+        self._seen: dict[NodeId, LastHeard] = {}
         self._lateness = 0
         """Microseconds by which all ticks together came late."""
         self._quiet_until: Micros | None = None
@@ -63,7 +63,7 @@ class Observations:
         """From now on the node has to be heard of."""
         known = self._seen.get(node)
         step = known.step if known is not None and known.incarnation == incarnation else None
-        self._seen[node] = seen = Seen(incarnation, now, self._lateness, step)
+        self._seen[node] = seen = LastHeard(incarnation, now, self._lateness, step)
         if self._quiet_until is not None:
             self._quiet_until = min(self._quiet_until, self._silent_at(node, seen))
 
@@ -136,7 +136,7 @@ class Observations:
         """The newest step of each node of which others keep what it has."""
         return {node: seen.copied_step for node, seen in self._seen.items() if seen.copied_step is not None}
 
-    def _silent_at(self, node: NodeId, seen: Seen) -> Micros:
+    def _silent_at(self, node: NodeId, seen: LastHeard) -> Micros:
         begins_at = max(seen.last_seen_at, self._started_at)
         patience = self._detection.suspicion if node in self._suspects else self._detection.silence
         return Micros(begins_at + micros(patience) + self._lateness - seen.lateness_then)

@@ -78,7 +78,7 @@ class Opening(Struct, frozen=True):
     reason: str
 
 
-class Block(Struct, frozen=True):
+class RoundBlock(Struct, frozen=True):
     """No round completes before it is lifted or ends."""
 
     until: Micros
@@ -119,7 +119,7 @@ class Rendezvous(Struct):
     """Since when too few nodes wait in the open round; None while enough do or nothing is open."""
     granted: int = 0
     """Microseconds that nodes were given for coming back after outages of the master, beyond the join timeout."""
-    blocks: dict[NodeId, Block] = {}
+    blocks: dict[NodeId, RoundBlock] = {}
     """By owner."""
     order: tuple[NodeRank, ...] = ()
     """The newest word of the topology sorter; empty: none."""
@@ -324,7 +324,7 @@ class Rendezvous(Struct):
         self.call_began_at = now
         return nodes
 
-    def lift_expired(self, now: Micros) -> list[Block]:
+    def lift_expired(self, now: Micros) -> list[RoundBlock]:
         """End the holds whose time is over, and say which blocks ended so."""
         expired = [block for block in self.blocks.values() if block.until <= now]
         self.blocks = {node: block for node, block in self.blocks.items() if block.until > now}
@@ -371,7 +371,7 @@ class Rendezvous(Struct):
                 self.below_min_since = Micros(gives_up_at - timeout)
         for node, block in self.blocks.items():
             until = Micros(block.until + now - last_command_at)
-            self.blocks[node] = Block(until, block.owner, block.reason)
+            self.blocks[node] = RoundBlock(until, block.owner, block.reason)
         if self.order_awaited_until is not None:
             self.order_awaited_until = now  # whoever asked is dead, and so is the answer
         if self.pre_check_until is not None:

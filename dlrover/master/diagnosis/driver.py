@@ -17,13 +17,13 @@ from msgspec.structs import replace
 
 from dlrover.core.diagnosis.checks.failures import WorkerEnded
 from dlrover.core.diagnosis.mute_nodes import MuteNodes
-from dlrover.core.diagnosis.picture import Failed, scene_of
+from dlrover.core.diagnosis.picture import FailedWorkers, scene_of
 from dlrover.core.diagnosis.stacks import say_ranks
 from dlrover.core.diagnosis.watch import Act, AskNode, Publish, Tell, Watch
 from dlrover.core.outcome import Outcome
 from dlrover.master.diagnosis.plugins import UserDiagnosticians
 from dlrover.master.loop.clock import MasterClock
-from dlrover.master.loop.loop import Desk
+from dlrover.master.loop.loop import MasterLoop
 from dlrover.protocol.errors import DLRoverError, Unavailable
 from dlrover.protocol.messages.fleet import NodePhase, NodesListed
 from dlrover.protocol.messages.job import Command, JobTerms, Micros, NodeId, Reply, ReportFailure
@@ -61,7 +61,7 @@ _FOLLOWS = {
 class WatchKeeper:
     def __init__(
         self,
-        desk: Desk,
+        desk: MasterLoop,
         clock: MasterClock,
         *,
         job_name: str,
@@ -189,7 +189,7 @@ class WatchKeeper:
         holder = state.nodes.holder(first.node_rank)
         self._follow_job(now)
         self._watch.hear_failure(
-            Failed(
+            FailedWorkers(
                 at=now,
                 round=report.round,
                 node=node.id if holder is None else holder.id,

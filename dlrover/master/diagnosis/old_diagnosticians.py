@@ -36,7 +36,7 @@ class DiagnosisObservation:
     extra_infos: dict[str, str] = field(default_factory=dict)
 
 
-class Diagnostician:
+class OldDiagnostician:
     """To be derived from."""
 
     def observe(self, **kwargs: Any) -> DiagnosisObservation | None:
@@ -48,7 +48,7 @@ class Diagnostician:
 
 
 class Translated:
-    def __init__(self, name: str, diagnostician: Diagnostician) -> None:
+    def __init__(self, name: str, diagnostician: OldDiagnostician) -> None:
         self.interval = getattr(diagnostician, "interval", 60.0)
         self._name = name
         self._diagnostician = diagnostician

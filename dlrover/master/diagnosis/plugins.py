@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from dlrover.core.diagnosis.picture import Failed, Picture, Scene
+from dlrover.core.diagnosis.picture import FailedWorkers, Picture, Scene
 from dlrover.core.diagnosis.samples import Sample
 from dlrover.core.failures.hangs import MAX_CULPRITS, MAX_EVIDENCE
-from dlrover.master.diagnosis.old_diagnosticians import Diagnostician, Translated
+from dlrover.master.diagnosis.old_diagnosticians import OldDiagnostician, Translated
 from dlrover.protocol.messages.watch import MAX_TEXT, ResourceReport, Verdict, WorkerProgress
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Portrait(Struct, frozen=True, kw_only=True):
     scene: Scene
     workers: tuple[WorkerProgress, ...]
     resources: tuple[ResourceReport, ...]
-    failures: tuple[Failed, ...]
+    failures: tuple[FailedWorkers, ...]
     samples: tuple[Sample, ...] = ()
     """Of collectors, oldest first."""
 
@@ -71,7 +71,7 @@ class UserDiagnosticians:
         for point in metadata.entry_points(group=ENTRY_POINTS):
             try:
                 plugin = point.load()()
-                if isinstance(plugin, Diagnostician):
+                if isinstance(plugin, OldDiagnostician):
                     plugin = Translated(point.name, plugin)
                 if not callable(getattr(plugin, "diagnose", None)):
                     raise TypeError("it has no method `diagnose`")

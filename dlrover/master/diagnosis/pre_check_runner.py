@@ -31,7 +31,7 @@ from dlrover.master.diagnosis.old_actions import (
     NodeAction,
 )
 from dlrover.master.diagnosis.pre_checks import Operator, PreCheckResult, view_of
-from dlrover.master.loop.loop import Desk
+from dlrover.master.loop.loop import MasterLoop
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.fleet import RestartJob
 from dlrover.protocol.messages.goodput import JobEvent
@@ -58,7 +58,7 @@ SLACK = 600.0
 class PreCheckRunner:
     def __init__(
         self,
-        desk: Desk,
+        desk: MasterLoop,
         operators: Sequence[Operator],
         *,
         limit: float,

@@ -217,14 +217,14 @@ def view_of(state: JobState, nodes: tuple[NodeStatus, ...], now: Micros) -> JobV
 # How users name them.
 
 
-class Wanted(NamedTuple):
+class WantedCheck(NamedTuple):
     module: str
     class_name: str
     is_bypassed: bool = False
     """Whether a failure is only told."""
 
 
-def parse_operators(text: str, option: str = "--pre-check-ops") -> tuple[Wanted, ...]:
+def parse_operators(text: str, option: str = "--pre-check-ops") -> tuple[WantedCheck, ...]:
     """
     The historical list of tuples, `[("module", "Class", False)]`, or `module::Class` and `module::Class?` (a failure is only told), separated by
     commas. Empty: none. Raises ConfigError.
@@ -241,7 +241,7 @@ def parse_operators(text: str, option: str = "--pre-check-ops") -> tuple[Wanted,
         ) from error
 
 
-def _parse_tuples(text: str) -> tuple[Wanted, ...]:
+def _parse_tuples(text: str) -> tuple[WantedCheck, ...]:
     said = ast.literal_eval(text)
     if not isinstance(said, list | tuple):
         raise ValueError("it is no list")
@@ -256,12 +256,12 @@ def _parse_tuples(text: str) -> tuple[Wanted, ...]:
     return tuple(wanted)
 
 
-def _parse_name(name: str) -> Wanted:
+def _parse_name(name: str) -> WantedCheck:
     module, separator, class_name = name.strip().rstrip("?").partition("::")
     is_module = all(piece.isidentifier() for piece in module.split("."))
     if not (separator and is_module and class_name.isidentifier()):
         raise ValueError(f"{name.strip()!r} is no module::Class")
-    return Wanted(module, class_name, name.strip().endswith("?"))
+    return WantedCheck(module, class_name, name.strip().endswith("?"))
 
 
 class Operator(NamedTuple):
@@ -270,7 +270,7 @@ class Operator(NamedTuple):
     is_bypassed: bool
 
 
-def load_operators(wanted: Sequence[Wanted]) -> list[Operator]:
+def load_operators(wanted: Sequence[WantedCheck]) -> list[Operator]:
     """One that cannot be loaded costs a warning, and no other."""
     loaded = []
     for module, class_name, is_bypassed in wanted:

@@ -13,10 +13,10 @@ import logging
 
 import msgspec
 
-from dlrover.core.commit_order import Batch, CommitSequence, CoreFault
+from dlrover.core.commit_order import CommitSequence, CoreFault, RecordBatch
 from dlrover.core.job import Job
 from dlrover.core.outcome import Origin
-from dlrover.master.journal.journal_thread import Keeper
+from dlrover.master.journal.journal_thread import JournalThread
 from dlrover.master.loop.clock import MasterClock
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.frames import BLOCKED
@@ -32,7 +32,7 @@ RETRY_PERIOD = 1_000_000
 class DurableJob:
     """`job` and `sequence` are others after `fall_back` and `quarantine`: do not keep them."""
 
-    def __init__(self, keeper: Keeper, job: Job, clock: MasterClock) -> None:
+    def __init__(self, keeper: JournalThread, job: Job, clock: MasterClock) -> None:
         self._keeper = keeper
         self._clock = clock
         self._poison: set[bytes] = set()  # commands that broke the core once
@@ -75,7 +75,7 @@ class DurableJob:
         except UNENCODABLE:
             return False  # the core refuses it before it applies it
 
-    async def write(self, batch: Batch | None, *, cpu_time: float = 0.0) -> None:
+    async def write(self, batch: RecordBatch | None, *, cpu_time: float = 0.0) -> None:
         """
         Durable when it returns; without anything to write, a look whether we were replaced. `cpu_time`: of the decisions.
 
@@ -105,7 +105,7 @@ class DurableJob:
         """The journal could not be written, and cannot yet: no command may be decided."""
         return self._failed_bytes > 0
 
-    async def fall_back(self, error: Unavailable, batch: Batch | None) -> None:
+    async def fall_back(self, error: Unavailable, batch: RecordBatch | None) -> None:
         """Not durable, so it never happened: forget the state that saw it."""
         if not self._failed_bytes:
             log.error("journal cannot be written, commands are refused until it can: %s", error)

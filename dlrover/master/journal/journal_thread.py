@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from dlrover.core.commit_order import Batch, JournalCorrupt, replay
+from dlrover.core.commit_order import JournalCorrupt, RecordBatch, replay
 from dlrover.core.job import DECISION_VERSION, Job
 from dlrover.master.journal.filesystem import network_filesystem
 from dlrover.master.journal.journal import ADVICE, Journal, JournalError, Stored
@@ -26,7 +26,7 @@ REPLAY_BUDGET = 0.3
 """Seconds of CPU that a replay may cost before a snapshot is taken, so that a killed master serves again within one."""
 
 
-class Keeper:
+class JournalThread:
     """Use `open`."""
 
     def __init__(self, thread: ThreadPoolExecutor, journal: Journal) -> None:
@@ -38,7 +38,7 @@ class Keeper:
         """Hears how many seconds each commit took."""
 
     @classmethod
-    async def open(cls, path: Path, *, job_name: str, max_pages: int = 0) -> Keeper:
+    async def open(cls, path: Path, *, job_name: str, max_pages: int = 0) -> JournalThread:
         """Takes the journal over from every earlier master. Raises Unavailable or JournalError."""
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
 
@@ -78,7 +78,7 @@ class Keeper:
         job, self._replay_seconds = await self._run(read)
         return job
 
-    async def append(self, batch: Batch) -> None:
+    async def append(self, batch: RecordBatch) -> None:
         began_at = time.monotonic()
         await self._run(
             lambda: self._journal.append(batch.first_number, batch.records, master_epoch=batch.master_epoch)

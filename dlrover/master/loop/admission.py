@@ -18,7 +18,7 @@ from dlrover.master.loop.clock import MasterClock
 from dlrover.master.loop.inbox import Tray
 from dlrover.master.loop.plugin_answers import Errands
 from dlrover.master.loop.request import Work
-from dlrover.master.loop.streams import Line
+from dlrover.master.loop.streams import AgentLine
 from dlrover.master.view.events import EventLog
 from dlrover.protocol.codec import Codec, Question
 from dlrover.protocol.errors import Rejected, Unavailable
@@ -48,7 +48,7 @@ class Reception:
         self._events = events
         self._answers = answers
 
-    def accept(self, line: Line, request: Request) -> None:
+    def accept(self, line: AgentLine, request: Request) -> None:
         """From an agent, or from somebody who has not said yet who it is."""
         if isinstance(request.body, Attach) and line.has_presented:
             text = "this stream is attached already; another node needs its own"
@@ -95,12 +95,12 @@ class Reception:
         line.gate.passed(request.sequence)
         self._tray.offer(work)
 
-    async def _tell_events(self, line: Line, id_: int, question: AskEvents) -> None:
+    async def _tell_events(self, line: AgentLine, id_: int, question: AskEvents) -> None:
         events = await self._events.answer(question)
         if line.is_open:
             line.stream.send(Answer(id=id_, body=events))
 
-    def _in_our_time(self, command: Command, line: Line) -> Command:
+    def _in_our_time(self, command: Command, line: AgentLine) -> Command:
         """An agent counts on from the time it was told; what our clock stood still since then it cannot know."""
         ahead = self._clock.stood_still - line.clock_stood_still
         if not ahead or not isinstance(command, ReportFailure):

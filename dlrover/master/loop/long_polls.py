@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from dlrover.master.loop.request import Work
-from dlrover.master.loop.streams import Line
+from dlrover.master.loop.streams import AgentLine
 from dlrover.protocol.errors import Rejected
 
-Key = TypeVar("Key", str, Line)
+Key = TypeVar("Key", str, AgentLine)
 
 MAX_WAITING = 16_384
 """Questions. Every thread of every worker that uses the store may have one; a job of 64 nodes has room for 256 on each."""
@@ -27,7 +27,7 @@ class WaitingRoom:
     def __init__(self, *, max_waiting: int = MAX_WAITING) -> None:
         self._max_waiting = max_waiting
         self._by_topic: dict[str, dict[Work, None]] = {}
-        self._by_line: dict[Line, dict[Work, None]] = {}
+        self._by_line: dict[AgentLine, dict[Work, None]] = {}
         self._topics: dict[Work, dict[str, None]] = {}
         """Those that were not touched yet; never none."""
         self._deadlines: list[tuple[int, int, Work]] = []
@@ -80,7 +80,7 @@ class WaitingRoom:
     def next_deadline(self) -> int | None:
         return self._deadlines[0][0] if self._topics else None
 
-    def drop(self, line: Line) -> None:
+    def drop(self, line: AgentLine) -> None:
         """The stream is gone: nobody hears an answer."""
         for work in list(self._by_line.get(line, ())):
             self._leave(work)

@@ -24,11 +24,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dlrover.core.commit_order import Batch, BrokenQuestion, CoreFault
+from dlrover.core.commit_order import BrokenQuestion, CoreFault, RecordBatch
 from dlrover.core.job import Job
 from dlrover.core.outcome import NotYet, Outcome
 from dlrover.master.journal.durable_job import DurableJob
-from dlrover.master.journal.journal_thread import Keeper
+from dlrover.master.journal.journal_thread import JournalThread
 from dlrover.master.loop.admission import Reception
 from dlrover.master.loop.clock import MasterClock
 from dlrover.master.loop.inbox import Tray
@@ -36,9 +36,9 @@ from dlrover.master.loop.long_polls import WaitingRoom
 from dlrover.master.loop.plugin_answers import Errands
 from dlrover.master.loop.presence import Presence
 from dlrover.master.loop.request import Work
-from dlrover.master.loop.stalls import StallWatch
-from dlrover.master.loop.streams import Line, Roster
-from dlrover.master.topology_plugins import TIME_LIMIT, Topology
+from dlrover.master.loop.stalls import LoopWatch
+from dlrover.master.loop.streams import AgentLine, Roster
+from dlrover.master.topology_plugins import TIME_LIMIT, TopologyPlugins
 from dlrover.master.view.bookkeeper import Bookkeeper
 from dlrover.protocol.codec import Question, Unreadable
 from dlrover.protocol.errors import Rejected, Unavailable
@@ -81,20 +81,20 @@ COMING_BACK = 5_000_000
 to twice the second that they were told, and some have to attach before they can say what matters."""
 
 
-class Desk:
+class MasterLoop:
     """Implements the seam of `protocol.serving`; `run` is its one task."""
 
     def __init__(
         self,
-        keeper: Keeper,
+        keeper: JournalThread,
         job: Job,
         clock: MasterClock,
         *,
         job_name: str,
         user: str = "",
-        topology: Topology | None = None,
+        topology: TopologyPlugins | None = None,
         books: Bookkeeper | None = None,
-        stalls: StallWatch | None = None,
+        stalls: LoopWatch | None = None,
     ) -> None:
         """`stalls`: one that tests control."""
         self._clock = clock
@@ -110,7 +110,7 @@ class Desk:
         self._roster = Roster()
         self._waiting = WaitingRoom()
         self._tray = Tray(self._wake)
-        self._errands = Errands(Topology() if topology is None else topology, self._durable, self._tray)
+        self._errands = Errands(TopologyPlugins() if topology is None else topology, self._durable, self._tray)
         self._reception = Reception(self._tray, self._errands, clock, events=self._books.events, answers=self.answers)
         self._verdict = ""
         self.finished: asyncio.Future[JobEnd] = asyncio.get_running_loop().create_future()
@@ -322,7 +322,7 @@ class Desk:
         self._tray.leave(work)  # who waits costs nothing, and must not keep others from coming in
         return None
 
-    def _release(self, batch: Batch | None, staged: dict[int, Work], now: Micros) -> None:
+    def _release(self, batch: RecordBatch | None, staged: dict[int, Work], now: Micros) -> None:
         """Durable: from here on everybody may know."""
         told: dict[NodeId, None] = {}
         touched: dict[str, None] = {}
@@ -361,7 +361,7 @@ class Desk:
         if ended is not None and not self.finished.done():
             self.finished.set_result(ended)
 
-    def _attach(self, line: Line, attached: Attached) -> None:
+    def _attach(self, line: AgentLine, attached: Attached) -> None:
         if line.is_open:
             line.clock_stood_still = self._clock.stood_still
             self._roster.attach(line, attached, self._clock.elapsed())
@@ -417,7 +417,7 @@ class Desk:
 
     # When things go wrong.
 
-    async def _fall_back(self, error: Unavailable, batch: Batch | None, works: list[Work]) -> None:
+    async def _fall_back(self, error: Unavailable, batch: RecordBatch | None, works: list[Work]) -> None:
         await self._durable.fall_back(error, batch)
         self._begin_anew()
         for work in [*works, *self._tray.take()]:

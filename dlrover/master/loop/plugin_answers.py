@@ -15,13 +15,13 @@ from msgspec.structs import replace
 from dlrover.master.journal.durable_job import DurableJob
 from dlrover.master.loop.inbox import Tray
 from dlrover.master.loop.request import Work
-from dlrover.master.loop.streams import Line
-from dlrover.master.topology_plugins import NodeTopologyMeta, Topology
+from dlrover.master.loop.streams import AgentLine
+from dlrover.master.topology_plugins import NodeTopologyMeta, TopologyPlugins
 from dlrover.protocol.messages.job import Attach, NodesOrdered
 
 
 class Errands:
-    def __init__(self, topology: Topology, durable: DurableJob, tray: Tray) -> None:
+    def __init__(self, topology: TopologyPlugins, durable: DurableJob, tray: Tray) -> None:
         self._topology = topology
         self._durable = durable
         self._tray = tray
@@ -38,7 +38,7 @@ class Errands:
             task.cancel()
         self._topology.close()
 
-    def place_and_attach(self, line: Line, id_: int, attach: Attach) -> None:
+    def place_and_attach(self, line: AgentLine, id_: int, attach: Attach) -> None:
         """Where the node is belongs to what it says of itself: somebody may have to be asked first."""
         place = attach.place or self._topology.known_place(attach.node_ip or attach.host)
         if place is not None:
@@ -46,7 +46,7 @@ class Errands:
         else:
             self.run(self._ask_for_place(line, id_, attach))
 
-    async def _ask_for_place(self, line: Line, id_: int, attach: Attach) -> None:
+    async def _ask_for_place(self, line: AgentLine, id_: int, attach: Attach) -> None:
         place = await self._topology.place_of(attach.node_ip or attach.host)
         if line.is_open:
             self._tray.offer(Work(replace(attach, place=place), line=line, id=id_))

@@ -18,7 +18,7 @@ from dlrover.core.outcome import micros
 from dlrover.master.journal.durable_job import DurableJob
 from dlrover.master.loop.clock import MasterClock
 from dlrover.master.loop.isolation import Isolation
-from dlrover.master.loop.stalls import AFTERMATH, LONG_STALL, NEVER, Grace, StallWatch
+from dlrover.master.loop.stalls import AFTERMATH, LONG_STALL, NEVER, Grace, LoopWatch
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import (
     Attached,
@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 
 
 class Presence:
-    def __init__(self, durable: DurableJob, clock: MasterClock, stalls: StallWatch | None = None) -> None:
+    def __init__(self, durable: DurableJob, clock: MasterClock, stalls: LoopWatch | None = None) -> None:
         """`stalls`: one that tests control."""
         self._durable = durable
         self._clock = clock
         self._observations = Observations(clock.now())
         self._findings: dict[NodeId, NodeDisconnected | NodeSilent] = {}  # kept until they are durable
-        self._stalls = StallWatch() if stalls is None else stalls
+        self._stalls = LoopWatch() if stalls is None else stalls
         self._isolation = Isolation()
         self._blamed_until = 0  # elapsed microseconds until which the end of a stream may be our own doing
         self._stalled = 0  # microseconds that the observations have not been told of

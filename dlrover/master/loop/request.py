@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import dataclass
 
 from dlrover.core.outcome import Origin
-from dlrover.master.loop.streams import Line
+from dlrover.master.loop.streams import AgentLine
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.frames import Answer, Refusal
 from dlrover.protocol.messages.job import Attach, Command, Query, Reply
@@ -24,7 +24,7 @@ SHORTEST_RETRY = 0.05
 class Work:
     body: Command | Query
     origin: Origin | None = None
-    line: Line | None = None
+    line: AgentLine | None = None
     id: int = 0
     answer: asyncio.Future[Reply] | None = None
     """Of a one-shot question; else `line` and `id` say where the answer goes. Neither: a finding of our own."""

@@ -27,7 +27,7 @@ AFTERMATH = 10_000_000
 """Microseconds after a long stall in which a stream that ends may have ended because of it."""
 
 
-class StallWatch:
+class LoopWatch:
     """Measures how long the running event loop did not run."""
 
     def __init__(self, time: Callable[[], float] | None = None) -> None:

@@ -41,7 +41,7 @@ class Gate:
 
 
 @dataclass(eq=False)
-class Line:
+class AgentLine:
     """One stream, and the node behind it once it has attached."""
 
     stream: AgentStream
@@ -62,18 +62,18 @@ class Line:
 
 class Roster:
     def __init__(self) -> None:
-        self._lines: dict[AgentStream, Line] = {}
-        self._current: dict[NodeId, Line] = {}
+        self._lines: dict[AgentStream, AgentLine] = {}
+        self._current: dict[NodeId, AgentLine] = {}
 
-    def line(self, stream: AgentStream) -> Line:
+    def line(self, stream: AgentStream) -> AgentLine:
         """Known from its first message on."""
-        return self._lines.setdefault(stream, Line(stream))
+        return self._lines.setdefault(stream, AgentLine(stream))
 
-    def line_of(self, node: NodeId) -> Line | None:
+    def line_of(self, node: NodeId) -> AgentLine | None:
         """The stream that speaks for the node now."""
         return self._current.get(node)
 
-    def attach(self, line: Line, attached: Attached, now: int) -> None:
+    def attach(self, line: AgentLine, attached: Attached, now: int) -> None:
         """The line now speaks for the node; an older one of the same node no longer does."""
         assert line.node is None, f"a stream of node {line.node} attached again as node {attached.node}"
         older = self._current.get(attached.node)
@@ -114,16 +114,16 @@ class Roster:
                 continue
             self._tell(line, desired, now)
 
-    def acknowledge(self, line: Line, number: int) -> None:
+    def acknowledge(self, line: AgentLine, number: int) -> None:
         line.acknowledged = max(line.acknowledged, number)
 
-    def remind(self, line: Line, now: int) -> None:
+    def remind(self, line: AgentLine, now: int) -> None:
         """Again what was not acknowledged. Asked at each heartbeat, so a living agent always gets it in the end."""
         if line.node is None or self._current.get(line.node) is not line or line.told is None:
             return
         if line.acknowledged < line.told.number and now - line.told_at >= RESEND_AFTER:
             self._tell(line, line.told, now)
 
-    def _tell(self, line: Line, desired: Desired, now: int) -> None:
+    def _tell(self, line: AgentLine, desired: Desired, now: int) -> None:
         line.told, line.told_at = desired, now
         line.stream.send(Push(desired))

@@ -14,7 +14,7 @@ import ssl
 from typing import TYPE_CHECKING
 
 from dlrover.master.config import MasterConfig
-from dlrover.master.loop.loop import Desk
+from dlrover.master.loop.loop import MasterLoop
 from dlrover.master.view.gatherer import Lookout
 from dlrover.master.view.metrics import CONTENT_TYPE, Meters
 from dlrover.master.view.metrics_server import Exposition
@@ -35,7 +35,7 @@ LAST_LOOK = 0.5
 
 
 class Observatory:
-    def __init__(self, config: MasterConfig, desk: Desk, token: str) -> None:
+    def __init__(self, config: MasterConfig, desk: MasterLoop, token: str) -> None:
         self.dashboard = ""
         self.link = ""
         """Where people open the page: where it is served, or the proxy in front of it."""

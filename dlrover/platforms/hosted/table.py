@@ -49,9 +49,9 @@ from dlrover.platforms.hosted.messages import (
     Taken,
     WatchNodes,
 )
-from dlrover.platforms.local.kernel_claims import Claim, dead_tags
+from dlrover.platforms.local.kernel_claims import KernelTag, dead_tags
 from dlrover.platforms.local.memory_limits import MemoryLimits, remove_groups
-from dlrover.platforms.local.namespaces import NODE_INTERFACE, Namespaces, Place, remove_namespaces
+from dlrover.platforms.local.namespaces import NODE_INTERFACE, Namespaces, NodeNamespaces, remove_namespaces
 from dlrover.platforms.local.node_process import MARK, SWEEP_TIMEOUT, NodeCommand, NodeProcess, send, wait_gone
 from dlrover.protocol.addresses import LOOPBACK
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
@@ -121,7 +121,7 @@ class _Node:
 
 
 @dataclass(eq=False)
-class _Watch:
+class _Watcher:
     queue: asyncio.Queue[HostAnswer | None]
 
 
@@ -132,7 +132,7 @@ class _Job:
     nodes: dict[PlatformId, _Node] = field(default_factory=dict)
     launches: dict[PlatformId, LaunchNode | None] = field(default_factory=dict)
     """Every id ever heard of: none is used twice. None: a removal came before any launch."""
-    watches: list[_Watch] = field(default_factory=list)
+    watches: list[_Watcher] = field(default_factory=list)
 
 
 OnLine = Callable[[str, bytes, bool], None]
@@ -324,7 +324,7 @@ class NodeHost:
                 f"{intent.name}: asks for {intent.resource.gpus} GPUs, and this machine has {num_gpus}"
             )
 
-    def _start(self, job_uid: str, intent: LaunchNode, key: str) -> tuple[NodeProcess, Place | None]:
+    def _start(self, job_uid: str, intent: LaunchNode, key: str) -> tuple[NodeProcess, NodeNamespaces | None]:
         """Raises `Unavailable`, and leaves nothing then."""
         log_file = os.path.join(self._config.log_dir or self._config.directory, f"{short_name(intent)}-{intent.id}.log")
         place = self._networks.add(intent.id) if self._networks is not None else None
@@ -354,7 +354,7 @@ class NodeHost:
             process.hold_output()
         return process, place
 
-    def _environ(self, intent: LaunchNode, place: Place | None) -> dict[str, str]:
+    def _environ(self, intent: LaunchNode, place: NodeNamespaces | None) -> dict[str, str]:
         own = {
             "DLROVER_NODE_ID": str(intent.id),
             "NODE_ID": str(intent.id),
@@ -574,7 +574,7 @@ class NodeHost:
 
     async def _serve_watch(self, job_uid: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         job = self._job(job_uid)
-        watch = _Watch(asyncio.Queue())
+        watch = _Watcher(asyncio.Queue())
         job.watches.append(watch)
         watch.queue.put_nowait(self._listing(job_uid))
         sending = asyncio.ensure_future(_send_all(writer, watch.queue))
@@ -622,11 +622,11 @@ def remove_left_behind() -> list[str]:
 
 def claim_kernel_names(
     *, wants_networks: bool, wants_memory: bool
-) -> tuple[Claim | None, Namespaces | None, MemoryLimits | None]:
+) -> tuple[KernelTag | None, Namespaces | None, MemoryLimits | None]:
     """What this host may use of namespaces and cgroups. Raises `ConfigError` if namespaces are wanted and fail."""
     if not (wants_networks or wants_memory):
         return None, None, None
-    claim = Claim()
+    claim = KernelTag()
     try:
         networks = Namespaces.create(claim.tag) if wants_networks else None
     except Unavailable as error:

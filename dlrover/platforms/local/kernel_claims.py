@@ -23,7 +23,7 @@ _TAG = re.compile(r"[0-9a-f]{6}")
 _MAX_TRIES = 5
 
 
-class Claim:
+class KernelTag:
     """A tag that is ours until `release` or the end of this process."""
 
     def __init__(self, directory: Path = CLAIMS) -> None:

@@ -20,7 +20,7 @@ import subprocess
 
 from msgspec import Struct
 
-from dlrover.platforms.local.kernel_claims import Claim, tag_of
+from dlrover.platforms.local.kernel_claims import KernelTag, tag_of
 from dlrover.protocol.errors import ConfigError, Unavailable
 
 NODE_INTERFACE = "eth0"
@@ -33,7 +33,7 @@ _PREFIX_BITS = 22
 _NUM_TRIES = 50
 
 
-class Place(Struct, frozen=True):
+class NodeNamespaces(Struct, frozen=True):
     """Where a node is."""
 
     network: str
@@ -52,7 +52,7 @@ def available() -> str:
     if shutil.which("ip") is None:
         return "network namespaces need the `ip` command (package iproute2)"
     try:
-        claim = Claim()  # so that even a probe that is killed is found by those who clean up
+        claim = KernelTag()  # so that even a probe that is killed is found by those who clean up
     except ConfigError as error:
         return f"network namespaces cannot be claimed: {error}"
     name = f"dlr-{claim.tag}-probe"
@@ -75,7 +75,7 @@ class Namespaces:
         self._tag = tag
         self._hub = f"dlr-{tag}-hub"
         self._network = ipaddress.ip_network("10.0.0.0/8")
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, NodeNamespaces] = {}
 
     @classmethod
     def create(cls, tag: str) -> Namespaces:
@@ -108,10 +108,10 @@ class Namespaces:
     def _master_interface(self) -> str:
         return f"dlr{self._tag}m"
 
-    def add(self, node: int) -> Place:
+    def add(self, node: int) -> NodeNamespaces:
         """Raises `NamespacesFailed`."""
         name = self._name(node)
-        place = Place(f"{_NETNS}/{name}", self._free_address())
+        place = NodeNamespaces(f"{_NETNS}/{name}", self._free_address())
         try:
             _ip(f"netns add {name}")
             self._plug(f"n{node}", NODE_INTERFACE, netns=name)

@@ -48,7 +48,7 @@ class TaskType(enum.IntEnum):
     TRAIN_END_CALLBACK = 5
 
 
-class Storage(enum.StrEnum):
+class StorageKind(enum.StrEnum):
     TABLE = "table"
     """Shards are shuffled, the records inside stay in order."""
     TEXT = "text"
@@ -69,7 +69,7 @@ class DatasetSpec(Struct, frozen=True, kw_only=True):
     batch_size: int = 1
     shuffle: bool = False
     seed: int = 0
-    storage: Storage = Storage.TABLE
+    storage: StorageKind = StorageKind.TABLE
     task_type: TaskType = TaskType.TRAINING
     partitions: dict[str, int] = {}
     """Of a stream: the first offset of each."""
@@ -93,7 +93,7 @@ class DatasetSpec(Struct, frozen=True, kw_only=True):
     """Of the data themselves, where somebody has looked: data that were exchanged are refused like another cut. Empty: nobody has."""
 
 
-class Shard(Struct, frozen=True, array_like=True):
+class LeasedShard(Struct, frozen=True, array_like=True):
     """A range of places, and under which number it was given."""
 
     id: int
@@ -239,7 +239,7 @@ class Supply(enum.StrEnum):
 
 class ShardsGiven(Struct, tag=True, frozen=True, kw_only=True):
     supply: Supply
-    shards: tuple[Shard, ...] = ()
+    shards: tuple[LeasedShard, ...] = ()
     recalled: tuple[int, ...] = ()
     """Others have nothing to do: give these back unless you have begun them."""
     retry_after: float = 0.0

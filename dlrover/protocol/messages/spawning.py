@@ -73,11 +73,21 @@ class Counted(Struct, tag=True, frozen=True, kw_only=True):
     device: str
 
 
-class Refused(Struct, tag=True, frozen=True, kw_only=True):
+class SpawnRefused(Struct, tag=True, frozen=True, kw_only=True):
     id: int
     message: str
 
 
-FromZygote = Prepared | Forked | Spares | Counted | Refused
+FromZygote = Prepared | Forked | Spares | Counted | SpawnRefused
 
-__all__ = ["CountDevices", "Counted", "ForkWorker", "Forked", "FromZygote", "Prepared", "Refused", "Spares", "ToZygote"]
+__all__ = [
+    "CountDevices",
+    "Counted",
+    "ForkWorker",
+    "Forked",
+    "FromZygote",
+    "Prepared",
+    "Spares",
+    "SpawnRefused",
+    "ToZygote",
+]

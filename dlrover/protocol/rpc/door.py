@@ -60,7 +60,7 @@ Place = tuple[str, int]
 
 
 @dataclass(eq=False)
-class _Connection:
+class _Stranger:
     """A descriptor of this process that is not inside."""
 
     number: int
@@ -82,7 +82,7 @@ class Door:
         self._max_outside = max_outside
         self._calls: Counter[Place] = Counter()  # admitted and not over
         self._inside: dict[Place, int] = {}  # descriptors of those that were seen since then
-        self._seen: dict[int, _Connection] = {}  # all other descriptors, as of the last look
+        self._seen: dict[int, _Stranger] = {}  # all other descriptors, as of the last look
         self._refused: dict[Place, int] = {}  # and the looks since the first refusal
         self._suspects: dict[str, int] = {}  # addresses, and the looks since the last refusal
         self._room = 0.0
@@ -146,7 +146,7 @@ class Door:
         self._suspects = {address: looks for address, looks in self._suspects.items() if looks <= PATIENCE}
         self._room = self._room * FADING if self._room > 1 else 0.0
 
-    def _reason(self, each: _Connection, num_of_address: int, num_outside: int, for_expected: int) -> str:
+    def _reason(self, each: _Stranger, num_of_address: int, num_outside: int, for_expected: int) -> str:
         """Why this one is to be closed; empty: it is not."""
         assert each.place is not None, "a connection of our port"
         room = self._room + for_expected
@@ -159,10 +159,10 @@ class Door:
             return "too-many-of-address"
         return "too-many" if num_outside > room + self._max_outside else ""
 
-    def _outside(self) -> list[_Connection]:
+    def _outside(self) -> list[_Stranger]:
         inside = set(self._inside.values())
-        seen: dict[int, _Connection] = {}
-        outside: list[_Connection] = []
+        seen: dict[int, _Stranger] = {}
+        outside: list[_Stranger] = []
         for name in os.listdir("/proc/self/fd"):
             number = int(name)
             each = None if number in inside else self._recognise(number)
@@ -178,7 +178,7 @@ class Door:
         self._seen = seen
         return outside
 
-    def _recognise(self, number: int) -> _Connection | None:
+    def _recognise(self, number: int) -> _Stranger | None:
         """None: it was closed since it was listed."""
         try:
             status = os.fstat(number)
@@ -191,7 +191,7 @@ class Door:
                     place = self._place(sock)
         except OSError:
             return None
-        return _Connection(number, status.st_ino, place, _address_of(place) if place is not None else "")
+        return _Stranger(number, status.st_ino, place, _address_of(place) if place is not None else "")
 
     def _place(self, sock: socket.socket) -> Place | None:
         if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.getsockname()[1] != self._port:
@@ -202,7 +202,7 @@ class Door:
             return None
         return _plain((host, port))
 
-    def _close(self, each: _Connection, reason: str) -> None:
+    def _close(self, each: _Stranger, reason: str) -> None:
         """By a shutdown, which its owner sees as if the peer had gone."""
         try:
             with _copy_of(each.number) as sock:

@@ -70,7 +70,7 @@ class AgentStream:
         self._ended.set()
 
 
-class Desk(Protocol):
+class MessageSink(Protocol):
     """Where messages go. All three run in the event loop and must not block."""
 
     def receive(self, stream: AgentStream, parcels: Sequence[FromAgent | Unreadable]) -> None: ...
@@ -91,7 +91,7 @@ class MasterServer:
     """
 
     def __init__(self, *, token: str, tls: TlsConfig | None = None) -> None:
-        self._desk: Desk | None = None
+        self._desk: MessageSink | None = None
         self._token = token.encode()
         self._tls = tls
         self._streams: list[AgentStream] = []
@@ -124,7 +124,7 @@ class MasterServer:
         self._door = Door(int(bound), max_outside=min(MAX_OUTSIDE, max_connections // 4))
         return int(bound)
 
-    async def start(self, desk: Desk, *, num_expected: int = 0) -> None:
+    async def start(self, desk: MessageSink, *, num_expected: int = 0) -> None:
         """`num_expected`: agents that were attached to a former master and will come back, all at once."""
         assert self._server is not None, "bind first"
         self._desk = desk
@@ -148,7 +148,7 @@ class MasterServer:
         with door.inside(place_of(call.peer())):
             await self._converse(call, desk)
 
-    async def _converse(self, call: grpc.aio.ServicerContext, desk: Desk) -> None:
+    async def _converse(self, call: grpc.aio.ServicerContext, desk: MessageSink) -> None:
         await call.send_initial_metadata(())
         stream = AgentStream(call.peer())
         self._streams.append(stream)
@@ -188,7 +188,7 @@ class MasterServer:
         await call.abort(grpc.StatusCode.UNIMPLEMENTED, "this master has no such method")
         raise AssertionError("abort always raises")
 
-    def _behind(self) -> tuple[Desk, Door]:
+    def _behind(self) -> tuple[MessageSink, Door]:
         assert self._desk is not None, "served before start"
         assert self._door is not None, "served before bind"
         return self._desk, self._door
@@ -227,7 +227,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._handlers.get(details.method, self._other)
 
 
-async def _answer(call: grpc.aio.ServicerContext, desk: Desk) -> bytes:
+async def _answer(call: grpc.aio.ServicerContext, desk: MessageSink) -> bytes:
     data = await call.read()
     try:
         question = QUESTION.decode(b"" if data is grpc.aio.EOF else data)
@@ -250,7 +250,7 @@ def _encode(verdict: Answer | Refusal) -> bytes:
         return encode_verdict(instead_of(verdict))
 
 
-async def _read(stream: AgentStream, call: grpc.aio.ServicerContext, desk: Desk) -> None:
+async def _read(stream: AgentStream, call: grpc.aio.ServicerContext, desk: MessageSink) -> None:
     while True:
         data = await call.read()
         if data is grpc.aio.EOF:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from dlrover.protocol.messages.frames import FromAgent, FromMaster
 from dlrover.simulator.shapes import Costs
-from dlrover.simulator.virtual_time import Events, span
+from dlrover.simulator.virtual_time import VirtualTime, span
 
 if TYPE_CHECKING:
     from dlrover.simulator.masters.master import VirtualMaster
@@ -44,7 +44,7 @@ Upward = FromAgent | Close | Pulse
 Downward = FromMaster | Close
 
 
-class Link:
+class VirtualLink:
     """The way between one node and wherever the master is."""
 
     __slots__ = ("connections", "duplicates", "is_slow", "num_cuts_down", "num_cuts_up")
@@ -56,20 +56,20 @@ class Link:
         self.is_slow = False
         self.duplicates = 0
         """So many of the next requests arrive twice."""
-        self.connections: list[Connection] = []
+        self.connections: list[VirtualStream] = []
         """The newest ones, also those that only one end has closed."""
 
     @property
     def is_cut(self) -> bool:
         return self.num_cuts_up > 0 or self.num_cuts_down > 0
 
-    def keep(self, connection: Connection) -> None:
+    def keep(self, connection: VirtualStream) -> None:
         self.connections.append(connection)
         if len(self.connections) > NUM_KEPT_CONNECTIONS:
             del self.connections[0]
 
 
-class Connection:
+class VirtualStream:
     """One stream. Each end believes what it has seen of it."""
 
     __slots__ = (
@@ -84,7 +84,7 @@ class Connection:
         "up_at",
     )
 
-    def __init__(self, agent: VirtualAgent, link: Link, master: VirtualMaster, now: int) -> None:
+    def __init__(self, agent: VirtualAgent, link: VirtualLink, master: VirtualMaster, now: int) -> None:
         self.agent = agent
         self.link = link
         self.master = master
@@ -101,16 +101,16 @@ class Connection:
 class Network:
     """Carries frames, as planned events."""
 
-    def __init__(self, events: Events, chance: random.Random, costs: Costs) -> None:
+    def __init__(self, events: VirtualTime, chance: random.Random, costs: Costs) -> None:
         self._events = events
         self._chance = chance
         self._low, self._high = costs.network
 
-    def delay(self, link: Link) -> int:
+    def delay(self, link: VirtualLink) -> int:
         delay = span(self._chance, self._low, self._high)
         return delay * SLOW if link.is_slow else delay
 
-    def send_up(self, connection: Connection, parcel: Upward) -> None:
+    def send_up(self, connection: VirtualStream, parcel: Upward) -> None:
         link = connection.link
         if link.num_cuts_up or connection.held_up:
             connection.held_up.append(parcel)
@@ -121,7 +121,7 @@ class Network:
             link.duplicates -= 1
             self._events.at(at, self._arrive_up, connection, parcel)
 
-    def send_down(self, connection: Connection, parcels: tuple[Downward, ...]) -> None:
+    def send_down(self, connection: VirtualStream, parcels: tuple[Downward, ...]) -> None:
         """One frame."""
         if connection.link.num_cuts_down or connection.held_down:
             connection.held_down.append(parcels)
@@ -129,11 +129,11 @@ class Network:
         connection.down_at = at = max(connection.down_at, self._events.now + self.delay(connection.link))
         self._events.at(at, self._arrive_down, connection, parcels)
 
-    def mute(self, connection: Connection) -> None:
+    def mute(self, connection: VirtualStream) -> None:
         """Heartbeats stop coming through."""
         connection.master.lines.watch(connection, span(self._chance, *HEARTBEAT))
 
-    def healed(self, connection: Connection) -> None:
+    def healed(self, connection: VirtualStream) -> None:
         """What was held goes on its way, in order."""
         if not connection.link.num_cuts_up:
             held, connection.held_up = connection.held_up, []
@@ -144,10 +144,10 @@ class Network:
             for parcels in frames:
                 self.send_down(connection, parcels)
 
-    def _arrive_up(self, connection: Connection, parcel: Upward) -> None:
+    def _arrive_up(self, connection: VirtualStream, parcel: Upward) -> None:
         if not connection.is_lossy or parcel is CLOSE:
             connection.master.receive(connection, parcel)
 
-    def _arrive_down(self, connection: Connection, parcels: tuple[Downward, ...]) -> None:
+    def _arrive_down(self, connection: VirtualStream, parcels: tuple[Downward, ...]) -> None:
         if connection.is_open_below:
             connection.agent.channel.receive(connection, parcels)

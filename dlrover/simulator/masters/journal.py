@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import hashlib
 
-from dlrover.core.commit_order import Batch, replay
+from dlrover.core.commit_order import RecordBatch, replay
 from dlrover.core.job import Job
 from dlrover.protocol.errors import DLRoverError, Unavailable
 
 
-class Fenced(DLRoverError):
+class VirtualFenced(DLRoverError):
     """Another master took over this journal."""
 
 
@@ -48,7 +48,7 @@ class VirtualJournal:
         self.master_epoch += 1
         return self.master_epoch
 
-    def append(self, batch: Batch, writer: int) -> None:
+    def append(self, batch: RecordBatch, writer: int) -> None:
         """Raises Fenced or Unavailable, and then nothing was written."""
         self.check_fence(writer)
         if self.is_full:
@@ -62,7 +62,7 @@ class VirtualJournal:
 
     def check_fence(self, writer: int) -> None:
         if writer != self.master_epoch:
-            raise Fenced(f"The master of epoch {writer} was replaced by that of epoch {self.master_epoch}.")
+            raise VirtualFenced(f"The master of epoch {writer} was replaced by that of epoch {self.master_epoch}.")
 
     def save_snapshot(self, job: Job, writer: int) -> None:
         self.check_fence(writer)

@@ -18,7 +18,7 @@ from dlrover.protocol.messages.job import (
     NodeId,
     NodeSilent,
 )
-from dlrover.simulator.faults.network import CLOSE, Connection
+from dlrover.simulator.faults.network import CLOSE, VirtualStream
 
 if TYPE_CHECKING:
     from dlrover.simulator.masters.master import VirtualMaster
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 Finding = NodeDisconnected | NodeSilent
 
 
-class Line:
+class VirtualLine:
     """The master's end of one stream."""
 
     __slots__ = ("attached_at", "connection", "has_presented", "held", "incarnation", "node", "told")
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: VirtualStream) -> None:
         self.connection = connection
         self.has_presented = False
         self.node: NodeId | None = None
@@ -42,32 +42,32 @@ class Line:
         """Refused for now: no greater number may pass before these."""
 
 
-class Lines:
+class VirtualLines:
     """Owned by the master."""
 
     def __init__(self, master: VirtualMaster) -> None:
         self._master = master
         self._network = master.sim.network
-        self._lines: dict[Connection, Line] = {}
-        self.current: dict[NodeId, Line] = {}
+        self._lines: dict[VirtualStream, VirtualLine] = {}
+        self.current: dict[NodeId, VirtualLine] = {}
         """On which each attached node speaks."""
         self.findings: dict[NodeId, Finding] = {}
         self.observations = Observations(master.time.now())
 
-    def get(self, connection: Connection) -> Line | None:
+    def get(self, connection: VirtualStream) -> VirtualLine | None:
         """None: it was ended here, or never begun."""
         return self._lines.get(connection)
 
-    def open(self, connection: Connection) -> Line:
-        line = self._lines[connection] = Line(connection)
+    def open(self, connection: VirtualStream) -> VirtualLine:
+        line = self._lines[connection] = VirtualLine(connection)
         return line
 
-    def is_current(self, line: Line) -> bool:
+    def is_current(self, line: VirtualLine) -> bool:
         return line.node is not None and self.current.get(line.node) is line
 
     # Silence.
 
-    def heard(self, line: Line) -> None:
+    def heard(self, line: VirtualLine) -> None:
         """Heartbeats come again, or came once and stopped again."""
         assert line.node is not None, "only attached nodes beat"
         if line.connection.agent.channel.is_beating(line.connection):
@@ -75,7 +75,7 @@ class Lines:
         else:
             self.watch(line.connection, 0)
 
-    def watch(self, connection: Connection, silent_for: int) -> None:
+    def watch(self, connection: VirtualStream, silent_for: int) -> None:
         """No heartbeat comes from there any more: from now on silence is measured."""
         line = self._lines.get(connection)
         if line is None or line.node is None or not self.is_current(line):
@@ -94,7 +94,7 @@ class Lines:
 
     # Coming and going.
 
-    def attach(self, line: Line, attached: Attached) -> None:
+    def attach(self, line: VirtualLine, attached: Attached) -> None:
         self.findings.pop(attached.node, None)
         if line.connection not in self._lines:
             self.findings[attached.node] = NodeDisconnected(node=attached.node, incarnation=attached.incarnation)
@@ -108,7 +108,7 @@ class Lines:
             self._end(older)
         self.heard(line)
 
-    def closed(self, line: Line, *, is_our_fault: bool) -> None:
+    def closed(self, line: VirtualLine, *, is_our_fault: bool) -> None:
         del self._lines[line.connection]
         node = line.node
         if node is None or not self.is_current(line):
@@ -136,7 +136,7 @@ class Lines:
         if line is not None and line.incarnation == incarnation:
             self._end(line)
 
-    def _end(self, line: Line) -> None:
+    def _end(self, line: VirtualLine) -> None:
         """Close our end of the stream; the agent may come back on another one."""
         if self._lines.pop(line.connection, None) is None:
             return

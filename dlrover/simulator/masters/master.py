@@ -13,7 +13,7 @@ import enum
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dlrover.core.commit_order import Batch, CommitSequence, Released
+from dlrover.core.commit_order import CommitSequence, RecordBatch, Released
 from dlrover.core.job import Job
 from dlrover.core.outcome import Origin
 from dlrover.protocol.errors import Rejected, Unavailable
@@ -39,10 +39,10 @@ from dlrover.protocol.messages.job import (
 )
 from dlrover.protocol.messages.kv import KvQuery
 from dlrover.protocol.messages.sync import SyncQuery
-from dlrover.simulator.faults.network import CLOSE, PULSE, Connection, Downward, Upward
+from dlrover.simulator.faults.network import CLOSE, PULSE, Downward, Upward, VirtualStream
 from dlrover.simulator.masters import oversight
-from dlrover.simulator.masters.journal import Fenced
-from dlrover.simulator.masters.lines import Line, Lines
+from dlrover.simulator.masters.journal import VirtualFenced
+from dlrover.simulator.masters.lines import VirtualLine, VirtualLines
 from dlrover.simulator.masters.master_time import MasterTime
 from dlrover.simulator.virtual_time import SECOND, span
 
@@ -73,13 +73,13 @@ class CrashPoint(enum.Enum):
     HALF_RELEASED = "when half of it is released"
 
 
-class Work:
+class TurnWork:
     """One command on its way through a turn."""
 
     __slots__ = ("body", "id", "line", "origin")
 
     def __init__(
-        self, body: Command | Query, line: Line | None = None, origin: Origin | None = None, id_: int = 0
+        self, body: Command | Query, line: VirtualLine | None = None, origin: Origin | None = None, id_: int = 0
     ) -> None:
         self.body = body
         self.line = line
@@ -99,11 +99,11 @@ class VirtualMaster:
         self.is_stalled = False
         self._stalled_since = 0
         self._blamed_until = 0
-        self._backlog: list[tuple[Connection, Upward]] = []
+        self._backlog: list[tuple[VirtualStream, Upward]] = []
         """What the kernel keeps while the process stands still."""
         self.time = MasterTime(self.events, job.now)
-        self.lines = Lines(self)
-        self._queue: list[Work] = []
+        self.lines = VirtualLines(self)
+        self._queue: list[TurnWork] = []
         self._num_in_work = 0
         self._num_refused = 0
         self._is_turn_planned = False
@@ -112,9 +112,11 @@ class VirtualMaster:
         self._has_begun = False
         self._is_failing = False
         """The journal cannot be written."""
-        self._pending: Batch | None = None
+        self._pending: RecordBatch | None = None
         """On its way to the disk."""
-        self._backlogged_write: tuple[Batch | None, dict[int, Work], list[tuple[Work, Rejected]], bytes] | None = None
+        self._backlogged_write: (
+            tuple[RecordBatch | None, dict[int, TurnWork], list[tuple[TurnWork, Rejected]], bytes] | None
+        ) = None
         self._snapshot_every = simulation.snapshot_every
         self.crash_point: CrashPoint | None = None
         """Dies there in the next turn that gets so far."""
@@ -135,12 +137,12 @@ class VirtualMaster:
 
     def begin(self) -> None:
         """The first command of this life."""
-        self._queue.append(Work(MasterStarted(self.master_epoch, "a-job")))
+        self._queue.append(TurnWork(MasterStarted(self.master_epoch, "a-job")))
         self._turn()
 
     # What arrives.
 
-    def receive(self, connection: Connection, parcel: Upward) -> None:
+    def receive(self, connection: VirtualStream, parcel: Upward) -> None:
         if not self.is_alive:
             return
         if self.is_stalled:
@@ -162,32 +164,32 @@ class VirtualMaster:
     def hear(self, word: Command | Query) -> None:
         """Of somebody who asks once and does not wait."""
         if self.is_alive:
-            self._queue.append(Work(word))
+            self._queue.append(TurnWork(word))
             self.plan_turn()
 
-    def _accept(self, line: Line, request: Request) -> None:
+    def _accept(self, line: VirtualLine, request: Request) -> None:
         body = request.body
         if isinstance(body, Attach):
             if line.has_presented:
                 return
             line.has_presented = True
-            self._enqueue(Work(body, line, None, request.id))
+            self._enqueue(TurnWork(body, line, None, request.id))
             return
         if line.node is None or line.incarnation is None:
             self._send(line, Refusal(id=request.id, code="not-attached", message=""))
             return
         if isinstance(body, KvQuery | SyncQuery | AwaitSaveDuties):
-            self._enqueue(Work(body, line, None, request.id))
+            self._enqueue(TurnWork(body, line, None, request.id))
             return
         assert not isinstance(body, MasterStarted), "agents send no such command"
-        work = Work(body, line, Origin(line.node, line.incarnation, request.sequence), request.id)
+        work = TurnWork(body, line, Origin(line.node, line.incarnation, request.sequence), request.id)
         if line.held and request.sequence > min(line.held):
             self._refuse_for_now(work, self._retry_after())
             return
         line.held.pop(request.sequence, None)
         self._enqueue(work)
 
-    def _enqueue(self, work: Work) -> None:
+    def _enqueue(self, work: TurnWork) -> None:
         if self._num_in_work >= MAX_REQUESTS_IN_WORK:
             self._num_refused += 1
             self._refuse_for_now(work, self._retry_after())
@@ -199,7 +201,7 @@ class VirtualMaster:
     def _retry_after(self) -> float:
         return max(0.05, self._num_refused * SERVICE_TIME)
 
-    def _refuse_for_now(self, work: Work, retry_after: float) -> None:
+    def _refuse_for_now(self, work: TurnWork, retry_after: float) -> None:
         line = work.line
         if line is None:
             self.sim.platform.word_lost(self, work.body)
@@ -248,8 +250,8 @@ class VirtualMaster:
             return
         self.applied = {}
         before = self._job.encode() if self.crash_point is not None or self.sim.masters.journal.is_full else b""
-        staged: dict[int, Work] = {}
-        rejected: list[tuple[Work, Rejected]] = []
+        staged: dict[int, TurnWork] = {}
+        rejected: list[tuple[TurnWork, Rejected]] = []
         now = self.time.now()
         self.time.notice_stall()
         for work in self._in_order(works, now):
@@ -274,18 +276,18 @@ class VirtualMaster:
         duration = span(self.sim.chance.disk, low, high) * (SLOW_DISK if self.sim.masters.is_disk_slow else 1)
         self.events.after(duration, self._write, batch, staged, rejected, before)
 
-    def _in_order(self, works: list[Work], now: Micros) -> Iterator[Work]:
+    def _in_order(self, works: list[TurnWork], now: Micros) -> Iterator[TurnWork]:
         """What silence says, what was sent, and last what time says, as the desk does."""
         is_time_trusted = self.time.is_trusted()
         self._follow_job()
         if is_time_trusted:
             self.lines.look(now, self.time.end_grace())
-        yield from [Work(finding) for finding in self.lines.findings.values()]
+        yield from [TurnWork(finding) for finding in self.lines.findings.values()]
         yield from works
         if is_time_trusted:
             next_deadline = self._job.next_deadline()
             if next_deadline is not None and next_deadline <= now:
-                yield from [Work(command) for command in self._job.due(now)]
+                yield from [TurnWork(command) for command in self._job.due(now)]
 
     def _follow_job(self) -> None:
         """The job must not look at the observations; so they are told what it knows."""
@@ -300,9 +302,9 @@ class VirtualMaster:
 
     def _write(
         self,
-        batch: Batch | None,
-        staged: dict[int, Work],
-        rejected: list[tuple[Work, Rejected]],
+        batch: RecordBatch | None,
+        staged: dict[int, TurnWork],
+        rejected: list[tuple[TurnWork, Rejected]],
         before: bytes,
     ) -> None:
         if not self.is_alive:
@@ -315,13 +317,13 @@ class VirtualMaster:
         journal = self.journal
         try:
             if journal is not self.sim.masters.journal:
-                raise Fenced("The disk of this master is gone.")
+                raise VirtualFenced("The disk of this master is gone.")
             if batch is not None and batch.records:
                 journal.append(batch, self.master_epoch)
                 self.master_epoch = max(self.master_epoch, batch.master_epoch)
             else:
                 journal.check_fence(self.master_epoch)
-        except Fenced:
+        except VirtualFenced:
             self.sim.masters.fenced(self)
             return
         except Unavailable:
@@ -342,11 +344,11 @@ class VirtualMaster:
         if self._queue or self.lines.findings:
             self.plan_turn()
 
-    def _release(self, batch: Batch | None, staged: dict[int, Work]) -> None:
+    def _release(self, batch: RecordBatch | None, staged: dict[int, TurnWork]) -> None:
         self._has_begun = True
         released = () if batch is None else self.sequence.committed(batch)
         oversight.release(self.sim, self, batch)
-        frames: dict[Connection, list[Downward]] = {}
+        frames: dict[VirtualStream, list[Downward]] = {}
         told: dict[NodeId, None] = {}
         ended: list[EndStream] = []
         is_over = False
@@ -376,7 +378,7 @@ class VirtualMaster:
             self.sim.job_over()
 
     def _release_one(
-        self, one: Released, work: Work, frames: dict[Connection, list[Downward]], told: dict[NodeId, None]
+        self, one: Released, work: TurnWork, frames: dict[VirtualStream, list[Downward]], told: dict[NodeId, None]
     ) -> bool:
         """Returns whether the job is over and the master may go."""
         self._settle(work)
@@ -398,13 +400,13 @@ class VirtualMaster:
             self.sim.beside.answered(work.body, reply)
         return is_over
 
-    def _settle(self, work: Work) -> None:
+    def _settle(self, work: TurnWork) -> None:
         if work.line is not None:
             self._num_in_work -= 1
         elif isinstance(work.body, NodeDisconnected | NodeSilent):
             self.lines.settle(work.body)
 
-    def _reject(self, work: Work, error: Rejected) -> None:
+    def _reject(self, work: TurnWork, error: Rejected) -> None:
         self._settle(work)
         if work.line is not None:
             self._send(work.line, Refusal(id=work.id, code=error.code, message=str(error)))
@@ -413,16 +415,16 @@ class VirtualMaster:
         if isinstance(work.body, DeadlinePassed):
             self.time.extend_grace(NO_SPIN)
 
-    def _send(self, line: Line, parcel: Downward) -> None:
+    def _send(self, line: VirtualLine, parcel: Downward) -> None:
         self.sim.network.send_down(line.connection, (parcel,))
 
-    def _flush(self, frames: dict[Connection, list[Downward]]) -> None:
+    def _flush(self, frames: dict[VirtualStream, list[Downward]]) -> None:
         for connection, parcels in frames.items():
             self.sim.network.send_down(connection, tuple(parcels))
 
     # When things go wrong.
 
-    def _fall_back(self, before: bytes, works: list[Work]) -> None:
+    def _fall_back(self, before: bytes, works: list[TurnWork]) -> None:
         """Not durable, so it never happened: forget the state that saw it. A master that cannot even begin ends."""
         if not self._has_begun:
             self.downtime = span(self.sim.chance.disk, *self.sim.shape.costs.master_restart)
@@ -493,6 +495,6 @@ class VirtualMaster:
         self.is_alive = False
         if self._pending is not None and self._pending.records and self.sim.chance.disk.random() < 0.5:
             # Killed while it wrote: whether the transaction reached the disk before, nobody can say.
-            with contextlib.suppress(Fenced, Unavailable):
+            with contextlib.suppress(VirtualFenced, Unavailable):
                 self.journal.append(self._pending, self.master_epoch)
         self.lines.die(is_seen=is_seen)

@@ -8,7 +8,7 @@ than so much in a row.
 from __future__ import annotations
 
 from dlrover.protocol.messages.job import Micros
-from dlrover.simulator.virtual_time import SECOND, Events
+from dlrover.simulator.virtual_time import SECOND, VirtualTime
 
 START = 1_700_000_000 * SECOND
 """What the wall clock shows when a simulation begins."""
@@ -18,7 +18,7 @@ LONGEST_GRACE = 40 * SECOND
 class MasterTime:
     """Owned by the master."""
 
-    def __init__(self, events: Events, job_now: Micros) -> None:
+    def __init__(self, events: VirtualTime, job_now: Micros) -> None:
         self._events = events
         self._offset = max(job_now, START + events.now) - events.now
         """From virtual time to the job's time."""

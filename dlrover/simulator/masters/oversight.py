@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from dlrover.core.commit_order import Batch
+from dlrover.core.commit_order import RecordBatch
 from dlrover.core.job import Job
 from dlrover.core.membership.rendezvous import NUM_USED_OFFERS
 from dlrover.protocol.errors import Rejected
@@ -24,13 +24,13 @@ from dlrover.protocol.messages.job import (
 from dlrover.simulator.truth.invariants import Touched, Violation, check_command, check_in_full, is_joined, is_stale
 
 if TYPE_CHECKING:
-    from dlrover.simulator.masters.master import VirtualMaster, Work
+    from dlrover.simulator.masters.master import TurnWork, VirtualMaster
     from dlrover.simulator.simulation import Simulation
 
 NUM_KEPT_WORLDS = 100
 
 
-def stage(sim: Simulation, master: VirtualMaster, work: Work, now: Micros) -> int:
+def stage(sim: Simulation, master: VirtualMaster, work: TurnWork, now: Micros) -> int:
     """The one way into the core; raises `Rejected`, after a look at whether that left no trace."""
     job, command, origin = master.job, cast(Command, work.body), work.origin
     state = job.state
@@ -104,7 +104,7 @@ def _note_command(sim: Simulation, command: Command, verdict: str) -> None:
         sim.note(f"    {type(command).__name__} {' '.join(values)} {verdict}".rstrip())
 
 
-def release(sim: Simulation, master: VirtualMaster, batch: Batch | None) -> None:
+def release(sim: Simulation, master: VirtualMaster, batch: RecordBatch | None) -> None:
     """What is released now is seen by everybody: it must be durable, and of the newest master."""
     job = master.job
     if master.master_epoch != sim.masters.journal.master_epoch:

@@ -29,10 +29,10 @@ from dlrover.protocol.messages.job import (
     StopCause,
 )
 from dlrover.simulator.faults.departure import EXIT_FAILED, Departure
-from dlrover.simulator.faults.network import Link
+from dlrover.simulator.faults.network import VirtualLink
 from dlrover.simulator.faults.sleep import Sleep
-from dlrover.simulator.nodes.channel import Channel
-from dlrover.simulator.nodes.outbox import Outbox
+from dlrover.simulator.nodes.channel import VirtualChannel
+from dlrover.simulator.nodes.outbox import VirtualOutbox
 from dlrover.simulator.nodes.wishes import Wishes
 from dlrover.simulator.nodes.workers import Workers
 from dlrover.simulator.truth.saves import is_of_saves
@@ -51,7 +51,7 @@ class VirtualNode:
         self.number = number
         self.rank = rank
         """Asked for; None lets the master choose."""
-        self.link = Link()
+        self.link = VirtualLink()
         self.is_powered = True
         self.is_power_lost = False
         self.is_slow = False
@@ -93,8 +93,8 @@ class VirtualAgent:
         self.check: CheckGroup | None = None
         """The task of a node check that runs."""
         self.sleep = Sleep(self)
-        self.channel = Channel(self)
-        self.outbox = Outbox(self)
+        self.channel = VirtualChannel(self)
+        self.outbox = VirtualOutbox(self)
         self.wishes = Wishes(self)
         self.workers = Workers(self)
         self.departure = Departure(self)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dlrover.protocol.messages.frames import Answer, Push, Refusal
 from dlrover.protocol.messages.job import Attached, Desired
-from dlrover.simulator.faults.network import CLOSE, KEEPALIVE, PULSE, Connection, Downward
+from dlrover.simulator.faults.network import CLOSE, KEEPALIVE, PULSE, Downward, VirtualStream
 from dlrover.simulator.virtual_time import SECOND, span
 
 if TYPE_CHECKING:
@@ -23,20 +23,20 @@ LONGEST_PAUSE = 2.0
 FIRST_PAUSE = 0.02
 
 
-class Channel:
+class VirtualChannel:
     """Of one agent."""
 
     def __init__(self, agent: VirtualAgent) -> None:
         self._agent = agent
         self._sim = agent.sim
-        self.connection: Connection | None = None
+        self.connection: VirtualStream | None = None
         self.is_attached = False
         self.outage_since: int | None = agent.sim.events.now
         self._is_seeking = False
         self._envelope = FIRST_PAUSE
         self.master_epoch = 0
         self._desired_number = -1
-        self._inbox: list[tuple[Connection, tuple[Downward, ...]]] = []
+        self._inbox: list[tuple[VirtualStream, tuple[Downward, ...]]] = []
         """What arrived while the agent slept."""
 
     # Connecting.
@@ -56,16 +56,16 @@ class Channel:
             sim.masters.wait_for_one(agent)
             return
         self._is_seeking = False
-        self.connection = Connection(agent, agent.node.link, master, sim.events.now)
+        self.connection = VirtualStream(agent, agent.node.link, master, sim.events.now)
         agent.node.link.keep(self.connection)
         sim.network.send_up(self.connection, agent.presentation())
         sim.events.after(ATTACH_TIMEOUT, self._check_attached, self.connection)
 
-    def _check_attached(self, connection: Connection) -> None:
+    def _check_attached(self, connection: VirtualStream) -> None:
         if self._is_awake_on(connection) and not self.is_attached:
             self.drop()
 
-    def _is_awake_on(self, connection: Connection) -> bool:
+    def _is_awake_on(self, connection: VirtualStream) -> bool:
         return self._agent.is_alive and self.connection is connection and self._agent.sleep.since is None
 
     def drop(self, *, is_lossy: bool = False) -> None:
@@ -102,7 +102,7 @@ class Channel:
 
     # Signs of life.
 
-    def _check_keepalive(self, connection: Connection) -> None:
+    def _check_keepalive(self, connection: VirtualStream) -> None:
         """Nothing answers on this stream any more: end it. A sleeping agent looks when it wakes up."""
         if self._is_awake_on(connection) and (connection.link.is_cut or not connection.master.is_awake):
             self.drop()
@@ -112,7 +112,7 @@ class Channel:
         if connection is not None:
             self._sim.events.after(span(self._sim.chance.network, *KEEPALIVE), self._check_keepalive, connection)
 
-    def is_beating(self, connection: Connection) -> bool:
+    def is_beating(self, connection: VirtualStream) -> bool:
         """Whether heartbeats come through on this stream."""
         return self._is_awake_on(connection) and not connection.link.num_cuts_up
 
@@ -123,7 +123,7 @@ class Channel:
 
     # What arrives.
 
-    def receive(self, connection: Connection, parcels: tuple[Downward, ...]) -> None:
+    def receive(self, connection: VirtualStream, parcels: tuple[Downward, ...]) -> None:
         agent = self._agent
         if agent.sleep.since is not None:
             self._inbox.append((connection, parcels))

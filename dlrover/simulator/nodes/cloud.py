@@ -28,7 +28,7 @@ from dlrover.protocol.messages.fleet import (
 )
 from dlrover.protocol.messages.job import Command, PlatformId, Query
 from dlrover.simulator.nodes.agent import VirtualAgent, VirtualNode
-from dlrover.simulator.nodes.platform import REFUSAL_PAUSE, Platform, draw_health
+from dlrover.simulator.nodes.platform import REFUSAL_PAUSE, NodeSource, draw_health
 from dlrover.simulator.truth.invariants import Violation
 from dlrover.simulator.virtual_time import SECOND, micros, span
 
@@ -96,7 +96,7 @@ class CloudNode:
         )
 
 
-class Keeper:
+class CloudKeeper:
     """Of one life of a master."""
 
     def __init__(self, master: VirtualMaster, now: int) -> None:
@@ -110,7 +110,7 @@ class Keeper:
         self.shown_at = now
 
 
-class VirtualCloud(Platform):
+class VirtualCloud(NodeSource):
     """Brings and removes nodes as the job asks for it."""
 
     def __init__(self, simulation: Simulation, spec: FleetSpec) -> None:
@@ -122,7 +122,7 @@ class VirtualCloud(Platform):
         """Every id that was ever heard of."""
         self.is_away = False
         """Nobody can reach it."""
-        self.keeper: Keeper | None = None
+        self.keeper: CloudKeeper | None = None
         self._num_words = 0
         self._num_calls = 0
         self.launching: dict[PlatformId, LaunchNode] = {}
@@ -142,11 +142,11 @@ class VirtualCloud(Platform):
 
     def serve(self, master: VirtualMaster) -> None:
         """A master has begun."""
-        keeper = self.keeper = Keeper(master, self.sim.events.now)
+        keeper = self.keeper = CloudKeeper(master, self.sim.events.now)
         self._say(keeper, DefineFleet(spec=self.spec))
         self._watch_soon(keeper, 0.0, 1.0)
 
-    def _say(self, keeper: Keeper, word: DefineFleet | NodesListed | NodeChanged | LaunchRefused) -> None:
+    def _say(self, keeper: CloudKeeper, word: DefineFleet | NodesListed | NodeChanged | LaunchRefused) -> None:
         keeper.master.hear(word)
 
     def word_lost(self, master: VirtualMaster, word: Command | Query) -> None:
@@ -173,13 +173,13 @@ class VirtualCloud(Platform):
             self.sim.people.check_launch(intent)
         keeper = self.keeper
         if keeper is None or keeper.master is not master:
-            keeper = self.keeper = Keeper(master, self.sim.events.now)
+            keeper = self.keeper = CloudKeeper(master, self.sim.events.now)
         is_busy = intent.id in keeper.lanes
         keeper.lanes[intent.id] = intent
         if not is_busy:
             self._call(keeper, intent)
 
-    def _call(self, keeper: Keeper, intent: Intent) -> None:
+    def _call(self, keeper: CloudKeeper, intent: Intent) -> None:
         if not keeper.master.is_alive or self.keeper is not keeper:
             return
         if keeper.master.is_stalled:
@@ -190,7 +190,7 @@ class VirtualCloud(Platform):
             self.launching[intent.id] = intent
         self.sim.events.after(span(self.sim.chance.platform, *CALL), self._arrive, keeper, intent, RETRY[0])
 
-    def _arrive(self, keeper: Keeper, intent: Intent, pause: float) -> None:
+    def _arrive(self, keeper: CloudKeeper, intent: Intent, pause: float) -> None:
         """The call is at the cloud, whatever became of who sent it."""
         self._num_calls -= 1
         if isinstance(intent, LaunchNode):
@@ -214,7 +214,7 @@ class VirtualCloud(Platform):
         self._num_calls += 1
         self.sim.events.after(delay, self._try_again, keeper, intent, min(2 * pause, RETRY[1]))
 
-    def _try_again(self, keeper: Keeper, intent: Intent, pause: float) -> None:
+    def _try_again(self, keeper: CloudKeeper, intent: Intent, pause: float) -> None:
         if not keeper.master.is_alive or self.keeper is not keeper:
             self._num_calls -= 1
             return
@@ -223,13 +223,13 @@ class VirtualCloud(Platform):
             self.launching[newest.id] = newest
         self.sim.events.after(span(self.sim.chance.platform, *CALL), self._arrive, keeper, newest, pause)
 
-    def _watch_soon(self, keeper: Keeper, low: float, high: float) -> None:
+    def _watch_soon(self, keeper: CloudKeeper, low: float, high: float) -> None:
         """End the watch that runs and begin another, with a full list."""
         keeper.watch += 1
         keeper.is_watching = False
         self.sim.events.after(span(self.sim.chance.platform, low, high), self._watch, keeper, keeper.watch)
 
-    def _watch(self, keeper: Keeper, watch: int) -> None:
+    def _watch(self, keeper: CloudKeeper, watch: int) -> None:
         if self.keeper is not keeper or keeper.watch != watch or not keeper.master.is_alive or self.sim.is_over:
             return
         if self.is_away or keeper.master.is_stalled:
@@ -241,7 +241,7 @@ class VirtualCloud(Platform):
         self._show(keeper, NodesListed(nodes=nodes, master_epoch=self.master_epoch, next_id=next_id))
         self.sim.events.after(span(self.sim.chance.platform, *RELIST), self._watch_again, keeper, watch)
 
-    def _watch_again(self, keeper: Keeper, watch: int) -> None:
+    def _watch_again(self, keeper: CloudKeeper, watch: int) -> None:
         if keeper.watch == watch:
             self._watch_soon(keeper, 0.0, 1.0)
 
@@ -252,7 +252,7 @@ class VirtualCloud(Platform):
         self._watch_soon(keeper, *RETRY)
         return True
 
-    def _show(self, keeper: Keeper, word: NodesListed | NodeChanged) -> None:
+    def _show(self, keeper: CloudKeeper, word: NodesListed | NodeChanged) -> None:
         """In order, within one watch."""
         chance, events = self.sim.chance.platform, self.sim.events
         keeper.shown_at = max(keeper.shown_at, events.now + span(chance, *NEWS))
@@ -262,7 +262,7 @@ class VirtualCloud(Platform):
             self._num_words += 1
             events.after(span(chance, *LATE_NEWS), self._deliver, keeper, -1, word)
 
-    def _deliver(self, keeper: Keeper, watch: int, word: NodesListed | NodeChanged) -> None:
+    def _deliver(self, keeper: CloudKeeper, watch: int, word: NodesListed | NodeChanged) -> None:
         self._num_words -= 1
         if self.keeper is keeper and watch in (-1, keeper.watch):
             self._say(keeper, word)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dlrover.protocol.messages.frames import Answer, Refusal, Request
 from dlrover.protocol.messages.job import AgentCommand, Query
-from dlrover.simulator.faults.network import Connection
+from dlrover.simulator.faults.network import VirtualStream
 from dlrover.simulator.truth.data import is_of_data
 from dlrover.simulator.virtual_time import span
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dlrover.simulator.nodes.agent import VirtualAgent
 
 
-class Outbox:
+class VirtualOutbox:
     """Of one agent."""
 
     def __init__(self, agent: VirtualAgent) -> None:
@@ -29,7 +29,7 @@ class Outbox:
         self._last_sequence = 0
         self._held: dict[int, None] = {}
         """Refused for now."""
-        self._resends_on: Connection | None = None
+        self._resends_on: VirtualStream | None = None
         """On which stream what is held will be sent again."""
         self._questions: dict[int, Query] = {}
         self._num_questions = 0
@@ -73,7 +73,7 @@ class Outbox:
 
     # What the master says to it.
 
-    def answered(self, connection: Connection, answer: Answer) -> None:
+    def answered(self, connection: VirtualStream, answer: Answer) -> None:
         agent, sim, number, body = self._agent, self._sim, answer.id, answer.body
         if number < 0:
             query = self._questions.pop(number, None)
@@ -117,7 +117,7 @@ class Outbox:
             pause = span(self._sim.chance.network, retry_after, 2 * retry_after)
             self._sim.events.after(pause, self._send_held, self._resends_on)
 
-    def _send_held(self, connection: Connection) -> None:
+    def _send_held(self, connection: VirtualStream) -> None:
         agent = self._agent
         if (
             not agent.is_alive

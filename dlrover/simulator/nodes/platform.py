@@ -22,7 +22,7 @@ LONGEST_START = 2.0
 """Seconds over which the first nodes of a job come."""
 
 
-class Platform:
+class NodeSource:
     """What a simulation needs of where its nodes come from. One that the job knows nothing of hears nothing of it."""
 
     def __init__(self, simulation: Simulation) -> None:
@@ -57,7 +57,7 @@ class Platform:
         raise NotImplementedError
 
 
-class VirtualPlatform(Platform):
+class VirtualPlatform(NodeSource):
     """Keeps as many nodes as the job shall have, behind its back."""
 
     def __init__(self, simulation: Simulation) -> None:

@@ -32,7 +32,7 @@ LATE_FAILURE_ODDS = 0.02
 _SIGNALS = {FailureKind.SIGNAL: 11, FailureKind.OUT_OF_MEMORY: 9, FailureKind.STOPPED_BY_US: 9}
 
 
-class Group:
+class VirtualGroup:
     """The workers of one round on one node."""
 
     __slots__ = ("finishes_at", "is_stopping", "is_up", "started_at", "world")
@@ -52,7 +52,7 @@ class Workers:
     def __init__(self, agent: VirtualAgent) -> None:
         self._agent = agent
         self._sim = agent.sim
-        self.group: Group | None = None
+        self.group: VirtualGroup | None = None
         self._target: WorldSpec | None = None
         self._cause = StopCause.MEMBERSHIP
         self._num_groups = 0
@@ -87,14 +87,14 @@ class Workers:
     def _begin_start(self, world: WorldSpec) -> None:
         costs, chance = self._sim.shape.costs, self._sim.chance.nodes
         self._world = world
-        group = self.group = Group(world, self._sim.events.now)
+        group = self.group = VirtualGroup(world, self._sim.events.now)
         worlds.workers_starting(self._sim, self._agent, world)
         low, high = costs.worker_start if self._num_groups else costs.first_start
         self._num_groups += 1
         duration = span(chance, low, high)
         self._sim.events.after(duration * 20 if self._agent.node.is_slow else duration, self._end_start, group)
 
-    def _end_start(self, group: Group) -> None:
+    def _end_start(self, group: VirtualGroup) -> None:
         if self.group is not group or group.is_stopping or self._agent.sleep.puts_off(self._end_start, group):
             return
         group.is_up = True
@@ -103,7 +103,7 @@ class Workers:
             return
         self._sim.training.started(group.world, self._agent.node.number)
 
-    def _begin_stop(self, group: Group, kind: FailureKind | None = None) -> None:
+    def _begin_stop(self, group: VirtualGroup, kind: FailureKind | None = None) -> None:
         costs, chance = self._sim.shape.costs, self._sim.chance.nodes
         group.is_stopping = True
         if group.is_up:
@@ -112,7 +112,7 @@ class Workers:
         duration = span(chance, *(costs.stubborn_stop if is_stubborn else costs.stop)) if group.is_up else 1000
         self._sim.events.after(duration, self._end_stop, group)
 
-    def _end_stop(self, group: Group) -> None:
+    def _end_stop(self, group: VirtualGroup) -> None:
         if self.group is not group or self._agent.sleep.puts_off(self._end_stop, group):
             return
         self.group = None
@@ -165,7 +165,7 @@ class Workers:
         if group is not None and group.is_up:
             worlds.workers_ended(self._sim, self._agent, group, None)
 
-    def _report(self, group: Group, kind: FailureKind, traceback: str) -> None:
+    def _report(self, group: VirtualGroup, kind: FailureKind, traceback: str) -> None:
         agent, now = self._agent, self._sim.events.now
         failure = WorkerFailure(
             global_rank=group.world.first_global_rank,

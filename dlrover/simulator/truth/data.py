@@ -27,7 +27,7 @@ from dlrover.core.data.books import state_for_manifest
 from dlrover.core.data.checkpoint_text import write_states
 from dlrover.core.data.commands import new_dataset
 from dlrover.core.data.dataset import Dataset
-from dlrover.core.data.leases import Reader as CoreReader
+from dlrover.core.data.leases import LeaseHolder as CoreReader
 from dlrover.core.data.ranges import Range, overlapping, said, subtract
 from dlrover.core.job import Job
 from dlrover.protocol.messages.data import (
@@ -36,9 +36,9 @@ from dlrover.protocol.messages.data import (
     DataCommand,
     DatasetSpec,
     ExchangeShards,
+    LeasedShard,
     RegisterDataset,
     RestoreAgreed,
-    Shard,
     ShardError,
     ShardsGiven,
     Supply,
@@ -89,7 +89,7 @@ class Model(Struct, frozen=True, kw_only=True):
 SCRATCH = Model(step=-1, round=0, content=())
 
 
-class Stored(Struct, frozen=True):
+class StoredRead(Struct, frozen=True):
     model: Model
     text: str
     """What it has not seen, as its manifest says."""
@@ -103,14 +103,14 @@ class Kept(Struct, frozen=True):
     """Launches in whose memory it is."""
 
 
-class Reader:
+class VirtualReader:
     """One worker."""
 
     def __init__(self, agent: VirtualAgent, local_rank: int) -> None:
         self.agent = agent
         self.incarnation = agent.incarnation
         self.local_rank = local_rank
-        self.shards: list[Shard] = []
+        self.shards: list[LeasedShard] = []
         self.done: dict[int, int] = {}
         self.untold: list[Consumption] = []
         self.unconfirmed: list[Claim] = []
@@ -128,7 +128,7 @@ class ReadingWorld:
     """The workers of one round."""
 
     def __init__(
-        self, first: VirtualAgent, model: Model, text: str, readers: list[Reader], *, is_explicit: bool
+        self, first: VirtualAgent, model: Model, text: str, readers: list[VirtualReader], *, is_explicit: bool
     ) -> None:
         self.first = first
         """On its node is global rank 0, which speaks for all."""
@@ -165,14 +165,14 @@ class DataTraffic:
         """By coordinator, the newest last."""
         self._models: dict[Round, Model] = {}
         """With which the ranks of a round go on."""
-        self._told: dict[tuple[str, int], tuple[ReadingWorld, Reader | None]] = {}
+        self._told: dict[tuple[str, int], tuple[ReadingWorld, VirtualReader | None]] = {}
         """By agent process and number of the command: who waits for the answer."""
         self._kept: dict[Round, Kept] = {}
         """In memory. A world that was cut off takes snapshots, too, while others have gone on without it."""
-        self._stored: dict[str, Stored] = {}
+        self._stored: dict[str, StoredRead] = {}
         """Checkpoints in storage, by attempt."""
         self._saving: dict[str, Model] = {}
-        self._goal: Stored | None = None
+        self._goal: StoredRead | None = None
         """Somebody wants this one: worlds begin with it until one has taken a snapshot."""
         self._has_confirmed = False
         """Whether the job has heard that steps are named."""
@@ -195,7 +195,7 @@ class DataTraffic:
                 place = Range(shard.epoch, shard.start, shard.start + count, shard.partition, shard.listing)
                 content.append((step, place))
         model = Model(step=step, round=0, content=tuple(content))
-        former = Stored(model, write_states([books], step))
+        former = StoredRead(model, write_states([books], step))
         self._stored["former"] = former
         self._goal = former if chance.random() < 0.5 else None
 
@@ -209,7 +209,7 @@ class DataTraffic:
         if first is None or first.workers.group is None:
             return
         num_ranks = min(MOST_LOCAL_RANKS, self._sim.shape.local_world_size)
-        readers = [Reader(agent, rank) for agent in spoken_for for rank in range(num_ranks)]
+        readers = [VirtualReader(agent, rank) for agent in spoken_for for rank in range(num_ranks)]
         started = self._sim.training.worlds[coordinator].started
         model, text = self._choose(started, first.workers.group.world.turns)
         world = ReadingWorld(first, model, text, readers, is_explicit=self._goal is not None)
@@ -251,7 +251,7 @@ class DataTraffic:
         return SCRATCH if stored is not None and _order(stored.model) > _order(model) else model
 
     @property
-    def _newest_stored(self) -> Stored | None:
+    def _newest_stored(self) -> StoredRead | None:
         return max(self._stored.values(), key=lambda each: _order(each.model), default=None)
 
     # Reading.
@@ -308,7 +308,7 @@ class DataTraffic:
         )
         self._tell(world, None, world.first, told)
 
-    def _read(self, world: ReadingWorld, reader: Reader) -> None:
+    def _read(self, world: ReadingWorld, reader: VirtualReader) -> None:
         shard = reader.shards[0]
         start = shard.start + reader.done.get(shard.id, 0)
         if self._chance.random() < ERROR_ODDS:
@@ -325,7 +325,7 @@ class DataTraffic:
         if start + count == shard.end:
             reader.shards.pop(0)
 
-    def _exchange(self, world: ReadingWorld, reader: Reader) -> None:
+    def _exchange(self, world: ReadingWorld, reader: VirtualReader) -> None:
         """One message for everything, one at a time, as the real reader does."""
         want = 0 if reader.is_ended else max(0, self._chance.randint(1, 3) - len(reader.shards))
         if not reader.has_registered:
@@ -355,7 +355,9 @@ class DataTraffic:
     def _register(self, agent: VirtualAgent, world: ReadingWorld, local_rank: int) -> RegisterDataset:
         return RegisterDataset(dataset=self._spec.name, spec=self._spec, local_rank=local_rank, **_who(agent, world))
 
-    def _tell(self, world: ReadingWorld, reader: Reader | None, agent: VirtualAgent, command: AgentCommand) -> None:
+    def _tell(
+        self, world: ReadingWorld, reader: VirtualReader | None, agent: VirtualAgent, command: AgentCommand
+    ) -> None:
         self._told[agent.life, agent.outbox.tell(command)] = (world, reader)
 
     def answered(self, agent: VirtualAgent, number: int, command: AgentCommand, reply: Reply) -> None:
@@ -369,7 +371,7 @@ class DataTraffic:
             if world.is_confirmed:
                 self._take_snapshot(agent, world)
 
-    def _hear(self, reader: Reader, given: ShardsGiven) -> None:
+    def _hear(self, reader: VirtualReader, given: ShardsGiven) -> None:
         self._has_confirmed |= reader.num_told > 0
         del reader.unconfirmed[: reader.num_told]
         reader.num_told = 0
@@ -422,7 +424,7 @@ class DataTraffic:
     def persisted(self, attempt: str, text: str) -> None:
         """The storage has it, perhaps for the second time."""
         if attempt in self._saving:
-            self._stored[attempt] = Stored(self._saving[attempt], text)
+            self._stored[attempt] = StoredRead(self._saving[attempt], text)
             oldest_first = sorted(self._stored, key=lambda each: _order(self._stored[each].model))
             for old in oldest_first[:-NUM_STORED]:
                 del self._stored[old]

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from dlrover.core.checkpoints.commits import Committed
+from dlrover.core.checkpoints.commits import NewestCommit
 from dlrover.core.desired import wish_of
 from dlrover.core.job import Job
 from dlrover.core.membership.rendezvous import Opening, Rendezvous
@@ -102,7 +102,7 @@ class Touched(NamedTuple):
     had_end: bool
     num_checks: int
     """Checks that had a verdict."""
-    committed: dict[str, Committed]
+    committed: dict[str, NewestCommit]
     """The newest checkpoint of each directory."""
     call: tuple[Micros, Opening | None]
     """When the call of the open round began, and what opened it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from dlrover.core.checkpoints.commits import Committed
+from dlrover.core.checkpoints.commits import NewestCommit
 from dlrover.core.job import Job
 from dlrover.protocol.messages.checkpoint import (
     AwaitSaveDuties,
@@ -172,7 +172,7 @@ class SaveTraffic:
         if self._is_any_confirmed and newest is None:
             raise Violation("I4", "a committed checkpoint was forgotten")
 
-    def explain_step_back(self, job: Job, former: dict[str, Committed]) -> str | None:
+    def explain_step_back(self, job: Job, former: dict[str, NewestCommit]) -> str | None:
         """Nothing if neither the newest checkpoint nor a tracker goes back to an older round or step."""
         room = job.state.checkpoints
         for directory, newest in room.committed.items():

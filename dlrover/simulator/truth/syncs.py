@@ -37,7 +37,7 @@ LONGEST_WAIT = 3500 * SECOND
 """After an hour nobody is waited for any more."""
 
 
-class Wait:
+class SyncWait:
     """The workers of one node at the sync point of one world, for the so many-th time."""
 
     __slots__ = ("coordinator", "generation", "is_reached", "joined", "round", "since")
@@ -58,7 +58,7 @@ class SyncTraffic:
     def __init__(self, simulation: Simulation) -> None:
         self._sim = simulation
         self._chance = random.Random(f"{simulation.plan.seed}/syncs")
-        self._waits: dict[str, Wait] = {}
+        self._waits: dict[str, SyncWait] = {}
         """The newest of each agent process."""
         self._opened: dict[Round, int] = {}
         """How often somebody opened the barrier."""
@@ -93,16 +93,16 @@ class SyncTraffic:
             return
         assert agent.workers.group is not None, "its workers run"
         generation = former.generation + 1 if former is not None and is_same else 1
-        wait = Wait(coordinator, agent.workers.group.world.round, generation, self._sim.events.now)
+        wait = SyncWait(coordinator, agent.workers.group.world.round, generation, self._sim.events.now)
         self._waits[agent.life] = wait
         for local_rank in range(self._sim.shape.local_world_size):
             self._sim.events.after(span(self._chance, *APART), self._join, agent, wait, local_rank)
         self._sim.events.after(span(self._chance, *ASK), self._ask, agent, wait)
 
-    def _is_there(self, agent: VirtualAgent, wait: Wait) -> bool:
+    def _is_there(self, agent: VirtualAgent, wait: SyncWait) -> bool:
         return agent.is_alive and self._waits.get(agent.life) is wait and agent.workers.runs(wait.coordinator)
 
-    def _join(self, agent: VirtualAgent, wait: Wait, local_rank: int) -> None:
+    def _join(self, agent: VirtualAgent, wait: SyncWait, local_rank: int) -> None:
         if self._is_there(agent, wait) and local_rank not in wait.joined:
             wait.joined[local_rank] = None
             agent.outbox.tell_soon(
@@ -115,7 +115,7 @@ class SyncTraffic:
                 )
             )
 
-    def _ask(self, agent: VirtualAgent, wait: Wait) -> None:
+    def _ask(self, agent: VirtualAgent, wait: SyncWait) -> None:
         """Until it is reached. The others are on their way, if they can."""
         sim = self._sim
         if wait.is_reached or not self._is_there(agent, wait):
@@ -129,15 +129,15 @@ class SyncTraffic:
                 sim.events.after(span(self._chance, *FOLLOW), self._come_after, peer, wait)
         sim.events.after(span(self._chance, *ASK), self._ask, agent, wait)
 
-    def _come_after(self, agent: VirtualAgent, first: Wait) -> None:
+    def _come_after(self, agent: VirtualAgent, first: SyncWait) -> None:
         if not first.is_reached and not self._has_come(agent, first):
             self._come(agent, first.coordinator)
 
-    def _has_come(self, agent: VirtualAgent, first: Wait) -> bool:
+    def _has_come(self, agent: VirtualAgent, first: SyncWait) -> bool:
         wait = self._waits.get(agent.life)
         return wait is not None and wait.coordinator == first.coordinator and wait.generation >= first.generation
 
-    def _check_reached(self, agent: VirtualAgent, wait: Wait) -> None:
+    def _check_reached(self, agent: VirtualAgent, wait: SyncWait) -> None:
         """All of its world have come, who are still part of it."""
         sim = self._sim
         if sim.masters.newest is None or not self._is_active(wait.round):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from dlrover.protocol.messages.job import WorldSpec
 from dlrover.simulator.shapes import Shape
-from dlrover.simulator.virtual_time import Events, micros
+from dlrover.simulator.virtual_time import VirtualTime, micros
 
 
 class RunningWorld:
@@ -51,7 +51,7 @@ class Training:
     """Owned by the simulation; agents tell it what their workers do."""
 
     def __init__(
-        self, shape: Shape, events: Events, on_finished: Callable[[str], None], on_begun: Callable[[str], None]
+        self, shape: Shape, events: VirtualTime, on_finished: Callable[[str], None], on_begun: Callable[[str], None]
     ) -> None:
         self._shape = shape
         self._events = events

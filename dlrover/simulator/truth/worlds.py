@@ -13,7 +13,7 @@ from dlrover.simulator.virtual_time import SECOND, span
 
 if TYPE_CHECKING:
     from dlrover.simulator.nodes.agent import VirtualAgent
-    from dlrover.simulator.nodes.workers import Group
+    from dlrover.simulator.nodes.workers import VirtualGroup
     from dlrover.simulator.simulation import Simulation
 
 PEER_LOST_ODDS = 0.3
@@ -31,7 +31,7 @@ def workers_starting(sim: Simulation, agent: VirtualAgent, world: WorldSpec) -> 
         raise Violation("check", f"{agent.node.label} starts round {world.round} and never passed the node check")
 
 
-def workers_ended(sim: Simulation, agent: VirtualAgent, group: Group, kind: FailureKind | None) -> None:
+def workers_ended(sim: Simulation, agent: VirtualAgent, group: VirtualGroup, kind: FailureKind | None) -> None:
     """Peers may notice before anybody tells them."""
     coordinator = group.world.coordinator
     if not sim.training.ended(coordinator, agent.node.number):

@@ -33,7 +33,7 @@ HELPERS_PATIENCE = 0.002
 """Seconds for a thread to wake up. On a machine that has no processor for it, it would not copy either."""
 
 
-class Span(NamedTuple):
+class CopySpan(NamedTuple):
     """Copy `num_bytes` from one address to another."""
 
     target: int
@@ -46,7 +46,7 @@ class Blocks:
     Spans made ready to be copied, as often as one likes: of a state that is saved again and again from and to the same places this is done once.
     """
 
-    def __init__(self, spans: Iterable[Span], stream: Stream | None) -> None:
+    def __init__(self, spans: Iterable[CopySpan], stream: Stream | None) -> None:
         self.stream = stream
         self.bundles: _Bundles = () if stream is not None else _bundles(spans)
         numbers = _blocks(spans) if stream is not None else []
@@ -68,14 +68,14 @@ class Copier:
     def is_streaming(self) -> bool:
         return self._stream is not None
 
-    def copy(self, spans: Iterable[Span]) -> None:
+    def copy(self, spans: Iterable[CopySpan]) -> None:
         """Copy everything before returning; the calling thread takes part."""
         work = self._work_for(spans)
         self._start(work, work.num_blocks - 1)
         work.run()
         work.wait()
 
-    def blocks(self, spans: Iterable[Span]) -> Blocks:
+    def blocks(self, spans: Iterable[CopySpan]) -> Blocks:
         """For `copy_now` and `start`."""
         return Blocks(list(spans), self._stream)
 
@@ -85,7 +85,7 @@ class Copier:
         work.run()
         work.wait()
 
-    def start(self, spans: Iterable[Span] | Blocks, num_helpers: int | None = None) -> CopyInProgress:
+    def start(self, spans: Iterable[CopySpan] | Blocks, num_helpers: int | None = None) -> CopyInProgress:
         """
         Copy in the background, by as many threads as there are or by `num_helpers`, which may be 0: then nothing happens before
         `CopyInProgress.finish`. The memory must stay as it is until then.
@@ -99,7 +99,7 @@ class Copier:
     def close(self) -> None:
         self._pool.shutdown(wait=True)
 
-    def _work_for(self, spans: Iterable[Span] | Blocks) -> _Work:
+    def _work_for(self, spans: Iterable[CopySpan] | Blocks) -> _Work:
         blocks = spans if isinstance(spans, Blocks) else self.blocks(spans)
         if blocks.stream is not None:
             return _StreamedWork(blocks, blocks.stream)
@@ -220,7 +220,7 @@ class _BundledWork(_Work):
             self._count(1)
 
 
-def _blocks(spans: Iterable[Span]) -> list[int]:
+def _blocks(spans: Iterable[CopySpan]) -> list[int]:
     """
     What the loop is given: three numbers for each block. Large spans are cut into pieces, and what does not fit lines at their ends
     is apart; the small come last, so that nobody ends late.
@@ -243,24 +243,24 @@ def _blocks(spans: Iterable[Span]) -> list[int]:
     return pieces + crumbs
 
 
-_Bundles = Sequence[Sequence[Span]]
+_Bundles = Sequence[Sequence[CopySpan]]
 
 
-def _bundles(spans: Iterable[Span]) -> _Bundles:
+def _bundles(spans: Iterable[CopySpan]) -> _Bundles:
     """Work of about `PIECE_BYTES` each: huge spans cut, tiny ones together; the largest first, so that nobody ends late."""
-    pieces: list[list[Span]] = []
-    crumbs: list[list[Span]] = []
+    pieces: list[list[CopySpan]] = []
+    crumbs: list[list[CopySpan]] = []
     room = 0
     for target, source, num_bytes in spans:
         if num_bytes >= PIECE_BYTES:
             for start in range(0, num_bytes, PIECE_BYTES):
                 length = min(PIECE_BYTES, num_bytes - start)
-                pieces.append([Span(target + start, source + start, length)])
+                pieces.append([CopySpan(target + start, source + start, length)])
         elif num_bytes:
             if room < num_bytes:
                 crumbs.append([])
                 room = PIECE_BYTES
-            crumbs[-1].append(Span(target, source, num_bytes))
+            crumbs[-1].append(CopySpan(target, source, num_bytes))
             room -= num_bytes
     return pieces + crumbs
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
-from dlrover.snapshot.files.direct_io import Late, Piece
+from dlrover.snapshot.files.direct_io import FilePiece, Late
 from dlrover.snapshot.files.torch_file import torch_file_bytes, torch_image
 from dlrover.snapshot.memory.layout import LINE_ALIGNMENT, PAGE_ALIGNED_FROM_BYTES, PAGE_ALIGNMENT
 from dlrover.snapshot.memory.segment_format import SegmentInvalid, round_up
@@ -91,9 +91,9 @@ def item_bytes(item: DcpItem, storages: Sequence[memoryview]) -> memoryview:
     return found
 
 
-def dcp_image(table: bytes, storages: Sequence[memoryview]) -> tuple[list[Piece], Late, int]:
+def dcp_image(table: bytes, storages: Sequence[memoryview]) -> tuple[list[FilePiece], Late, int]:
     """The file of one rank: the items that it writes, each at its place."""
-    pieces: list[Piece] = []
+    pieces: list[FilePiece] = []
     archives: list[tuple[int, int, int, Late]] = []
     """Of each tensor: which pieces are its own, where it begins, and what follows from their sums."""
     end = 0
@@ -103,16 +103,16 @@ def dcp_image(table: bytes, storages: Sequence[memoryview]) -> tuple[list[Piece]
         first = len(pieces)
         if item.is_in_storage:
             own, late, length = torch_image(item.prepared, [item_bytes(item, storages)])
-            pieces += [Piece(item.at + offset, content) for offset, content in own]
+            pieces += [FilePiece(item.at + offset, content) for offset, content in own]
             archives.append((first, len(pieces), item.at, late))
         else:
             length = len(item.prepared)
-            pieces.append(Piece(item.at, item.prepared))
+            pieces.append(FilePiece(item.at, item.prepared))
         end = item.at + length
 
-    def late_pieces(sums: list[int]) -> list[Piece]:
+    def late_pieces(sums: list[int]) -> list[FilePiece]:
         return [
-            Piece(at + offset, content)
+            FilePiece(at + offset, content)
             for first, last, at, late in archives
             for offset, content in late(sums[first:last])
         ]

@@ -62,7 +62,7 @@ class WriteOptions(Struct, frozen=True, kw_only=True):
     """Added to the writing threads' niceness, so that they leave the processors to the training."""
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     offset: int
     """In the file."""
     content: memoryview | bytes
@@ -73,13 +73,13 @@ class WrittenFile(Struct, frozen=True):
     crc32: int
 
 
-Late = Callable[[list[int]], Sequence[Piece]]
+Late = Callable[[list[int]], Sequence[FilePiece]]
 """From the CRC-32 of each given piece to the pieces that could not be known before: headers, directory."""
 
 
 def write_file(
     path: str | os.PathLike[str],
-    pieces: Sequence[Piece],
+    pieces: Sequence[FilePiece],
     late: Late,
     total_bytes: int,
     *,
@@ -95,7 +95,7 @@ def write_file(
     """
     options = options or WriteOptions()
     with _Target(path, total_bytes, options.direct) as target:
-        work = _Work(target, options, on_progress, stop or threading.Event())
+        work = _UnitWork(target, options, on_progress, stop or threading.Event())
         direct, parts_of = _direct_units(pieces)
         small = [number for number, parts in enumerate(parts_of) if not parts]
         work.run([*_sum_units(pieces, small), *(_Unit(start, content) for start, content in direct)])
@@ -110,7 +110,7 @@ def write_file(
     return WrittenFile(total_bytes, work.combined_sum())
 
 
-def image_chunks(pieces: Sequence[Piece], late: Late, total_bytes: int) -> tuple[WrittenFile, list[memoryview]]:
+def image_chunks(pieces: Sequence[FilePiece], late: Late, total_bytes: int) -> tuple[WrittenFile, list[memoryview]]:
     """The same file as a list of chunks in order, for storages that only take a stream."""
     sums = [zlib.crc32(piece.content) for piece in pieces]
     chunks: list[memoryview] = []
@@ -182,7 +182,7 @@ def run_in_threads(task: Callable[[], None], num_threads: int) -> None:
 class _Gather(NamedTuple):
     """A range of the file that is put together from several pieces."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[FilePiece]
     start: int
     length: int
 
@@ -205,7 +205,7 @@ class _Gather(NamedTuple):
 class _Sums(NamedTuple):
     """Small pieces that only have to be summed for now; they are written later, together with their headers."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[FilePiece]
     numbers: Sequence[int]
 
 
@@ -214,7 +214,7 @@ class _Unit(NamedTuple):
     content: memoryview | _Gather | _Sums
 
 
-class _Work:
+class _UnitWork:
     """Threads that sum and write units, within the limits that were given."""
 
     def __init__(
@@ -372,7 +372,7 @@ class _Target:
         os.close(self._cached_fd)
 
 
-def _direct_units(pieces: Sequence[Piece]) -> tuple[list[tuple[int, memoryview]], list[list[int]]]:
+def _direct_units(pieces: Sequence[FilePiece]) -> tuple[list[tuple[int, memoryview]], list[list[int]]]:
     """What can go to the disk from where it lies; and for each piece where its units start."""
     units: list[tuple[int, memoryview]] = []
     starts: list[list[int]] = []
@@ -387,7 +387,7 @@ def _direct_units(pieces: Sequence[Piece]) -> tuple[list[tuple[int, memoryview]]
     return units, starts
 
 
-def _sum_units(pieces: Sequence[Piece], small: Sequence[int]) -> list[_Unit]:
+def _sum_units(pieces: Sequence[FilePiece], small: Sequence[int]) -> list[_Unit]:
     """Bundles of about one unit: summing is work for all threads, before the disk has anything to wait for."""
     units: list[_Unit] = []
     bundle: list[int] = []
@@ -401,7 +401,7 @@ def _sum_units(pieces: Sequence[Piece], small: Sequence[int]) -> list[_Unit]:
     return [*units, _Unit(pieces[bundle[0]].offset, _Sums(pieces, bundle))] if bundle else units
 
 
-def _sum_of_piece(piece: Piece, starts: list[int], sums: dict[int, tuple[int, int]]) -> int:
+def _sum_of_piece(piece: FilePiece, starts: list[int], sums: dict[int, tuple[int, int]]) -> int:
     crc, summed = 0, 0
     for start in starts:
         part, length = sums[start]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dlrover.snapshot.files.dcp_file import dcp_image
-from dlrover.snapshot.files.direct_io import Late, Piece, WriteOptions, WrittenFile, image_chunks, write_file
+from dlrover.snapshot.files.direct_io import FilePiece, Late, WriteOptions, WrittenFile, image_chunks, write_file
 from dlrover.snapshot.files.safetensors_file import safetensors_image
 from dlrover.snapshot.files.torch_file import file_storages, torch_image
 from dlrover.snapshot.memory.contents import DISTCP, RAW, SAFETENSORS, TORCH, Contents, FileEntry
@@ -21,7 +21,7 @@ from dlrover.snapshot.storage.storage import LocalStorage, Storage
 
 
 class FileImage(NamedTuple):
-    pieces: list[Piece]
+    pieces: list[FilePiece]
     late: Late
     total_bytes: int
 
@@ -69,7 +69,7 @@ def _raw(contents: Contents, entry: FileEntry, data: memoryview) -> FileImage:
         *file_storages(contents, entry.name, data),
     ]
     for content in contents_in_order:
-        pieces.append(Piece(at, content))
+        pieces.append(FilePiece(at, content))
         at += len(content)
     return FileImage(pieces, lambda sums: [], at)
 

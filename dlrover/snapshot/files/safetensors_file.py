@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
-from dlrover.snapshot.files.direct_io import BLOCK_BYTES, DIRECT_FROM_BYTES, Late, Piece
+from dlrover.snapshot.files.direct_io import BLOCK_BYTES, DIRECT_FROM_BYTES, FilePiece, Late
 from dlrover.snapshot.memory.segment_format import SegmentInvalid, round_up
 
 DTYPES: dict[str, tuple[str, int]] = {
@@ -77,16 +77,16 @@ def decode_table(prepared: bytes) -> SafetensorsTable:
         raise SegmentInvalid(f"The table of a safetensors file cannot be read: {error}") from error
 
 
-def safetensors_image(prepared: bytes, storages: Sequence[memoryview]) -> tuple[list[Piece], Late, int]:
+def safetensors_image(prepared: bytes, storages: Sequence[memoryview]) -> tuple[list[FilePiece], Late, int]:
     """The pieces of the file, as `write_file` wants them. Nothing of it depends on sums."""
     table = decode_table(prepared)
     ordered = sorted(table.tensors, key=_order)
     header = _header(table.metadata, ordered)
     at = len(header)
-    pieces = [Piece(0, header)]
+    pieces = [FilePiece(0, header)]
     for place in ordered:
         if place.num_bytes:
-            pieces.append(Piece(at, _bytes_of(place, storages)))
+            pieces.append(FilePiece(at, _bytes_of(place, storages)))
         at += place.num_bytes
     return pieces, lambda sums: [], at
 

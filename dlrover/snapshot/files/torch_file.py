@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dlrover.snapshot.files.direct_io import Late, Piece, WriteOptions, WrittenFile, image_chunks, write_file
+from dlrover.snapshot.files.direct_io import FilePiece, Late, WriteOptions, WrittenFile, image_chunks, write_file
 from dlrover.snapshot.memory.contents import Contents
 from dlrover.snapshot.memory.layout import LINE_ALIGNMENT, PAGE_ALIGNED_FROM_BYTES, PAGE_ALIGNMENT
 from dlrover.snapshot.memory.segment_format import round_up
@@ -73,7 +73,7 @@ def file_storages(contents: Contents, name: str, data: memoryview) -> list[memor
     return [data[entry.offset : entry.offset + entry.num_bytes] for entry in entries]
 
 
-def torch_image(pickled: bytes, storages: Sequence[memoryview]) -> tuple[list[Piece], Late, int]:
+def torch_image(pickled: bytes, storages: Sequence[memoryview]) -> tuple[list[FilePiece], Late, int]:
     """Where everything goes, what is only known after the sums are, and how long the file is."""
     contents: list[memoryview | bytes] = [
         pickled,
@@ -83,11 +83,13 @@ def torch_image(pickled: bytes, storages: Sequence[memoryview]) -> tuple[list[Pi
     ]
     entries, directory_at = _lay_out(len(pickled), [storage.nbytes for storage in storages])
 
-    def late(sums: list[int]) -> list[Piece]:
-        headers = [Piece(entry.header_at, _local_header(entry, crc)) for entry, crc in zip(entries, sums, strict=True)]
-        return [*headers, Piece(directory_at, _directory(entries, sums, directory_at))]
+    def late(sums: list[int]) -> list[FilePiece]:
+        headers = [
+            FilePiece(entry.header_at, _local_header(entry, crc)) for entry, crc in zip(entries, sums, strict=True)
+        ]
+        return [*headers, FilePiece(directory_at, _directory(entries, sums, directory_at))]
 
-    pieces = [Piece(entry.data_at, content) for entry, content in zip(entries, contents, strict=True)]
+    pieces = [FilePiece(entry.data_at, content) for entry, content in zip(entries, contents, strict=True)]
     return pieces, late, _total_bytes(entries, directory_at)
 
 

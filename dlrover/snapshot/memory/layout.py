@@ -90,7 +90,7 @@ class Layout(Struct, frozen=True):
         return Layout((*self.storages, *_place(sizes, self.data_length)), self.tensors)
 
 
-class Plan(Struct, frozen=True):
+class LayoutPlan(Struct, frozen=True):
     """A layout, and which storage is which."""
 
     layout: Layout
@@ -98,7 +98,7 @@ class Plan(Struct, frozen=True):
     """The adapter's identity of a storage to its number in the layout."""
 
 
-def plan_state(state: object, adapter: TensorAdapter) -> Plan:
+def plan_state(state: object, adapter: TensorAdapter) -> LayoutPlan:
     """Lay out the named tensors of a state. The same structure always gives the same layout."""
     numbers: dict[Hashable, int] = {}
     sizes: list[int] = []
@@ -119,7 +119,7 @@ def plan_state(state: object, adapter: TensorAdapter) -> Plan:
                 facts.global_offset,
             )
         )
-    return Plan(Layout(tuple(_place(sizes, 0)), tuple(tensors)), numbers)
+    return LayoutPlan(Layout(tuple(_place(sizes, 0)), tuple(tensors)), numbers)
 
 
 _DECODER = msgspec.msgpack.Decoder(Layout)

@@ -30,7 +30,7 @@ class NotNamed(DLRoverError):
     """A copy from another node asks for something that no trainer of this node has named."""
 
 
-class Place(Struct, frozen=True, kw_only=True):
+class SavePlace(Struct, frozen=True, kw_only=True):
     """Where one checkpointer of a trainer saves, and how."""
 
     directory: str
@@ -38,18 +38,18 @@ class Place(Struct, frozen=True, kw_only=True):
     deletion: DeletionRule = DeletionRule()
 
 
-_DECODER = msgspec.msgpack.Decoder(Place)
+_DECODER = msgspec.msgpack.Decoder(SavePlace)
 
 
-def encode_place(place: Place) -> bytes:
+def encode_place(place: SavePlace) -> bytes:
     return msgspec.msgpack.encode(place)
 
 
-class Places:
+class SavePlaces:
     """What the trainers of this node have named since the agent started."""
 
     def __init__(self) -> None:
-        self._named: dict[str, list[Place]] = {}
+        self._named: dict[str, list[SavePlace]] = {}
         """By directory; the newest last."""
 
     def add(self, encoded: bytes) -> bool:

@@ -120,7 +120,7 @@ class OrderedRecords:
         return records
 
 
-class Ask(Struct, frozen=True):
+class RecordsAsked(Struct, frozen=True):
     pass_id: int
     """The same for all worker processes that were started together."""
     num_workers: int
@@ -130,12 +130,12 @@ class Ask(Struct, frozen=True):
     is_batch: bool
 
 
-class Answer(Struct, frozen=True):
+class RecordsAnswer(Struct, frozen=True):
     records: tuple[int, ...] = ()
     trouble: str = ""
 
 
-class RecordService(LoaderService[Ask]):
+class RecordService(LoaderService[RecordsAsked]):
     def __init__(self, records: OrderedRecords) -> None:
         self._records = records
         self._pass_id: int | None = None
@@ -146,9 +146,9 @@ class RecordService(LoaderService[Ask]):
         """The newest pass: its processes end, or the data went back in the middle of it."""
         self._next = 0
         """The position whose turn it is."""
-        self._waiting: dict[socket.socket, Ask] = {}
+        self._waiting: dict[socket.socket, RecordsAsked] = {}
         """At most one per worker process, which waits for its answer."""
-        super().__init__(Ask)
+        super().__init__(RecordsAsked)
 
     def end_pass(self) -> None:
         """
@@ -184,7 +184,7 @@ class RecordService(LoaderService[Ask]):
         # Processes end together: one that waits for its turn behind this one would wait in vain.
         self._is_over = self._is_over or self._passes.pop(connection, None) == self._pass_number
 
-    def _heard(self, connection: socket.socket, ask: Ask) -> None:
+    def _heard(self, connection: socket.socket, ask: RecordsAsked) -> None:
         known = self._passes.get(connection)
         is_again = ask.first < self._next
         if known is None:
@@ -196,7 +196,7 @@ class RecordService(LoaderService[Ask]):
             self._begin_pass(ask)  # of the same processes, which live on
         self._waiting[connection] = ask
 
-    def _begin_pass(self, ask: Ask) -> None:
+    def _begin_pass(self, ask: RecordsAsked) -> None:
         self._pass_id, self._next, self._is_over = ask.pass_id, 0, False
         self._records.offer_again()
 
@@ -205,24 +205,24 @@ class RecordService(LoaderService[Ask]):
         assert turn is not None, "somebody was to be served"
         connection, trouble = turn
         ask = self._waiting[connection]
-        answer = Answer(trouble=trouble)
+        answer = RecordsAnswer(trouble=trouble)
         if not trouble:
             try:
-                answer = Answer(tuple(self._records.take(ask.count, is_batch=ask.is_batch, timeout=_LOOK)))
+                answer = RecordsAnswer(tuple(self._records.take(ask.count, is_batch=ask.is_batch, timeout=_LOOK)))
             except TimeoutError:
                 return
             except (
                 Exception
             ) as error:  # the worker process raises it, and the DataLoader brings it to the training loop
-                answer = Answer(trouble=f"{type(error).__name__}: {error}")
+                answer = RecordsAnswer(trouble=f"{type(error).__name__}: {error}")
             self._next += ask.count
         del self._waiting[connection]
         self._send(connection, answer)
 
 
-class RecordClient(LoaderClient[Answer]):
+class RecordClient(LoaderClient[RecordsAnswer]):
     def __init__(self, address: str, pass_id: int, num_workers: int) -> None:
-        super().__init__(address, Answer)
+        super().__init__(address, RecordsAnswer)
         self.pid = os.getpid()
         self._pass_id, self._num_workers = pass_id, num_workers
 
@@ -231,4 +231,4 @@ class RecordClient(LoaderClient[Answer]):
         first = positions[0]
         if list(positions) != list(range(first, first + len(positions))):
             raise ConfigError(f"The positions {list(positions)[:8]} are not in order. {_ADVICE}")
-        return self._ask(Ask(self._pass_id, self._num_workers, first, len(positions), is_batch)).records
+        return self._ask(RecordsAsked(self._pass_id, self._num_workers, first, len(positions), is_batch)).records

@@ -33,9 +33,9 @@ from dlrover.protocol.messages.data import (
     DatasetState,
     ExchangeShards,
     ExtendStream,
+    LeasedShard,
     RegisterDataset,
     RestoreDataset,
-    Shard,
     ShardError,
     ShardsGiven,
     Supply,
@@ -86,8 +86,8 @@ class ShardFeed:
         self._pid = os.getpid()
         self._news = threading.Condition()
         """Guards all below. Told when shards came, or when there is something to send."""
-        self._queue: deque[Shard] = deque()
-        self._taken: dict[int, Shard] = {}
+        self._queue: deque[LeasedShard] = deque()
+        self._taken: dict[int, LeasedShard] = {}
         """Handed to a reader and not reported in full."""
         self._consumed: list[Consumption] = []
         self._failed: list[ShardError] = []
@@ -119,7 +119,7 @@ class ShardFeed:
 
     # Reading.
 
-    def take(self, timeout: float | None = None) -> Shard | None:
+    def take(self, timeout: float | None = None) -> LeasedShard | None:
         """
         The next shard; None at the end of the data.
 
@@ -153,7 +153,7 @@ class ShardFeed:
             self._news.notify_all()
             return shard
 
-    def consumed(self, shard: Shard, count: int, step: int = NO_STEP) -> None:
+    def consumed(self, shard: LeasedShard, count: int, step: int = NO_STEP) -> None:
         """So many more records of the shard are in the model from this step on."""
         with self._live():
             start = shard.start + self._done.get(shard.id, 0)
@@ -167,7 +167,7 @@ class ShardFeed:
                 self._forget(shard)
             self._news.notify_all()
 
-    def failed(self, shard: Shard, message: str) -> None:
+    def failed(self, shard: LeasedShard, message: str) -> None:
         with self._live():
             if shard.id in self._taken:
                 self._failed.append(ShardError(shard.id, message))
@@ -175,7 +175,7 @@ class ShardFeed:
                 self._is_ended = False  # it will come again, perhaps to us
                 self._news.notify_all()
 
-    def unused(self, shards: Iterable[Shard]) -> None:
+    def unused(self, shards: Iterable[LeasedShard]) -> None:
         """Give them back: others may read them."""
         with self._live():
             for shard in shards:
@@ -323,7 +323,7 @@ class ShardFeed:
                     self._thread.start()
         return self._news
 
-    def _forget(self, shard: Shard) -> None:
+    def _forget(self, shard: LeasedShard) -> None:
         del self._taken[shard.id]
         self._done.pop(shard.id, None)
 

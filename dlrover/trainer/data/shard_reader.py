@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from dlrover.agreed.permutation import Permutation
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages.data import DatasetSpec, DatasetState, Shard, Storage, TaskType
+from dlrover.protocol.messages.data import DatasetSpec, DatasetState, LeasedShard, StorageKind, TaskType
 from dlrover.trainer.agent_link import Link
 from dlrover.trainer.data.shard_feed import ShardFeed
 from dlrover.trainer.data_sources.directory_tail import DirectoryTail, TailWatch
@@ -29,7 +29,7 @@ _LOOK = 1.0
 """Seconds after which a reader that waits asks whether the watch of a directory still lives."""
 
 
-class Piece(Struct, frozen=True, array_like=True):
+class ShardPiece(Struct, frozen=True, array_like=True):
     """A run of places of one shard."""
 
     shard: int
@@ -43,9 +43,9 @@ class Piece(Struct, frozen=True, array_like=True):
     def size(self) -> int:
         return self.end - self.start
 
-    def part(self, first: int, last: int) -> Piece:
+    def part(self, first: int, last: int) -> ShardPiece:
         """The records from the `first` to before the `last`, counted from the beginning of the piece."""
-        return Piece(
+        return ShardPiece(
             self.shard,
             self.epoch,
             self.start + first,
@@ -55,15 +55,15 @@ class Piece(Struct, frozen=True, array_like=True):
         )
 
 
-def whole(shard: Shard) -> Piece:
-    return Piece(shard.id, shard.epoch, shard.start, shard.end, shard.partition, shard.indices)
+def whole(shard: LeasedShard) -> ShardPiece:
+    return ShardPiece(shard.id, shard.epoch, shard.start, shard.end, shard.partition, shard.indices)
 
 
-def size_of(pieces: Iterable[Piece]) -> int:
+def size_of(pieces: Iterable[ShardPiece]) -> int:
     return sum(piece.size for piece in pieces)
 
 
-def cut(pieces: Sequence[Piece], first: int, last: int) -> list[Piece]:
+def cut(pieces: Sequence[ShardPiece], first: int, last: int) -> list[ShardPiece]:
     """The records from the `first` to before the `last` of all these."""
     found, at = [], 0
     for piece in pieces:
@@ -80,14 +80,14 @@ class SourceRecords:
     def __init__(self, source: Source, spec: DatasetSpec) -> None:
         self.source, self.spec = source, spec
 
-    def read(self, pieces: Iterable[Piece]) -> list[Any]:
+    def read(self, pieces: Iterable[ShardPiece]) -> list[Any]:
         return [record for piece in pieces for record in self.source.read(self._places(piece), piece.partition)]
 
-    def _places(self, piece: Piece) -> Sequence[int]:
+    def _places(self, piece: ShardPiece) -> Sequence[int]:
         if piece.indices:
             return piece.indices
         places = range(piece.start, piece.end)
-        if self.spec.shuffle and self.spec.storage is Storage.TEXT:
+        if self.spec.shuffle and self.spec.storage is StorageKind.TEXT:
             order = Permutation(self.spec.size, self.spec.seed, piece.epoch)
             return [order.at(place) for place in places]
         return places
@@ -118,7 +118,7 @@ def spec_of(
         raise ConfigError(f"{source.name!r} grows while it is read: it cannot be shuffled.")
     group = int(getattr(source, "row_group_size", 0))
     is_by_shard = shuffle == "shards" or (shuffle is True and group > 0)
-    storage = Storage.STREAM if is_stream else Storage.TABLE if is_by_shard else Storage.TEXT
+    storage = StorageKind.STREAM if is_stream else StorageKind.TABLE if is_by_shard else StorageKind.TEXT
     per_shard = (
         batches_per_shard or max(1, round(group / batch_size)) if group else batches_per_shard or BATCHES_PER_SHARD
     )
@@ -147,7 +147,7 @@ class ShardReader:
     def __init__(self, source: Source, spec: DatasetSpec, *, ahead: int = 0, link: Link | None = None) -> None:
         self.source, self.spec = source, spec
         self._feed = ShardFeed(spec, link=link, ahead=ahead)
-        self._out: dict[int, Shard] = {}
+        self._out: dict[int, LeasedShard] = {}
         """Shards that are being read here."""
         self._at: dict[int, int] = {}
         """Up to where they were reported."""
@@ -159,7 +159,7 @@ class ShardReader:
         """Before processes are forked that will read: no thread may start meanwhile."""
         self._feed.start()
 
-    def take(self, timeout: float | None = None) -> Shard | None:
+    def take(self, timeout: float | None = None) -> LeasedShard | None:
         """The next shard; None at the end of the data. Raises TimeoutError, DataUnavailable, and what a watched source says."""
         if not isinstance(self.source, DirectoryTail):
             shard = self._feed.take(timeout)
@@ -171,7 +171,7 @@ class ShardReader:
                 self._at[shard.id] = shard.start
         return shard
 
-    def used(self, pieces: Sequence[Piece], step: int) -> None:
+    def used(self, pieces: Sequence[ShardPiece], step: int) -> None:
         """The model of this step contains them. Raises ValueError, and then nothing was reported."""
         with self._lock:
             runs = [list(run) for _, run in groupby(pieces, key=lambda piece: piece.shard)]
@@ -222,7 +222,7 @@ class ShardReader:
         finally:
             self._feed.close()
 
-    def _check(self, run: list[Piece]) -> None:
+    def _check(self, run: list[ShardPiece]) -> None:
         at = self._at.get(run[0].shard)
         if at is None:
             raise ValueError(
@@ -235,7 +235,7 @@ class ShardReader:
                 f"not {run[0].start}."
             )
 
-    def _take_of_tail(self, tail: DirectoryTail, timeout: float | None) -> Shard | None:
+    def _take_of_tail(self, tail: DirectoryTail, timeout: float | None) -> LeasedShard | None:
         # Not before the first shard is wanted: until then the ranks may still agree on the model they go on with.
         if self._watch is None and int(os.environ.get("RANK") or 0) == 0:
             self._watch = TailWatch(tail, lambda ends, is_over: self._feed.extend(ends, is_over=is_over))
@@ -264,12 +264,12 @@ def check_same_data(state: dict[str, Any], spec: DatasetSpec) -> None:
             )
 
 
-def batches_of(shards: Iterable[Shard | None], batch_size: int) -> Iterator[list[Piece]]:
+def batches_of(shards: Iterable[LeasedShard | None], batch_size: int) -> Iterator[list[ShardPiece]]:
     """
     Full batches, over the edges of shards. Short ones at the end of an epoch, and where None comes instead of a shard: others hold the rest
     for now, and may wait for what is held here.
     """
-    pieces: list[Piece] = []
+    pieces: list[ShardPiece] = []
     for shard in shards:
         if pieces and (shard is None or shard.epoch != pieces[-1].epoch):
             yield pieces

@@ -35,8 +35,8 @@ from dlrover.protocol.messages.spawning import (
     ForkWorker,
     FromZygote,
     Prepared,
-    Refused,
     Spares,
+    SpawnRefused,
     ToZygote,
 )
 from dlrover.trainer.worker import entry as worker_entry
@@ -415,7 +415,7 @@ class _Zygote:
             self._reply(Forked(id=number, pid=pid))
         else:
             reason = os.strerror(-pid) if pid else "the process in the middle died"
-            self._reply(Refused(id=number, message=f"fork failed: {reason}"))
+            self._reply(SpawnRefused(id=number, message=f"fork failed: {reason}"))
 
     def _count(self, request: CountDevices) -> None:
         """In a child that is thrown away: asking for devices may initialise them, which no fork survives."""
@@ -425,7 +425,7 @@ class _Zygote:
             try:
                 answer: FromZygote = _count_devices(request)
             except Exception as error:  # the edge of the throw-away process
-                answer = Refused(id=request.id, message=str(error) or type(error).__name__)
+                answer = SpawnRefused(id=request.id, message=str(error) or type(error).__name__)
             with open(writer, "wb") as file:
                 file.write(msgspec.msgpack.encode(answer))
             os._exit(0)
@@ -436,7 +436,7 @@ class _Zygote:
         if raw:
             send_frame(self._socket, raw)
         else:
-            self._reply(Refused(id=request.id, message=f"the process that counts {request.kind} devices died"))
+            self._reply(SpawnRefused(id=request.id, message=f"the process that counts {request.kind} devices died"))
 
     def _reply(self, message: FromZygote) -> None:
         send_frame(self._socket, msgspec.msgpack.encode(message))

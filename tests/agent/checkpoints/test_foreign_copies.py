@@ -18,7 +18,7 @@ from dlrover.protocol.messages.job import NodeRank, Round, WorldSpec
 from dlrover.snapshot.memory.mirror import copy_paths
 from dlrover.snapshot.memory.segment import Segment, segment_paths
 from dlrover.snapshot.storage.class_meta import ClassMeta
-from dlrover.snapshot.storage.places import Place, encode_place
+from dlrover.snapshot.storage.places import SavePlace, encode_place
 from dlrover.snapshot.storage.storage import LocalStorage
 from dlrover.snapshot.storage.user_storage import meta_for
 from tests.agent.checkpoints.save_lab import CoreInHand
@@ -39,7 +39,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 def savers(tmp_path: Path, lab: Lab) -> Iterator[Any]:
     made: list[Saver] = []
 
-    def build(node: int, core: CoreInHand | None = None, place: Place | None = None) -> Saver:
+    def build(node: int, core: CoreInHand | None = None, place: SavePlace | None = None) -> Saver:
         """The saver of a node of the lab, which has a worker that saves at `place`."""
         (tmp_path / f"run-{node}").mkdir()
         saver = Saver(
@@ -78,7 +78,7 @@ def world(node: int) -> WorldSpec:
     )
 
 
-def name_place(saver: Saver, home: Path, place: Place) -> None:
+def name_place(saver: Saver, home: Path, place: SavePlace) -> None:
     saver.on_open(OpenSnapshots(home=str(home), place=encode_place(place)))
 
 
@@ -136,7 +136,7 @@ async def test_copies_of_a_peer_direct_nothing_but_what_own_trainers_named(lab, 
     for node in (0, 1):
         lab.start(node)
     drawer = meta_for(DrawerStorage(str(tmp_path / "drawer")))[0] if attack == "arguments" else None
-    victim = savers(1, core, Place(directory=str(checkpoints), storage=drawer))
+    victim = savers(1, core, SavePlace(directory=str(checkpoints), storage=drawer))
     for node in (0, 1):
         await lab.enter(node)
     for shard in (0, 1):
@@ -182,13 +182,13 @@ async def test_a_replacement_writes_what_it_fetched_once_its_own_trainer_names_t
     assert "No trainer of this node saves there" in caplog.text
     assert not list((tmp_path / "drawer").iterdir())
     name_place(
-        saver, lab.homes[2], Place(directory=checkpoints, storage=replace(named, kwargs={"drawer": checkpoints}))
+        saver, lab.homes[2], SavePlace(directory=checkpoints, storage=replace(named, kwargs={"drawer": checkpoints}))
     )
     await idle(saver)
     assert "they use tests.snapshot.storage.user_classes.DrawerStorage with" in caplog.text
     assert not list((tmp_path / "drawer").iterdir())
 
-    name_place(saver, lab.homes[2], Place(directory=checkpoints, storage=named))
+    name_place(saver, lab.homes[2], SavePlace(directory=checkpoints, storage=named))
     await idle(saver)
     commits = (tmp_path / "drawer" / "commits").read_text().splitlines()
     assert [json.loads(line) for line in commits] == [["mine", 10, True]]
@@ -203,7 +203,7 @@ async def test_a_trainer_that_saves_into_fetched_memory_is_obeyed(lab, savers, t
     lab.start(2)
     lab.round = Round(2)
     await lab.enter(2)
-    saver = savers(2, place=Place(directory=str(tmp_path / "checkpoints")))
+    saver = savers(2, place=SavePlace(directory=str(tmp_path / "checkpoints")))
     own = lab.trainer(2, 0)
     link = tmp_path / "model.pt"
     directory = str(tmp_path / "checkpoints")

@@ -16,7 +16,7 @@ import pytest
 from dlrover.agent.config import WatchConfig
 from dlrover.agent.monitor.collectors import Collectors, load_collectors
 from dlrover.agent.monitor.old_diagnosis_data import TrainingLog, WorkerTrainingMetric
-from dlrover.agent.monitor.progress import Watch
+from dlrover.agent.monitor.progress import WorkerWatch
 from dlrover.agent.monitor.scrape import Scrape, ScrapeError, fetch, parse, scrapes, xpu_timer
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.job import Incarnation, NodeId
@@ -223,7 +223,7 @@ def test_a_collector_that_leaves_when_it_is_loaded_costs_a_warning_and_no_other(
 
 async def test_the_watch_of_an_agent_has_them_measure() -> None:
     observed: list[WatchObservation] = []
-    watch = Watch(WatchConfig())
+    watch = WorkerWatch(WatchConfig())
     watch.connect(observed.append, lambda: (NodeId(7), Incarnation(3)))
     watch.collect(lambda: {"mine": Mine({"a": 1})})
     running = asyncio.ensure_future(watch.run())

@@ -20,11 +20,11 @@ import pytest
 from dlrover.agent.config import EntryKind, WatchConfig
 from dlrover.agent.monitor import progress as monitor_progress
 from dlrover.agent.monitor.native_stacks import NativeStacks, main_frames
-from dlrover.agent.monitor.progress import Watch, fit_into_look
-from dlrover.agent.monitor.worker_view import Seat, parse_stacks
+from dlrover.agent.monitor.progress import WorkerWatch, fit_into_look
+from dlrover.agent.monitor.worker_view import WatchedWorker, parse_stacks
 from dlrover.agent.workers.process_tree import ProcessTree
 from dlrover.agent.workers.spawner import Spawner
-from dlrover.agreed.stall_thresholds import Patience, PhaseBook
+from dlrover.agreed.stall_thresholds import PhaseBook, StallPatience
 from dlrover.host.processes import descendants
 from dlrover.protocol.codec import check_size
 from dlrover.protocol.messages.frames import Observed
@@ -97,8 +97,8 @@ WORKER = """
 
 class Lab:
     def __init__(self, tmp_path: Path) -> None:
-        short = Patience(least=0.1, first_step=0.1, start=0.1, unlearned=0.1, factor=1.0)
-        self.watch = Watch(WatchConfig(), runtime_dir=str(tmp_path), book=PhaseBook(short))
+        short = StallPatience(least=0.1, first_step=0.1, start=0.1, unlearned=0.1, factor=1.0)
+        self.watch = WorkerWatch(WatchConfig(), runtime_dir=str(tmp_path), book=PhaseBook(short))
         self.watch.connect(self._on_observation, lambda: (NodeId(7), Incarnation(3)))
         self.observed: list[WatchObservation] = []
         self._script = tmp_path / "worker.py"
@@ -305,7 +305,7 @@ def test_the_historical_file_is_left_alone_where_the_monitor_is_switched_off(
     has_step_file: bool, step: int | None, tmp_path: Path
 ) -> None:
     """MONITOR_ENABLED=false."""
-    watch = Watch(WatchConfig(has_step_file=has_step_file), runtime_dir=str(tmp_path))
+    watch = WorkerWatch(WatchConfig(has_step_file=has_step_file), runtime_dir=str(tmp_path))
     watch.open_round(make_world(0, round=Round(4)))
     (tmp_path / "runtime_metrics.json").write_text('{"step": 41}')
     assert watch.named_step(Round(4)) == step
@@ -333,7 +333,7 @@ async def test_a_script_that_is_watched_from_a_cold_start_sees_no_difference(
         tmp_path / "facts.py",
         "import sys; print(sys.argv, sys.orig_argv, sys.path, __name__, __file__, sorted(globals())); sys.exit(3)",
     )
-    seat = Seat(local_rank=0, global_rank=0)
+    seat = WatchedWorker(local_rank=0, global_rank=0)
     try:
         environ = environment(PYTHONPATH=os.getcwd(), DLROVER_AGENT_SOCKET="none", **seat.environment())
         target = script if kind is EntryKind.SCRIPT else "facts"

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dlrover.agent.monitor.limits import Limits, MemoryUse
+from dlrover.agent.monitor.limits import MemoryUse, ResourceLimits
 from dlrover.agent.monitor.probe import Probe, is_remote
 from dlrover.agent.monitor.resources import LONGEST, SHORTEST, USUAL, ResourceMonitor, next_period, read_network
 from dlrover.agent.workers.failures import Evidence, describe_failure
@@ -75,7 +75,7 @@ async def test_a_node_tells_what_it_and_each_worker_use(tmp_path: Path) -> None:
     assert report.cpu >= samples[5].cpu
     assert 0 < report.cores <= len(os.sched_getaffinity(0))
     assert 0 < report.memory_bytes <= report.memory_limit_bytes
-    assert report.memory_limit_bytes == Limits().memory().limit_bytes
+    assert report.memory_limit_bytes == ResourceLimits().memory().limit_bytes
     assert report.disk_free_bytes is not None
     assert report.shm_limit_bytes == psutil.disk_usage("/dev/shm").total
     assert report.clock_jump == 0.0
@@ -196,7 +196,7 @@ def test_limits_of_version_2_are_those_of_the_narrowest_above_us(tmp_path: Path)
     group.write_text("0::/pod/box\n")
     put(tmp_path / "fs/pod", memory__max="1000000\n", memory__current="600000\n", memory__stat="inactive_file 100000\n")
     put(tmp_path / "fs/pod/box", memory__max="max\n", memory__current="5\n", cpu__max="50000 100000\n")
-    limits = Limits(str(group), str(tmp_path / "fs"))
+    limits = ResourceLimits(str(group), str(tmp_path / "fs"))
     assert limits.memory() == MemoryUse(500000, 1000000)
     assert limits.cores() == 0.5
 
@@ -211,13 +211,13 @@ def test_limits_of_version_1_are_found_too(tmp_path: Path) -> None:
         memory__stat="inactive_file 1\ntotal_inactive_file 400000\n",
     )
     put(tmp_path / "fs/cpu", cpu__cfs_quota_us="-1\n", cpu__cfs_period_us="100000\n")
-    limits = Limits(str(group), str(tmp_path / "fs"))
+    limits = ResourceLimits(str(group), str(tmp_path / "fs"))
     assert limits.memory() == MemoryUse(500000, 2000000)
     assert limits.cores() == len(os.sched_getaffinity(0))
 
 
 def test_without_any_limit_the_machine_is_it(tmp_path: Path) -> None:
-    used, limit = Limits(str(tmp_path / "none"), str(tmp_path)).memory()
+    used, limit = ResourceLimits(str(tmp_path / "none"), str(tmp_path)).memory()
     assert used is None
     assert limit > 1 << 28
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dlrover.agent.replicas.config import ReplicaConfig
-from dlrover.agent.replicas.exchange import Replicas
+from dlrover.agent.replicas.exchange import ReplicaExchange
 from dlrover.protocol.messages.job import NodeId, NodeRank, Round, WorldSpec
 from dlrover.protocol.messages.peers import AskPeers, Peer, Peers
 from dlrover.snapshot.copy.copying import Copier
@@ -83,7 +83,7 @@ class Lab:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.nodes: dict[int, Replicas] = {}
+        self.nodes: dict[int, ReplicaExchange] = {}
         self.homes: dict[int, Path] = {}
         self.trainers: list[Trainer] = []
         self.order: list[int] = []
@@ -95,11 +95,11 @@ class Lab:
         self.numbered_from = 0
         """Greater: a master without its journal has given the nodes other numbers."""
 
-    def start(self, node: int, **config: Any) -> Replicas:
+    def start(self, node: int, **config: Any) -> ReplicaExchange:
         patient = {"stall": 10.0, "ask_limit": DEADLINE, "fetch_limit": DEADLINE, "parity_limit": DEADLINE}
         settings = {"copies": 1, **patient, **config}
         self.homes[node] = self.folder / f"job.launch.node-{node}"
-        replicas = Replicas(
+        replicas = ReplicaExchange(
             ReplicaConfig(job=JOB, **settings),
             token=TOKEN,
             tls=None,

@@ -8,7 +8,7 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from dlrover.agent.replicas.wire import Connection, PeerServer, Secret, connect
+from dlrover.agent.replicas.wire import PeerConnection, PeerServer, Secret, connect
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import ConfigError, DLRoverError
 from dlrover.protocol.messages.peers import Accepted, ListHeld
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs t
 SECRET = Secret("token", "job")
 
 
-def answer(connection: Connection) -> None:
+def answer(connection: PeerConnection) -> None:
     connection.receive(ListHeld)
     connection.send(Accepted())
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from dlrover.agent.replicas.handshakes import MAX_HANDSHAKES
-from dlrover.agent.replicas.wire import MAX_CONNECTIONS, Connection, PeerServer, Secret, connect
+from dlrover.agent.replicas.wire import MAX_CONNECTIONS, PeerConnection, PeerServer, Secret, connect
 from dlrover.protocol.addresses import parse_address
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.peers import Challenge
@@ -68,7 +68,7 @@ def test_a_shortage_does_not_end_the_service_for_other_nodes(shortage) -> None:
                 first.connect((address.host, address.port))
                 assert listening.has_heard.wait(DEADLINE)
             second.connect((address.host, address.port))
-            challenge = Connection(second, deadline=time.monotonic() + DEADLINE).receive(Challenge)
+            challenge = PeerConnection(second, deadline=time.monotonic() + DEADLINE).receive(Challenge)
             assert challenge.nonce
         assert len(listening.heard) == 1
         assert "tried again" in listening.heard[0]

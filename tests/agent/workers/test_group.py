@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.agent.config import EntryKind, LogConfig, WatchConfig
-from dlrover.agent.monitor.progress import Watch
+from dlrover.agent.config import EntryKind, WatchConfig, WorkerLogConfig
+from dlrover.agent.monitor.progress import WorkerWatch
 from dlrover.agent.workers import group as workers_group
 from dlrover.agent.workers.devices import resolve_local_world_size
 from dlrover.agent.workers.group import HEAD_START, Failed, Finished, PortOffer, split_address, worker_environment
@@ -133,7 +133,7 @@ async def test_workers_that_are_about_to_make_the_same_mistake_may_do_so_before_
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = make_config(tmp_path / "rt", write(tmp_path / "train.py", MISTAKEN), terms=JobTerms())
-    watch = Watch(config.watch)
+    watch = WorkerWatch(config.watch)
     async with group_of(spawner, tree, config, watch=watch, alike_patience=DEADLINE) as group:
         outcome = await wait(group)
         assert isinstance(outcome, Failed)
@@ -165,7 +165,7 @@ async def test_otherwise_a_failure_is_not_taken_for_a_mistake(
     monkeypatch.chdir(tmp_path)
     changes = {"terms": JobTerms(), **changes}
     config = make_config(tmp_path / "rt", write(tmp_path / "train.py", MISTAKEN), *args, **changes)
-    watch = Watch(config.watch)
+    watch = WorkerWatch(config.watch)
     async with group_of(spawner, tree, config, make_world(2, **world), watch=watch) as group:
         assert isinstance(await wait(group), Failed)
         assert not group.may_be_mistaken
@@ -373,7 +373,7 @@ async def test_error_and_log_files_are_named_in_the_failure(
     spawner: Spawner, tree: ProcessTree, tmp_path: Path
 ) -> None:
     script = write(tmp_path / "train.py", "raise ValueError('bad')")
-    log = LogConfig(log_dir=str(tmp_path / "logs"), redirect_default=3)
+    log = WorkerLogConfig(log_dir=str(tmp_path / "logs"), redirect_default=3)
     config = make_config(tmp_path / "rt", script, local_world_size=1, log=log)
     async with group_of(spawner, tree, config, make_world(1, restart_count=4)) as group:
         outcome = await wait(group)

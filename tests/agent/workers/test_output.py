@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dlrover.agent.config import LogConfig
+from dlrover.agent.config import WorkerLogConfig
 from dlrover.agent.workers import stream_copies
 from dlrover.agent.workers.output import TAIL_BYTES, WorkerFiles, WorkerOutput
 from dlrover.protocol.errors import ConfigError
@@ -30,7 +30,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Maker]:
         runtime_dir = tmp_path / "runtime"
         runtime_dir.mkdir(exist_ok=True)
         output = WorkerOutput(
-            LogConfig(**config), role="trainer", run_id="run/1", runtime_dir=str(runtime_dir), patience=patience
+            WorkerLogConfig(**config), role="trainer", run_id="run/1", runtime_dir=str(runtime_dir), patience=patience
         )
         made.append(output)
         return output
@@ -382,10 +382,10 @@ def test_a_console_that_is_gone_ends_nothing(tmp_path: Path) -> None:
     code = f"""
 import asyncio, os, sys
 from dlrover.agent import stream_copies
-from dlrover.agent.config import LogConfig
+from dlrover.agent.config import WorkerLogConfig
 from dlrover.agent.workers.output import WorkerOutput
 async def main():
-    output = WorkerOutput(LogConfig(), role="r", run_id="i", runtime_dir={str(tmp_path)!r}, patience={DEADLINE})
+    output = WorkerOutput(WorkerLogConfig(), role="r", run_id="i", runtime_dir={str(tmp_path)!r}, patience={DEADLINE})
     (files,) = output.open_attempt(0, [0])
     for _ in range(3):
         os.write(files.stderr, b"into the void\\n")
@@ -452,7 +452,7 @@ async def test_of_two_workers_that_lost_a_peer_only_the_one_that_failed_first_sa
 
 
 async def test_what_nobody_decides_about_is_shown_in_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    output = WorkerOutput(LogConfig(), role="trainer", run_id="run", runtime_dir=str(tmp_path))
+    output = WorkerOutput(WorkerLogConfig(), role="trainer", run_id="run", runtime_dir=str(tmp_path))
     (zero,) = output.open_attempt(0, [0])
     lament(zero)
     output.settle_held(lambda _rank: False)  # about workers that are gone, and this one is not

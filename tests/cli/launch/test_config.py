@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dlrover.agent.config import Entry, EntryKind, LogConfig
+from dlrover.agent.config import Entry, EntryKind, WorkerLogConfig
 from dlrover.cli.launch.config import ElasticLaunchConfig
 from dlrover.cli.launch.programmatic import _settings
 from dlrover.cli.options.environment import Environment, read_environment
@@ -122,14 +122,14 @@ def test_files_of_workers() -> None:
     assert config.get_log_dir(), "somewhere temporary"
     assert (config.get_log_redirects(), config.get_log_tee()) == (0, 0)
     config.setup_log(None)
-    assert settings_of(config).log == LogConfig()
+    assert settings_of(config).log == WorkerLogConfig()
     config.setup_log("/logs")
     assert (config.get_log_dir(), config.get_log_redirects(), config.get_log_tee()) == ("/logs", 3, 3)
-    assert settings_of(config).log == LogConfig(log_dir="/logs", redirect_default=3, tee_default=3)
+    assert settings_of(config).log == WorkerLogConfig(log_dir="/logs", redirect_default=3, tee_default=3)
     config.setup_log("/logs", redirects=123, tee=1)
     assert (config.get_log_redirects(), config.get_log_tee()) == (0, 1)
     config.setup_log("/logs", redirects="0:1", tee="nonsense")
-    assert settings_of(config).log == LogConfig(log_dir="/logs", redirects={0: 1})
+    assert settings_of(config).log == WorkerLogConfig(log_dir="/logs", redirects={0: 1})
     assert ElasticLaunchConfig().log_config.given_dir == "", "each configuration has its own"
     pytest.importorskip("torch")
     assert type(config.get_log_specs()).__name__ == "DefaultLogsSpecs"

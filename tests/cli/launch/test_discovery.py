@@ -13,7 +13,7 @@ from dlrover.agent.config import Entry, EntryKind
 from dlrover.cli.launch import discovery
 from dlrover.cli.launch.discovery import (
     MasterPlace,
-    Seat,
+    MasterPort,
     SeatTaken,
     coordinator_port,
     find_master,
@@ -145,7 +145,7 @@ def test_the_first_launcher_on_the_host_hosts_and_the_second_connects(reserved_p
 
 
 def test_a_seat_lets_its_master_listen_and_nobody_else_be_given_the_port() -> None:
-    seat = Seat("127.0.0.1", 0)
+    seat = MasterPort("127.0.0.1", 0)
     with socket.create_server(("127.0.0.1", seat.port)) as master:  # allows reuse, as gRPC does
         assert master.getsockname()[1] == seat.port
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
@@ -154,11 +154,11 @@ def test_a_seat_lets_its_master_listen_and_nobody_else_be_given_the_port() -> No
 
 
 def test_a_named_seat_is_claimed_even_while_nobody_listens(reserved_port: int) -> None:
-    seat = Seat("127.0.0.1", reserved_port)
+    seat = MasterPort("127.0.0.1", reserved_port)
     with pytest.raises(SeatTaken):
-        Seat("127.0.0.1", reserved_port)
+        MasterPort("127.0.0.1", reserved_port)
     seat.close()
-    Seat("127.0.0.1", reserved_port).close()
+    MasterPort("127.0.0.1", reserved_port).close()
 
 
 @pytest.mark.parametrize(

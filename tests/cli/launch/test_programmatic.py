@@ -20,7 +20,7 @@ from dlrover.python.elastic_agent.torch.dynamic_failover import (
     FailoverStrategy,
 )
 
-from dlrover.agent.config import Entry, EntryKind, LogConfig, WatchConfig
+from dlrover.agent.config import Entry, EntryKind, WatchConfig, WorkerLogConfig
 from dlrover.cli.launch.config import ElasticLaunchConfig
 from dlrover.cli.launch.programmatic import _settings, launch_agent
 from dlrover.cli.options.environment import read_environment
@@ -76,7 +76,7 @@ def test_the_launch_config_of_an_older_torch_is_taken() -> None:
     entry = Entry.of(EntryKind.PROGRAM, "true")
     config: Any = LaunchConfigOfTorch21()
     settings = _settings(config, read_environment({}), entry=entry)
-    assert settings.log == LogConfig(tee={0: 3})
+    assert settings.log == WorkerLogConfig(tee={0: 3})
     assert settings.shutdown_timeout == 30.0
     assert settings.terms.restarts.max_restarts == 3
 
@@ -89,7 +89,7 @@ def test_the_launch_config_of_an_older_torch_is_taken() -> None:
         ("DLROVER_EXTENSION_DYNAMIC_FAILOVER", "mine::Failover", "failover_extension", "mine::Failover"),
         ("DLROVER_TOPOLOGY_QUERIER", "mine::Querier", "topology_querier", "mine::Querier"),
         ("DLROVER_TOPOLOGY_SORTER", "mine::Sorter", "topology_sorter", "mine::Sorter"),
-        ("DLROVER_LOG_AGENT_DIR", "/logs", "log", LogConfig(log_dir="/logs", tee_default=3)),
+        ("DLROVER_LOG_AGENT_DIR", "/logs", "log", WorkerLogConfig(log_dir="/logs", tee_default=3)),
         ("TRAINING_LOG_FILE", "/train.log", "watch", WatchConfig(log_file="/train.log")),
         ("FAILURE_NODE_ERRORS", "#bad card#", "watch", WatchConfig(node_errors=("bad card",))),
         ("XPU_TIMER_PORT", "4711", "watch", WatchConfig(xpu_timer_port=4711)),

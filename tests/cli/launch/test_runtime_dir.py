@@ -23,8 +23,8 @@ from dlrover.cli.launch.runtime_dir import (
     LIFE_FILE,
     OWNER_FILE,
     SAVING_FILE,
+    DirectoryOwner,
     NodeDirectory,
-    Owner,
     describe_process,
     directory_of,
     is_running,
@@ -138,7 +138,7 @@ def test_a_reused_pid_is_not_the_owner() -> None:
 def test_who_lives_is_told_by_the_lock_and_not_by_the_pid(root: str) -> None:
     """The launcher of another container: its directory is shared with us, its processes are not."""
     elsewhere = NodeDirectory(root, "elsewhere", "a")
-    unknown = Owner(pid=2**22 + 1, started="1@this boot", job_name="elsewhere")
+    unknown = DirectoryOwner(pid=2**22 + 1, started="1@this boot", job_name="elsewhere")
     elsewhere.write(OWNER_FILE, msgspec.json.encode(unknown))
     assert list_nodes(root) == ([(elsewhere.path, unknown)], [])
     assert reap(root, older_than=0.0) == []
@@ -173,7 +173,7 @@ def test_without_a_lock_the_pid_is_asked(root: str) -> None:
     directory = NodeDirectory(root, "tidied", "a")
     os.unlink(os.path.join(directory.path, LIFE_FILE))
     assert [path for path, _ in list_nodes(root)[0]] == [directory.path]
-    directory.write(OWNER_FILE, msgspec.json.encode(Owner(pid=os.getpid(), started="0@another boot")))
+    directory.write(OWNER_FILE, msgspec.json.encode(DirectoryOwner(pid=os.getpid(), started="0@another boot")))
     assert [left.path for left in list_nodes(root)[1]] == [directory.path]
     directory.remove()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.cli.local.command import Plan, read_plan
+from dlrover.cli.local.command import LocalPlan, read_plan
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.fleet import NodeType
 from tests.cli.launch.test_check_env_and_commands import run
@@ -20,7 +20,7 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def plan(*argv: str) -> Plan:
+def plan(*argv: str) -> LocalPlan:
     return read_plan(argv, {"PATH": os.environ["PATH"], "NODE_RANK": "7", "POD_IP": "192.0.2.1"})
 
 

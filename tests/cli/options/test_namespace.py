@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.cli.options.namespace import _parsed
-from dlrover.cli.options.parser import Origin
+from dlrover.cli.options.parser import ValueOrigin
 from dlrover.protocol.errors import ConfigError
 from dlrover.trainer.torch.elastic_run import parse_args, run
 from tests.cli.conftest import DEADLINE
@@ -30,14 +30,14 @@ def test_the_namespace_has_the_names_and_types_of_the_original() -> None:
 def test_what_a_program_changes_counts_as_given() -> None:
     args = parse_args(["--nnodes=2", "train.py"])
     read = _parsed(args)
-    assert (read.origins["nnodes"], read.origins["max_restarts"]) == (Origin.FLAG, Origin.DEFAULT)
+    assert (read.origins["nnodes"], read.origins["max_restarts"]) == (ValueOrigin.FLAG, ValueOrigin.DEFAULT)
     args.nnodes, args.nproc_per_node, args.network_check, args.redirects = 3, 4, 1, 3
     args.training_script_args += ["--resume"]
     changed = _parsed(args)
     assert (changed.text("nnodes"), changed.text("nproc_per_node"), changed.text("redirects")) == ("3", "4", "3")
     assert changed.flag("network_check")
     assert changed.script_args == ("--resume",)
-    given = {name for name, origin in changed.origins.items() if origin is Origin.FLAG}
+    given = {name for name, origin in changed.origins.items() if origin is ValueOrigin.FLAG}
     assert given == {"nnodes", "nproc_per_node", "network_check", "redirects"}
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from dlrover.cli.options.parser import Origin, describe, parse, unavailable
+from dlrover.cli.options.parser import ValueOrigin, describe, parse, unavailable
 from dlrover.cli.options.table import OPTIONS, OUR_OPTIONS, TORCHRUN_OPTIONS, Kind
 from dlrover.protocol.errors import ConfigError
 
@@ -221,13 +221,13 @@ def test_an_explicit_option_wins_over_the_variable_and_the_variable_over_the_def
     environ = {"PET_NNODES": "2", "PET_STANDALONE": "1", "PET_NO_PYTHON": "0"}
     from_variable = parse(["x.py"], environ)
     assert from_variable.text("nnodes") == "2"
-    assert from_variable.origins["nnodes"] is Origin.ENVIRONMENT
+    assert from_variable.origins["nnodes"] is ValueOrigin.ENVIRONMENT
     assert from_variable.flag("standalone")
     assert not from_variable.flag("no_python")
     from_flag = parse(["--nnodes", "3", "x.py"], environ)
     assert from_flag.text("nnodes") == "3"
-    assert from_flag.origins["nnodes"] is Origin.FLAG
-    assert parse(["x.py"], {}).origins["nnodes"] is Origin.DEFAULT
+    assert from_flag.origins["nnodes"] is ValueOrigin.FLAG
+    assert parse(["x.py"], {}).origins["nnodes"] is ValueOrigin.DEFAULT
 
 
 @pytest.mark.parametrize(

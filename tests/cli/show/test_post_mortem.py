@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from dlrover.cli.connection import Connection
+from dlrover.cli.connection import JobConnection
 from dlrover.cli.events_command import asked
 from dlrover.cli.launch.last_words import REDO_UNKNOWN, goodput_line
 from dlrover.cli.show import top
@@ -280,7 +280,7 @@ def test_a_history_is_asked_of_the_master_that_the_environment_names(monkeypatch
     monkeypatch.setenv("DLROVER_MASTER_ADDR", "127.0.0.1:1")
     monkeypatch.setenv("DLROVER_JOB_TOKEN", "token")
     with pytest.raises(Unavailable):  # and not that no job runs on this host
-        Connection().history()
+        JobConnection().history()
 
 
 def test_following_ends_with_the_job_although_its_master_is_gone() -> None:

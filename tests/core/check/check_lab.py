@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from dlrover.core.check.cycle import CheckCycle, Next, Verdict
+from dlrover.core.check.cycle import CheckCycle, CheckVerdict, Next
 from dlrover.core.check.evidence import ExitClass
 from dlrover.core.check.pairing import Groups
 from dlrover.protocol.messages.job import NodeRank, Round
@@ -72,12 +72,12 @@ class Layout:
                 else:
                     cycle.report(rank, cycle.round, self.time_ms(rank, group), self.result(rank, group))
 
-    def run(self, cycle: CheckCycle | None = None) -> Verdict:
+    def run(self, cycle: CheckCycle | None = None) -> CheckVerdict:
         cycle = cycle or CheckCycle.begin(self.members(), first_round=Round(1))
         return drive(cycle, lambda: self.run_phase(cycle))
 
 
-def drive(cycle: CheckCycle, run_phase: Callable[[], None]) -> Verdict:
+def drive(cycle: CheckCycle, run_phase: Callable[[], None]) -> CheckVerdict:
     """To the verdict, through an encoding after each phase, as a master restart would do it."""
     for _ in range(MOST_STEPS):
         check_groups(cycle.groups, set(cycle.members) - set(cycle.gone))
@@ -91,7 +91,7 @@ def drive(cycle: CheckCycle, run_phase: Callable[[], None]) -> Verdict:
         assert "node status" in step.node_status
         assert "elapsed" in step.elapsed
         assert step.sentence.endswith(".")
-        if isinstance(step, Verdict):
+        if isinstance(step, CheckVerdict):
             return step
         assert isinstance(step, Next)
     raise AssertionError("the check never ends")

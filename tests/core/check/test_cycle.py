@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrover.core.check.cycle import CheckCycle, CheckMode, Next, NodeStatus, Verdict
+from dlrover.core.check.cycle import CheckCycle, CheckMode, CheckStatus, CheckVerdict, Next
 from dlrover.core.check.evidence import CheckRules, ExitClass, PhaseName, median, say_ranks, stragglers
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import NodeRank, Round
@@ -42,9 +42,9 @@ def next_phase(cycle: CheckCycle) -> Next:
     return step
 
 
-def end(cycle: CheckCycle) -> Verdict:
+def end(cycle: CheckCycle) -> CheckVerdict:
     step = cycle.go_on()
-    assert isinstance(step, Verdict), step
+    assert isinstance(step, CheckVerdict), step
     return step
 
 
@@ -94,7 +94,7 @@ def test_six_nodes_with_one_broken() -> None:
     layout.run_phase(cycle)
     verdict = end(cycle)
     assert verdict.faulty == (5,)
-    assert verdict.statuses[NodeRank(4)] is NodeStatus.HEALTHY
+    assert verdict.statuses[NodeRank(4)] is CheckStatus.HEALTHY
     assert verdict.reasons == {5: "it failed with node ranks 0, 4, which passed with others"}
     assert verdict.sentence == (
         "Node check, 2 phases: node rank 5 faulty: it failed with node ranks 0, 4, which passed with others."
@@ -185,7 +185,7 @@ class TestSmallJobs:
         verdict = end(cycle)
         assert verdict.faulty == (1,)
         assert verdict.reasons[NodeRank(1)] == "it failed alone, without any partner"
-        assert verdict.statuses[NodeRank(0)] is NodeStatus.HEALTHY
+        assert verdict.statuses[NodeRank(0)] is CheckStatus.HEALTHY
 
     def test_two_nodes_that_pass_alone_have_a_suspect_link_and_nobody_is_blamed(self) -> None:
         verdict = Layout(2, {1: Fault.NETWORK}).run()
@@ -304,7 +304,7 @@ class TestDeathsAndLatecomers:
         say(cycle)
         verdict = end(cycle)
         assert verdict.has_passed
-        assert verdict.statuses == dict.fromkeys(range(4), NodeStatus.HEALTHY)
+        assert verdict.statuses == dict.fromkeys(range(4), CheckStatus.HEALTHY)
 
     @given(st.integers(0, 2**32), st.integers(2, 40))
     @settings(max_examples=150, deadline=None)

@@ -9,15 +9,15 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.core.commit_order import walk
-from dlrover.core.data.audit import Audit, Finding
+from dlrover.core.data.audit import Audit, AuditFinding
 from dlrover.core.job import Job
-from dlrover.protocol.messages.data import Claim, Consumption, DatasetSpec, ExchangeShards, Shard, Storage
+from dlrover.protocol.messages.data import Claim, Consumption, DatasetSpec, ExchangeShards, LeasedShard, StorageKind
 from dlrover.protocol.messages.job import RestartPolicy
 from tests.core.data.test_books import SPEC, Reading
 from tests.core.scene import terms
 
 
-def audited(scene: Reading, *, skip: int = 0) -> Finding:
+def audited(scene: Reading, *, skip: int = 0) -> AuditFinding:
     """Of the journal, or of its rest after so many records."""
     job = Job()
     records = list(scene.journal)
@@ -134,7 +134,7 @@ def test_a_return_to_a_checkpoint_counts_from_there(scene: Reading) -> None:
 
 
 def test_a_stream_that_went_back_counts_from_there() -> None:
-    spec = DatasetSpec(name="d", size=60, shard_size=10, storage=Storage.STREAM, partitions={"p": 5})
+    spec = DatasetSpec(name="d", size=60, shard_size=10, storage=StorageKind.STREAM, partitions={"p": 5})
     scene = Reading(terms(2)).begin("a", "b", spec=spec)
     [shard] = scene.take("a")
     scene.consume("a", shard)
@@ -172,7 +172,7 @@ def test_books_that_gave_a_record_twice_are_found_out(scene: Reading) -> None:
     audit = Audit({})
     for step in walk(Job(), scene.journal):
         audit.follow(step.record.command, step.outcome.reply, job.state.data.datasets)
-    again = Shard(99, 0, 5, 15)
+    again = LeasedShard(99, 0, 5, 15)
     given = replace(scene.exchange("b"), shards=(again,))
     audit.follow(ExchangeShards(dataset="d", want=1), given, job.state.data.datasets)
     audit.follow(ExchangeShards(dataset="d", consumed=(Consumption(99, 10),)), replace(given, shards=()), {})

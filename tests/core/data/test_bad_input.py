@@ -19,13 +19,13 @@ from dlrover.protocol.messages.data import (
     RegisterDataset,
     RestoreDataset,
     ShardError,
-    Storage,
+    StorageKind,
 )
 from dlrover.protocol.messages.job import Command
 from tests.core.data.test_books import SPEC, Reading
 from tests.core.scene import terms
 
-STREAM = DatasetSpec(name="s", size=-1, shard_size=4, storage=Storage.STREAM, partitions={"p": 0})
+STREAM = DatasetSpec(name="s", size=-1, shard_size=4, storage=StorageKind.STREAM, partitions={"p": 0})
 
 
 @pytest.fixture
@@ -64,12 +64,12 @@ WRONG: list[tuple[str, Command, str, str]] = [
     ("batches of nothing", spec(batch_size=0), "malformed", "at least 1"),
     ("a batch over the dataset", spec(batch_size=101), "malformed", "fewer than one batch of 101"),
     ("more epochs than can be counted", spec(size=10**8, num_epochs=1 << 40), "malformed", "Without an end it has 0 epochs"),
-    ("a stream without end", spec(storage=Storage.STREAM, size=1 << 63, partitions={"p": 0}), "malformed", "more than can be counted"),
+    ("a stream without end", spec(storage=StorageKind.STREAM, size=1 << 63, partitions={"p": 0}), "malformed", "more than can be counted"),
     ("no name", spec(name=""), "malformed", "needs a name"),
     ("a name without end", spec(name="n" * 300), "malformed", "needs a name"),
-    ("a stream without partitions", spec(storage=Storage.STREAM, size=-1), "malformed", "give its partitions"),
-    ("a shuffled stream", spec(storage=Storage.STREAM, size=-1, partitions={"p": 0}, shuffle=True), "malformed", "shuffle"),
-    ("a partition before its beginning", spec(storage=Storage.STREAM, size=-1, partitions={"p": -1}), "malformed", "'p'"),
+    ("a stream without partitions", spec(storage=StorageKind.STREAM, size=-1), "malformed", "give its partitions"),
+    ("a shuffled stream", spec(storage=StorageKind.STREAM, size=-1, partitions={"p": 0}, shuffle=True), "malformed", "shuffle"),
+    ("a partition before its beginning", spec(storage=StorageKind.STREAM, size=-1, partitions={"p": -1}), "malformed", "'p'"),
     ("an unknown dataset", exchange(dataset="no", want=1), "unknown-dataset", "register it first. Known: d"),
     ("going back with an unknown dataset", back_to("{}", "no"), "unknown-dataset", "Known: d"),
     ("an end of something that is no stream", ExtendStream(dataset="d", ends={"p": 1}), "malformed", "no stream"),

@@ -23,13 +23,13 @@ from dlrover.protocol.messages.data import (
     DatasetState,
     ExchangeShards,
     ExtendStream,
+    LeasedShard,
     RegisterDataset,
     RestoreAgreed,
     RestoreDataset,
-    Shard,
     ShardError,
     ShardsGiven,
-    Storage,
+    StorageKind,
     Supply,
     TaskType,
     last_shared,
@@ -74,10 +74,10 @@ class Reading(Scene):
         assert isinstance(reply, ShardsGiven)
         return reply
 
-    def take(self, worker: str, want: int = 1) -> list[Shard]:
+    def take(self, worker: str, want: int = 1) -> list[LeasedShard]:
         return list(self.exchange(worker, want=want).shards)
 
-    def consume(self, worker: str, shard: Shard, step: int = -1, count: int = 0) -> None:
+    def consume(self, worker: str, shard: LeasedShard, step: int = -1, count: int = 0) -> None:
         self.exchange(worker, consumed=(Consumption(shard.id, count or shard.end - shard.start, step),))
 
     def restored(self, worker: str, step: int, **fields: object) -> None:
@@ -104,7 +104,7 @@ class Reading(Scene):
         return reply
 
 
-def places(shards: list[Shard]) -> list[tuple[int, int]]:
+def places(shards: list[LeasedShard]) -> list[tuple[int, int]]:
     return [(shard.start, shard.end) for shard in shards]
 
 
@@ -506,7 +506,7 @@ def test_an_idle_worker_gets_recalled_shards(scene: Reading) -> None:
 
 
 def test_a_stream_grows_and_ends() -> None:
-    spec = DatasetSpec(name="d", size=-1, shard_size=10, storage=Storage.STREAM, partitions={"p": 0})
+    spec = DatasetSpec(name="d", size=-1, shard_size=10, storage=StorageKind.STREAM, partitions={"p": 0})
     scene = Reading(terms(1)).begin("a", spec=spec)
     [shard] = scene.take("a")
     scene.consume("a", shard)
@@ -522,7 +522,7 @@ def test_a_stream_grows_and_ends() -> None:
         scene.send("a", ExtendStream(dataset="d", ends={"p": 3}, **scene.who("a")))  # type: ignore[arg-type]
 
 
-GROWING = DatasetSpec(name="d", size=-1, shard_size=10, storage=Storage.STREAM, grows=True)
+GROWING = DatasetSpec(name="d", size=-1, shard_size=10, storage=StorageKind.STREAM, grows=True)
 
 
 def test_a_stream_may_be_told_of_all_its_partitions_again() -> None:
@@ -680,9 +680,9 @@ def test_a_checkpoint_of_another_cut_is_refused(scene: Reading) -> None:
         {"batch_size": 0},
         {"batch_size": 101},
         {"max_errors": -1},
-        {"storage": Storage.STREAM},
-        {"storage": Storage.STREAM, "partitions": {"p": 0}, "shuffle": True},
-        {"storage": Storage.STREAM, "partitions": {"": 0}},
+        {"storage": StorageKind.STREAM},
+        {"storage": StorageKind.STREAM, "partitions": {"p": 0}, "shuffle": True},
+        {"storage": StorageKind.STREAM, "partitions": {"": 0}},
     ],
 )
 def test_a_dataset_that_cannot_be_is_refused(scene: Reading, wrong: dict[str, object]) -> None:

@@ -7,14 +7,14 @@ from msgspec.structs import replace
 
 from dlrover.core.data.audit import Audit
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages.data import Consumption, ExchangeShards, Shard, ShardError, Supply, TaskType
+from dlrover.protocol.messages.data import Consumption, ExchangeShards, LeasedShard, ShardError, Supply, TaskType
 from tests.core.data.test_books import SPEC, Reading, places
 from tests.core.scene import terms
 
 EVALUATION = replace(SPEC, task_type=TaskType.EVALUATION, size=40, batch_size=2)
 
 
-def slow_end(task_type: TaskType = TaskType.EVALUATION) -> tuple[Reading, Shard]:
+def slow_end(task_type: TaskType = TaskType.EVALUATION) -> tuple[Reading, LeasedShard]:
     """Worker b has read three shards in a second each, and a still has its first one after twenty."""
     scene = Reading(terms(2)).begin("a", "b", spec=replace(EVALUATION, task_type=task_type))
     [slow] = scene.take("a")
@@ -25,7 +25,7 @@ def slow_end(task_type: TaskType = TaskType.EVALUATION) -> tuple[Reading, Shard]
     return scene.at(20), slow  # type: ignore[return-value]
 
 
-def copy_of(scene: Reading) -> Shard:
+def copy_of(scene: Reading) -> LeasedShard:
     [copy] = scene.take("b")
     return copy
 
@@ -109,7 +109,7 @@ def test_a_copy_that_cannot_be_read_is_no_failure_while_another_reads() -> None:
 def test_the_audit_counts_copies_once() -> None:
     scene = Reading(terms(2)).begin("a", "b", spec=replace(EVALUATION, size=20))
     audit, datasets = Audit(scene.job.state.data.datasets), scene.job.state.data.datasets
-    followed: list[Shard] = []
+    followed: list[LeasedShard] = []
 
     def exchange(worker: str, **fields: object) -> None:
         command = ExchangeShards(dataset="d", **(scene.who(worker) | fields))  # type: ignore[arg-type]

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dlrover.core.data.checkpoint_text import read_checkpoint, write_checkpoint
 from dlrover.core.data.dataset import Dataset
-from dlrover.core.data.leases import Reader
+from dlrover.core.data.leases import LeaseHolder
 from dlrover.core.data.ranges import Range
-from dlrover.protocol.messages.data import NO_STEP, Claim, DatasetSpec, Shard, Storage
+from dlrover.protocol.messages.data import NO_STEP, Claim, DatasetSpec, LeasedShard, StorageKind
 from dlrover.protocol.messages.identity import Incarnation, NodeId, Round
 from dlrover.protocol.messages.job import Micros
 
@@ -23,16 +23,16 @@ def dataset(size: int = 100, shard_size: int = 10, **options: object) -> Dataset
 
 
 def stream(**options: object) -> Dataset:
-    books = dataset(size=-1, shard_size=100, storage=Storage.STREAM, **options)
+    books = dataset(size=-1, shard_size=100, storage=StorageKind.STREAM, **options)
     books.offsets = {"p0": 0, "p1": 1000}
     return books
 
 
-def reader(node: int = 0, local_rank: int = 0) -> Reader:
-    return Reader(NodeId(node), local_rank, Incarnation(1), Round(1), Micros(0))
+def reader(node: int = 0, local_rank: int = 0) -> LeaseHolder:
+    return LeaseHolder(NodeId(node), local_rank, Incarnation(1), Round(1), Micros(0))
 
 
-def read_all(books: Dataset, who: Reader) -> list[Shard]:
+def read_all(books: Dataset, who: LeaseHolder) -> list[LeasedShard]:
     shards = []
     while given := books.take(who, 1):
         shards += given
@@ -84,8 +84,8 @@ def test_a_model_that_goes_back_reads_again_what_it_has_not_seen() -> None:
     assert [(shard.start, shard.end) for shard in books.take(who, 2)] == [(13, 20), (20, 30)]
 
 
-@pytest.mark.parametrize("storage", [Storage.TABLE, Storage.TEXT])
-def test_a_single_reader_sees_the_same_order_after_the_model_went_back(storage: Storage) -> None:
+@pytest.mark.parametrize("storage", [StorageKind.TABLE, StorageKind.TEXT])
+def test_a_single_reader_sees_the_same_order_after_the_model_went_back(storage: StorageKind) -> None:
     undisturbed = [shard.start for shard in read_all(dataset(shuffle=True, storage=storage), reader())]
     books, who = dataset(shuffle=True, storage=storage), reader()
     seen = []
@@ -258,7 +258,7 @@ class Training(RuleBasedStateMachine):
 
     def new_round(self) -> None:
         self.readers = [reader(number) for number in range(self.num_workers)]
-        self.queues: list[list[Shard]] = [[] for _ in self.readers]
+        self.queues: list[list[LeasedShard]] = [[] for _ in self.readers]
         self.done: dict[int, int] = {}
 
     @rule(number=st.integers(0, 3), want=st.integers(1, 5))

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from dlrover.core.data.commands import _grow
 from dlrover.core.data.dataset import Dataset
-from dlrover.core.data.leases import Reader
-from dlrover.protocol.messages.data import DatasetSpec, ExtendStream, Shard, Storage
+from dlrover.core.data.leases import LeaseHolder
+from dlrover.protocol.messages.data import DatasetSpec, ExtendStream, LeasedShard, StorageKind
 from dlrover.protocol.messages.identity import Incarnation, NodeId, Round
 from dlrover.protocol.messages.job import Micros
 
-SPEC = DatasetSpec(name="d", size=-1, shard_size=4, storage=Storage.STREAM, grows=True)
+SPEC = DatasetSpec(name="d", size=-1, shard_size=4, storage=StorageKind.STREAM, grows=True)
 PARTS = ("p", "q", "r")
 
 Grow = st.tuples(st.just("grow"), st.sampled_from(PARTS), st.integers(1, 9))
@@ -37,8 +37,8 @@ class Reading:
         self.step = step
         self.model = [each for each in self.model if each[0] <= step]
         self.books.restore(step)
-        self.readers = [Reader(NodeId(n), 0, Incarnation(1), Round(1), Micros(0)) for n in range(3)]
-        self.held: list[list[Shard]] = [[], [], []]
+        self.readers = [LeaseHolder(NodeId(n), 0, Incarnation(1), Round(1), Micros(0)) for n in range(3)]
+        self.held: list[list[LeasedShard]] = [[], [], []]
         self.done: Counter[int] = Counter()
 
     def tell(self, ends: dict[str, int], *, is_over: bool = False) -> None:

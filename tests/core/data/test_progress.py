@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from dlrover.protocol.messages.data import DatasetSpec, ShardError, Storage, TaskType
+from dlrover.protocol.messages.data import DatasetSpec, ShardError, StorageKind, TaskType
 from dlrover.protocol.messages.job import ExitReason
 from tests.core.data.test_books import SPEC, Reading
 from tests.core.scene import terms
@@ -119,7 +119,7 @@ def test_an_evaluation_need_not_be_read_unless_it_is_required(is_required: bool 
 
 
 def test_a_stream_is_unfinished_only_when_it_has_an_end() -> None:
-    spec = DatasetSpec(name="d", size=-1, shard_size=10, storage=Storage.STREAM, partitions={"p": 0})
+    spec = DatasetSpec(name="d", size=-1, shard_size=10, storage=StorageKind.STREAM, partitions={"p": 0})
     scene = Reading(terms(1)).begin("a", spec=spec)
     scene.take("a")
     scene.finish("a")

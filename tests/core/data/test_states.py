@@ -21,7 +21,7 @@ from dlrover.protocol.messages.data import (
     DataCheckpoint,
     RestoreAgreed,
     RestoreState,
-    Storage,
+    StorageKind,
     Supply,
 )
 from dlrover.protocol.messages.job import Round
@@ -160,7 +160,7 @@ def test_workers_keep_what_the_restored_model_has_not_seen(is_explicit: bool) ->
 
 
 def test_workers_of_a_stream_keep_what_the_restored_model_has_not_seen() -> None:
-    spec = replace(SPEC, size=-1, storage=Storage.STREAM, partitions={"p": 0, "q": 0})
+    spec = replace(SPEC, size=-1, storage=StorageKind.STREAM, partitions={"p": 0, "q": 0})
     former = Reading(terms(1)).begin("a", spec=spec)
     [shard] = former.take("a")
     former.consume("a", shard, 1)

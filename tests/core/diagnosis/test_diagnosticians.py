@@ -12,7 +12,7 @@ import pytest
 from dlrover.core.diagnosis.checks.failures import fault_of
 from dlrover.core.diagnosis.checks.nodes import Devices
 from dlrover.core.diagnosis.checks.progress import Straggler
-from dlrover.core.diagnosis.picture import Failed, Picture, Place, RankRecord, Window
+from dlrover.core.diagnosis.picture import FailedWorkers, NodePlace, Picture, RankRecord, Window
 from dlrover.core.diagnosis.samples import Sample, Samples
 from dlrover.protocol.messages.job import FailureKind, Incarnation, Micros, NodeId, NodeRank, Round
 from dlrover.protocol.messages.watch import (
@@ -126,7 +126,7 @@ class CountedWindows(deque[Window]):
 
 def test_stragglers_are_found_in_time_that_grows_with_the_ranks_and_not_with_their_square() -> None:
     picture, num_ranks = Picture(), 400
-    place = Place(node=NODES[0], node_rank=NodeRank(0), host="", first_rank=0, num_ranks=num_ranks)
+    place = NodePlace(node=NODES[0], node_rank=NodeRank(0), host="", first_rank=0, num_ranks=num_ranks)
     for rank in range(num_ranks):
         record = picture.ranks[rank] = RankRecord(place, rank)
         record.heard_at = Micros(1)
@@ -289,7 +289,9 @@ def test_one_kill_that_all_nodes_tell_of_is_no_loop() -> None:
     killed = failure(FailureKind.SIGNAL, global_rank=1, message="killed", signal=9)
     for node_rank, node in enumerate(NODES * 2):
         lab.watch.hear_failure(
-            Failed(at=lab.now, round=Round(1), node=node, node_rank=NodeRank(node_rank), step=7, failures=(killed,))
+            FailedWorkers(
+                at=lab.now, round=Round(1), node=node, node_rank=NodeRank(node_rank), step=7, failures=(killed,)
+            )
         )
     lab.tick()
     assert len(found(lab, FaultClass.DEAD)) == 1
@@ -302,7 +304,9 @@ def test_the_same_failure_at_the_same_step_three_times_is_a_loop_and_told_once_e
         lab.enter(number)
         boom = failure(FailureKind.EXCEPTION, global_rank=1, traceback="Traceback ... boom", at=number)
         lab.watch.hear_failure(
-            Failed(at=lab.now, round=Round(number), node=NODES[0], node_rank=NodeRank(0), step=step, failures=(boom,))
+            FailedWorkers(
+                at=lab.now, round=Round(number), node=NODES[0], node_rank=NodeRank(0), step=step, failures=(boom,)
+            )
         )
         lab.after(2)
         lab.tick()
@@ -318,7 +322,7 @@ def test_all_nodes_that_tell_of_the_same_failure_make_no_loop_and_a_better_first
     late, early = (failure(FailureKind.EXCEPTION, global_rank=rank, traceback="boom", at=9 - rank) for rank in (1, 2))
     for first in (late, late, early, early):
         lab.watch.hear_failure(
-            Failed(at=lab.now, round=Round(1), node=NODES[0], node_rank=NodeRank(0), step=7, failures=(first,))
+            FailedWorkers(at=lab.now, round=Round(1), node=NODES[0], node_rank=NodeRank(0), step=7, failures=(first,))
         )
         lab.after(2)
         lab.tick()

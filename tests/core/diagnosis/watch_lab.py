@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dlrover.core.diagnosis.picture import Place, Scene
+from dlrover.core.diagnosis.picture import NodePlace, Scene
 from dlrover.core.diagnosis.watch import Act, AskNode, Publish, Tell, Watch, WatchEffect
 from dlrover.protocol.messages.job import Incarnation, Micros, NodeId, NodeRank, Round
 from dlrover.protocol.messages.watch import (
@@ -95,7 +95,7 @@ class Lab:
 
     def enter(self, round_: int, *, is_active: bool = True) -> None:
         places = tuple(
-            Place(node=node, node_rank=NodeRank(index), host=f"host{index}", first_rank=2 * index, num_ranks=2)
+            NodePlace(node=node, node_rank=NodeRank(index), host=f"host{index}", first_rank=2 * index, num_ranks=2)
             for index, node in enumerate(NODES)
         )
         scene = Scene(round=Round(round_), is_active=is_active, began_at=self.now, places=places)

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from dlrover.core.fleet.relaunch import (
-    End,
+    NodeEnd,
     Terms,
     critical_ranks,
     decide,
@@ -127,7 +127,7 @@ ALLREDUCE, PS = Terms(), Terms(strategy=Strategy.PS)
 def test_the_first_rule_that_matches_decides(
     reason: NodeExit, spent: int, memory_mb: int, terms: Terms, is_relaunched: bool, is_charged: bool, word: str
 ) -> None:
-    end = End(
+    end = NodeEnd(
         label="worker 0 (w)",
         exit_reason=reason,
         resource=Resource(memory_mb=memory_mb),

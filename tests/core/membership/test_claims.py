@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from dlrover.core.membership.claims import Claim, TakeUp
+from dlrover.core.membership.claims import TakeUp, WorldClaim
 from dlrover.core.outcome import NotYet
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import (
@@ -292,7 +292,7 @@ def test_a_claim_costs_the_same_among_few_and_among_many() -> None:
     ]
     take_up = TakeUp()
     for place, world in enumerate(worlds):
-        take_up.add(NodeId(place), Claim(NodeRank(place), world))
+        take_up.add(NodeId(place), WorldClaim(NodeRank(place), world))
     num_looks = 0
 
     class Watched(dict[Any, Any]):

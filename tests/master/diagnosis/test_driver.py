@@ -17,7 +17,7 @@ from dlrover.master.diagnosis.old_actions import (
     JobAbortionAction,
     NodeAction,
 )
-from dlrover.master.diagnosis.old_diagnosticians import DiagnosisObservation, Diagnostician, Translated
+from dlrover.master.diagnosis.old_diagnosticians import DiagnosisObservation, OldDiagnostician, Translated
 from dlrover.master.diagnosis.plugins import UserDiagnosticians, portrait_of
 from dlrover.protocol.messages.job import AskStatus, JobStatus, Join, Round, Run, StopCause
 from dlrover.protocol.messages.watch import (
@@ -188,7 +188,7 @@ async def test_a_users_diagnostician_that_hangs_is_waited_for_and_counted() -> N
     plugins.close()
 
 
-class Hot(Diagnostician):
+class Hot(OldDiagnostician):
     def observe(self, **kwargs: Any) -> DiagnosisObservation | None:
         portrait = kwargs["portrait"]
         return DiagnosisObservation("it is hot", {"nodes": str(len(portrait.scene.places))})

@@ -27,7 +27,7 @@ from dlrover.master.diagnosis.pre_checks import (
     PreCheckOperator,
     PreCheckResult,
     SchedulingPreCheckOperator,
-    Wanted,
+    WantedCheck,
     load_operators,
     parse_operators,
 )
@@ -130,7 +130,7 @@ async def test_an_operator_that_does_not_come_back_is_left_behind(start_master: 
 
 async def test_nothing_is_asked_before_the_platform_has_shown_its_nodes(start_master: StartMaster) -> None:
     master = await start_master()
-    operators = load_operators([Wanted("dlrover.master.diagnosis.pre_checks", "SchedulingPreCheckOperator")])
+    operators = load_operators([WantedCheck("dlrover.master.diagnosis.pre_checks", "SchedulingPreCheckOperator")])
     runner = PreCheckRunner(master.desk, operators, limit=60, tell=lambda _event: None, has_platform=True)
     runner.begin()
     noted = asyncio.Event()
@@ -258,12 +258,12 @@ async def test_an_operator_may_say_none_for_no_nodes_and_anything_for_a_text(sta
     [
         ("", ()),
         ("[]", ()),
-        ("a.b::C,d::E?", (Wanted("a.b", "C"), Wanted("d", "E", True))),
-        ("[('a.b', 'C', True), ('d', 'E')]", (Wanted("a.b", "C", True), Wanted("d", "E"))),
-        ('("a.b", "C", "y")', (Wanted("a.b", "C", True),)),
+        ("a.b::C,d::E?", (WantedCheck("a.b", "C"), WantedCheck("d", "E", True))),
+        ("[('a.b', 'C', True), ('d', 'E')]", (WantedCheck("a.b", "C", True), WantedCheck("d", "E"))),
+        ('("a.b", "C", "y")', (WantedCheck("a.b", "C", True),)),
     ],
 )
-def test_operators_are_named_in_two_ways(text: str, expected: tuple[Wanted, ...]) -> None:
+def test_operators_are_named_in_two_ways(text: str, expected: tuple[WantedCheck, ...]) -> None:
     assert parse_operators(text) == expected
 
 
@@ -275,7 +275,7 @@ def test_a_wrong_name_is_a_clear_error(text: str) -> None:
 
 def test_the_historical_module_has_the_built_in_ones() -> None:
     module = "dlrover.python.master.diagnosis.precheck_operator"
-    wanted = [Wanted(module, f"{name}PreCheckOperator") for name in ("No", "Scheduling", "Connection")]
+    wanted = [WantedCheck(module, f"{name}PreCheckOperator") for name in ("No", "Scheduling", "Connection")]
     assert len(load_operators(wanted)) == 3
 
 

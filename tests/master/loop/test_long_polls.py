@@ -10,7 +10,7 @@ import pytest
 from dlrover.core.outcome import NotYet
 from dlrover.master.loop.long_polls import WaitingRoom
 from dlrover.master.loop.request import Work
-from dlrover.master.loop.streams import Line
+from dlrover.master.loop.streams import AgentLine
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import (
     MAX_REQUESTS_IN_WORK,
@@ -33,7 +33,7 @@ from tests.master.conftest import TOKEN, Agent, Connect, StartMaster
 ROUND = Round(1)
 
 
-def question(until: int = 100, line: Line | None = None) -> Work:
+def question(until: int = 100, line: AgentLine | None = None) -> Work:
     return Work(KvGet(keys=("k",)), line=line, waits_until=until)
 
 
@@ -88,7 +88,7 @@ class TestRoom:
 
     def test_a_broken_stream_takes_its_questions_with_it(self) -> None:
         room = WaitingRoom()
-        gone, stays = Line(AgentStream("gone")), Line(AgentStream("stays"))
+        gone, stays = AgentLine(AgentStream("gone")), AgentLine(AgentStream("stays"))
         room.sit(question(line=gone), ("x",))
         room.sit(work := question(line=stays), ("x",))
         room.drop(gone)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dlrover.master.loop.stalls import LATE, LONGEST_GRACE, NEVER, PULSE, Grace, StallWatch
+from dlrover.master.loop.stalls import LATE, LONGEST_GRACE, NEVER, PULSE, Grace, LoopWatch
 from dlrover.protocol.messages.job import Micros
 
 
@@ -18,7 +18,7 @@ async def a_few_rounds() -> None:
 
 async def test_a_loop_that_stood_still_is_measured_once() -> None:
     now = 100.0
-    watch = StallWatch(lambda: now)
+    watch = LoopWatch(lambda: now)
     watch.start()
     assert watch.take() == 0
     now += PULSE + 2 * LATE
@@ -30,7 +30,7 @@ async def test_a_loop_that_stood_still_is_measured_once() -> None:
 
 
 async def test_the_pulse_measures_when_nobody_asks_by_the_time_of_the_loop() -> None:
-    watch = StallWatch()
+    watch = LoopWatch()
     watch.start()
     time.sleep(PULSE + 2 * LATE)  # noqa: ASYNC251 - nothing runs meanwhile
     await a_few_rounds()  # the pulse that was due

@@ -14,15 +14,15 @@ from typing import TypeVar
 import pytest
 import pytest_asyncio
 
-from dlrover.core.commit_order import Batch
+from dlrover.core.commit_order import RecordBatch
 from dlrover.core.job import Job
 from dlrover.core.outcome import Origin, Outcome
 from dlrover.master.diagnosis.driver import WatchKeeper
 from dlrover.master.journal.journal import Fenced
-from dlrover.master.journal.journal_thread import Keeper
+from dlrover.master.journal.journal_thread import JournalThread
 from dlrover.master.loop.clock import MasterClock
-from dlrover.master.loop.loop import COMING_BACK, Desk
-from dlrover.master.loop.stalls import PULSE, StallWatch
+from dlrover.master.loop.loop import COMING_BACK, MasterLoop
+from dlrover.master.loop.stalls import PULSE, LoopWatch
 from dlrover.master.service import end_job
 from dlrover.protocol.errors import Unavailable
 from dlrover.protocol.messages.frames import Answer, Beat, FromMaster, Push, Refusal, Request
@@ -81,7 +81,7 @@ class Time:
         self._ns += int(seconds * 1e9)
 
 
-class Disk(Keeper):
+class Disk(JournalThread):
     """A real journal that can be held, refused, or slow."""
 
     is_open: asyncio.Event
@@ -91,7 +91,7 @@ class Disk(Keeper):
     seconds_per_write = 0.0
     is_full = False
 
-    async def append(self, batch: Batch) -> None:
+    async def append(self, batch: RecordBatch) -> None:
         await self._pass()
         if self.is_full:
             raise Unavailable("The disk is full.", 1.0)
@@ -115,7 +115,7 @@ class Disk(Keeper):
 class Stream(AgentStream):
     """One agent, as far as the desk can tell."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: MasterLoop) -> None:
         super().__init__("a test")
         self._desk = desk
         self._num_sent = 0
@@ -196,7 +196,7 @@ async def soon(waited: Awaitable[T]) -> T:
 class Room:
     """A desk at work. However slow the machine is, it stands still only when it is told to."""
 
-    def __init__(self, desk: Desk, disk: Disk, watch: Time, pulse: Time, working: asyncio.Future[None]) -> None:
+    def __init__(self, desk: MasterLoop, disk: Disk, watch: Time, pulse: Time, working: asyncio.Future[None]) -> None:
         self.desk = desk
         self.disk = disk
         self.watch = watch
@@ -248,9 +248,9 @@ async def make_room(tmp_path: Path) -> AsyncIterator[MakeRoom]:
         assert isinstance(disk, Disk)
         disk.is_open, disk.is_writing, disk.watch = asyncio.Event(), asyncio.Event(), watch
         disk.is_open.set()
-        stalls = StallWatch(lambda: pulse.read() / 1e9)
+        stalls = LoopWatch(lambda: pulse.read() / 1e9)
         clock = MasterClock(monotonic=watch.read)
-        desk = Desk(disk, make_job(await disk.restore()), clock, job_name="job", stalls=stalls)
+        desk = MasterLoop(disk, make_job(await disk.restore()), clock, job_name="job", stalls=stalls)
         await desk.begin(disk.master_epoch)
         rooms.append(Room(desk, disk, watch, pulse, asyncio.ensure_future(desk.run())))
         return rooms[-1]
@@ -607,7 +607,7 @@ class FragileJob(Job):
 
 async def test_a_replaced_master_with_nothing_to_do_ends_all_the_same(make_room: MakeRoom, tmp_path: Path) -> None:
     room = await make_room()
-    newer = await Keeper.open(tmp_path / "journal.sqlite", job_name="job")
+    newer = await JournalThread.open(tmp_path / "journal.sqlite", job_name="job")
     room.desk._wake.set()  # as its nap of 5 s would
     with pytest.raises(Fenced):
         await soon(asyncio.shield(room.working))

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from dlrover.agent.monitor.limits import Limits
+from dlrover.agent.monitor.limits import ResourceLimits
 from dlrover.agent.monitor.resources import ResourceMonitor
 from dlrover.core.outcome import Outcome
 from dlrover.master.view.gatherer import Lookout
@@ -94,7 +94,7 @@ async def test_what_an_agent_measures_is_told_to_the_byte(tmp_path: Path) -> Non
     assert isinstance(parcel, Observed)
     lookout.observe(parcel.observation, NOW)
     found = samples(await meters.render())
-    assert found["dlrover_node_memory_limit_bytes", ("0",)] == Limits().memory().limit_bytes
+    assert found["dlrover_node_memory_limit_bytes", ("0",)] == ResourceLimits().memory().limit_bytes
 
 
 async def test_the_counter_of_seconds_tells_what_is_booked_because_a_counter_never_falls() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.platforms.hosted.table import remove_left_behind
-from dlrover.platforms.local.kernel_claims import Claim, dead_tags, tag_of
+from dlrover.platforms.local.kernel_claims import KernelTag, dead_tags, tag_of
 from dlrover.platforms.local.namespaces import Namespaces, available, remove_namespaces
 from dlrover.protocol.errors import ConfigError
 
@@ -37,7 +37,7 @@ except OSError as error:
 
 @pytest.fixture
 def networks() -> Iterator[Namespaces]:
-    claim = Claim()
+    claim = KernelTag()
     made = Namespaces.create(claim.tag)
     yield made
     made.close()
@@ -132,7 +132,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_claim_is_dead_only_when_its_holder_is(tmp_path):
-    living, dead = Claim(tmp_path), Claim(tmp_path)
+    living, dead = KernelTag(tmp_path), KernelTag(tmp_path)
     assert {tag_of(os.getpid(), tmp_path)} <= {living.tag, dead.tag}
     with dead_tags(tmp_path) as tags:
         assert tags == []

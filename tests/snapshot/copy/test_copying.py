@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from dlrover.snapshot.copy.copying import PIECE_BYTES, STREAMING_FROM_BYTES, Copier, Span, address_of, prefault
+from dlrover.snapshot.copy.copying import PIECE_BYTES, STREAMING_FROM_BYTES, Copier, CopySpan, address_of, prefault
 from dlrover.snapshot.copy.streaming import load_streaming_copy
 
 EDGES = [1, 7, 63, 64, 65, STREAMING_FROM_BYTES - 1, STREAMING_FROM_BYTES, STREAMING_FROM_BYTES + 1, PIECE_BYTES + 777]
@@ -30,7 +30,7 @@ def test_blocks_of_all_sizes_arrive_and_nothing_else_changes(streaming: bool, nu
         at += gap
         start = total - at - size  # from elsewhere, so that both alignments differ
         wanted[at : at + size] = source[start : start + size]
-        spans.append(Span(address_of(memoryview(target), at), address_of(memoryview(source), start), size))
+        spans.append(CopySpan(address_of(memoryview(target), at), address_of(memoryview(source), start), size))
         at += size
     copier = Copier(num_threads, streaming=streaming)
     copier.copy(spans)
@@ -41,7 +41,7 @@ def test_blocks_of_all_sizes_arrive_and_nothing_else_changes(streaming: bool, nu
 def test_a_copy_in_the_background_ends_with_finish() -> None:
     source, target = bytearray(random.Random(1).randbytes(3 * PIECE_BYTES)), bytearray(3 * PIECE_BYTES)
     copier = Copier(2)
-    copy = copier.start([Span(address_of(memoryview(target)), address_of(memoryview(source)), len(source))])
+    copy = copier.start([CopySpan(address_of(memoryview(target)), address_of(memoryview(source)), len(source))])
     copy.finish()
     assert copy.is_done()
     assert target == source

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from dlrover.snapshot.files.direct_io import (
-    Piece,
+    FilePiece,
     WriteOptions,
     WriteStopped,
     WrittenFile,
@@ -159,17 +159,17 @@ def test_a_missing_directory_and_a_full_disk_are_the_systems_errors(tmp_path: Pa
     with pytest.raises(FileNotFoundError):
         write_torch_file(tmp_path / "no" / "f", b"", [])
     with pytest.raises(OSError, match="No space left") as caught:
-        write_file("/dev/full", [], lambda sums: [Piece(0, b"x")], 1, options=WriteOptions(direct=False))
+        write_file("/dev/full", [], lambda sums: [FilePiece(0, b"x")], 1, options=WriteOptions(direct=False))
     assert caught.value.errno == errno.ENOSPC
 
 
 def test_pieces_with_gaps_are_padded_with_zeros(tmp_path: Path) -> None:
-    pieces = [Piece(10, b"abc"), Piece(9000, b"xyz")]
+    pieces = [FilePiece(10, b"abc"), FilePiece(9000, b"xyz")]
     path = tmp_path / "f"
-    written = write_file(path, pieces, lambda sums: [Piece(0, b"head")], 9003)
+    written = write_file(path, pieces, lambda sums: [FilePiece(0, b"head")], 9003)
     wanted = b"head" + bytes(6) + b"abc" + bytes(9000 - 13) + b"xyz"
     assert path.read_bytes() == wanted
-    streamed, chunks = image_chunks(pieces, lambda sums: [Piece(0, b"head")], 9003)
+    streamed, chunks = image_chunks(pieces, lambda sums: [FilePiece(0, b"head")], 9003)
     assert b"".join(chunks) == wanted
     assert written == streamed
 

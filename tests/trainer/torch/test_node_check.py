@@ -24,7 +24,7 @@ from dlrover.agent.workers.spawner import Spawner
 from dlrover.protocol.errors import ConfigError
 from dlrover.trainer.torch import run_network_check
 from dlrover.trainer.torch.node_check import ascend_npu, cpu, mthreads_gpu, nvidia_gpu, registry, settings, task
-from dlrover.trainer.torch.node_check.accelerator import CPU_WORKLOAD, Collective, Cpu, TorchDevice
+from dlrover.trainer.torch.node_check.accelerator import CPU_WORKLOAD, CollectiveKind, Cpu, TorchDevice
 from dlrover.trainer.torch.node_check.task import ExitCode
 from tests.agent.lab import Ended, environment, run_worker
 
@@ -252,12 +252,12 @@ class TestSettings:
 
 def test_bandwidth() -> None:
     """Bus bandwidth of an allreduce is algorithm bandwidth times 2(n-1)/n, of an allgather times (n-1)/n."""
-    reduce = task.bandwidth_of(1_000_000_000, 1000, 4, Collective.ALL_REDUCE)
+    reduce = task.bandwidth_of(1_000_000_000, 1000, 4, CollectiveKind.ALL_REDUCE)
     assert (reduce.algorithm, reduce.bus) == (1.0, 1.5)
-    assert task.bandwidth_of(1_000_000_000, 1000, 4, Collective.ALL_GATHER).bus == 0.75
-    assert task.bandwidth_of(1_000_000_000, 1000, 1, Collective.ALL_REDUCE).bus == 0
+    assert task.bandwidth_of(1_000_000_000, 1000, 4, CollectiveKind.ALL_GATHER).bus == 0.75
+    assert task.bandwidth_of(1_000_000_000, 1000, 1, CollectiveKind.ALL_REDUCE).bus == 0
     for time_ms in (0.0, -1.0):
-        assert task.bandwidth_of(1, time_ms, 4, Collective.ALL_REDUCE).algorithm == 0
+        assert task.bandwidth_of(1, time_ms, 4, CollectiveKind.ALL_REDUCE).algorithm == 0
 
 
 class StandInEvent:
@@ -361,8 +361,8 @@ class TestDevices:
 
     def test_ascend_gathers_where_others_reduce(self) -> None:
         ascend = ascend_npu.choose(stand_in(npu=StandInDevices()))
-        assert ascend.workload.collective is Collective.ALL_GATHER
-        assert nvidia_gpu.choose(stand_in(cuda=StandInDevices())).workload.collective is Collective.ALL_REDUCE
+        assert ascend.workload.collective is CollectiveKind.ALL_GATHER
+        assert nvidia_gpu.choose(stand_in(cuda=StandInDevices())).workload.collective is CollectiveKind.ALL_REDUCE
 
     def test_a_rank_without_a_device_is_told_so(self) -> None:
         accelerator = TorchDevice(stand_in(cuda=StandInDevices(2)), "cuda", "nccl")
@@ -414,7 +414,7 @@ def test_the_task_takes_its_times_from_the_device(tmp_path: Path, reserve_port: 
     import msgspec
     import torch
 
-    workload = msgspec.structs.replace(CPU_WORKLOAD, collective=Collective.ALL_GATHER)
+    workload = msgspec.structs.replace(CPU_WORKLOAD, collective=CollectiveKind.ALL_GATHER)
     (tmp_path / "results").mkdir()
     environ = variables(0, 1, reserve_port(), tmp_path / "results")
     code = task.run(lambda environ: TimedCpu(torch, workload), environ)

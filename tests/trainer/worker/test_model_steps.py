@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.agent.monitor.worker_view import Seat
+from dlrover.agent.monitor.worker_view import WatchedWorker
 from dlrover.protocol.messages.watch import Reach
 from dlrover.protocol.progress_page import Reading
 
@@ -26,7 +26,7 @@ HAS_LIGHTNING = importlib.util.find_spec("lightning") is not None
 
 def run(folder: Path, *names: str) -> dict[str, Reading]:
     """What the pages say at the end of each life."""
-    seats = {name: Seat(local_rank=0, global_rank=0) for name in names}
+    seats = {name: WatchedWorker(local_rank=0, global_rank=0) for name in names}
     try:
         pages = [f"{name}={seat.page.path}" for name, seat in seats.items()]
         command = [sys.executable, str(LIVES), str(folder), *pages]

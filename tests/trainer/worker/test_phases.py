@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dlrover.agent.monitor.worker_view import Seat
+from dlrover.agent.monitor.worker_view import WatchedWorker
 from dlrover.agreed.stall_thresholds import bucket_of
 from dlrover.protocol import progress_page as layout
 from dlrover.protocol.messages.watch import Phase
@@ -250,7 +250,7 @@ whole(torch.randn(2, 4))
 
 @pytest.mark.parametrize("is_compiling", [False, pytest.param(True, marks=pytest.mark.chaos)])
 def test_torch_tells_what_it_is_doing_and_scripts_see_no_difference(tmp_path: Path, is_compiling: bool) -> None:
-    seat = Seat(local_rank=0, global_rank=0)
+    seat = WatchedWorker(local_rank=0, global_rank=0)
     try:
         (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
         done = subprocess.run(
@@ -307,7 +307,7 @@ def test_torch_tells_what_it_is_doing_and_scripts_see_no_difference(tmp_path: Pa
 
 
 def test_a_worker_without_torch_does_not_import_it(tmp_path: Path) -> None:
-    seat = Seat(local_rank=0, global_rank=0)
+    seat = WatchedWorker(local_rank=0, global_rank=0)
     try:
         code = """
             import os, sys, importlib.util

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from dlrover.core.diagnosis.diagnostician import conclude
-from dlrover.core.diagnosis.picture import Failed, Picture
+from dlrover.core.diagnosis.picture import FailedWorkers, Picture
 from dlrover.core.diagnosis.stacks import say_collective
 from dlrover.core.failures import blame
 from dlrover.protocol.messages.job import FailureKind, Micros, Round, WorkerFailure
@@ -125,17 +125,17 @@ def _odd_collective(picture: Picture) -> tuple[int, Collective, Collective] | No
     return rank, collective, ordered[-1][0][1]
 
 
-def _newest_by_round(failures: Iterable[Failed]) -> list[Failed]:
+def _newest_by_round(failures: Iterable[FailedWorkers]) -> list[FailedWorkers]:
     """Newest round first. All nodes of a world tell of the same end; who told last knows best what began it."""
     newest = {failed.round: failed for failed in failures}
     return list(reversed(newest.values()))
 
 
-def _incident(failed: Failed) -> tuple[Round, WorkerFailure]:
+def _incident(failed: FailedWorkers) -> tuple[Round, WorkerFailure]:
     return failed.round, _first(failed)
 
 
-def _first(failed: Failed) -> WorkerFailure:
+def _first(failed: FailedWorkers) -> WorkerFailure:
     return blame.first_of(failed.failures) if failed.first is None else failed.first.failure
 
 

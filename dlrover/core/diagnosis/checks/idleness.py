@@ -33,7 +33,7 @@ HANG_FLAG = "XPU_TIMER_COMMON_HANG"
 IS_HANGING = Inference(InferenceName.TRAINING, InferenceAttribute.ISORNOT, InferenceDescription.HANG)
 
 
-class Run(Struct, frozen=True):
+class HangingRun(Struct, frozen=True):
     """The newest samples of a node, as long as all of them say that it hangs."""
 
     node: NodeId
@@ -80,7 +80,7 @@ class CheckTrainingHang(InferenceOperator):
         found = {"event_msg": text, "seconds": f"{shortest.seconds:.0f}"}
         return [Inference(InferenceName.TRAINING, InferenceAttribute.IS, InferenceDescription.HANG, found)]
 
-    def _runs(self) -> list[Run] | None:
+    def _runs(self) -> list[HangingRun] | None:
         """None: some node has no answer."""
         nodes = [place.node for place in self._picture.scene.places]
         samples: dict[NodeId, list[Sample]] = {node: [] for node in nodes}
@@ -103,7 +103,7 @@ class CheckTrainingHang(InferenceOperator):
                     break
                 first = sample
             seconds = 0.0 if first is None else (of_node[-1].at - first.at) / MICROS_PER_SECOND
-            runs.append(Run(node, seconds))
+            runs.append(HangingRun(node, seconds))
         return runs
 
 

@@ -25,7 +25,7 @@ from dlrover.snapshot.memory.segment_format import Owner
 from dlrover.snapshot.storage.commit import latest_step, read_global_manifest
 from dlrover.snapshot.storage.manifest import ManifestInvalid
 from dlrover.snapshot.storage.persist import REQUEST, SaveRequest, encode_request
-from dlrover.snapshot.storage.places import Place
+from dlrover.snapshot.storage.places import SavePlace
 from dlrover.snapshot.storage.storage import LocalStorage, full_path, join
 from dlrover.snapshot.storage.user_deletion import rule_for
 from dlrover.snapshot.storage.user_storage import meta_for, shown_storage, storage_of
@@ -157,7 +157,7 @@ class CheckpointEngine:
                 self._open_place()
 
     def _open_place(self) -> None:
-        self.outlet.open(Place(directory=self.checkpoint_dir, storage=self._storage, deletion=self._deletion))
+        self.outlet.open(SavePlace(directory=self.checkpoint_dir, storage=self._storage, deletion=self._deletion))
 
     @property
     def agreement(self) -> Agreement:

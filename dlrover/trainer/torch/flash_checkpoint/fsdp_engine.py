@@ -42,7 +42,7 @@ from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_items import (
 )
 from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_plan import (
     METADATA_FILE,
-    Claim,
+    RankShare,
     SharedPlan,
     data_file,
     plan_together,
@@ -190,7 +190,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
         signature = tuple(item.signature for item in items)
         is_same = self._plan is not None and signature == self._signature
         if not self.agreement.have_all(is_same) or self._plan is None:
-            claim = Claim(
+            claim = RankShare(
                 plan=SavePlan([item.write for item in items], planner_data=dict(mappings)),
                 file_bytes=[file_bytes(item) for item in items],
                 num_bytes=[item.num_bytes for item in items],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrover.agreed.cadence import Plan
+from dlrover.agreed.cadence import CadencePlan
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.checkpoint import CheckpointSettled
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
@@ -64,7 +64,7 @@ def test_the_plan_is_found_from_what_is_measured_and_told_to_all(
         cadence.saved(checkpointer.save_checkpoint(step, {"w": torch.ones(4)}, storage_type=storage_type), storage_type)
     engine.outlet.settled["x"] = CheckpointSettled(step=1, attempt="x", is_committed=True, seconds=3.0)
     assert cadence.due(4) is not None
-    assert cadence.plan == Plan(memory_every=5, storage_every=50)
+    assert cadence.plan == CadencePlan(memory_every=5, storage_every=50)
     [(memory_every, storage_every)] = said
     assert memory_every >= 1
     assert storage_every >= memory_every

@@ -14,7 +14,7 @@ from dlrover.protocol.messages.checkpoint import CheckpointSettled, OpenSnapshot
 from dlrover.protocol.messages.job import Round
 from dlrover.snapshot.memory.contents import decode_contents
 from dlrover.snapshot.storage.persist import pin_newest, read_request, release
-from dlrover.snapshot.storage.places import Place, encode_place
+from dlrover.snapshot.storage.places import SavePlace, encode_place
 from dlrover.trainer.environment import WorkerEnvironment
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
 from dlrover.trainer.torch.flash_checkpoint.saving.outlets import AgentOutlet
@@ -76,7 +76,7 @@ def test_the_agents_word_ends_the_wait(tmp_path, caplog, is_committed):
         assert engine.save(5, {"model": state}, {"model": "model.pt"}, is_storage=True)
         assert engine.wait_for_storage(DEADLINE) is is_committed  # nothing is written: only the agent's word counts
         assert ("the disk is full" in caplog.text) is not is_committed
-        assert agent.opened.place == encode_place(Place(directory=str(tmp_path / "checkpoints"))), (
+        assert agent.opened.place == encode_place(SavePlace(directory=str(tmp_path / "checkpoints"))), (
             "named before it saves"
         )
     finally:

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from dlrover.snapshot.memory.contents import Contents, FileEntry, encode_contents
-from dlrover.snapshot.memory.layout import Layout, Plan
+from dlrover.snapshot.memory.layout import Layout, LayoutPlan
 from dlrover.snapshot.memory.segment import SlotInWriting
 from dlrover.trainer.torch.flash_checkpoint.encoding.parts import skeleton_of
 from dlrover.trainer.torch.flash_checkpoint.encoding.pickle_template import Template, make_template
@@ -48,7 +48,7 @@ class Description(NamedTuple):
 class Describer:
     """Describes states of one plan. The second that is held still gets a template, and later ones are described with it."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: LayoutPlan) -> None:
         self._plan = plan
         self._template: Template | None = None
         self._files: tuple[FileEntry, ...] = ()
@@ -79,7 +79,7 @@ def _encoded(contents: Contents, unnamed: list[tuple[int, torch.UntypedStorage]]
 
 
 def _with_unnamed(
-    plan: Plan, skeletons: Mapping[str, Skeleton], paths: Mapping[str, str]
+    plan: LayoutPlan, skeletons: Mapping[str, Skeleton], paths: Mapping[str, str]
 ) -> tuple[Layout, tuple[FileEntry, ...], list[tuple[int, torch.UntypedStorage]]]:
     """Add the storages that only the pickles refer to."""
     numbers = dict(plan.numbers)

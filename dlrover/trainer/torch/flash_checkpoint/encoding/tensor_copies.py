@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dlrover.snapshot.copy.copying import PIECE_BYTES, Blocks, Copier, CopyInProgress, Span, address_of
+from dlrover.snapshot.copy.copying import PIECE_BYTES, Blocks, Copier, CopyInProgress, CopySpan, address_of
 from dlrover.snapshot.memory.contents import FileEntry, decode_contents
-from dlrover.snapshot.memory.layout import Layout, Plan, plan_state
+from dlrover.snapshot.memory.layout import Layout, LayoutPlan, plan_state
 from dlrover.snapshot.memory.segment import PinnedSlot, SegmentWriter, SlotInWriting, SlotName
 from dlrover.trainer.torch.flash_checkpoint.encoding.describing import Describer, Description, Header
 from dlrover.trainer.torch.flash_checkpoint.encoding.device_copies import DeviceCopies, DevicePair
@@ -27,7 +27,7 @@ from dlrover.trainer.torch.flash_checkpoint.encoding.live import fresh_storage, 
 from dlrover.trainer.torch.flash_checkpoint.encoding.parts import restore_part
 from dlrover.trainer.torch.flash_checkpoint.encoding.tensors import TorchTensors
 from dlrover.trainer.torch.flash_checkpoint.saving.frozen import Frozen, Looks, freeze, freeze_again
-from dlrover.trainer.torch.flash_checkpoint.saving.lazy import LAZY_FROM_BYTES, Block, Changed, Guard, Memory
+from dlrover.trainer.torch.flash_checkpoint.saving.lazy import LAZY_FROM_BYTES, Changed, Guard, Memory, MovingStorage
 from dlrover.trainer.torch.flash_checkpoint.saving.staleness import sample_digest
 
 META_GUESS_PER_TENSOR = 512
@@ -149,8 +149,8 @@ class StateWriter:
         known = None if state.known is None else state.known.routes.get(slot.address)
         if known is not None and known.lazy_memory == lazy_memory:
             return known
-        lazy: list[_Source] = []
-        eager: list[_Source] = []
+        lazy: list[_LayoutSource] = []
+        eager: list[_LayoutSource] = []
         for source in state.sources:
             memory = (source.address, source.num_bytes)
             is_lazy = source.num_bytes >= LAZY_FROM_BYTES and source.is_on_cpu and memory in lazy_memory
@@ -175,15 +175,15 @@ class StateWriter:
         self._learn(description, state.plan)
         return description
 
-    def _learn(self, description: Description, plan: Plan) -> None:
+    def _learn(self, description: Description, plan: LayoutPlan) -> None:
         self._unnamed_bytes = max(self._unnamed_bytes, description.layout.data_length - plan.layout.data_length)
         self._meta_bytes = max(self._meta_bytes, description.meta_bytes)
 
-    def _guess_meta(self, plan: Plan) -> int:
+    def _guess_meta(self, plan: LayoutPlan) -> int:
         return max(self._meta_bytes, room_for_names(len(plan.layout.tensors)))
 
 
-class _Source(NamedTuple):
+class _LayoutSource(NamedTuple):
     """A storage of the state: its number in the layout, and where its bytes are. Asked of torch once, since each question takes its time."""
 
     identity: int
@@ -193,15 +193,15 @@ class _Source(NamedTuple):
     is_on_cpu: bool
 
 
-def _source(number: int, storage: torch.UntypedStorage) -> _Source:
+def _source(number: int, storage: torch.UntypedStorage) -> _LayoutSource:
     is_on_cpu = storage.device.type == "cpu"
-    return _Source(storage._cdata, number, storage.data_ptr(), storage.nbytes(), is_on_cpu)
+    return _LayoutSource(storage._cdata, number, storage.data_ptr(), storage.nbytes(), is_on_cpu)
 
 
 class _Known:
     """All that is known of a state when it is saved again, without anything that keeps its memory. Only for memory of the host."""
 
-    def __init__(self, looks: Looks, plan: Plan, sources: list[_Source]) -> None:
+    def __init__(self, looks: Looks, plan: LayoutPlan, sources: list[_LayoutSource]) -> None:
         self.looks, self.plan, self.sources = looks, plan, sources
         self.data_length = plan.layout.data_length
         self.routes: dict[int, _Routes] = {}
@@ -216,10 +216,10 @@ class _Known:
 
 class _State(NamedTuple):
     parts: Mapping[str, object]
-    plan: Plan
+    plan: LayoutPlan
     storages: Mapping[int, torch.UntypedStorage]
     """By identity; alive until everything is copied."""
-    sources: list[_Source]
+    sources: list[_LayoutSource]
     frozen: Frozen | None = None
     """Nobody else can change its containers, if it is."""
     known: _Known | None = None
@@ -338,11 +338,11 @@ def _chooser(
     return lambda number, num_bytes, location: storages[entry.storages[number]]
 
 
-def _blocks(data: memoryview, layout: Layout, sources: Sequence[_Source]) -> list[Block]:
+def _blocks(data: memoryview, layout: Layout, sources: Sequence[_LayoutSource]) -> list[MovingStorage]:
     start = address_of(data) if data.nbytes else 0
     places = layout.storages
     return [
-        Block(source.address, start + places[source.number].offset, source.num_bytes, source.number)
+        MovingStorage(source.address, start + places[source.number].offset, source.num_bytes, source.number)
         for source in sources
     ]
 
@@ -362,7 +362,7 @@ class _Routes(NamedTuple):
     lazy_memory: Collection[Memory]
     eager: _Route
     lazy: _Route
-    guarded: list[Block]
+    guarded: list[MovingStorage]
     """The same as the lazy ones."""
 
 
@@ -370,7 +370,7 @@ def _route(
     copier: Copier,
     data: memoryview,
     layout: Layout,
-    sources: Sequence[_Source],
+    sources: Sequence[_LayoutSource],
     storages: Mapping[int, torch.UntypedStorage],
     *,
     out_of_slot: bool = False,
@@ -388,9 +388,9 @@ def _route(
         if not is_on_cpu:
             devices.append(DevicePair(data[offset : offset + num_bytes], storages[identity]))
         elif out_of_slot:
-            spans.append(Span(address, start + offset, num_bytes))
+            spans.append(CopySpan(address, start + offset, num_bytes))
         else:
-            spans.append(Span(start + offset, address, num_bytes))
+            spans.append(CopySpan(start + offset, address, num_bytes))
     return _Route(copier.blocks(spans), devices, total, out_of_slot)
 
 

@@ -30,7 +30,7 @@ def data_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-class Claim(NamedTuple):
+class RankShare(NamedTuple):
     """What one rank holds."""
 
     plan: SavePlan
@@ -58,12 +58,12 @@ class SharedPlan(NamedTuple):
     """Content of `.metadata`; empty on all ranks but 0."""
 
 
-def plan_together(claim: Claim, group: Any, rank: int, world_size: int) -> SharedPlan:
+def plan_together(claim: RankShare, group: Any, rank: int, world_size: int) -> SharedPlan:
     """Called by all ranks. `group` is one over gloo; None: this process is alone."""
     if group is None or world_size == 1:
         [own] = assign([claim])
         return SharedPlan(own, encode_metadata(metadata_of([claim], [own])))
-    claims: list[Claim] | None = [claim] * world_size if rank == 0 else None
+    claims: list[RankShare] | None = [claim] * world_size if rank == 0 else None
     dist.gather_object(claim, claims, dst=0, group=group)
     answers: list[Any] = [None] * world_size
     metadata = b""
@@ -75,7 +75,7 @@ def plan_together(claim: Claim, group: Any, rank: int, world_size: int) -> Share
     return SharedPlan(own_answer[0], metadata)
 
 
-def assign(claims: Sequence[Claim]) -> list[Assignment]:
+def assign(claims: Sequence[RankShare]) -> list[Assignment]:
     """Large pieces first, each to the rank that has the least so far; of equals to the lowest."""
     holders: dict[MetadataIndex, list[tuple[int, int]]] = {}
     for rank, claim in enumerate(claims):
@@ -128,7 +128,7 @@ def place(file_bytes: Sequence[int], num_bytes: Sequence[int], writes: Sequence[
     return places
 
 
-def metadata_of(claims: Sequence[Claim], assignments: Sequence[Assignment]) -> Metadata:
+def metadata_of(claims: Sequence[RankShare], assignments: Sequence[Assignment]) -> Metadata:
     """What torch's reader wants to know about all files together."""
     written = [
         dataclasses.replace(

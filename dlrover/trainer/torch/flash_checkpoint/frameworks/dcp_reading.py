@@ -30,13 +30,13 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dlrover.protocol.errors import ConfigError, DLRoverError
-from dlrover.snapshot.copy.copying import Copier, Span
+from dlrover.snapshot.copy.copying import Copier, CopySpan
 from dlrover.snapshot.files.dcp_file import DcpItem
 from dlrover.snapshot.memory.checksum import Corrupt
 from dlrover.snapshot.storage.storage import LocalStorage, Storage, join
 from dlrover.trainer.torch.flash_checkpoint.encoding.tensors import dtype_of
 from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_plan import METADATA_FILE
-from dlrover.trainer.torch.flash_checkpoint.restoring.reshard import Holding, SavedState, ShardSource
+from dlrover.trainer.torch.flash_checkpoint.restoring.reshard import SavedState, ShardSource, ShareHolding
 
 OPTIMIZER = "optim"
 """Where the optimizer is in a state, as in the original."""
@@ -89,7 +89,7 @@ class PieceReader(StorageReader):  # type: ignore[misc]  # torch does not type i
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with torch.no_grad():
             self._pieces.open({item.storage_index for item in plan.items})
-            spans: list[Span] = []
+            spans: list[CopySpan] = []
             filled: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []  # sources too: alive until they are copied
             for item in plan.items:
                 if item.type is LoadItemType.BYTE_IO:
@@ -106,7 +106,7 @@ class PieceReader(StorageReader):  # type: ignore[misc]  # torch does not type i
     def close(self) -> None:
         self._pieces.close()
 
-    def _fill(self, item: ReadItem, planner: LoadPlanner, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _fill(self, item: ReadItem, planner: LoadPlanner, spans: list[CopySpan]) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy one region, or note the copy if it is one block. Returns target and source."""
         source = self._pieces.tensor(item.storage_index)
         for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -118,7 +118,7 @@ class PieceReader(StorageReader):  # type: ignore[misc]  # torch does not type i
             )
         is_block = source.is_contiguous() and target.is_contiguous() and target.device.type == "cpu"
         if is_block and source.dtype == target.dtype and not target.is_conj() and not target.is_neg():
-            spans.append(Span(target.data_ptr(), source.data_ptr(), target.nbytes))
+            spans.append(CopySpan(target.data_ptr(), source.data_ptr(), target.nbytes))
         else:
             target.copy_(source)
         return target, source
@@ -222,7 +222,7 @@ class MemoryPieces:
         brought: Mapping[MetadataIndex, tuple[DcpItem, memoryview]] | None = None,
     ) -> None:
         """`brought` came from other nodes."""
-        self._where: dict[MetadataIndex, tuple[DcpItem, Holding, ShardSource]] = {}
+        self._where: dict[MetadataIndex, tuple[DcpItem, ShareHolding, ShardSource]] = {}
         self._on_close = on_close
         for holding, source in state.shards.values():
             for item in holding.items:

@@ -35,7 +35,7 @@ log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 _NUM_SUMMERS = 4
 
 
-class Holding(Struct, frozen=True, kw_only=True):
+class ShareHolding(Struct, frozen=True, kw_only=True):
     """One rank's share of one save, that a source can give."""
 
     step: int
@@ -48,10 +48,10 @@ class Holding(Struct, frozen=True, kw_only=True):
 
 
 class ShardSource(Protocol):
-    def holdings(self, directory: str) -> list[Holding]:
+    def holdings(self, directory: str) -> list[ShareHolding]:
         """What there is of the checkpoints of a directory."""
 
-    def fetch(self, holding: Holding, items: Sequence[DcpItem]) -> list[memoryview]:
+    def fetch(self, holding: ShareHolding, items: Sequence[DcpItem]) -> list[memoryview]:
         """
         The bytes of these items, which lie in a storage, checked; readable until `close`.
 
@@ -68,7 +68,7 @@ class SavedState(Struct, frozen=True, kw_only=True):
     round: int
     attempt: str
     num_shards: int
-    shards: dict[int, tuple[Holding, ShardSource]]
+    shards: dict[int, tuple[ShareHolding, ShardSource]]
 
     @property
     def is_whole(self) -> bool:
@@ -78,7 +78,7 @@ class SavedState(Struct, frozen=True, kw_only=True):
 
 def find_saves(sources: Iterable[ShardSource], directory: str) -> dict[str, SavedState]:
     """By attempt. Nearer sources come first."""
-    saves: dict[str, dict[int, tuple[Holding, ShardSource]]] = {}
+    saves: dict[str, dict[int, tuple[ShareHolding, ShardSource]]] = {}
     for source in sources:
         for holding in source.holdings(directory):
             saves.setdefault(holding.attempt, {}).setdefault(holding.shard, (holding, source))
@@ -102,7 +102,7 @@ class LocalMemory:
         """By attempt and shard."""
         self._segments: list[Segment] = []
 
-    def holdings(self, directory: str) -> list[Holding]:
+    def holdings(self, directory: str) -> list[ShareHolding]:
         by_rank: dict[tuple[int, str], list[tuple[SlotName, Segment]]] = {}
         seen = None if self._look is None else self._look.take_newest()
         if seen is not None:
@@ -128,7 +128,7 @@ class LocalMemory:
                     found.append(holding)
         return found
 
-    def fetch(self, holding: Holding, items: Sequence[DcpItem]) -> list[memoryview]:
+    def fetch(self, holding: ShareHolding, items: Sequence[DcpItem]) -> list[memoryview]:
         pinned, contents, entry = self._open[(holding.attempt, holding.shard)]
         data = pinned.data
         ranges = [_range_of(item, contents, entry, data.nbytes) for item in items]
@@ -143,7 +143,7 @@ class LocalMemory:
             close_behind(segment)
         self._open, self._segments = {}, []
 
-    def _hold(self, segment: Segment, name: SlotName, directory: str) -> Holding | None:
+    def _hold(self, segment: Segment, name: SlotName, directory: str) -> ShareHolding | None:
         pinned = segment.pin(name.slot, name.generation)
         if pinned is None:
             return None
@@ -181,8 +181,8 @@ def remove_abandoned(home: Path, ranks_here: Collection[int]) -> list[Path]:
     return removed
 
 
-def _holding(name: SlotName, request: SaveRequest, items: list[DcpItem]) -> Holding:
-    return Holding(
+def _holding(name: SlotName, request: SaveRequest, items: list[DcpItem]) -> ShareHolding:
+    return ShareHolding(
         step=name.step,
         round=name.round,
         attempt=request.attempt,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dlrover.snapshot.copy.copying import Copier, Span
+from dlrover.snapshot.copy.copying import Copier, CopySpan
 from dlrover.snapshot.memory.contents import TORCH
 from dlrover.snapshot.storage.persist import SaveRequest
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
@@ -43,7 +43,7 @@ def copy_aside(parts: Mapping[str, object], copier: Copier) -> dict[str, Any] | 
                     continue
                 fresh[storage._cdata] = copied = fresh_storage(storage.nbytes())
                 if storage.device.type == "cpu":
-                    spans.append(Span(copied.data_ptr(), storage.data_ptr(), storage.nbytes()))
+                    spans.append(CopySpan(copied.data_ptr(), storage.data_ptr(), storage.nbytes()))
                 else:
                     copied.copy_(storage)
         copier.copy(spans)

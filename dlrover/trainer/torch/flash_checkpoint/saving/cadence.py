@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable
 
-from dlrover.agreed.cadence import BUDGET, Cadence, Measurements, Plan, make_plan
+from dlrover.agreed.cadence import BUDGET, Cadence, CadencePlan, Measurements, make_plan
 from dlrover.protocol.errors import ConfigError
 from dlrover.trainer import environment
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult, StorageType
@@ -43,7 +43,7 @@ class SaveCadence:
         self._began_at = time.monotonic()
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> CadencePlan:
         return self._cadence.plan
 
     def due(self, step: int) -> StorageType | None:
@@ -83,7 +83,7 @@ class SaveCadence:
             mine = make_plan(costs, 0 if where is None else where.num_restarts, age, self._budget)
             told = [mine.memory_every, mine.storage_every]
         memory_every, storage_every = self._engine.agree(told)
-        plan = Plan(memory_every=memory_every, storage_every=storage_every) if memory_every else None
+        plan = CadencePlan(memory_every=memory_every, storage_every=storage_every) if memory_every else None
         if plan is not None and plan != self._cadence.plan:
             log.info(
                 "from step %d on: to memory every %d steps, to storage every %d", step, memory_every, storage_every
@@ -99,7 +99,7 @@ class SaveCadence:
                 self._measured.note_persist(news.seconds)
 
 
-def read_interval(interval: Interval, budget: float) -> Plan | None:
+def read_interval(interval: Interval, budget: float) -> CadencePlan | None:
     """The caller's plan; None: it is to be found. Raises ConfigError."""
     if not 0 < budget < 1:
         raise ConfigError(f"overhead_budget {budget} is no part of the training time: give a number between 0 and 1.")
@@ -113,4 +113,4 @@ def read_interval(interval: Interval, budget: float) -> Plan | None:
             "numbers, for memory and for storage."
         )
     memory_every, storage_every = pair
-    return Plan(memory_every=memory_every, storage_every=math.ceil(storage_every / memory_every) * memory_every)
+    return CadencePlan(memory_every=memory_every, storage_every=math.ceil(storage_every / memory_every) * memory_every)

@@ -162,7 +162,7 @@ def _local_part(tensor: torch.Tensor) -> torch.Tensor | None:
     return local if type(local) in _PLAIN else None
 
 
-class Block(NamedTuple):
+class MovingStorage(NamedTuple):
     """A storage on its way: where it is, where it goes, and what to call it."""
 
     source: int
@@ -174,7 +174,7 @@ class Block(NamedTuple):
 class Guard:
     """Notes some bytes of each block; `check` compares them with the block and with its copy."""
 
-    def __init__(self, blocks: Sequence[Block], turn: int = 0) -> None:
+    def __init__(self, blocks: Sequence[MovingStorage], turn: int = 0) -> None:
         self._blocks = blocks
         self._places = list(_places(blocks, turn))
         self._noted = [ctypes.string_at(block.source + at, length) for block, at, length in self._places]
@@ -190,7 +190,7 @@ class Guard:
         return None
 
 
-def _places(blocks: Sequence[Block], turn: int) -> Iterator[tuple[Block, int, int]]:
+def _places(blocks: Sequence[MovingStorage], turn: int) -> Iterator[tuple[MovingStorage, int, int]]:
     if not blocks:
         return
     num_each = max(1, min(MAX_SAMPLES_PER_BLOCK, MAX_SAMPLES // len(blocks)))

@@ -47,7 +47,7 @@ from dlrover.snapshot.storage.persist import (
     release,
     wait_until_complete,
 )
-from dlrover.snapshot.storage.places import Place, encode_place
+from dlrover.snapshot.storage.places import SavePlace, encode_place
 from dlrover.trainer.environment import WorkerEnvironment, snapshot_dir
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
@@ -65,7 +65,7 @@ class Outlet(Protocol):
     settled: dict[str, CheckpointSettled]
     """What became of storage saves, by attempt, as far as it was heard here; the newest few."""
 
-    def open(self, place: Place) -> None:
+    def open(self, place: SavePlace) -> None:
         """Before the first save: who writes it gets to know where, and with which classes. Again when that changes."""
 
     def saved(self, name: SlotName, request: SaveRequest) -> None:
@@ -102,7 +102,7 @@ class AgentOutlet:
         self.save_request: SaveRequested | None = None
         """Somebody wants a storage save; the newest request that was heard of."""
 
-    def open(self, place: Place) -> None:
+    def open(self, place: SavePlace) -> None:
         self._send(OpenSnapshots(home=str(self.home), place=encode_place(place)))
 
     def saved(self, name: SlotName, request: SaveRequest) -> None:
@@ -227,7 +227,7 @@ class ThreadOutlet:
         self._pid = os.getpid()
         atexit.register(self.close)
 
-    def open(self, place: Place) -> None:
+    def open(self, place: SavePlace) -> None:
         """This process is both: it follows its own words."""
 
     def saved(self, name: SlotName, request: SaveRequest) -> None:

@@ -27,7 +27,7 @@ from dlrover.snapshot.memory.segment import Segment, SlotName, segment_paths
 from dlrover.snapshot.memory.segment_format import SlotState
 from dlrover.snapshot.storage.commit import find_damage, locate
 from dlrover.snapshot.storage.persist import SaveRequest, finish, persist, pin_newest, release
-from dlrover.snapshot.storage.places import Place
+from dlrover.snapshot.storage.places import SavePlace
 from dlrover.snapshot.storage.retention import KeepLatest
 from dlrover.snapshot.storage.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
@@ -60,7 +60,7 @@ class StandingOutlet:
         finish(request)
         os.write(self._announce, b"stored %d\n" % request.step)
 
-    def open(self, place: Place) -> None: ...
+    def open(self, place: SavePlace) -> None: ...
     def poll(self) -> None: ...
     def close(self) -> None:
         self._writer.shutdown()

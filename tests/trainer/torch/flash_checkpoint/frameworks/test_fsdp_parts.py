@@ -33,7 +33,7 @@ from dlrover.trainer.torch.flash_checkpoint.dcp import (  # noqa: E402
     FlashStorageWriter,
 )
 from dlrover.trainer.torch.flash_checkpoint.frameworks import dcp_items  # noqa: E402
-from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_plan import Claim, assign, metadata_of  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_plan import RankShare, assign, metadata_of  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.fsdp import FsdpShardCheckpointer, StorageType  # noqa: E402
 
 
@@ -47,13 +47,13 @@ def checkpointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.close()
 
 
-def claim_of(state: dict[str, Any], node: str) -> Claim:
+def claim_of(state: dict[str, Any], node: str) -> RankShare:
     planner = DefaultSavePlanner()
     planner.set_up_planner(state)
     plan = planner.create_local_plan()
     items = dcp_items.collect_items(planner, plan, planner.mappings, dcp_items.Serialiser())
     lengths = [fsdp_engine.file_bytes(item) for item in items]
-    return Claim(plan, lengths, [item.num_bytes for item in items], node)
+    return RankShare(plan, lengths, [item.num_bytes for item in items], node)
 
 
 def test_what_all_ranks_hold_is_written_once_and_kept_once_per_node() -> None:
