@@ -14,7 +14,7 @@ _FAILOVER = "dlrover.agent.failover"
 _ACTIONS = "dlrover.master.diagnosis.old_actions"
 _DATA = "dlrover.agent.monitor.old_diagnosis_data"
 _SHARED = "dlrover.compat.client.shared_objects"
-_SAVER = "dlrover.compat.client.saver"
+_SAVER = "dlrover.compat.client.torch_saver"
 _COMPAT = "dlrover.compat"
 _DELETION = {
     "CheckpointDeletionStrategy": "dlrover.snapshot.storage.user_deletion:CheckpointDeletionStrategy",
@@ -168,8 +168,8 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         for name in ("DiagnosisData", "DiagnosisDataType", "TrainingLog", "WorkerTrainingMetric")
     },
     "dlrover.python.diagnosis.common.diagnostician": {
-        name: f"dlrover.master.diagnosis.old_diagnosticians:{name}"
-        for name in ("DiagnosisObservation", "Diagnostician")
+        "DiagnosisObservation": "dlrover.master.diagnosis.old_diagnosticians:DiagnosisObservation",
+        "Diagnostician": "dlrover.master.diagnosis.old_diagnosticians:OldDiagnostician",
     },
     "dlrover.python.diagnosis.common.inference_chain": {
         name: f"dlrover.core.diagnosis.inference:{name}"

@@ -64,7 +64,7 @@ SPECIFIED = {
     PYTHON + "elastic_agent.torch.dynamic_failover": "DynamicAgentFailoverExtension AgentFailureInfo",
     PYTHON + "common.failover": "DynamicFailoverExtension FailureInfo",
     PYTHON + "common.enums": "FailoverStrategy",
-    # Spec 06 §2.1; the front ends are in tests/compat/test_old_paths.py.
+    # Spec 06 §2.1; the front ends are in tests/cli/test_old_paths.py.
     PYTHON + "common.storage": "CheckpointStorage PosixDiskStorage PosixStorageWithDeletion CheckpointDeletionStrategy "
     "KeepStepIntervalStrategy KeepLatestStepStrategy get_checkpoint_storage",
     PYTHON + "common.store": "KeepStepIntervalStrategy",

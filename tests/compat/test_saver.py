@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrover.compat.client.saver import (
+from dlrover.compat.client.torch_saver import (
     DLROVER_CKPT_CONFIG_KEY,
     AsyncCheckpointSaver,
     CheckpointConfig,

@@ -32,7 +32,7 @@ from dlrover.compat.client.shared_objects import (
 HOLDER = """
 import sys
 import tempfile
-from dlrover.trainer import shared_objects
+from dlrover.compat.client import shared_objects
 shared_objects.SOCKET_TMP_DIR = sys.argv[1]
 lock = shared_objects.SharedLock("l")
 print(lock.acquire(), flush=True)

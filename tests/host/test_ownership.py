@@ -40,7 +40,7 @@ from dlrover.trainer.agent_link import AgentLink
 from dlrover.trainer.data.loader_service import LoaderClient
 from dlrover.trainer.data.shard_feed import DataUnavailable
 from dlrover.trainer.environment import WorkerEnvironment
-from dlrover.trainer.events.process import EventOutlet, Process
+from dlrover.trainer.events.process import Outlet, Process
 from dlrover.trainer.progress import ProgressReporter
 from dlrover.trainer.torch.elastic.dataloader import ElasticDataLoader
 from dlrover.trainer.torch.flash_checkpoint.saving.outlets import AgentOutlet
@@ -177,7 +177,7 @@ def test_events_are_not_written_where_another_user_could_lead_them(
             (folder / name).symlink_to(precious)
             give_away(folder / name, 0)
         monkeypatch.setenv("DLROVER_EVENT_FILE_DIR", str(folder))
-        outlet = EventOutlet()
+        outlet = Outlet()
         process = Process("Test", outlet)
         process.instant("an event")
         process.instant("another")

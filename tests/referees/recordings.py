@@ -46,6 +46,7 @@ PUBLIC = (
     "dlrover.trainer",
     "dlrover.trainer.sharding_client",
     "dlrover.trainer.sync",
+    "dlrover.trainer.torch.data",
     *(
         f"dlrover.trainer.torch.{name}"
         for name in ("compatible_main", "elastic_dataset", "elastic_run", "elastic_sampler")
@@ -64,9 +65,7 @@ PUBLIC = (
 PUBLIC_ROOMS = (
     "dlrover.trainer.data_sources",
     "dlrover.trainer.events",
-    "dlrover.trainer.torch.data",
     "dlrover.trainer.torch.elastic",
-    "dlrover.trainer.torch.node_check",
 )
 
 
@@ -117,12 +116,16 @@ def _described(name: str, value: object) -> Iterator[str]:
 
 
 def _taken(value: object) -> str:
+    """Parameters with their defaults; not their annotations, which may name what is inside."""
     if not callable(value):
         return ""
     try:
-        return re.sub(r" at 0x[0-9a-f]+|dlrover(\.\w+)+\.", "", str(inspect.signature(value)))
+        signature = inspect.signature(value)
     except (TypeError, ValueError):  # made by C, or of no fixed form
         return "(…)"
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    text = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    return re.sub(r"<[\w.]+ object at 0x[0-9a-f]+>", "<an object>", text)
 
 
 def helps() -> str:

@@ -177,9 +177,9 @@ def intents_die_with_their_master(patch: pytest.MonkeyPatch) -> None:
     original = platform_news.hear_list
 
     def hear_list(course: Any, told: Any) -> None:
-        original(decision, told)
-        if decision.state.master_epoch > 1:
-            decision.state.fleet.to_launch, decision.state.fleet.to_remove = {}, {}
+        original(course, told)
+        if course.state.master_epoch > 1:
+            course.state.fleet.to_launch, course.state.fleet.to_remove = {}, {}
 
     patch.setattr(platform_news, "hear_list", hear_list)
 
@@ -188,8 +188,8 @@ def exchanged_nodes_stay(patch: pytest.MonkeyPatch) -> None:
     original = life_cycle.started
 
     def started(course: Any, node: FleetNode) -> None:
-        decision.state.fleet.migrations = {}
-        original(decision, node)
+        course.state.fleet.migrations = {}
+        original(course, node)
 
     patch.setattr(life_cycle, "started", started)
 
@@ -225,9 +225,9 @@ def servers_go_before_the_switch(patch: pytest.MonkeyPatch) -> None:
     original = targets.scale_servers
 
     def scale_servers(course: Any, count: int) -> None:
-        original(decision, count)
-        if not parameter_servers.is_somebody_awaited(decision.state.fleet):
-            targets.switch_servers(decision)
+        original(course, count)
+        if not parameter_servers.is_somebody_awaited(course.state.fleet):
+            targets.switch_servers(course)
 
     patch.setattr(targets, "scale_servers", scale_servers)
 

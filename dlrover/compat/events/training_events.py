@@ -15,7 +15,7 @@ from dlrover.compat.tools.singleton import Singleton
 from dlrover.trainer.events import event as our_event
 from dlrover.trainer.events import predefined
 from dlrover.trainer.events.event import EventType, new_id
-from dlrover.trainer.events.process import OUTLET, EventOutlet, Nothing, safe
+from dlrover.trainer.events.process import OUTLET, Nothing, Outlet, safe
 from dlrover.trainer.events.process import Process as OurProcess
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class SafeAttribute:
         return Nothing()
 
 
-class _To(EventOutlet):
+class _To(Outlet):
     """An exporter of the script's own."""
 
     def __init__(self, exporter: EventExporter) -> None:

@@ -1,5 +1,5 @@
 """
-The job in numbers, for Prometheus. `docs/metrics.md` describes each of them; a test holds that page, the Grafana dashboard and this table together.
+The job in numbers, for Prometheus. `docs/reference/metrics.md` describes each of them; a test holds that page, the Grafana dashboard and this table together.
 
 Labels are bounded: nodes are labelled by their rank, which a replacement inherits, and beyond a thousand nodes only sums are told. Counters count from
 the start of this master; Prometheus knows what to do with one that begins anew.

@@ -70,7 +70,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # master. Who is sent away comes again, and is one more who waits.
     ("grpc.server.max_pending_requests", MAX_CALLS_WAITING),
     ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS_WAITING),
-    # What a connection may cost before it has shown the token, see docs/protocol.md. An agent needs one stream.
+    # What a connection may cost before it has shown the token, see docs/reference/protocol.md. An agent needs one stream.
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     # By default gRPC takes megabytes of a stream that we do not read, if they come quickly; so it takes 64 KiB.
     ("grpc.http2.bdp_probe", 0),

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from dlrover.trainer.events.phase_span import PhaseSpan
-from dlrover.trainer.events.process import OUTLET, DurationSpan, EventOutlet, Nothing, Process, safe
+from dlrover.trainer.events.process import OUTLET, DurationSpan, Nothing, Outlet, Process, safe
 
 
 class WarningType(StrEnum):
@@ -34,7 +34,7 @@ class InitSpan(DurationSpan):
 
 
 class TrainerProcess(Process):
-    def __init__(self, target: str = "Trainer", outlet: EventOutlet = OUTLET) -> None:
+    def __init__(self, target: str = "Trainer", outlet: Outlet = OUTLET) -> None:
         super().__init__(target, outlet)
 
     @safe
@@ -106,7 +106,7 @@ class NamedProcess(Process):
     INSTANTS: tuple[str, ...] = ()
     SPANS: tuple[str, ...] = ()
 
-    def __init__(self, target: str = "", outlet: EventOutlet = OUTLET) -> None:
+    def __init__(self, target: str = "", outlet: Outlet = OUTLET) -> None:
         super().__init__(target or self.TARGET, outlet)
 
     def __getattr__(self, name: str) -> Any:

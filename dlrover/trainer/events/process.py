@@ -75,7 +75,7 @@ class Harmless:
                 setattr(cls, name, safe(method))
 
 
-class EventOutlet:
+class Outlet:
     """The exporter of this process, made with the first event."""
 
     def __init__(self) -> None:
@@ -134,14 +134,14 @@ def _with_directory(settings: EventSettings) -> EventSettings:
     return settings
 
 
-OUTLET = EventOutlet()
+OUTLET = Outlet()
 """One per process, as a process has one event file."""
 
 
 class Process(Harmless):
     """Something that has events, named by its target."""
 
-    def __init__(self, target: str, outlet: EventOutlet = OUTLET) -> None:
+    def __init__(self, target: str, outlet: Outlet = OUTLET) -> None:
         self._target = str(target)
         self._outlet = outlet
 

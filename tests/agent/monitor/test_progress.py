@@ -59,9 +59,9 @@ NO_SAMPLER = "py-spy (extra `stacks`) is not installed, or may not look into oth
 
 WORKER = """
     import itertools, os, signal, sys, threading
-    from dlrover.trainer import environment, handlers, phases, watching
-    handlers.announce()
-    watching.install(environment.read(os.environ))
+    from dlrover.trainer import environment; from dlrover.trainer.worker import hooks, phases, sigterm
+    sigterm.announce()
+    hooks.install(environment.read(os.environ))
     lock = threading.Lock()
     lock.acquire()
 

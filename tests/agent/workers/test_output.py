@@ -249,7 +249,7 @@ async def test_an_attempt_that_finds_too_few_descriptors_leaks_none(make: Maker,
     num_failed, attempt, is_enough = 0, 0, False
     while not is_enough:
         attempt += 1
-        assert attempt < 40, "one attempt does not need so many"
+        assert attempt < 40 + len(os.listdir("/proc/self/fd")), "one attempt does not need so many"
         resource.setrlimit(resource.RLIMIT_NOFILE, (_first_free() + attempt, limits[1]))
         try:
             output.open_attempt(attempt, [0, 1])
@@ -381,7 +381,7 @@ async def test_one_stream_that_cannot_be_copied_does_not_end_the_copying_of_the_
 def test_a_console_that_is_gone_ends_nothing(tmp_path: Path) -> None:
     code = f"""
 import asyncio, os, sys
-from dlrover.agent import stream_copies
+from dlrover.agent.workers import stream_copies
 from dlrover.agent.config import WorkerLogConfig
 from dlrover.agent.workers.output import WorkerOutput
 async def main():

@@ -259,7 +259,7 @@ def test_processes_that_proc_hides_are_nobody_of_ours(tmp_path: Path) -> None:
         from dlrover.agent.workers.process_tree import kill_descendants
         from dlrover.host.processes import descendants, look_up
         from dlrover.agent.workers.sigterm import Handler, Reaction
-        from dlrover.cli.launch.runtime_dir import Owner, is_running
+        from dlrover.cli.launch.runtime_dir import DirectoryOwner, is_running
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)
@@ -277,7 +277,7 @@ def test_processes_that_proc_hides_are_nobody_of_ours(tmp_path: Path) -> None:
         assert look_up(1) is None
         assert Reaction(1).handler is Handler.NONE
         assert not Reaction(1).is_on_its_way(1.0)
-        assert not is_running(Owner(pid=1, started="7@boot"))
+        assert not is_running(DirectoryOwner(pid=1, started="7@boot"))
         assert kill_descendants() == []
         """,
     )

@@ -210,7 +210,7 @@ async def test_a_kernel_that_has_no_process_for_a_zygote_is_asked_again(
 
 DIES_BEFORE_IT_ANSWERS = """
 import os, signal
-from dlrover.trainer import zygote
+from dlrover.trainer.worker import zygote
 
 tell = zygote._Zygote._tell
 

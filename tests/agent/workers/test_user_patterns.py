@@ -36,15 +36,19 @@ async def test_the_first_pattern_that_is_found_counts_wherever_its_line_is(tmp_p
     assert await find(TOKENS, tail="a\nout of tokens: 3\n") == (LogAction.RELAUNCH, "out of tokens: 3")
 
 
+def searches_of_ours() -> list[psutil.Process]:
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in children if "pattern_search" in str(child.cmdline())]
+
+
 async def test_a_pattern_that_never_ends_is_switched_off_while_the_loop_runs_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     patterns = UserPatterns([ENDLESS, TOKENS], limit=0.5)
-    me = psutil.Process()
     tail = f"{KILLER}\nout of tokens: 3\n"
     searches = asyncio.gather(patterns.find(tail), patterns.find(tail))  # two workers failed
     # Seen from the loop while the search goes on: it would see nothing if it stood still.
-    (searching,) = await until(lambda: [child for child in me.children() if "pattern_search" in str(child.cmdline())])
+    (searching,) = await until(searches_of_ours)
     assert not searches.done()
     assert await searches == [(LogAction.RELAUNCH, "out of tokens: 3")] * 2, "the other pattern counts all the same"
     assert not searching.is_running()
@@ -56,9 +60,8 @@ async def test_a_pattern_that_never_ends_is_switched_off_while_the_loop_runs_on(
 
 async def test_a_search_that_is_given_up_leaves_no_process() -> None:
     patterns = UserPatterns([ENDLESS], limit=1e6)
-    me = psutil.Process()
     search = asyncio.create_task(patterns.find(KILLER))
-    (searching,) = await until(lambda: [child for child in me.children() if "pattern_search" in str(child.cmdline())])
+    (searching,) = await until(searches_of_ours)
     search.cancel()
     with pytest.raises(asyncio.CancelledError):
         await search

@@ -365,7 +365,7 @@ def test_the_command_gives_the_exit_code_and_no_traceback(argv: list[str], code:
 def test_the_launcher_starts_light(tmp_path: Path) -> None:
     """Everything that it imports delays the first worker."""
     code = (
-        "import sys; from dlrover.cli import launcher, run, settings, options; import dlrover.master.config; "
+        "import sys; from dlrover.cli import run; from dlrover.cli.launch import launcher; from dlrover.cli.options import settings, table; import dlrover.master.config; "
         "print(sorted({name.partition('.')[0] for name in sys.modules} "
         "& {'torch', 'grpc', 'rich', 'typer', 'asyncio', 'psutil', 'numpy', 'subprocess', 'argparse', 'hashlib'}))"
     )

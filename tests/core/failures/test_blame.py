@@ -53,7 +53,7 @@ MISTAKE: dict[str, Any] = {
 
 
 class TestMistakeInTheScript:
-    """The same exception in all ranks before any step, in the first life: docs/dlrover-run.md."""
+    """The same exception in all ranks before any step, in the first life: docs/reference/dlrover-run.md."""
 
     def test_one_report_of_all_ranks_ends_the_job_at_once(self) -> None:
         scene = Scene(terms(1)).gather("a", procs=2)

@@ -26,7 +26,7 @@ class Core:
     def __init__(self, folder: Path, *, is_first: bool = True) -> None:
         from megatron.core import parallel_state
 
-        from dlrover.trainer.torch.flash_checkpoint.frameworks.megatron_sharded import MegatronShardedCheckpointer
+        from dlrover.trainer.torch.flash_checkpoint.megatron_sharded import MegatronShardedCheckpointer
 
         if is_first:
             parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)

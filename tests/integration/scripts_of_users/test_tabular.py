@@ -1,4 +1,4 @@
-"""The example of docs/data-sources.md in a real job: whatever happens to it, it trains as if nothing had."""
+"""The example of docs/how-to/data-sources.md in a real job: whatever happens to it, it trains as if nothing had."""
 
 from __future__ import annotations
 

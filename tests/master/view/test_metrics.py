@@ -161,7 +161,7 @@ async def test_strange_names_are_quoted_and_cut() -> None:
 
 
 def test_the_docs_and_the_grafana_dashboard_name_what_exists() -> None:
-    page = (ROOT / "docs/metrics.md").read_text()
+    page = (ROOT / "docs/reference/metrics.md").read_text()
     assert set(re.findall(r"`(dlrover_\w+)`", page)) == NAMES
     for metric in METRICS:
         row = next(line for line in page.splitlines() if line.startswith(f"| `{metric.name}`"))

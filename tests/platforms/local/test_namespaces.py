@@ -112,9 +112,9 @@ def test_an_address_is_given_again_only_when_its_node_is_gone(networks):
 def test_what_a_killed_host_leaves_is_found_and_removed():
     program = """
 import os, signal
-from dlrover.platforms.local.kernel_claims import Claim
+from dlrover.platforms.local.kernel_claims import KernelTag
 from dlrover.platforms.local.namespaces import Namespaces
-claim = Claim()
+claim = KernelTag()
 Namespaces.create(claim.tag).add(3)
 print(claim.tag, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -22,7 +22,7 @@ from dlrover.trainer import progress
 from dlrover.trainer.events import DLRoverAgentEvent, DLRoverMasterEvent, Process, TrainerProcess, WarningType
 from dlrover.trainer.events.event import Event, EventType
 from dlrover.trainer.events.exporters import AsyncExporter
-from dlrover.trainer.events.process import EventOutlet, Nothing
+from dlrover.trainer.events.process import Nothing, Outlet
 from dlrover.trainer.events.settings import read_settings
 from dlrover.trainer.worker import phases
 from dlrover.trainer.worker.phases import PhaseWriter
@@ -31,10 +31,10 @@ LINE = re.compile(r"\[(.+?)\] \[(\d+)\] \[([0-9a-f]{8})\] \[(.+?)\] \[(.+?)\] \[
 
 
 @pytest.fixture
-def outlet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EventOutlet:
+def outlet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Outlet:
     monkeypatch.setenv("DLROVER_EVENT_FILE_DIR", str(tmp_path))
     monkeypatch.setenv("RANK", "3")
-    return EventOutlet()
+    return Outlet()
 
 
 def lines(folder: Path) -> list[tuple[str, ...]]:
@@ -43,7 +43,7 @@ def lines(folder: Path) -> list[tuple[str, ...]]:
     return [match.groups() for match in found if match is not None]
 
 
-def test_a_span_and_an_instant_in_the_form_that_followers_know(outlet: EventOutlet, tmp_path: Path) -> None:
+def test_a_span_and_an_instant_in_the_form_that_followers_know(outlet: Outlet, tmp_path: Path) -> None:
     trainer = TrainerProcess("AtorchTrainerV2", outlet)
     with trainer.step(global_step=7):
         trainer.substep(7)
@@ -57,7 +57,7 @@ def test_a_span_and_an_instant_in_the_form_that_followers_know(outlet: EventOutl
     datetime.fromisoformat(begin[0])
 
 
-def test_an_exception_in_a_span_is_told_and_goes_on(outlet: EventOutlet, tmp_path: Path) -> None:
+def test_an_exception_in_a_span_is_told_and_goes_on(outlet: Outlet, tmp_path: Path) -> None:
     def fail_in_a_span() -> None:
         with TrainerProcess("t", outlet).save(global_step=1):
             raise RuntimeError("boom")
@@ -69,7 +69,7 @@ def test_an_exception_in_a_span_is_told_and_goes_on(outlet: EventOutlet, tmp_pat
     assert "fail_in_a_span" in content["error"]
 
 
-def test_a_span_begins_once_ends_once_and_the_first_way_to_end_wins(outlet: EventOutlet, tmp_path: Path) -> None:
+def test_a_span_begins_once_ends_once_and_the_first_way_to_end_wins(outlet: Outlet, tmp_path: Path) -> None:
     span = Process("p", outlet).duration("#work")
     span.end()  # not begun: nothing
     span.begin().begin()
@@ -90,7 +90,7 @@ def test_a_span_begins_once_ends_once_and_the_first_way_to_end_wins(outlet: Even
     assert json.loads(found[3][6])["error"] == "bad"
 
 
-def test_predefined_events_have_their_names(outlet: EventOutlet, tmp_path: Path) -> None:
+def test_predefined_events_have_their_names(outlet: Outlet, tmp_path: Path) -> None:
     master, agent = DLRoverMasterEvent(outlet=outlet), DLRoverAgentEvent(outlet=outlet)
     master.node_join(node_id=1, rdzv_round=2)
     with agent.rendezvous(node_rank=0):
@@ -104,7 +104,7 @@ def test_predefined_events_have_their_names(outlet: EventOutlet, tmp_path: Path)
     assert ("t", "#init#load_ckpt") in names
 
 
-def test_no_chain_of_calls_breaks(outlet: EventOutlet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_chain_of_calls_breaks(outlet: Outlet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLROVER_EVENT_FILE_DIR", str(tmp_path / "file"))
     (tmp_path / "file").write_text("in the way")
     trainer = TrainerProcess("t", outlet)
@@ -115,7 +115,7 @@ def test_no_chain_of_calls_breaks(outlet: EventOutlet, tmp_path: Path, monkeypat
     Process("p", outlet).instant("x", 3)  # type: ignore[arg-type]
 
 
-def test_anything_can_be_content(outlet: EventOutlet, tmp_path: Path) -> None:
+def test_anything_can_be_content(outlet: Outlet, tmp_path: Path) -> None:
     around: dict[str, object] = {}
     around["self"] = around
     process = Process("a]\nb", outlet)
@@ -162,7 +162,7 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
 
 
 def test_files_rotate_and_each_process_has_its_own(
-    outlet: EventOutlet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outlet: Outlet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DLROVER_EVENT_MAX_FILE_BYTES", "2000")
     monkeypatch.setenv("DLROVER_EVENT_TEXT_FORMATTER", "JSON")
@@ -333,9 +333,7 @@ def test_opentelemetry_gets_spans() -> None:
     exporter.close()
 
 
-def test_spans_tell_the_progress_page_what_the_worker_does(
-    outlet: EventOutlet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spans_tell_the_progress_page_what_the_worker_does(outlet: Outlet, monkeypatch: pytest.MonkeyPatch) -> None:
     page = ProgressPage()
     monkeypatch.setattr(phases, "_writer", PhaseWriter(page.path))
     monkeypatch.setattr(progress, "_is_reporting", False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -333,6 +334,7 @@ def test_a_flash_checkpoint_that_cannot_be_imported_does_not_end_the_zygote(monk
     monkeypatch.setattr(zygote, "_FLASH_CHECKPOINT", "dlrover.trainer.torch.no_such_module")
     own = object.__new__(zygote._Zygote)
     own._is_warm, own._has_flash_checkpoint = True, False
+    own._arguments = argparse.Namespace(preload="")
     own._import_flash_checkpoint()
     assert "no_such_module is not preloaded" in capsys.readouterr().err
 
@@ -366,15 +368,15 @@ def test_a_worker_that_could_outlive_its_agent_does_not_start() -> None:
         done = run_apart(
             f"""
             import os, types
-            from dlrover.protocol import lifeline
+            from dlrover.host import lifeline
             from dlrover.protocol.messages.spawning import ForkWorker
-            from dlrover.trainer import worker
+            from dlrover.trainer.worker import entry
             order = ForkWorker(
                 id=1, agent_pid=os.getppid(), kind="program", target=b"/bin/echo", args=(b"ran",), environ={{}}, cwd=b"/",
                 umask=0, interpreter=b"", is_warm=False,
             )
             lifeline.ctypes.CDLL = lambda *_, **__: types.SimpleNamespace(prctl=lambda *_: -1)
-            worker.become(order, (0, 1, 2, {theirs.fileno()}), (), is_warm=False)
+            entry.become(order, (0, 1, 2, {theirs.fileno()}), (), is_warm=False)
             """,
             pass_fds=(theirs.fileno(),),
         )

@@ -39,7 +39,7 @@ SCRIPT = """
 import io, logging, logging.config, sys
 {before}
 import dlrover.trainer.torch.flash_checkpoint.ddp, dlrover.trainer.torch.flash_checkpoint.fsdp
-import dlrover.trainer.torch.flash_checkpoint.deepspeed, dlrover.trainer.torch.flash_checkpoint.frameworks.megatron_sharded
+import dlrover.trainer.torch.flash_checkpoint.deepspeed, dlrover.trainer.torch.flash_checkpoint.megatron_sharded
 import dlrover.trainer.torch.elastic.dataloader, dlrover.trainer.sharding_client, dlrover.compat.client.shared_objects
 import dlrover.trainer.events, dlrover.trainer.sync
 theirs = logging.getLogger("theirs")

@@ -142,8 +142,8 @@ def test_a_reader_does_not_wait_for_a_writer_that_was_stopped_in_the_middle(page
 
 SCRIPT = """
 import functools, inspect, json, os, pickle, sys, threading, time
-from dlrover.trainer import environment, phases, report, watching
-watching.install(environment.read(os.environ))
+from dlrover.trainer import environment, report; from dlrover.trainer.worker import hooks, phases
+hooks.install(environment.read(os.environ))
 assert "torch" not in sys.modules
 import torch
 import torch.distributed as dist
@@ -311,8 +311,8 @@ def test_a_worker_without_torch_does_not_import_it(tmp_path: Path) -> None:
     try:
         code = """
             import os, sys, importlib.util
-            from dlrover.trainer import environment, watching
-            watching.install(environment.read(os.environ))
+            from dlrover.trainer import environment; from dlrover.trainer.worker import hooks
+            hooks.install(environment.read(os.environ))
             assert importlib.util.find_spec("torch") is not None  # to ask is not to import
             assert importlib.util.find_spec("no_such_module_at_all") is None
             assert "torch" not in sys.modules

@@ -48,7 +48,7 @@ class DdpCheckpointer(Checkpointer):
         give the ranks per node and the world size.
 
         `storage` is an object of a class derived from `CheckpointStorage`, `deletion_strategy` one of `CheckpointDeletionStrategy`; see
-        docs/compatibility.md.
+        docs/reference/compatibility.md.
 
         `comm_backend` is accepted and not needed: ranks agree over gloo. `num_slots` is how many states are kept in memory; a
         third one lets memory saves go on while storage is slow. `lazy` is how saves are made that do not say. The last two are for

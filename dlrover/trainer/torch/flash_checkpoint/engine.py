@@ -47,7 +47,7 @@ from dlrover.trainer.torch.flash_checkpoint.saving.old_names import (
     verify_all_rank_step_consistent as verify_all_rank_step_consistent,
 )
 from dlrover.trainer.torch.flash_checkpoint.saving.old_names import wait_socket_server as wait_socket_server
-from dlrover.trainer.torch.flash_checkpoint.saving.outlets import AgentOutlet, Outlet, ThreadOutlet
+from dlrover.trainer.torch.flash_checkpoint.saving.outlets import AgentOutlet, SaveOutlet, ThreadOutlet
 from dlrover.trainer.torch.flash_checkpoint.saving.preparing import Preparation
 from dlrover.trainer.torch.flash_checkpoint.saving.staleness import StalenessWatch
 from dlrover.trainer.worker import phases
@@ -80,7 +80,7 @@ class CheckpointEngine:
         num_slots: int = 2,
         storage: object = None,
         lazy: bool | str = False,
-        outlet: Outlet | None = None,
+        outlet: SaveOutlet | None = None,
         is_group_private: bool = False,
     ) -> None:
         """

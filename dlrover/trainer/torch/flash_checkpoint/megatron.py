@@ -249,7 +249,7 @@ def check_format(args: Any) -> None:
     if getattr(args, "use_dist_ckpt", False) or ckpt_format != "torch":
         raise ConfigError(
             f"Megatron is set to write checkpoints in the format {ckpt_format}; these functions collect the format torch. Start with --ckpt-format torch, "
-            "or save with MegatronShardedCheckpointer of dlrover.trainer.torch.flash_checkpoint.frameworks.megatron_sharded."
+            "or save with MegatronShardedCheckpointer of dlrover.trainer.torch.flash_checkpoint.megatron_sharded."
         )
 
 

@@ -26,11 +26,11 @@ from dlrover.python.elastic_agent.torch.ckpt_saver import (  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.dcp import FlashStorageReader  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.deepspeed import DeepSpeedCheckpointer  # noqa: E402
-from dlrover.trainer.torch.flash_checkpoint.frameworks.megatron_sharded import MegatronShardedCheckpointer  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.fsdp import FsdpFullCheckpointer, FsdpShardCheckpointer  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.full_ckpt_engine import FullCheckpointEngine  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.megatron import MegatronCheckpointer  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.megatron_dist_ckpt import MegatronDistCheckpointer  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint.megatron_sharded import MegatronShardedCheckpointer  # noqa: E402
 from tests.trainer.torch.flash_checkpoint.frameworks.test_deepspeed import StandIn  # noqa: E402
 
 STATE = {"weight": torch.arange(6.0), "step": 4}

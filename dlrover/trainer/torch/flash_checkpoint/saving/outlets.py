@@ -58,7 +58,7 @@ _CONNECT_TIMEOUT = 1.0
 _MAX_SETTLED = 32
 
 
-class Outlet(Protocol):
+class SaveOutlet(Protocol):
     home: Path
     """Where the segments go."""
     fallback: Path | None

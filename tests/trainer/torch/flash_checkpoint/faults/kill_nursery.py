@@ -19,7 +19,7 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,6 +40,7 @@ class StandingOutlet:
     """Segments at a place that the next trainer knows, as an agent's are; a thread writes the files."""
 
     fallback = None
+    settled: ClassVar[dict[str, Any]] = {}  # nobody asks how a save ended
 
     def __init__(self, home: Path, announce: int) -> None:
         self.home = home
