@@ -87,7 +87,7 @@ false-alarms: $(STAMP) ## 10,000 simulated node-days of healthy, busy nodes: nob
 lock: $(STAMP) ## write the hashes of all pinned files to constraints.locked.txt (about 2 minutes)
 	$(BIN)/python tools/dependencies.py lock
 
-licences: $(STAMP) ## write the licences of all pinned packages to docs/licences.md
+licences: $(STAMP) ## write the licences of all pinned packages to docs/reference/licences.md
 	$(BIN)/python tools/dependencies.py licences
 
 clean: ## remove what the targets made

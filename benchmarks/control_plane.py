@@ -31,8 +31,8 @@ from rounds import measuring, run_rounds
 from servers import CLIENTS, OurMaster, Server, ServerError, dlrover_061_master, our_master, relay_agent, tcp_store
 from virtual_agents import VirtualAgent, all_run, beating, connect_all, join_all
 
-from dlrover.protocol.kv_messages import KvAdd, KvGet, KvSet
-from dlrover.protocol.messages import JobTerms, Limits, Ping
+from dlrover.protocol.messages.job import JobTerms, Limits, Ping
+from dlrover.protocol.messages.kv import KvAdd, KvGet, KvSet
 
 DESK = Path(__file__).resolve().parent / "desk_transport.py"
 PARTS = ("rendezvous", "reattach", "heartbeats", "kv", "stream")

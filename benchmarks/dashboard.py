@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.integration.browser import CHROMIUM, FLAGS  # noqa: E402
-from tests.master.page_lab import NOW, TOKEN, Page, a_progress, a_status, populate, serve_page  # noqa: E402
+from tests.master.web.page_lab import NOW, TOKEN, Page, a_progress, a_status, populate, serve_page  # noqa: E402
 
 SIZES = (100, 1000, 5000)
 MEASURE = "(({startTime, duration}) => [duration, startTime + duration])(performance.getEntriesByName('render').at(-1))"

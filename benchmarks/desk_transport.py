@@ -18,12 +18,12 @@ import time
 from pathlib import Path
 
 from dlrover.core.job import Job
-from dlrover.master.clock import MasterClock
-from dlrover.master.desk import Desk
-from dlrover.master.keeper import Keeper
+from dlrover.master.journal.journal_thread import JournalThread
+from dlrover.master.loop.clock import MasterClock
+from dlrover.master.loop.loop import MasterLoop
 from dlrover.protocol.codec import decode_from_agent, decode_from_master, encode_frame
-from dlrover.protocol.frames import Ack, Answer, FromAgent, FromMaster, Push, Refusal, Request
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.frames import Ack, Answer, FromAgent, FromMaster, Push, Refusal, Request
+from dlrover.protocol.messages.job import (
     MAX_REQUESTS_IN_WORK,
     Attach,
     Attached,
@@ -35,13 +35,13 @@ from dlrover.protocol.messages import (
     NodeRank,
     Run,
 )
-from dlrover.protocol.serving import AgentStream
+from dlrover.protocol.rpc.server import AgentStream
 
 
 class DeskAgent(AgentStream):
     """Both ends of a stream: what the desk sends arrives at once."""
 
-    def __init__(self, index: int, desk: Desk, terms: JobTerms) -> None:
+    def __init__(self, index: int, desk: MasterLoop, terms: JobTerms) -> None:
         super().__init__(f"simulated:{index}")
         self.index = index
         self._desk = desk
@@ -110,9 +110,9 @@ class DeskAgent(AgentStream):
 
 
 async def measure(num_agents: int, folder: Path) -> dict[str, float]:
-    keeper = await Keeper.open(folder / "journal.sqlite", job_name="bench")
+    keeper = await JournalThread.open(folder / "journal.sqlite", job_name="bench")
     job: Job = await keeper.restore()
-    desk = Desk(keeper, job, MasterClock(job.now), job_name="bench")
+    desk = MasterLoop(keeper, job, MasterClock(job.now), job_name="bench")
     await desk.begin(keeper.master_epoch)
     working = asyncio.ensure_future(desk.run())
     terms = JobTerms(limits=Limits(min_nodes=num_agents, max_nodes=num_agents))

@@ -32,7 +32,7 @@ from diagnosis_results import Episode, Ledger, Result, commit_here, read_ledger,
 from process_tree import adopt_orphans, end_descendants
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.protocol.watch_messages import Autopsy, PastVerdict
+from dlrover.protocol.messages.watch import Autopsy, PastVerdict
 
 MAX_ACTED = 6
 """Hangs that one job is restarted for; after more of them in an hour it would end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dlrover.protocol.watch_messages import FaultClass
+from dlrover.protocol.messages.watch import FaultClass
 
 NUM_RANKS = 4
 

@@ -21,9 +21,9 @@ from typing import Any
 import diagnosis_machine as machine
 from diagnosis_kinds import NUM_RANKS
 
-from dlrover.protocol.goodput_messages import AskGoodput, GoodputStatus
-from dlrover.protocol.rpc import ask
-from dlrover.protocol.watch_messages import AskDiagnosis, Culprit, Diagnosis
+from dlrover.protocol.messages.goodput import AskGoodput, GoodputStatus
+from dlrover.protocol.messages.watch import AskDiagnosis, Culprit, Diagnosis
+from dlrover.protocol.rpc.client import ask
 
 JOB = Path(__file__).with_name("diagnosis_job.py")
 TOKEN = "a token for the corpus"

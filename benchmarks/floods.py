@@ -37,7 +37,7 @@ from virtual_agents import (
     header_block,
 )
 
-from dlrover.protocol.transport import ASK_METHOD, SERVICE
+from dlrover.protocol.rpc.transport import ASK_METHOD, SERVICE
 
 BATCH = 256
 """Streams that one write opens."""

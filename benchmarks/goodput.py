@@ -256,7 +256,7 @@ def truth_of(events: list[dict[str, Any]], began_ns: int, kill_times: list[int])
 
 def read_accounts(result: Result, folder: Path) -> None:
     """What our own accountant says, from the journal."""
-    from dlrover.cli.history import read_history
+    from dlrover.cli.show.history import read_history
 
     (journal,) = folder.glob("*.sqlite")
     goodput = read_history(journal).goodput

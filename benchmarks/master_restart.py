@@ -28,8 +28,8 @@ from figures import summarise
 
 from dlrover.agent.config import AgentConfig
 from dlrover.protocol.errors import Unavailable
-from dlrover.protocol.messages import AskStatus, JobStatus
-from dlrover.protocol.rpc import ask
+from dlrover.protocol.messages.job import AskStatus, JobStatus
+from dlrover.protocol.rpc.client import ask
 
 SCRIPT = """
 import sys, time

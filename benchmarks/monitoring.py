@@ -24,10 +24,10 @@ from typing import Any
 from figures import summarise, table
 
 from dlrover.agent.config import WatchConfig
-from dlrover.agent.seats import Seat
-from dlrover.agent.watch import Watch
-from dlrover.protocol.messages import Incarnation, NodeId, Round, WorldSpec
-from dlrover.protocol.watch_messages import WatchObservation
+from dlrover.agent.monitor.progress import WorkerWatch
+from dlrover.agent.monitor.worker_view import WatchedWorker
+from dlrover.protocol.messages.job import Incarnation, NodeId, Round, WorldSpec
+from dlrover.protocol.messages.watch import WatchObservation
 
 STEP_SECONDS = 0.05
 NUM_CALLS = 20_000
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def steps(num_rounds: int, num_steps: int) -> None:
-    seats = [Seat(local_rank=0, global_rank=0) for _ in range(2)]
+    seats = [WatchedWorker(local_rank=0, global_rank=0) for _ in range(2)]
     trainers = {
         "hooked": _start(seats[0], is_hooked=True),
         "plain": _start(seats[1], is_hooked=False),
@@ -93,7 +93,7 @@ def steps(num_rounds: int, num_steps: int) -> None:
 async def agent_side() -> None:
     observed: list[WatchObservation] = []
     with tempfile.TemporaryDirectory() as directory:
-        watch = Watch(WatchConfig(), runtime_dir=directory, disks=[directory])
+        watch = WorkerWatch(WatchConfig(), runtime_dir=directory, disks=[directory])
         watch.connect(observed.append, lambda: (NodeId(1), Incarnation(1)))
         watch.open_round(
             WorldSpec(
@@ -134,7 +134,7 @@ def _cpu_of(call: Callable[[], object], count: int) -> float:
     return (time.process_time() - begun) / count
 
 
-def _start(seat: Seat, *, is_hooked: bool) -> subprocess.Popen[str]:
+def _start(seat: WatchedWorker, *, is_hooked: bool) -> subprocess.Popen[str]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     if is_hooked:
         environ |= {**seat.environment(), "DLROVER_AGENT_SOCKET": "none", "DLROVER_PROGRESS_HOOKS": "1"}
@@ -155,9 +155,10 @@ def _ask(trainer: subprocess.Popen[str], question: dict[str, Any]) -> Any:
 
 
 def serve() -> None:
-    from dlrover.trainer import environment, watching
+    from dlrover.trainer import environment
+    from dlrover.trainer.worker import hooks as worker_hooks
 
-    watching.install(environment.read(os.environ))
+    worker_hooks.install(environment.read(os.environ))
     import torch
     import torch.distributed as dist
 
@@ -223,8 +224,8 @@ class Trainer:
 
     def hooks(self, count: int) -> dict[str, float]:
         """Nanoseconds that each adds to what it is put around."""
-        from dlrover.trainer import phases
-        from dlrover.trainer.torch import progress_hooks
+        from dlrover.trainer.torch.hooks import progress_hooks
+        from dlrover.trainer.worker import phases
 
         writer = phases.current()
         assert writer is not None, "this trainer has no page"

@@ -51,8 +51,8 @@ from servers import dlrover_061_master, free_port
 from timeline import PHASES, EventFolder, first_step_at_ns, lives, num_steps_since, recovery
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.protocol.messages import AskStatus, JobStatus
-from dlrover.protocol.rpc import ask
+from dlrover.protocol.messages.job import AskStatus, JobStatus
+from dlrover.protocol.rpc.client import ask
 
 REPLACEMENT_AFTER = 1.0
 """Seconds from the kill until the replacement's command is given: what a quick platform needs to see a node go."""

@@ -13,8 +13,8 @@ import json
 import sys
 
 from dlrover.agent.relay import Relay
-from dlrover.agent.worker_socket import WorkerSocket
-from dlrover.protocol.messages import (
+from dlrover.agent.workers.socket import WorkerSocket
+from dlrover.protocol.messages.job import (
     Attach,
     Attached,
     Desired,
@@ -26,7 +26,7 @@ from dlrover.protocol.messages import (
     NodeId,
     Run,
 )
-from dlrover.protocol.rpc import AgentChannel
+from dlrover.protocol.rpc.client import AgentChannel
 
 HEARTBEAT = 5.0
 

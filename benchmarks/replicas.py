@@ -25,15 +25,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from dlrover.agent.replica_config import ReplicaConfig
-from dlrover.agent.replicas import Replicas
-from dlrover.protocol.messages import AgentCommand, NodeId, NodeRank, Query, Round, WorldSpec
-from dlrover.protocol.peer_messages import AskPeers, Peer, Peers
-from dlrover.snapshot.contents import Contents, encode_contents
-from dlrover.snapshot.layout import Layout
-from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request, sum_slot
-from dlrover.snapshot.segment import SegmentWriter, SlotName
-from dlrover.snapshot.segment_format import Owner
+from dlrover.agent.replicas.config import ReplicaConfig
+from dlrover.agent.replicas.exchange import ReplicaExchange
+from dlrover.protocol.messages.job import AgentCommand, NodeId, NodeRank, Query, Round, WorldSpec
+from dlrover.protocol.messages.peers import AskPeers, Peer, Peers
+from dlrover.snapshot.memory.contents import Contents, encode_contents
+from dlrover.snapshot.memory.layout import Layout
+from dlrover.snapshot.memory.segment import SegmentWriter, SlotName
+from dlrover.snapshot.memory.segment_format import Owner
+from dlrover.snapshot.storage.persist import REQUEST, SaveRequest, encode_request, sum_slot
 
 NUM_SAVES = 5
 CASES = ((2, 1, 0, 0), (3, 0, 2, 1), (5, 0, 4, 1), (5, 0, 3, 2))
@@ -51,7 +51,9 @@ class Node:
 
     async def run(self) -> None:
         config = ReplicaConfig(job="job", copies=self._copies, num_data=self._num_data, num_parity=self._num_parity)
-        self._replicas = Replicas(config, token="bench", tls=None, host="127.0.0.1", home_for=lambda rank: self._home)
+        self._replicas = ReplicaExchange(
+            config, token="bench", tls=None, host="127.0.0.1", home_for=lambda rank: self._home
+        )
         self._home.mkdir(mode=0o700)
         owner = Owner(job="job", launch="a", node_rank=0, global_rank=self._number, local_rank=0, pid=os.getpid())
         self._writer = SegmentWriter(self._home, owner)

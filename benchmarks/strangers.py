@@ -31,8 +31,8 @@ from process_tree import running
 from rounds import measuring, run_rounds
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.protocol.messages import Ping
-from dlrover.protocol.rpc import ask
+from dlrover.protocol.messages.job import Ping
+from dlrover.protocol.rpc.client import ask
 
 FLOODS = Path(__file__).resolve().parent / "floods.py"
 KINDS = ("none", "reset", "open", "bodies", "idle", "settled", "handshakes")

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from dlrover.protocol.codec import decode_from_master, encode_frame
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.frames import Ack, Answer, Beat, FromAgent, Push, Refusal, Request
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.frames import Ack, Answer, Beat, FromAgent, Push, Refusal, Request
+from dlrover.protocol.messages.job import (
     AgentCommand,
     Attach,
     Attached,
@@ -37,8 +37,8 @@ from dlrover.protocol.messages import (
     Run,
     WorldSpec,
 )
-from dlrover.protocol.rpc import Backoff
-from dlrover.protocol.transport import AGENT_METHOD, SERVICE, call_metadata
+from dlrover.protocol.rpc.client import Backoff
+from dlrover.protocol.rpc.transport import AGENT_METHOD, SERVICE, call_metadata
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0x0, 0x1, 0x3, 0x4, 0x6, 0x7, 0x8

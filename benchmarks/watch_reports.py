@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 import time
 
-from dlrover.core.diagnosis.picture import Place, Scene
+from dlrover.core.diagnosis.picture import NodePlace, Scene
 from dlrover.core.diagnosis.watch import Watch
-from dlrover.protocol.messages import Incarnation, Micros, NodeId, NodeRank, Round
-from dlrover.protocol.watch_messages import Phase, ProgressReport, WatchTerms, WorkerProgress
+from dlrover.protocol.messages.job import Incarnation, Micros, NodeId, NodeRank, Round
+from dlrover.protocol.messages.watch import Phase, ProgressReport, WatchTerms, WorkerProgress
 
 WORKERS = 8
 PERIOD = 5_000_000
@@ -40,7 +40,7 @@ def report_of(node: int, step: int) -> ProgressReport:
 
 def main(num_nodes: int) -> None:
     places = tuple(
-        Place(node=NodeId(node), node_rank=NodeRank(node), host="", first_rank=node * WORKERS, num_ranks=WORKERS)
+        NodePlace(node=NodeId(node), node_rank=NodeRank(node), host="", first_rank=node * WORKERS, num_ranks=WORKERS)
         for node in range(num_nodes)
     )
     watch = Watch()

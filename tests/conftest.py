@@ -54,12 +54,12 @@ def reserved_port() -> Iterator[int]:
     As long as the test lasts the kernel gives them to nobody who asks for any port, from whatever address; a listener that allows
     its address to be used again, as servers do, binds beside us.
     """
-    from dlrover.cli.discovery import Seat
+    from dlrover.cli.launch.discovery import MasterPort
 
     for _ in range(100):
-        with contextlib.closing(Seat("0.0.0.0", 0, purpose="test")) as seat:
+        with contextlib.closing(MasterPort("0.0.0.0", 0, purpose="test")) as seat:
             try:
-                beside = Seat("0.0.0.0", seat.port + 1, purpose="test")
+                beside = MasterPort("0.0.0.0", seat.port + 1, purpose="test")
             except OSError:
                 continue
             with contextlib.closing(beside):

@@ -2,7 +2,7 @@
 What this project installs: the hashes of the pinned files, and the licences of their packages.
 
     make lock        # constraints.txt -> constraints.locked.txt
-    make licences    # constraints.txt -> docs/licences.md
+    make licences    # constraints.txt -> docs/reference/licences.md
 
 Both are made from what pip and the installed packages say of themselves, never by hand.
 """

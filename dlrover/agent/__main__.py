@@ -19,22 +19,22 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from dlrover.agent.cgroups import Cgroups
 from dlrover.agent.config import AgentConfig, AgentResult, EntryKind
-from dlrover.agent.spawner import Spawner
-from dlrover.host import descriptors
+from dlrover.agent.workers.cgroups import Cgroups
+from dlrover.agent.workers.spawner import Spawner
+from dlrover.host import open_files
 from dlrover.host.console import ConsoleHandler
+from dlrover.host.lifeline import follow_parent
 from dlrover.host.log_file import log_to_file
-from dlrover.protocol.descriptors import open_standard_descriptors
-from dlrover.protocol.lifeline import follow_parent
+from dlrover.host.standard_streams import open_standard_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dlrover.agent.replicas import Replicas
-    from dlrover.agent.saver import Saver
-    from dlrover.agent.worker_group import WorkerGroup
-    from dlrover.protocol.messages import Micros, NodeRank, WorldSpec
+    from dlrover.agent.checkpoints.saver import Saver
+    from dlrover.agent.replicas.exchange import ReplicaExchange
+    from dlrover.agent.workers.group import WorkerGroup
+    from dlrover.protocol.messages.job import Micros, NodeRank, WorldSpec
 
 EXIT_USAGE = 2
 RESULT_PART = "result.json.part"
@@ -60,7 +60,7 @@ def main() -> int:
         search_path=str(Path(config.entry.name).parent) if config.entry.kind is EntryKind.SCRIPT else "",
         cgroups="" if cgroups is None else cgroups.path,
     )
-    descriptors.raise_limit()  # not for the zygote and the workers
+    open_files.raise_limit()  # not for the zygote and the workers
     logging.basicConfig(
         handlers=[ConsoleHandler()],  # the event loop must not wait for a console that takes no bytes
         level=config.log_level,
@@ -91,24 +91,24 @@ def _run(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None) -> Agen
 
 async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None) -> AgentResult:
     from dlrover.agent.agent import EXIT_BY_SIGNAL, Agent
-    from dlrover.agent.collectors import load_collectors
-    from dlrover.agent.devices import resolve_local_world_size
+    from dlrover.agent.checkpoints.saver import Saver, SaverConfig
+    from dlrover.agent.drain import LastSaves
     from dlrover.agent.failover import Failover
-    from dlrover.agent.last_saves import LastSaves
+    from dlrover.agent.monitor.collectors import load_collectors
+    from dlrover.agent.monitor.progress import WorkerWatch
+    from dlrover.agent.monitor.scrape import scrapes
     from dlrover.agent.node_check import CheckTask
-    from dlrover.agent.output import WorkerOutput
-    from dlrover.agent.process_tree import ProcessTree
-    from dlrover.agent.saver import Saver, SaverConfig
-    from dlrover.agent.scrape import scrapes
-    from dlrover.agent.user_patterns import UserPatterns
-    from dlrover.agent.watch import Watch
-    from dlrover.agent.worker_group import WorkerGroup
-    from dlrover.agent.worker_socket import WorkerSocket
+    from dlrover.agent.workers.devices import resolve_local_world_size
+    from dlrover.agent.workers.group import WorkerGroup
+    from dlrover.agent.workers.output import WorkerOutput
+    from dlrover.agent.workers.process_tree import ProcessTree
+    from dlrover.agent.workers.socket import WorkerSocket
+    from dlrover.agent.workers.user_patterns import UserPatterns
     from dlrover.protocol.errors import ConfigError
 
     disks = [config.runtime_dir, os.getcwd(), config.log.log_dir, config.watch.log_file]
     disks = [path for path in disks if os.path.exists(path) and path != os.devnull]
-    watch = Watch(config.watch, runtime_dir=config.runtime_dir, disks=disks)
+    watch = WorkerWatch(config.watch, runtime_dir=config.runtime_dir, disks=disks)
     watch.collect(lambda: load_collectors(scrapes(config.watch.scrapes, config.watch.xpu_timer_port)))
     tree = ProcessTree(keep=lambda: spawner.zygote_pids, cgroups=cgroups)
     output = WorkerOutput(config.log, role=config.role, run_id=config.run_id, runtime_dir=config.runtime_dir)
@@ -193,11 +193,11 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             cgroups.close()
 
 
-def _open_replicas(config: AgentConfig, saver: Saver) -> Replicas | None:
+def _open_replicas(config: AgentConfig, saver: Saver) -> ReplicaExchange | None:
     """A job of one node has nobody to exchange snapshots with, and need not import what that takes."""
     if not config.snapshot_root or config.terms.limits.max_nodes == 1:
         return None
-    from dlrover.agent.replicas import open_replicas
+    from dlrover.agent.replicas.exchange import open_replicas
 
     return open_replicas(config, _read_token(config), saver)
 

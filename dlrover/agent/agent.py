@@ -22,20 +22,20 @@ from typing import NamedTuple, Protocol, assert_never
 from msgspec.structs import replace
 
 from dlrover.agent.config import AgentConfig, AgentResult
-from dlrover.agent.driver import Group, WorkerDriver
 from dlrover.agent.failover import Failover
-from dlrover.agent.failures import fit_into_report
+from dlrover.agent.monitor.progress import FirstStep
 from dlrover.agent.node_check import CheckOutcome, CheckRunner, RunTask
 from dlrover.agent.preemption import wait_for_notice
 from dlrover.agent.recovery import Recovery
-from dlrover.agent.relay import Ask, Relay
-from dlrover.agent.watch import FirstStep
-from dlrover.agent.worker_group import Failed, Finished, PortOffer
+from dlrover.agent.relay import Relay, SnapshotRelay
+from dlrover.agent.workers.driver import DrivenGroup, WorkerDriver
+from dlrover.agent.workers.failures import fit_into_report
+from dlrover.agent.workers.group import Failed, Finished, PortOffer
 from dlrover.protocol.addresses import TlsConfig
-from dlrover.protocol.check_messages import ExitClass, ReportCheck
-from dlrover.protocol.checkpoint_messages import HeldSnapshot
 from dlrover.protocol.errors import DLRoverError, JobError, Rejected, Unavailable
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.check import ExitClass, ReportCheck
+from dlrover.protocol.messages.checkpoint import HeldSnapshot
+from dlrover.protocol.messages.job import (
     NODE_CHECK_RENDEZVOUS,
     TRAINING_RENDEZVOUS,
     AgentCommand,
@@ -68,8 +68,8 @@ from dlrover.protocol.messages import (
     Wait,
     WorldSpec,
 )
-from dlrover.protocol.rpc import AgentChannel
-from dlrover.protocol.watch_messages import WatchObservation, WatchOrder
+from dlrover.protocol.messages.watch import WatchObservation, WatchOrder
+from dlrover.protocol.rpc.client import AgentChannel
 
 log = logging.getLogger("dlrover.agent")
 
@@ -87,7 +87,7 @@ EXIT_MASTER_LOST = 23
 EXIT_BY_SIGNAL = 128
 
 
-class Patience(NamedTuple):
+class AgentPatience(NamedTuple):
     """Seconds that the agent gives to things; how long workers train on without a master is the user's to say."""
 
     heartbeat: float = 5.0
@@ -107,10 +107,10 @@ class Patience(NamedTuple):
 
 
 class BuildGroup(Protocol):
-    def __call__(self, world: WorldSpec, *, node_rank: NodeRank, master_now: Callable[[], Micros]) -> Group: ...
+    def __call__(self, world: WorldSpec, *, node_rank: NodeRank, master_now: Callable[[], Micros]) -> DrivenGroup: ...
 
 
-class Channel(Protocol):
+class MasterChannel(Protocol):
     """What the agent needs of an `AgentChannel`, whose docstrings say what it means."""
 
     async def run(self) -> None: ...
@@ -143,7 +143,7 @@ class Exchange(Protocol):
         *,
         node: NodeId,
         node_rank: NodeRank,
-        ask: Ask,
+        ask: SnapshotRelay,
     ) -> None: ...
 
 
@@ -159,10 +159,10 @@ class Connect(Protocol):
         on_desired: Callable[[Desired], None],
         on_order: Callable[[WatchOrder], None] | None = None,
         on_blocked: Callable[[str], None] | None = None,
-    ) -> Channel: ...
+    ) -> MasterChannel: ...
 
 
-class Watching(Protocol):
+class WatchProtocol(Protocol):
     """What the agent needs of `Watch`."""
 
     def connect(
@@ -201,11 +201,11 @@ class Agent:
         on_leaving: Callable[[], None] | None = None,
         warm_up: Callable[[float], Awaitable[None]] | None = None,
         exchange: Exchange | None = None,
-        watch: Watching | None = None,
+        watch: WatchProtocol | None = None,
         failover: Failover | None = None,
         settle_output: Callable[[Callable[[int], bool]], None] | None = None,
         connect: Connect = AgentChannel,
-        patience: Patience | None = None,
+        patience: AgentPatience | None = None,
     ) -> None:
         """
         `run_check` is needed where the job's terms ask for a node check. `on_break` is told when workers failed or were stopped for
@@ -213,7 +213,7 @@ class Agent:
         is told whose last words the console may have, by global rank. `patience`: by default what the terms say."""
         detection = config.terms.detection
         self._config = config
-        self._patience = patience or Patience(heartbeat=detection.heartbeat, lease=detection.lease)
+        self._patience = patience or AgentPatience(heartbeat=detection.heartbeat, lease=detection.lease)
         self._local_world_size = local_world_size
         self._step = step
         self._snapshot_step = snapshot_step or (lambda: None)

@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from dlrover.host.log_root import LogRoot
 from dlrover.protocol.addresses import TlsConfig as TlsConfig
-from dlrover.protocol.fleet_messages import NodeType
-from dlrover.protocol.messages import JobEnd, JobTerms
+from dlrover.protocol.messages.fleet import NodeType
+from dlrover.protocol.messages.job import JobEnd, JobTerms
 
 
 class EntryKind(enum.StrEnum):
@@ -64,7 +64,7 @@ class Streams(enum.IntFlag):
     ALL = 3
 
 
-class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkerLogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """torchrun's log options, already parsed: one value per local rank, missing ranks mean NONE."""
 
     log_dir: str = ""
@@ -146,7 +146,7 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     is_warm: bool = True
     preload: tuple[str, ...] = ()
     """Modules to import in the zygote beside torch and torch._dynamo."""
-    log: LogConfig = LogConfig()
+    log: WorkerLogConfig = WorkerLogConfig()
     watch: WatchConfig = WatchConfig()
     tls: TlsConfig | None = None
     signals: tuple[int, ...] = ()

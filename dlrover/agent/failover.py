@@ -19,8 +19,8 @@ import time
 from dataclasses import dataclass, field
 
 from dlrover.agent import side_thread
-from dlrover.protocol.fleet_messages import ErrorLevel, NodeExit, ReportNodeError, RestartJob
-from dlrover.protocol.messages import AgentCommand, ReportFailure, StopJob
+from dlrover.protocol.messages.fleet import ErrorLevel, NodeExit, ReportNodeError, RestartJob
+from dlrover.protocol.messages.job import AgentCommand, ReportFailure, StopJob
 
 log = logging.getLogger("dlrover.agent")
 

@@ -22,15 +22,15 @@ from typing import Annotated, Any, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from dlrover.agent.config import AgentConfig, Entry, EntryKind, LogConfig, Streams
-from dlrover.agent.output import WorkerOutput
-from dlrover.agent.process_tree import ProcessTree
-from dlrover.agent.spawner import Spawner
-from dlrover.agent.worker_group import Failed, Finished, PortOffer, WorkerGroup
-from dlrover.agent.worker_socket import WorkerSocket
-from dlrover.protocol.check_messages import MAX_CHECK_MESSAGE, CheckTerms, ExitClass
+from dlrover.agent.config import AgentConfig, Entry, EntryKind, Streams, WorkerLogConfig
+from dlrover.agent.workers.group import Failed, Finished, PortOffer, WorkerGroup
+from dlrover.agent.workers.output import WorkerOutput
+from dlrover.agent.workers.process_tree import ProcessTree
+from dlrover.agent.workers.socket import WorkerSocket
+from dlrover.agent.workers.spawner import Spawner
 from dlrover.protocol.errors import DLRoverError
-from dlrover.protocol.messages import Check, Micros, NodeRank, Round, StopCause, WorkerFailure, WorldSpec
+from dlrover.protocol.messages.check import MAX_CHECK_MESSAGE, CheckTerms, ExitClass
+from dlrover.protocol.messages.job import Check, Micros, NodeRank, Round, StopCause, WorkerFailure, WorldSpec
 
 log = logging.getLogger("dlrover.agent")
 
@@ -195,7 +195,7 @@ class CheckTask:
             self._config,
             entry=entry,
             role="check",
-            log=LogConfig(log_dir=os.path.join(directory, "log"), redirect_default=int(Streams.ALL)),
+            log=WorkerLogConfig(log_dir=os.path.join(directory, "log"), redirect_default=int(Streams.ALL)),
         )
         output = WorkerOutput(config.log, role=config.role, run_id="check", runtime_dir=directory)
         group = WorkerGroup(

@@ -16,10 +16,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dlrover.agent.watch import FirstStep
+from dlrover.agent.monitor.progress import FirstStep
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.goodput_messages import AskFault, FaultTold
-from dlrover.protocol.messages import NodeRank, Reply, Round, WorldSpec
+from dlrover.protocol.messages.goodput import AskFault, FaultTold
+from dlrover.protocol.messages.job import NodeRank, Reply, Round, WorldSpec
 
 log = logging.getLogger("dlrover.agent")
 
@@ -33,7 +33,7 @@ nothing, and nobody looks but while a job recovers.
 """
 
 
-class Ask(Protocol):
+class AskOfFault(Protocol):
     async def __call__(self, command: AskFault, *, timeout: float) -> Reply: ...
 
 
@@ -65,7 +65,7 @@ class Recovery:
 
     def __init__(
         self,
-        ask: Ask,
+        ask: AskOfFault,
         *,
         start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         first_step: Callable[[Round], FirstStep | None],

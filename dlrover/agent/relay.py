@@ -15,12 +15,11 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from dlrover.protocol.checkpoint_messages import AnyCheckpointCommand, AwaitSaveDuties
-from dlrover.protocol.data_messages import AnyDataCommand
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.fleet_messages import ReportNodeError
-from dlrover.protocol.kv_messages import AnyKvCommand
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.checkpoint import AnyCheckpointCommand, AwaitSaveDuties
+from dlrover.protocol.messages.data import AnyDataCommand
+from dlrover.protocol.messages.fleet import ReportNodeError
+from dlrover.protocol.messages.job import (
     AgentCommand,
     AskStatus,
     BlockRendezvous,
@@ -33,8 +32,9 @@ from dlrover.protocol.messages import (
     WorkerNews,
     WorkerRequest,
 )
-from dlrover.protocol.peer_messages import AskPeers
-from dlrover.protocol.sync_messages import AnySyncCommand
+from dlrover.protocol.messages.kv import AnyKvCommand
+from dlrover.protocol.messages.peers import AskPeers
+from dlrover.protocol.messages.sync import AnySyncCommand
 
 MAX_RELAYED = 32
 """Commands that may be on their way at a time. The master stores 64 replies for who has to send again, and the agent's
@@ -61,7 +61,7 @@ class Call(Protocol):
     async def __call__(self, command: AgentCommand | Query, *, timeout: float) -> Reply: ...
 
 
-class Ask(Protocol):
+class SnapshotRelay(Protocol):
     """What the exchange of snapshots needs of a relay."""
 
     async def __call__(self, question: AskPeers, /, *, timeout: float) -> Reply: ...

@@ -1,7 +1,7 @@
 """
 How a command on a terminal reaches the job that it is about.
 
-Each such command takes one `Connection`. `takes_connection` writes the options that make one (which job, where its master is,
+Each such command takes one `JobConnection`. `takes_connection` writes the options that make one (which job, where its master is,
 which token, which certificates) into the command's signature, so that they are the same everywhere.
 """
 
@@ -20,10 +20,10 @@ import typer
 from dlrover.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dlrover.cli.history import History
+    from dlrover.cli.show.history import History
     from dlrover.protocol.addresses import TlsConfig
     from dlrover.protocol.codec import Question
-    from dlrover.protocol.messages import Reply
+    from dlrover.protocol.messages.job import Reply
 
 ASK_TIMEOUT = 10.0
 MASTER_FILE = "master.json"
@@ -64,7 +64,7 @@ class Reached(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Connection:
+class JobConnection:
     """As the options say; the master is looked for when it is needed."""
 
     job: str = ""
@@ -78,8 +78,8 @@ class Connection:
 
     @functools.cached_property
     def reached(self) -> Reached:
-        from dlrover.cli.discovery import read_token_file
-        from dlrover.cli.environment import read_environment
+        from dlrover.cli.launch.discovery import read_token_file
+        from dlrover.cli.options.environment import read_environment
         from dlrover.protocol.addresses import TlsConfig
 
         environment, address = read_environment(os.environ), self._given_address
@@ -95,7 +95,7 @@ class Connection:
     @property
     def _given_address(self) -> str:
         """By option or environment; empty: the job is to be found on this host."""
-        from dlrover.cli.environment import read_environment
+        from dlrover.cli.options.environment import read_environment
         from dlrover.protocol.addresses import parse_address
 
         if self.addr:
@@ -106,8 +106,8 @@ class Connection:
     def send(self, question: Question) -> Reply:
         import asyncio
 
-        from dlrover.cli.environment import read_environment
-        from dlrover.protocol.rpc import ask
+        from dlrover.cli.options.environment import read_environment
+        from dlrover.protocol.rpc.client import ask
 
         address, token, tls = self.reached
         timeout = read_environment(os.environ).client_timeout or ASK_TIMEOUT
@@ -126,14 +126,14 @@ class Connection:
 
     def history(self) -> History:
         """From the journal where we can read it, else from what the master knows."""
-        from dlrover.cli.history import ask_history, read_history
+        from dlrover.cli.show.history import ask_history, read_history
 
         journal = self.journal
         if journal is None and not self._given_address:
             journal = _journal_of(self._find_local_job())
         return read_history(journal) if journal is not None else ask_history(self.send)
 
-    def _find_local_job(self) -> LocalJob:
+    def _find_local_job(self) -> RunningJob:
         return find_local_job(self.job, otherwise=", nor is there such a file" if self.may_be_journal else "")
 
 
@@ -152,7 +152,7 @@ def takes_connection(command: Callable[..., None], job: object = Job) -> Callabl
     @functools.wraps(command)
     def as_typed(**given: object) -> None:
         options = {name: str(given.pop(name)) for name in kinds}
-        connection = Connection(**options, may_be_journal=job is JobOrJournal)
+        connection = JobConnection(**options, may_be_journal=job is JobOrJournal)
         command(connection=connection, **given)
 
     as_typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -160,7 +160,7 @@ def takes_connection(command: Callable[..., None], job: object = Job) -> Callabl
     return as_typed
 
 
-class LocalJob(NamedTuple):
+class RunningJob(NamedTuple):
     """How a job of ours that runs on this host is reached."""
 
     address: str
@@ -169,13 +169,13 @@ class LocalJob(NamedTuple):
     directory: str
 
 
-def find_local_job(job: str, *, otherwise: str = "") -> LocalJob:
+def find_local_job(job: str, *, otherwise: str = "") -> RunningJob:
     """Raises `ConfigError`; `otherwise`: what else the name could have been, and is not."""
-    from dlrover.cli.environment import read_environment
-    from dlrover.cli.runtime_dir import TOKEN_FILE, list_nodes, user_root
+    from dlrover.cli.launch.runtime_dir import TOKEN_FILE, list_nodes, user_root
+    from dlrover.cli.options.environment import read_environment
 
     living, _ = list_nodes(user_root(read_environment(os.environ)))
-    jobs: dict[str, dict[str, LocalJob]] = {}
+    jobs: dict[str, dict[str, RunningJob]] = {}
     for path, owner in living:
         if owner.master_addr:
             # By the port: nodes of one job may call the host of its master by several names.
@@ -183,7 +183,7 @@ def find_local_job(job: str, *, otherwise: str = "") -> LocalJob:
             known = jobs.setdefault(owner.job_name, {})
             if port in known and os.path.exists(os.path.join(known[port].directory, MASTER_FILE)):
                 continue  # a node with the journal is the better one to ask
-            known[port] = LocalJob(owner.master_addr, os.path.join(path, TOKEN_FILE), owner.tls, path)
+            known[port] = RunningJob(owner.master_addr, os.path.join(path, TOKEN_FILE), owner.tls, path)
     fitting = [job] if job in jobs else [name for name in sorted(jobs) if name.startswith(job)]
     if len(fitting) != 1:
         if job and fitting:
@@ -201,7 +201,7 @@ def find_local_job(job: str, *, otherwise: str = "") -> LocalJob:
     return found[0]
 
 
-def _journal_of(local: LocalJob) -> Path | None:
+def _journal_of(local: RunningJob) -> Path | None:
     """None: the job's master runs elsewhere."""
     import msgspec
 

@@ -15,7 +15,7 @@ import typer
 from dlrover.cli.tables import echo, plain_console
 
 if TYPE_CHECKING:
-    from dlrover.core.data_audit import Finding
+    from dlrover.core.data.audit import AuditFinding
 
 _NUM_NAMED = 20
 
@@ -33,8 +33,8 @@ def audit(
     is_json: Annotated[bool, typer.Option("--json", help="Print all findings, as JSON.")] = False,
 ) -> None:
     """Prove from the journal that the model has seen each record exactly once."""
-    from dlrover.cli.replay import walk_journal
-    from dlrover.core.data_audit import Audit
+    from dlrover.cli.show.replay import walk_journal
+    from dlrover.core.data.audit import Audit
 
     audit: Audit | None = None
     job = None
@@ -53,13 +53,13 @@ def audit(
         raise typer.Exit(1)
 
 
-def _print_json(findings: list[Finding]) -> None:
+def _print_json(findings: list[AuditFinding]) -> None:
     import msgspec
 
     echo(msgspec.json.encode(findings).decode())
 
 
-def _print_table(findings: list[Finding]) -> None:
+def _print_table(findings: list[AuditFinding]) -> None:
     from rich.table import Table
 
     console = plain_console(highlight=False)

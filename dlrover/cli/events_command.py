@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 from rich.text import Text
 
-from dlrover.cli.history import read_history
-from dlrover.cli.replay import clock_time
+from dlrover.cli.show.history import read_history
+from dlrover.cli.show.replay import clock_time
 from dlrover.cli.tables import plain_console
 from dlrover.host.plain_text import printable
 from dlrover.protocol.codec import Question
 from dlrover.protocol.errors import Unavailable
-from dlrover.protocol.goodput_messages import MAX_EVENTS_PER_ANSWER, AskEvents, Events, JobEvent
-from dlrover.protocol.messages import Reply
+from dlrover.protocol.messages.goodput import MAX_EVENTS_PER_ANSWER, AskEvents, Events, JobEvent
+from dlrover.protocol.messages.job import Reply
 
 FOLLOW_WAIT = 8.0
 """Seconds that the master may keep a question open: below the time that a question may take."""

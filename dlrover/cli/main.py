@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlrover.cli.checkpoint_command import app as checkpoint
-from dlrover.cli.connection import Connection, Job, JobOrJournal, takes_connection
+from dlrover.cli.checkpoint.command import app as checkpoint
+from dlrover.cli.connection import Job, JobConnection, JobOrJournal, takes_connection
 from dlrover.cli.data_command import app as data
 from dlrover.cli.simulate_command import simulate
 from dlrover.cli.tables import echo, table_console
 from dlrover.host.plain_text import printable
-from dlrover.protocol.descriptors import open_standard_descriptors
+from dlrover.host.standard_streams import open_standard_descriptors
 from dlrover.protocol.errors import ConfigError, DLRoverError
 
 if TYPE_CHECKING:
     from dlrover.protocol.codec import Question
-    from dlrover.protocol.fleet_messages import ScaleReplicas
-    from dlrover.protocol.messages import JobStatus
+    from dlrover.protocol.messages.fleet import ScaleReplicas
+    from dlrover.protocol.messages.job import JobStatus
 
 app = typer.Typer(
     name="dlrover", help="Look at, steer and clean up training jobs.", no_args_is_help=True, add_completion=False
@@ -55,7 +55,7 @@ def master(context: typer.Context) -> None:
 )
 def local(context: typer.Context) -> None:
     """Run a job of several nodes on this machine; `dlrover local --help` lists its options."""
-    from dlrover.cli import local_command
+    from dlrover.cli.local import command as local_command
 
     raise typer.Exit(local_command.main(context.args))
 
@@ -63,18 +63,18 @@ def local(context: typer.Context) -> None:
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def replay(context: typer.Context) -> None:
     """Print what a job's journal says: what was decided, when and why."""
-    from dlrover.cli.replay import main as replay_main
+    from dlrover.cli.show.replay import main as replay_main
 
     raise typer.Exit(replay_main(context.args))
 
 
 @_command()
 def status(
-    connection: Connection,
+    connection: JobConnection,
     is_json: Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")] = False,
 ) -> None:
     """Show a running job: its stage, its nodes, and the reason for what it does."""
-    from dlrover.protocol.messages import AskStatus, JobStatus
+    from dlrover.protocol.messages.job import AskStatus, JobStatus
 
     reply = connection.ask(AskStatus(), JobStatus)
     _show(reply, is_json=is_json)
@@ -82,14 +82,14 @@ def status(
 
 @_command()
 def diagnosis(
-    connection: Connection,
+    connection: JobConnection,
     is_json: Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")] = False,
 ) -> None:
     """Show what was found to be wrong with a running job, and the page about its newest hang."""
     import msgspec
 
-    from dlrover.cli.status_display import verdict_lines
-    from dlrover.protocol.watch_messages import AskDiagnosis, Diagnosis
+    from dlrover.cli.show.status import verdict_lines
+    from dlrover.protocol.messages.watch import AskDiagnosis, Diagnosis
 
     reply = connection.ask(AskDiagnosis(), Diagnosis)
     if is_json:
@@ -105,7 +105,7 @@ def diagnosis(
 
 @_command(job=JobOrJournal)
 def events(
-    connection: Connection,
+    connection: JobConnection,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
     is_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
     limit: Annotated[int, typer.Option("--limit", help="So many, the newest.", min=1)] = 200,
@@ -116,7 +116,7 @@ def events(
 ) -> None:
     """Show what happened in a job: running, or from its journal."""
     from dlrover.cli.events_command import asked, of_journal, print_events
-    from dlrover.cli.trace import build_trace, write_trace
+    from dlrover.cli.show.trace import build_trace, write_trace
 
     if trace:
         history = connection.history()
@@ -135,18 +135,18 @@ def events(
 
 @_command()
 def top(
-    connection: Connection,
+    connection: JobConnection,
     once: Annotated[bool, typer.Option("--once", help="Print it once, as where there is no terminal.")] = False,
 ) -> None:
     """Watch a running job: goodput, what each node does, its newest events. Ctrl-C ends it."""
-    from dlrover.cli.top import show
+    from dlrover.cli.show.top import show
 
     show(connection.send, table_console(), once=once)
 
 
 @_command(job=JobOrJournal)
 def report(
-    connection: Connection,
+    connection: JobConnection,
     output: Annotated[str, typer.Option("--output", "-o", help="File to write; none: standard output.")] = "",
     is_html: Annotated[bool, typer.Option("--html", help="A page with plots that needs nothing else.")] = False,
     is_markdown: Annotated[
@@ -154,7 +154,7 @@ def report(
     ] = False,
 ) -> None:
     """Write a post-mortem of a job: where its time went, each fault with its cause and cost, what happened."""
-    from dlrover.cli.post_mortem import as_html, as_markdown
+    from dlrover.cli.show.post_mortem import as_html, as_markdown
 
     if is_html and is_markdown:
         raise ConfigError("Give --html or --markdown, not both.")
@@ -170,12 +170,12 @@ def report(
 
 @_command()
 def stop(
-    connection: Connection,
+    connection: JobConnection,
     reason: Annotated[str, typer.Option(help="For the journal and the report.")] = "dlrover stop",
     message: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """End a running job in good order, on all its nodes."""
-    from dlrover.protocol.messages import StopJob
+    from dlrover.protocol.messages.job import StopJob
 
     if message:
         _notice("--message is called --reason now.")
@@ -185,15 +185,15 @@ def stop(
 
 @_command()
 def scale(
-    connection: Connection,
+    connection: JobConnection,
     nodes: Annotated[str, typer.Option("--nodes", help="How many nodes the world shall have: N, or MIN:MAX.")] = "",
     replicas: Annotated[
         str, typer.Option("--replicas", help="Nodes of one type beside an all-reduce world: TYPE=COUNT, as ps=3.")
     ] = "",
 ) -> None:
     """Change how many nodes a running job has."""
-    from dlrover.cli.settings import parse_nnodes
-    from dlrover.protocol.fleet_messages import ScaleJob
+    from dlrover.cli.options.settings import parse_nnodes
+    from dlrover.protocol.messages.fleet import ScaleJob
 
     if bool(nodes) == bool(replicas):
         raise ConfigError("Give either --nodes N or MIN:MAX, or --replicas TYPE=COUNT.")
@@ -214,7 +214,7 @@ def scale(
 
 @_command()
 def migrate(
-    connection: Connection,
+    connection: JobConnection,
     node: Annotated[str, typer.Option("--node", help=_NODE_HELP)],
     cpu: Annotated[float, typer.Option("--cpu", help="Cores of the new node; 0: as the platform gives.")],
     memory_mb: Annotated[
@@ -225,9 +225,9 @@ def migrate(
 ) -> None:
     """Exchange a node of a job for one with other resources; the old one goes when the new one runs."""
     from dlrover.cli.node_names import find_platform_node
-    from dlrover.protocol.fleet_messages import MigrateNode, Resource
-    from dlrover.protocol.identity import PlatformId
-    from dlrover.protocol.messages import AskStatus, JobStatus
+    from dlrover.protocol.messages.fleet import MigrateNode, Resource
+    from dlrover.protocol.messages.identity import PlatformId
+    from dlrover.protocol.messages.job import AskStatus, JobStatus
 
     resource = Resource(cpu=cpu, memory_mb=memory_mb, gpus=gpus, gpu_type=gpu_type)
     status = connection.ask(AskStatus(), JobStatus)
@@ -240,11 +240,11 @@ def migrate(
 
 @_command()
 def suspend(
-    connection: Connection,
+    connection: JobConnection,
     reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover suspend",
 ) -> None:
     """Launch no more nodes of a job until it is resumed; what runs, runs on."""
-    from dlrover.protocol.fleet_messages import SuspendJob
+    from dlrover.protocol.messages.fleet import SuspendJob
 
     connection.send(SuspendJob(reason=reason))
     typer.echo("The job is suspended; `dlrover resume` ends that.")
@@ -252,10 +252,10 @@ def suspend(
 
 @_command()
 def resume(
-    connection: Connection,
+    connection: JobConnection,
 ) -> None:
     """End the suspension of a job."""
-    from dlrover.protocol.fleet_messages import ResumeJob
+    from dlrover.protocol.messages.fleet import ResumeJob
 
     connection.send(ResumeJob())
     typer.echo("The job is resumed.")
@@ -263,7 +263,7 @@ def resume(
 
 @_command()
 def restart(
-    connection: Connection,
+    connection: JobConnection,
     reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover restart",
     is_nodes: Annotated[
         bool, typer.Option("--nodes", help="Replace all worker nodes by new ones of the platform.")
@@ -271,8 +271,8 @@ def restart(
     is_workers: Annotated[bool, typer.Option("--workers", hidden=True)] = False,
 ) -> None:
     """Start the workers of a job again, on the nodes that are there; or replace all its worker nodes, once."""
-    from dlrover.protocol.fleet_messages import RestartJob
-    from dlrover.protocol.steering_messages import RestartWorkers
+    from dlrover.protocol.messages.fleet import RestartJob
+    from dlrover.protocol.messages.requests import RestartWorkers
 
     if is_workers and is_nodes:
         raise ConfigError("Give --nodes, or nothing to restart only the workers.")
@@ -288,11 +288,11 @@ def restart(
 
 @_command()
 def save(
-    connection: Connection,
+    connection: JobConnection,
     reason: Annotated[str, typer.Option(help="For the journal, the status and the trainers.")] = "dlrover save",
 ) -> None:
     """Have the next save of a job written to storage, whatever it would have been."""
-    from dlrover.protocol.checkpoint_messages import RequestSave
+    from dlrover.protocol.messages.checkpoint import RequestSave
 
     connection.send(RequestSave(reason=reason))
     typer.echo("The trainers are asked; `dlrover status` shows when a checkpoint is committed.")
@@ -300,16 +300,16 @@ def save(
 
 @_command()
 def relaunch(
-    connection: Connection,
+    connection: JobConnection,
     node: Annotated[str, typer.Option("--node", help=_NODE_HELP)],
     cordon: Annotated[bool, typer.Option("--cordon", help="Its machine gets no node of this job any more.")] = False,
     reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover relaunch",
 ) -> None:
     """Exchange a node of a job for a new one of its platform, at once."""
     from dlrover.cli.node_names import find_node, find_platform_node
-    from dlrover.protocol.identity import NodeId
-    from dlrover.protocol.messages import AskStatus, JobStatus
-    from dlrover.protocol.steering_messages import RelaunchNode
+    from dlrover.protocol.messages.identity import NodeId
+    from dlrover.protocol.messages.job import AskStatus, JobStatus
+    from dlrover.protocol.messages.requests import RelaunchNode
 
     status = connection.ask(AskStatus(), JobStatus)
     if not status.fleet:  # the master says why it cannot
@@ -321,7 +321,7 @@ def relaunch(
 
 @_command()
 def dashboard(
-    connection: Connection,
+    connection: JobConnection,
     is_read_only: Annotated[
         bool, typer.Option("--read-only", help="A link for looking only; it can be shared, and used again.")
     ] = False,
@@ -330,7 +330,7 @@ def dashboard(
     import time
 
     from dlrover.master.web.access import one_time_link, read_only_token
-    from dlrover.protocol.messages import AskStatus, JobStatus
+    from dlrover.protocol.messages.job import AskStatus, JobStatus
 
     reply = connection.ask(AskStatus(), JobStatus)
     if not reply.dashboard:
@@ -343,9 +343,9 @@ def dashboard(
 @app.command()
 def clean() -> None:
     """Remove what killed jobs of yours left on this host: directories, snapshots, network namespaces, processes if any survived."""
-    from dlrover.cli.environment import read_environment
-    from dlrover.cli.runtime_dir import reap, reap_snapshots, snapshot_root, user_root
-    from dlrover.platforms.node_host import remove_left_behind
+    from dlrover.cli.launch.runtime_dir import reap, reap_snapshots, snapshot_root, user_root
+    from dlrover.cli.options.environment import read_environment
+    from dlrover.platforms.hosted.table import remove_left_behind
 
     environment = read_environment(os.environ)
     removed = reap(user_root(environment), older_than=0.0)
@@ -395,7 +395,7 @@ def _write(write: Callable[[], object]) -> None:
 
 def _scale_replicas(text: str) -> ScaleReplicas:
     from dlrover.cli.node_types import node_type_of
-    from dlrover.protocol.fleet_messages import NodeType, ScaleReplicas
+    from dlrover.protocol.messages.fleet import NodeType, ScaleReplicas
 
     name, _, count = text.partition("=")
     try:
@@ -413,7 +413,7 @@ def _show(status: JobStatus, *, is_json: bool) -> None:
     if is_json:
         echo(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
         return
-    from dlrover.cli.status_display import show
+    from dlrover.cli.show.status import show
 
     show(status, table_console())
 

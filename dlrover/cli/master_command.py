@@ -16,21 +16,21 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dlrover.cli import processes
 from dlrover.cli.console import say_block
-from dlrover.cli.discovery import Seat, check_token, new_launch, read_token_file
-from dlrover.cli.environment import read_environment
-from dlrover.cli.launcher import EXIT_USAGE, Programs
+from dlrover.cli.launch import processes
+from dlrover.cli.launch.discovery import MasterPort, check_token, new_launch, read_token_file
+from dlrover.cli.launch.launcher import EXIT_USAGE, Programs
+from dlrover.cli.launch.processes import SignalInbox
+from dlrover.cli.launch.runtime_dir import NodeDirectory, user_root
 from dlrover.cli.node_types import read_fleet
-from dlrover.cli.processes import SignalInbox
-from dlrover.cli.runtime_dir import NodeDirectory, user_root
-from dlrover.cli.settings import check_operators, check_plugin, watch_terms
-from dlrover.cli.watching import Watching
+from dlrover.cli.options.environment import read_environment
+from dlrover.cli.options.settings import check_operators, check_plugin, watch_terms
+from dlrover.cli.options.view_settings import Watching
 from dlrover.host.console import PATIENCE, ConsoleWriter
 from dlrover.protocol.addresses import LOOPBACK, Address, TlsConfig
 from dlrover.protocol.errors import ConfigError, Rejected
-from dlrover.protocol.fleet_messages import FleetSpec
-from dlrover.protocol.watch_messages import WatchTerms
+from dlrover.protocol.messages.fleet import FleetSpec
+from dlrover.protocol.messages.watch import WatchTerms
 
 STOP_TIMEOUT = 5.0
 _YES = ("true", "1", "yes")
@@ -135,15 +135,15 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
         directory.remove()
 
 
-def _take_seat(host: str, port: int, host_ports: Sequence[int]) -> Seat:
+def _take_seat(host: str, port: int, host_ports: Sequence[int]) -> MasterPort:
     """Without a port: the first free one of HOST_PORTS, which others can reach, else any."""
     for choice in host_ports if port == 0 else ():
         try:
-            return Seat(host, choice)
+            return MasterPort(host, choice)
         except OSError:
             continue
     try:
-        return Seat(host, port)
+        return MasterPort(host, port)
     except OSError as error:
         raise ConfigError(f"--port {port}: {error.strerror or error}. Choose another port.") from error
 
@@ -171,7 +171,7 @@ def _watch(options: argparse.Namespace) -> WatchTerms | None:
 
 def _fleet(options: argparse.Namespace) -> FleetSpec | None:
     """None: people start the nodes. That is what `--platform local` alone has always meant."""
-    from dlrover.core.fleet_commands import check_spec
+    from dlrover.core.fleet.commands import check_spec
     from dlrover.platforms.registry import find_platform
 
     if options.platform in _LATER_PLATFORMS:

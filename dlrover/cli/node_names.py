@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dlrover.cli.node_types import node_type_of
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.fleet_messages import FleetNodeStatus, NodeType
-from dlrover.protocol.messages import STANDBY, JobStatus, NodeStatus
+from dlrover.protocol.messages.fleet import FleetNodeStatus, NodeType
+from dlrover.protocol.messages.job import STANDBY, JobStatus, NodeStatus
 
 MOST_LISTED = 50
 

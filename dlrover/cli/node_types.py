@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.fleet_messages import FleetSpec, NodeType
+from dlrover.protocol.messages.fleet import FleetSpec, NodeType
 
 _FORMER_NAMES = {"master": NodeType.CHIEF}
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from dlrover.cli.console import say, say_block
-from dlrover.protocol.descriptors import open_standard_descriptors
+from dlrover.host.standard_streams import open_standard_descriptors
 from dlrover.protocol.errors import ConfigError, DLRoverError
 
 EXIT_USAGE = 2
@@ -19,15 +19,15 @@ EXIT_USAGE = 2
 def main(argv: Sequence[str] | None = None) -> int:
     open_standard_descriptors()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    from dlrover.cli.command_line import describe, parse
-    from dlrover.cli.settings import effective_values, read_settings
+    from dlrover.cli.options.parser import describe, parse
+    from dlrover.cli.options.settings import effective_values, read_settings
 
     try:
         if not sys.platform.startswith("linux"):
             raise ConfigError(f"dlrover-run needs Linux (kernel 5.4 or newer); this is {sys.platform}.")
         immediate = parse(arguments, os.environ).immediate
         if immediate == "--check-env":
-            from dlrover.cli.check_env import print_table
+            from dlrover.cli.launch.check_env import print_table
 
             return print_table()
         if immediate:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             logging.getLogger(__name__).info("version=%s %s", version("dlrover"), effective_values(parsed))
         for note in settings.notes:
             say(note)
-        from dlrover.cli.launcher import launch
+        from dlrover.cli.launch.launcher import launch
 
         return launch(settings, os.environ)
     except DLRoverError as error:

@@ -140,7 +140,7 @@ def _show(console: Console, chosen: Forecast) -> None:
 
 
 def _reason(chosen: Forecast, life: Life) -> str:
-    from dlrover.protocol.messages import ExitReason
+    from dlrover.protocol.messages.job import ExitReason
 
     if life.reason != ExitReason.RENDEZVOUS_TIMEOUT.value:
         return life.reason

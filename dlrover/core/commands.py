@@ -14,42 +14,33 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.core import (
-    checkpoint_breaks,
-    checkpoints,
-    data_books,
-    data_commands,
-    data_restoring,
-    fleet_agents,
-    fleet_commands,
-    fleet_settling,
-    fleet_wishes,
-    goodput,
-    hangs,
-    incidents,
-    kv_store,
-    node_check,
-    pre_check,
-    steering,
-    sync_points,
-    taking_up,
-)
-from dlrover.core import restarts as blame
-from dlrover.core.course import Course
-from dlrover.core.meeting import EXIT_RENDEZVOUS_TIMEOUT
-from dlrover.core.nodes import NodeLife, after_outage
-from dlrover.core.prospects import gone_times, pend_timeouts
-from dlrover.core.rendezvous import Block, Joined
+from dlrover.core.check import commands as check_commands
+from dlrover.core.check import pre_check
+from dlrover.core.checkpoints import break_points, commits
+from dlrover.core.data import books as data_books
+from dlrover.core.data import commands as data_commands
+from dlrover.core.data import restoring as data_restoring
+from dlrover.core.decision import Course
+from dlrover.core.desired import is_running
+from dlrover.core.exchange import kv_store, sync_points
+from dlrover.core.failures import blame, hangs, incidents
+from dlrover.core.fleet import agents as fleet_agents
+from dlrover.core.fleet import commands as fleet_commands
+from dlrover.core.fleet import reconcile, targets
+from dlrover.core.goodput import accountant
+from dlrover.core.membership import adoption, requests
+from dlrover.core.membership.nodes import NodeLife, after_outage
+from dlrover.core.membership.rendezvous import Joined, RoundBlock
+from dlrover.core.membership.rounds import EXIT_RENDEZVOUS_TIMEOUT
+from dlrover.core.membership.waiting import gone_times, pend_timeouts
+from dlrover.core.outcome import Origin, micros
 from dlrover.core.state import JobState
-from dlrover.core.turn import Origin, micros
-from dlrover.core.wishes import is_running
-from dlrover.protocol.check_messages import ReportCheck
-from dlrover.protocol.checkpoint_messages import CheckpointCommand
-from dlrover.protocol.data_messages import DataCommand
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import NodeExit, ReportNodeError, ScaleJob
-from dlrover.protocol.kv_messages import KvCommand
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.check import ReportCheck
+from dlrover.protocol.messages.checkpoint import CheckpointCommand
+from dlrover.protocol.messages.data import DataCommand
+from dlrover.protocol.messages.fleet import NodeExit, ReportNodeError, ScaleJob
+from dlrover.protocol.messages.job import (
     NODE_CHECK_RENDEZVOUS,
     TRAINING_RENDEZVOUS,
     Attach,
@@ -81,7 +72,8 @@ from dlrover.protocol.messages import (
     StopJob,
     UnblockRendezvous,
 )
-from dlrover.protocol.sync_messages import SyncCommand
+from dlrover.protocol.messages.kv import KvCommand
+from dlrover.protocol.messages.sync import SyncCommand
 
 _LARGEST = 2**53
 """No counter of an agent comes near; beyond it is rubbish, and adding to it must not overflow the encoding."""
@@ -133,12 +125,12 @@ def _master_started(command: MasterStarted, course: Course) -> Reply:
     if state.drains_at is not None:
         state.drains_at = after_outage(state.drains_at, state.now, course.now)
     if state.fleet is not None:
-        fleet_settling.master_restarted(course)
+        reconcile.master_restarted(course)
     # When the newest world began stays as it is: its workers train on without a master.
     course.touch_all()
     if state.end is not None and state.stage is Stage.STOPPED:
         # The former master may have died between its commit and its exit.
-        fleet_settling.issue(course)
+        reconcile.issue(course)
         course.effects.append(FinishJob(state.end))
     return Done()
 
@@ -218,7 +210,7 @@ def _join(command: JoinRendezvous, course: Course) -> Reply:
     if not 1 <= command.local_world_size <= _MOST_WORKERS or not command.offer:
         raise Rejected(f"A join needs from 1 to {_MOST_WORKERS} workers and an offer of host:port.", code="malformed")
     if command.name == NODE_CHECK_RENDEZVOUS:
-        return node_check.join(command, course, node)
+        return check_commands.join(command, course, node)
     if node.id in course.state.check.needed:
         raise Rejected(f"{node.label} must pass the node check before it joins a round.", code="not-checked")
     if command.round != rdzv.next_round or (rdzv.opening is None and rdzv.is_member(node.id)):
@@ -237,7 +229,7 @@ def _join(command: JoinRendezvous, course: Course) -> Reply:
 
     node.local_world_size = command.local_world_size
     if node.id in rdzv.take_up.claims:
-        taking_up.give_up_claims(course, f"{node.label} does not run in it any more")
+        adoption.give_up_claims(course, f"{node.label} does not run in it any more")
     joined = Joined(node.rank, command.local_world_size, command.offer, node.place, node.group)
     rdzv.join(node.id, joined, course.now, is_connected=course.state.nodes.is_connected(node.id))
     course.touch(node.id)
@@ -269,7 +261,7 @@ def _report_failure(command: ReportFailure, course: Course) -> Reply:
     elif is_running(course.state, node) and command.round == rdzv.round:
         incidents.begin(course, first, lived, command.failures, reach=command.reach)
     elif node.id in rdzv.take_up.claims and command.round == rdzv.round:
-        taking_up.give_up_claims(course, f"a worker of {node.label} failed")
+        adoption.give_up_claims(course, f"a worker of {node.label} failed")
     course.advance()
     return Done()
 
@@ -290,7 +282,7 @@ def _leave(command: LeaveJob, course: Course) -> Reply:
     state = course.state
     node = state.nodes.current(command.node, command.incarnation)
 
-    checkpoint_breaks.promise(course, node.id, command.held)
+    break_points.promise(course, node.id, command.held)
     why = f"{node.label} left ({command.reason.value})" + (f": {command.message}" if command.message else "")
     is_final = command.reason in (LeaveReason.STOPPED_BY_USER, LeaveReason.FAILED, LeaveReason.JOB_ENDED)
     if state.end is None and list(state.nodes.live) == [node.id] and is_final and state.fleet is None:
@@ -300,7 +292,7 @@ def _leave(command: LeaveJob, course: Course) -> Reply:
             ExitReason.STOPPED_BY_USER if by_user else ExitReason.WORKER_ERROR,
             f"{why[0].upper()}{why[1:]}, and no other node is there.",
         )
-    fault = goodput.STOPPED if command.reason is LeaveReason.STOPPED_BY_USER else "node"
+    fault = accountant.STOPPED if command.reason is LeaveReason.STOPPED_BY_USER else "node"
     course.lose(node, NodeLife.LEFT, why, exit_reason=fleet_agents.exit_of_leave(command.reason), fault=fault)
     course.advance()
     return Done()
@@ -343,7 +335,7 @@ def _deadline_passed(command: DeadlinePassed, course: Course) -> Reply:
         case DeadlineKind.SYNC_TIMEOUT:
             sync_points.expire(course, command.id)
         case DeadlineKind.SAVE_TIMEOUT:
-            sentence = checkpoints.expire(course, command.id)
+            sentence = commits.expire(course, command.id)
             if sentence:
                 course.say(sentence)
         case DeadlineKind.DATA_LEASE:
@@ -351,13 +343,13 @@ def _deadline_passed(command: DeadlinePassed, course: Course) -> Reply:
             if sentence:
                 course.verdicts.append(sentence)
         case DeadlineKind.BREAK_POINT:
-            checkpoint_breaks.expire(course, command.id)
+            break_points.expire(course, command.id)
         case DeadlineKind.PEND_TIMEOUT:
             leaves_at = pend_timeouts(state).get(NodeId(command.id))
             if leaves_at is not None and leaves_at <= course.now:
                 course.dismiss(state.nodes.live[NodeId(command.id)], _too_many(state))
         case DeadlineKind.SMALLER_NODE | DeadlineKind.GROUP_PENDING | DeadlineKind.PS_WAIT if state.fleet is not None:
-            fleet_wishes.hear_deadline(course, command)
+            targets.hear_deadline(course, command)
         case _:
             pass  # the rendezvous looks at the clock itself, just below
     course.advance()
@@ -404,7 +396,7 @@ def _block(command: BlockRendezvous, course: Course) -> Reply:
             f"A block needs a reason and a lease of up to {LONGEST_BLOCK:g} s, not {command.lease:g}.", code="malformed"
         )
 
-    rdzv.blocks[node.id] = Block(Micros(course.now + micros(command.lease)), node.label, command.reason.strip())
+    rdzv.blocks[node.id] = RoundBlock(Micros(course.now + micros(command.lease)), node.label, command.reason.strip())
     course.say(f"The rendezvous is blocked by {node.label} for up to {command.lease:g} s: {command.reason.strip()}.")
     course.advance()
     return Done()
@@ -542,14 +534,14 @@ HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
     NodesOrdered: _nodes_ordered,
     **fleet_commands.HANDLERS,
     **kv_store.HANDLERS,
-    **node_check.HANDLERS,
+    **check_commands.HANDLERS,
     **sync_points.HANDLERS,
-    **checkpoints.HANDLERS,
+    **commits.HANDLERS,
     **data_commands.HANDLERS,
     **data_restoring.HANDLERS,
-    **goodput.HANDLERS,
+    **accountant.HANDLERS,
     **hangs.HANDLERS,
-    **steering.HANDLERS,
+    **requests.HANDLERS,
     **pre_check.HANDLERS,
 }
 """A test holds it against the union of commands."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dlrover.core import early_stop, node_check
-from dlrover.core.prospects import gone_times, pend_timeouts
+from dlrover.core.check import commands as check_commands
+from dlrover.core.fleet import early_stop
+from dlrover.core.membership.waiting import gone_times, pend_timeouts
 from dlrover.core.state import JobState
-from dlrover.protocol.messages import DeadlineKind, Micros, NodeId
+from dlrover.protocol.messages.job import DeadlineKind, Micros, NodeId
 
 
 class Deadline(NamedTuple):
@@ -79,7 +80,7 @@ def _of_rendezvous(state: JobState) -> list[Deadline]:
         (rdzv.hold_ends_at(), DeadlineKind.BLOCK_LEASE),
         (rdzv.take_up.until if rdzv.take_up.claims else None, DeadlineKind.TAKE_UP),
         (rdzv.grows_at(limits), DeadlineKind.GROWTH),
-        (node_check.begins_at(state), DeadlineKind.CHECK_CALL),
+        (check_commands.begins_at(state), DeadlineKind.CHECK_CALL),
         (state.check.ends_at(), DeadlineKind.CHECK_PHASE),
     )
     running = [Deadline(at, kind, rdzv.next_round) for at, kind in times if at is not None]

@@ -14,20 +14,25 @@ from collections.abc import Container
 import msgspec
 from msgspec.structs import replace
 
-from dlrover.core import checkpoints, data_commands, data_progress, fleet_commands, kv_store, node_check, sync_points
+from dlrover.core.check import commands as check_commands
+from dlrover.core.checkpoints import commits
+from dlrover.core.checkpoints.peer_directory import PeerDirectory
 from dlrover.core.commands import HANDLERS, check_sender
-from dlrover.core.course import Course
+from dlrover.core.data import commands as data_commands
+from dlrover.core.data import progress as data_progress
 from dlrover.core.deadlines import next_deadline, passed_deadlines
-from dlrover.core.goodput_report import fault_of, goodput_status
-from dlrover.core.nodes import Node, NodeLife
-from dlrover.core.peer_directory import PeerDirectory
-from dlrover.core.prospects import pending, standby, suspects
+from dlrover.core.decision import Course
+from dlrover.core.exchange import kv_store, sync_points
+from dlrover.core.fleet import commands as fleet_commands
+from dlrover.core.goodput.report import fault_of, goodput_status
+from dlrover.core.membership.nodes import Node, NodeLife
+from dlrover.core.membership.waiting import pending, standby, suspects
+from dlrover.core.outcome import NotYet, Origin, Outcome
 from dlrover.core.state import DECISION_VERSION, JobState
-from dlrover.core.turn import NotYet, Origin, Outcome
-from dlrover.protocol.check_messages import CheckResult
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.goodput_messages import AskFault, AskGoodput, GoodputStatus
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.check import CheckResult
+from dlrover.protocol.messages.goodput import AskFault, AskGoodput, GoodputStatus
+from dlrover.protocol.messages.job import (
     STANDBY,
     AskStatus,
     Attached,
@@ -47,8 +52,8 @@ from dlrover.protocol.messages import (
     Reply,
     Stage,
 )
-from dlrover.protocol.peer_messages import AskPeers
-from dlrover.protocol.watch_messages import AskDiagnosis, Diagnosis
+from dlrover.protocol.messages.peers import AskPeers
+from dlrover.protocol.messages.watch import AskDiagnosis, Diagnosis
 
 __all__ = ["DECISION_VERSION", "HANDLERS", "Job", "JobState", "Origin", "Outcome"]
 
@@ -173,7 +178,7 @@ class Job:
         state = self._state
         if state.rendezvous.opening is None or state.end is not None:
             return state.verdict or "No node has attached yet."
-        awaited = node_check.describe(state) or state.rendezvous.verdict
+        awaited = check_commands.describe(state) or state.rendezvous.verdict
         return state.verdict if awaited in state.verdict else f"{state.verdict} {awaited}".lstrip()
 
     def digest(self) -> bytes:
@@ -263,7 +268,7 @@ _ANSWERS = {
     **fleet_commands.ANSWERS,
     **kv_store.ANSWERS,
     **sync_points.ANSWERS,
-    **checkpoints.ANSWERS,
+    **commits.ANSWERS,
     **data_commands.ANSWERS,
 }
 

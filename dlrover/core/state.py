@@ -10,20 +10,20 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from dlrover.core.check_state import NodeCheck
-from dlrover.core.checkpoints import Checkpoints
-from dlrover.core.data_books import DataBooks
-from dlrover.core.fleet import Fleet
-from dlrover.core.goodput import Goodput
-from dlrover.core.hangs import Hangs
-from dlrover.core.kv_store import KvStore
-from dlrover.core.nodes import Nodes
-from dlrover.core.pre_check import PreCheck
-from dlrover.core.rendezvous import Rendezvous
-from dlrover.core.restarts import Restarts
-from dlrover.core.senders import Senders
-from dlrover.core.sync_points import SyncPoints
-from dlrover.protocol.messages import Detection, JobEnd, JobTerms, Micros, Stage
+from dlrover.core.check.pre_check import PreCheck
+from dlrover.core.check.state import NodeCheck
+from dlrover.core.checkpoints.commits import Checkpoints
+from dlrover.core.data.books import DataBooks
+from dlrover.core.exchange.kv_store import KvStore
+from dlrover.core.exchange.sync_points import SyncPoints
+from dlrover.core.failures.blame import Restarts
+from dlrover.core.failures.hangs import Hangs
+from dlrover.core.fleet.fleet import Fleet
+from dlrover.core.goodput.accountant import Goodput
+from dlrover.core.membership.nodes import Nodes
+from dlrover.core.membership.rendezvous import Rendezvous
+from dlrover.core.replay_guard import Senders
+from dlrover.protocol.messages.job import Detection, JobEnd, JobTerms, Micros, Stage
 
 DECISION_VERSION = 14
 """Grows when the same commands would lead to another state: then only the snapshots of a journal can be used."""

@@ -19,7 +19,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class Process(NamedTuple):
+class RunningProcess(NamedTuple):
     """As it was when we looked."""
 
     pid: int
@@ -39,38 +39,38 @@ class Process(NamedTuple):
     def is_dead(self) -> bool:
         return self.state in ("Z", "X")
 
-    def is_same(self, other: Process | None) -> bool:
+    def is_same(self, other: RunningProcess | None) -> bool:
         """And not a later one with the same pid."""
         return other is not None and (other.pid, other.started_at_ticks) == (self.pid, self.started_at_ticks)
 
 
-def look_up(pid: int) -> Process | None:
+def look_up(pid: int) -> RunningProcess | None:
     """None: no such process, or another user's where /proc shows only one's own (`hidepid`)."""
     return _read(pid, f"/proc/{pid}/stat")
 
 
-def main_thread(pid: int) -> Process | None:
+def main_thread(pid: int) -> RunningProcess | None:
     """The same, but state and processor time are those of its first thread alone."""
     return _read(pid, f"/proc/{pid}/task/{pid}/stat")
 
 
-def all_processes() -> Iterator[Process]:
+def all_processes() -> Iterator[RunningProcess]:
     for name in os.listdir("/proc"):
         if name.isdecimal() and (process := look_up(int(name))) is not None:
             yield process
 
 
-def descendants(of: int, *, keep: Collection[int] = ()) -> list[Process]:
+def descendants(of: int, *, keep: Collection[int] = ()) -> list[RunningProcess]:
     """Children, their children and so on, parents first; without the `keep` ones and all that is below them."""
     return below(of, all_processes(), keep)
 
 
-def below(of: int, processes: Iterable[Process], keep: Collection[int] = ()) -> list[Process]:
+def below(of: int, processes: Iterable[RunningProcess], keep: Collection[int] = ()) -> list[RunningProcess]:
     """The descendants among these."""
-    by_parent: dict[int, list[Process]] = {}
+    by_parent: dict[int, list[RunningProcess]] = {}
     for process in processes:
         by_parent.setdefault(process.parent_pid, []).append(process)
-    found: list[Process] = []
+    found: list[RunningProcess] = []
     layer = [of]
     while layer:
         children = [child for pid in layer for child in by_parent.get(pid, ()) if child.pid not in keep]
@@ -91,14 +91,14 @@ def open_pidfd(pid: int) -> int | None:
         raise
 
 
-def _read(pid: int, path: str) -> Process | None:
+def _read(pid: int, path: str) -> RunningProcess | None:
     try:
         with open(path, "rb") as file:
             line = file.read()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     fields = line[line.rindex(b")") + 2 :].split()  # the name before may hold blanks and brackets
-    return Process(
+    return RunningProcess(
         pid=pid,
         parent_pid=int(fields[1]),
         state=fields[0].decode(),

@@ -22,8 +22,9 @@ from pathlib import Path
 # gRPC's core would write a line for each stranger that sends it rubbish; what matters is told by our own log.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from dlrover.host import descriptors
+from dlrover.host import open_files
 from dlrover.host.console import ConsoleHandler
+from dlrover.host.lifeline import follow_parent
 from dlrover.host.log_file import log_to_file
 from dlrover.master.config import (
     EXIT_BUG,
@@ -35,11 +36,10 @@ from dlrover.master.config import (
     MasterConfig,
     read_config,
 )
-from dlrover.master.journal import Fenced, JournalError
+from dlrover.master.journal.journal import Fenced, JournalError
 from dlrover.master.service import serve
 from dlrover.protocol.errors import ConfigError, DLRoverError, Unavailable
-from dlrover.protocol.lifeline import follow_parent
-from dlrover.protocol.serving import PortTaken
+from dlrover.protocol.rpc.server import PortTaken
 
 log = logging.getLogger("dlrover.master")
 
@@ -63,7 +63,7 @@ def main() -> int:
     if config.parent_death and not follow_parent(signal.SIGTERM, config.parent_pid):
         log.error("the process that started us has ended")
         return EXIT_STOPPED
-    descriptors.raise_limit()
+    open_files.raise_limit()
     gc.freeze()  # what was imported stays for good
     gc.set_threshold(*GC_THRESHOLD)
     try:

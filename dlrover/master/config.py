@@ -11,10 +11,10 @@ from msgspec import Struct
 from dlrover.host.log_root import LogRoot
 from dlrover.protocol.addresses import LOOPBACK, TlsConfig, is_loopback
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.fleet_messages import FleetSpec
-from dlrover.protocol.goodput_messages import GoodputStatus
-from dlrover.protocol.messages import JobEnd
-from dlrover.protocol.watch_messages import WatchTerms
+from dlrover.protocol.messages.fleet import FleetSpec
+from dlrover.protocol.messages.goodput import GoodputStatus
+from dlrover.protocol.messages.job import JobEnd
+from dlrover.protocol.messages.watch import WatchTerms
 
 EXIT_USAGE = 2
 EXIT_PORT_IN_USE = 3

@@ -17,27 +17,27 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from dlrover.master.bookkeeper import Bookkeeper
-from dlrover.master.clock import MasterClock
 from dlrover.master.config import EXIT_STOPPED, MasterConfig, Ready, announce, read_token, tell_end, tell_goodput
-from dlrover.master.desk import Desk
-from dlrover.master.diagnosticians import UserDiagnosticians
-from dlrover.master.event_reporters import build_reporters
-from dlrover.master.events import EventLog, events_file
-from dlrover.master.fleet_keeper import PATIENCE, FleetKeeper
-from dlrover.master.keeper import Keeper
-from dlrover.master.pre_check_runner import PreCheckRunner, whole_limit
-from dlrover.master.pre_checks import load_operators, parse_operators
-from dlrover.master.topology import Topology
-from dlrover.master.watch import WatchKeeper
+from dlrover.master.diagnosis.driver import WatchKeeper
+from dlrover.master.diagnosis.plugins import UserDiagnosticians
+from dlrover.master.diagnosis.pre_check_runner import PreCheckRunner, whole_limit
+from dlrover.master.diagnosis.pre_checks import load_operators, parse_operators
+from dlrover.master.journal.journal_thread import JournalThread
+from dlrover.master.loop.clock import MasterClock
+from dlrover.master.loop.loop import MasterLoop
+from dlrover.master.platform_driver import PATIENCE, FleetKeeper
+from dlrover.master.topology_plugins import TopologyPlugins
+from dlrover.master.view.bookkeeper import Bookkeeper
+from dlrover.master.view.event_reporters import build_reporters
+from dlrover.master.view.events import EventLog, events_file
 from dlrover.platforms.base import Platform
 from dlrover.platforms.registry import build_platform
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
-from dlrover.protocol.messages import StopJob
-from dlrover.protocol.serving import MasterServer
+from dlrover.protocol.messages.job import StopJob
+from dlrover.protocol.rpc.server import MasterServer
 
 if TYPE_CHECKING:
-    from dlrover.master.observatory import Observatory
+    from dlrover.master.view.views import Observatory
 
 log = logging.getLogger(__name__)
 
@@ -57,17 +57,17 @@ async def serve(config: MasterConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _resolve, stopped, number)
     token = read_token(config)
-    topology = Topology.load(config.topology_querier, config.topology_sorter)
+    topology = TopologyPlugins.load(config.topology_querier, config.topology_sorter)
     platform = _platform(config)
     reporters = build_reporters(config.event_reporters)
     server = MasterServer(token=token, tls=config.tls)
     port = server.bind(config.host, config.port)
-    keeper = await Keeper.open(Path(config.journal), job_name=config.job_name)
+    keeper = await JournalThread.open(Path(config.journal), job_name=config.job_name)
     job = await keeper.restore()
     events = EventLog(Path(config.events_file) if config.events_file else events_file(Path(config.journal)), reporters)
     books = Bookkeeper(events)
     clock = MasterClock(job.now)
-    desk = Desk(keeper, job, clock, job_name=config.job_name, user=config.user, topology=topology, books=books)
+    desk = MasterLoop(keeper, job, clock, job_name=config.job_name, user=config.user, topology=topology, books=books)
     fleet = None if platform is None else _fleet_keeper(config, platform, desk)
     observatory = _observatory(config, desk, keeper, token)
     await desk.begin(keeper.master_epoch)
@@ -144,7 +144,7 @@ def _platform(config: MasterConfig) -> Platform | None:
     return build_platform(config.platform, job_uid=config.job_uid or config.job_name, options=config.platform_options)
 
 
-def _fleet_keeper(config: MasterConfig, platform: Platform, desk: Desk) -> FleetKeeper:
+def _fleet_keeper(config: MasterConfig, platform: Platform, desk: MasterLoop) -> FleetKeeper:
     assert config.fleet is not None, "checked where the platform was built"
     environ = {"DLROVER_EXTENSION_DYNAMIC_FAILOVER": config.failover_extension} if config.failover_extension else {}
     fleet = FleetKeeper(platform, config.fleet, desk.tell, environ=environ)
@@ -153,7 +153,7 @@ def _fleet_keeper(config: MasterConfig, platform: Platform, desk: Desk) -> Fleet
     return fleet
 
 
-def _pre_check(config: MasterConfig, desk: Desk, events: EventLog) -> PreCheckRunner:
+def _pre_check(config: MasterConfig, desk: MasterLoop, events: EventLog) -> PreCheckRunner:
     operators = load_operators(parse_operators(config.pre_check_ops))
     patience = 0.0 if config.fleet is None else config.fleet.pending_timeout
     return PreCheckRunner(
@@ -176,13 +176,13 @@ async def _for_good(work: Coroutine[Any, Any, None]) -> None:
     await asyncio.Event().wait()
 
 
-def _observatory(config: MasterConfig, desk: Desk, keeper: Keeper, token: str) -> Observatory | None:
+def _observatory(config: MasterConfig, desk: MasterLoop, keeper: JournalThread, token: str) -> Observatory | None:
     """None: nobody wants to watch. Raises ConfigError."""
     if config.dashboard_port < 0 and config.metrics_port < 0:
         return None
     if not token:
         raise ConfigError("A dashboard or metrics need a job token: give a token file, or leave both out.")
-    from dlrover.master.observatory import Observatory  # late: a master that nobody watches serves sooner
+    from dlrover.master.view.views import Observatory  # late: a master that nobody watches serves sooner
 
     observatory = Observatory(config, desk, token)
     keeper.on_commit = observatory.meters.committed
@@ -190,7 +190,7 @@ def _observatory(config: MasterConfig, desk: Desk, keeper: Keeper, token: str) -
     return observatory
 
 
-async def end_job(desk: Desk) -> None:
+async def end_job(desk: MasterLoop) -> None:
     """
     Our launcher was told to stop, and we go with it: the other nodes shall end now and not wait for us to come back.
 
@@ -214,7 +214,7 @@ async def end_job(desk: Desk) -> None:
             return
 
 
-def _tell_end(config: MasterConfig, desk: Desk) -> None:
+def _tell_end(config: MasterConfig, desk: MasterLoop) -> None:
     try:
         tell_goodput(config, desk.goodput())
         tell_end(config, desk.finished.result())  # last: whoever sees it may look for the other

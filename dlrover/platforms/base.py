@@ -18,7 +18,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     LaunchNode,
     NodeChanged,
     NodePhase,

@@ -24,7 +24,7 @@ from dlrover.platforms.base import (
     phase_of,
 )
 from dlrover.protocol.errors import ConfigError, Unavailable
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     LaunchNode,
     NodeChanged,
     NodeEventKind,
@@ -34,11 +34,11 @@ from dlrover.protocol.fleet_messages import (
     PlatformNode,
     exit_reason_of,
 )
-from dlrover.protocol.identity import PlatformId
+from dlrover.protocol.messages.identity import PlatformId
 
 
 @dataclass
-class _Job:
+class _FakeJob:
     master_epoch: int = 0
     nodes: dict[PlatformId, PlatformNode] = field(default_factory=dict)
     launches: dict[PlatformId, LaunchNode | None] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class FakeCloud:
 
     def __init__(self, *, runs_at_once: bool = True) -> None:
         self._runs_at_once = runs_at_once
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, _FakeJob] = {}
         self.refusal = ""
         """Set: no launch is taken, for this reason."""
         self.capacity = 0
@@ -89,8 +89,8 @@ class FakeCloud:
         if not self.is_reachable:
             raise Unavailable("the fake cloud cannot be reached")
 
-    def job(self, uid: str) -> _Job:
-        return self._jobs.setdefault(uid, _Job())
+    def job(self, uid: str) -> _FakeJob:
+        return self._jobs.setdefault(uid, _FakeJob())
 
     def apply(self, uid: str, intent: Intent) -> None:
         self.applied.append(intent)
@@ -106,7 +106,7 @@ class FakeCloud:
         else:
             job.launches.setdefault(intent.id, None)
 
-    def _launch(self, uid: str, job: _Job, intent: LaunchNode) -> None:
+    def _launch(self, uid: str, job: _FakeJob, intent: LaunchNode) -> None:
         if intent.id in job.launches:
             known = job.launches[intent.id]
             if known is not None:
@@ -147,7 +147,7 @@ class FakeCloud:
         last = replace(gone, phase=NodePhase.DELETED, exit_reason=reason, message=message)
         self._tell(job, NodeChanged(kind=NodeEventKind.DELETED, node=last))
 
-    def _tell(self, job: _Job, event: NodeChanged) -> None:
+    def _tell(self, job: _FakeJob, event: NodeChanged) -> None:
         for watch in job.watches:
             watch.put_nowait(event)
 

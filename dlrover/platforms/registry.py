@@ -18,7 +18,7 @@ from dlrover.protocol.errors import ConfigError
 ENTRY_POINTS = "dlrover.platforms"
 _BUILT_IN = {
     "fake": "dlrover.platforms.fake::FakePlatform",
-    "local": "dlrover.platforms.local::LocalPlatform",
+    "local": "dlrover.platforms.hosted.client::LocalPlatform",
 }
 
 

@@ -12,14 +12,14 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from dlrover.protocol.checkpoint_messages import RequestSave
-from dlrover.protocol.encoding import UNENCODABLE
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import MigrateNode, RestartJob, ResumeJob, ScaleJob, ScaleReplicas, SuspendJob
-from dlrover.protocol.frames import Answer, FromAgent, FromMaster, Refusal
-from dlrover.protocol.messages import MAX_MESSAGE_BYTES, JobStatus, Query, StopJob
+from dlrover.protocol.messages.checkpoint import RequestSave
+from dlrover.protocol.messages.fleet import MigrateNode, RestartJob, ResumeJob, ScaleJob, ScaleReplicas, SuspendJob
+from dlrover.protocol.messages.frames import Answer, FromAgent, FromMaster, Refusal
+from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES, JobStatus, Query, StopJob
+from dlrover.protocol.messages.requests import SteeringCommand
 from dlrover.protocol.status_fitting import fit_into_answer
-from dlrover.protocol.steering_messages import SteeringCommand
+from dlrover.protocol.text import UNENCODABLE
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 The progress page: a few kilobytes of shared memory into which a worker writes what it is doing, for its agent to read.
 
 Plain stores into memory and no message: the worker pays less than a microsecond, and the agent can read it although the worker is
-stopped, stuck or dead. The layout is here because both sides need it; the writer is `dlrover.trainer.phases`. Everything is a 64-bit
+stopped, stuck or dead. The layout is here because both sides need it; the writer is `dlrover.trainer.worker.phases`. Everything is a 64-bit
 word but a few texts. Instants are nanoseconds of the monotonic clock, which all processes of a host share.
 """
 
@@ -12,7 +12,7 @@ import mmap
 import os
 from typing import NamedTuple
 
-from dlrover.protocol.watch_messages import MAX_METRICS, Collective, Phase, Reach
+from dlrover.protocol.messages.watch import MAX_METRICS, Collective, Phase, Reach
 
 SIZE = 32768
 MAGIC = 0x31_45_47_41_50_52_4C_44  # "DLRPAGE1"

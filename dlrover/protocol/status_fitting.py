@@ -12,8 +12,8 @@ from collections import Counter
 import msgspec
 from msgspec.structs import replace
 
-from dlrover.protocol.fleet_messages import FleetNodeStatus, NodePhase
-from dlrover.protocol.messages import MAX_MESSAGE_BYTES, JobStatus, LeftOut, NodeStatus
+from dlrover.protocol.messages.fleet import FleetNodeStatus, NodePhase
+from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES, JobStatus, LeftOut, NodeStatus
 
 _UNREMARKABLE = ("alive", "standby", "finished", "left")
 _UNREMARKABLE_PHASES = (NodePhase.RUNNING, NodePhase.SUCCEEDED)

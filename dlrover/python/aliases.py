@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_STORAGE = "dlrover.snapshot.user_storage"
+_STORAGE = "dlrover.snapshot.storage.user_storage"
 _FAILOVER = "dlrover.agent.failover"
-_ACTIONS = "dlrover.master.diagnosis_actions"
-_DATA = "dlrover.agent.old_diagnosis_data"
-_SHARED = "dlrover.trainer.shared_objects"
-_SAVER = "dlrover.trainer.torch.flash_checkpoint.old_saver"
+_ACTIONS = "dlrover.master.diagnosis.old_actions"
+_DATA = "dlrover.agent.monitor.old_diagnosis_data"
+_SHARED = "dlrover.compat.client.shared_objects"
+_SAVER = "dlrover.compat.client.torch_saver"
 _COMPAT = "dlrover.compat"
 _DELETION = {
-    "CheckpointDeletionStrategy": "dlrover.snapshot.user_deletion:CheckpointDeletionStrategy",
-    "KeepLatestStepStrategy": "dlrover.snapshot.user_deletion:KeepLatestStepStrategy",
-    "KeepStepIntervalStrategy": "dlrover.snapshot.user_deletion:KeepStepIntervalStrategy",
+    "CheckpointDeletionStrategy": "dlrover.snapshot.storage.user_deletion:CheckpointDeletionStrategy",
+    "KeepLatestStepStrategy": "dlrover.snapshot.storage.user_deletion:KeepLatestStepStrategy",
+    "KeepStepIntervalStrategy": "dlrover.snapshot.storage.user_deletion:KeepStepIntervalStrategy",
 }
 _STORAGES = {
     name: f"{_STORAGE}:{name}"
@@ -33,7 +33,7 @@ def _in(room: str, names: str) -> dict[str, str]:
 
 
 _CONSTANTS = _in(
-    "constants",
+    "names.constants",
     "Accelerators AscendConstants BackendType BasicClass CheckpointConstant CommunicationReqMeta CommunicationReqType "
     "CommunicationType ConfigPath CustomMetricKeys DatasetType DefaultNodeResource DefaultResourceLimits DictKey "
     "DistributionStrategy ElasticJobApi ElasticJobLabel EventReportConstants ExitCode GRPC GpuMetricEnum "
@@ -45,7 +45,7 @@ _CONSTANTS = _in(
     "TrainingExceptionLevel TrainingLoopStatus UserEnv k8sAPIExceptionReason",
 )
 _MESSAGES = _in(
-    "comm",
+    "client.comm",
     "AtorchEvent BaseRequest BaseResponse CheckHardwareResetRequest ClusterVersion ClusterVersionRequest "
     "CommWorldRequest DataLoaderConfig DatasetShardParams DiagnosisAction DiagnosisReportData ElasticRunConfig "
     "ElasticRunConfigRequest Event GPUStats GlobalStep HeartBeat HeartbeatResponse JoinRendezvousRequest KeyValuePair "
@@ -58,46 +58,46 @@ _MESSAGES = _in(
     "deserialize_message serialize_message",
 )
 _EVENTS = {
-    "": _in("training_events", "DLRoverAgentEvent DLRoverMasterEvent TrainerProcess WarningType"),
+    "": _in("events.training_events", "DLRoverAgentEvent DLRoverMasterEvent TrainerProcess WarningType"),
     ".config": _in(
-        "event_export",
+        "events.event_export",
         "Config DEFAULT_EVENT_EXPORTER DEFAULT_FILE_DIR DEFAULT_TEXT_FORMATTER ENV_PREFIX get_default_logger "
         "get_env_key get_pid get_rank is_dlrover_event_enabled parse_bool parse_int parse_str",
     ),
     ".emitter": {
-        **_in("training_events", "EventEmitter Process SafeAttribute SafeCallable generate_event_id safe_call"),
+        **_in("events.training_events", "EventEmitter Process SafeAttribute SafeCallable generate_event_id safe_call"),
         "DurationSpan": "dlrover.trainer.events.process:DurationSpan",
     },
     ".event": {
-        **_in("training_events", "Event EventTargetName EventTypeName"),
+        **_in("events.training_events", "Event EventTargetName EventTypeName"),
         "EventType": "dlrover.trainer.events.event:EventType",
     },
     ".exporter": _in(
-        "event_export",
+        "events.event_export",
         "AsyncExporter Config ConsoleExporter EventExporter Formater JsonFormatter LogFormatter TextFileExporter "
         "close_default_exporter get_default_exporter get_default_logger init_default_exporter",
     ),
     ".predefined._dlrover": _in(
-        "training_events",
+        "events.training_events",
         "DLRoverAgentEvent DLRoverAgentEventName DLRoverCommonEvent DLRoverCommonEventName DLRoverMasterEvent "
         "DLRoverMasterEventName",
     ),
-    ".predefined.common": _in("training_events", "CommonEventName CommonPredefined WarningType"),
-    ".predefined.trainer": _in("training_events", "TrainInitSpan TrainerEventName TrainerProcess"),
+    ".predefined.common": _in("events.training_events", "CommonEventName CommonPredefined WarningType"),
+    ".predefined.trainer": _in("events.training_events", "TrainInitSpan TrainerEventName TrainerProcess"),
 }
-_REFLECTION = _in("reflection", "Importer get_class import_callable new_instance")
-_LOGGER = _in("log", "default_logger")
+_REFLECTION = _in("tools.reflection", "Importer get_class import_callable new_instance")
+_LOGGER = _in("tools.log", "default_logger")
 
 ALIASES: Mapping[str, Mapping[str, str]] = {
     # old module: {old name: "new module:new name"}
     "dlrover.proto.elastic_training_pb2": {
-        **_in("task_types", "EVALUATION NONE PREDICTION TRAINING TRAIN_END_CALLBACK TaskType WAIT"),
-        **_in("comm", "Response"),
+        **_in("client.task_types", "EVALUATION NONE PREDICTION TRAINING TRAIN_END_CALLBACK TaskType WAIT"),
+        **_in("client.comm", "Response"),
     },
     "dlrover.python.common.comm": _MESSAGES,
     "dlrover.python.common.constants": _CONSTANTS,
     "dlrover.python.common.env_utils": _in(
-        "environment",
+        "launch.environment",
         "get_all_child_pids get_env get_group_rank get_group_world_size get_hostname_and_ip get_job_uid "
         "get_kernel_stack get_local_rank get_local_world_size get_node_id get_node_num get_node_rank get_node_type "
         "get_proc_env get_rank get_torch_restart_count get_user_stack_pyspy is_ray_mode is_worker_process "
@@ -105,27 +105,27 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     ),
     "dlrover.python.common.enums": {
         "FailoverStrategy": f"{_FAILOVER}:FailoverStrategy",
-        **_in("constants", "ResourceType"),
+        **_in("names.constants", "ResourceType"),
     },
-    "dlrover.python.common.error": _in("serialize", "ProcessError"),
-    "dlrover.python.common.event.reporter": _in("event_reporter", "EventReporter"),
+    "dlrover.python.common.error": _in("tools.serialize", "ProcessError"),
+    "dlrover.python.common.event.reporter": _in("events.event_reporter", "EventReporter"),
     "dlrover.python.common.failover": {
         "DynamicFailoverExtension": f"{_FAILOVER}:DynamicAgentFailoverExtension",
         "FailureInfo": f"{_FAILOVER}:AgentFailureInfo",
         "USER_FAILOVER_TRIGGER_JOB_ABORTION": f"{_FAILOVER}:ABORTION_REASON",
         "USER_FAILOVER_TRIGGER_JOB_RESTART": f"{_FAILOVER}:GLOBAL_REASON",
     },
-    "dlrover.python.common.global_context": _in("global_context", "ConfigKeys Context DefaultValues"),
+    "dlrover.python.common.global_context": _in("launch.global_context", "ConfigKeys Context DefaultValues"),
     "dlrover.python.common.grpc": _MESSAGES,  # as the module was called up to 0.4
     "dlrover.python.common.log": {
         **_LOGGER,
         **_in(
-            "log",
+            "tools.log",
             "get_agent_log_dir get_base_log_dir get_base_log_file get_file_handler_backup_count "
             "get_file_handler_max_bytes get_log_level get_logger",
         ),
     },
-    "dlrover.python.common.singleton": _in("singleton", "Singleton singleton"),
+    "dlrover.python.common.singleton": _in("tools.singleton", "Singleton singleton"),
     **{f"dlrover.python.training_event{module}": names for module, names in _EVENTS.items()},
     "dlrover.python.common.multi_process": {
         name: f"{_SHARED}:{name}"
@@ -145,8 +145,8 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         )
     },
     "dlrover.python.common.serialize": {
-        "ClassMeta": "dlrover.snapshot.class_meta:ClassMeta",
-        **_in("serialize", "JsonSerializable to_dict"),
+        "ClassMeta": "dlrover.snapshot.storage.class_meta:ClassMeta",
+        **_in("tools.serialize", "JsonSerializable to_dict"),
     },
     "dlrover.python.common.storage": _STORAGES,
     # The original's own guide names this module for the strategies; it never had one.
@@ -154,21 +154,22 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.diagnosis.common.constants": {
         **{name: f"{_ACTIONS}:{name}" for name in ("DiagnosisActionType", "DiagnosisConstant")},
         "DiagnosisDataType": f"{_DATA}:DiagnosisDataType",
-        **_in("diagnosis", "DiagnosisErrorConstant DiagnosisResult DiagnosticianType EnvConfigKey"),
+        **_in("client.diagnosis", "DiagnosisErrorConstant DiagnosisResult DiagnosticianType EnvConfigKey"),
     },
     "dlrover.python.common.diagnosis": {
         name: f"{_DATA}:{name}" for name in ("ChipMetrics", "CudaLog", "DiagnosisDataType", "TrainingLog")
     },
     "dlrover.python.diagnosis.datacollector.data_collector": _in(
-        "diagnosis", "CollectorType DataCollector SimpleDataCollector"
+        "client.diagnosis", "CollectorType DataCollector SimpleDataCollector"
     ),
-    "dlrover.python.diagnosis.datacollector.training_log_collector": _in("diagnosis", "TrainingLogCollector"),
+    "dlrover.python.diagnosis.datacollector.training_log_collector": _in("client.diagnosis", "TrainingLogCollector"),
     "dlrover.python.diagnosis.common.diagnosis_data": {
         name: f"{_DATA}:{name}"
         for name in ("DiagnosisData", "DiagnosisDataType", "TrainingLog", "WorkerTrainingMetric")
     },
     "dlrover.python.diagnosis.common.diagnostician": {
-        name: f"dlrover.master.old_diagnosticians:{name}" for name in ("DiagnosisObservation", "Diagnostician")
+        "DiagnosisObservation": "dlrover.master.diagnosis.old_diagnosticians:DiagnosisObservation",
+        "Diagnostician": "dlrover.master.diagnosis.old_diagnosticians:OldDiagnostician",
     },
     "dlrover.python.diagnosis.common.inference_chain": {
         name: f"dlrover.core.diagnosis.inference:{name}"
@@ -197,20 +198,22 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
             "is_same_action",
         )
     },
-    "dlrover.python.elastic_agent.datacollector.chip_metrics_collector": _in("diagnosis", "ChipMetricsCollector"),
-    "dlrover.python.elastic_agent.datacollector.cuda_log_collector": _in("diagnosis", "CudaLogCollector"),
-    "dlrover.python.elastic_agent.datacollector.data_collector": _in("diagnosis", "CollectorType DataCollector"),
+    "dlrover.python.elastic_agent.datacollector.chip_metrics_collector": _in(
+        "client.diagnosis", "ChipMetricsCollector"
+    ),
+    "dlrover.python.elastic_agent.datacollector.cuda_log_collector": _in("client.diagnosis", "CudaLogCollector"),
+    "dlrover.python.elastic_agent.datacollector.data_collector": _in("client.diagnosis", "CollectorType DataCollector"),
     "dlrover.python.elastic_agent.datacollector.log_collector": {
-        "LogCollector": f"{_COMPAT}.diagnosis:TrainingLogCollector"
+        "LogCollector": f"{_COMPAT}.client.diagnosis:TrainingLogCollector"
     },
     "dlrover.python.elastic_agent.master_client": {
-        **_in("building", "GlobalMasterClient build_master_client"),
-        **_in("local_master", "LocalDataset LocalMasterClient"),
-        **_in("master_client", "MasterClient"),
+        **_in("client.building", "GlobalMasterClient build_master_client"),
+        **_in("client.local_master", "LocalDataset LocalMasterClient"),
+        **_in("client.master_client", "MasterClient"),
     },
-    "dlrover.python.elastic_agent.monitor.diagnosis": _in("diagnosis", "DiagnosisMonitor"),
+    "dlrover.python.elastic_agent.monitor.diagnosis": _in("client.diagnosis", "DiagnosisMonitor"),
     "dlrover.python.elastic_agent.monitor.resource": _in(
-        "resource_monitor",
+        "client.resource_monitor",
         "ResourceMonitor get_gpu_stats get_process_cpu_percent get_used_cpu get_used_disk get_used_memory",
     ),
     "dlrover.python.elastic_agent.sharding.client": {
@@ -248,7 +251,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         "launch_agent": "dlrover.trainer.torch.elastic_run:launch_agent",
     },
     "dlrover.python.master.diagnosis.precheck_operator": {
-        name: f"dlrover.master.pre_checks:{name}"
+        name: f"dlrover.master.diagnosis.pre_checks:{name}"
         for name in (
             "ConnectionPreCheckOperator",
             "NoPreCheckOperator",
@@ -258,43 +261,45 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         )
     },
     "dlrover.python.master.elastic_training.net_topology": {
-        "DefaultTopologyQuerier": "dlrover.master.topology:DefaultTopologyQuerier",
-        "DpTopologySorter": "dlrover.master.topology:DpTopologySorter",
-        "NodeTopologyMeta": "dlrover.master.topology:NodeTopologyMeta",
-        "TopologyQuerier": "dlrover.master.topology:TopologyQuerier",
-        "TopologySorter": "dlrover.master.topology:TopologySorter",
+        "DefaultTopologyQuerier": "dlrover.master.topology_plugins:DefaultTopologyQuerier",
+        "DpTopologySorter": "dlrover.master.topology_plugins:DpTopologySorter",
+        "NodeTopologyMeta": "dlrover.master.topology_plugins:NodeTopologyMeta",
+        "TopologyQuerier": "dlrover.master.topology_plugins:TopologyQuerier",
+        "TopologySorter": "dlrover.master.topology_plugins:TopologySorter",
     },
-    "dlrover.python.master.main": {"main": "dlrover.compat.master_main:main"},
-    "dlrover.python.master.shard.dataset_splitter": _in("partitions", "PartitionOffsets"),
-    "dlrover.python.util.actor_util.parse_actor": _in("actors", "parse_index parse_type parse_type_id_from_actor_name"),
+    "dlrover.python.master.main": {"main": "dlrover.compat.launch.master_main:main"},
+    "dlrover.python.master.shard.dataset_splitter": _in("client.partitions", "PartitionOffsets"),
+    "dlrover.python.util.actor_util.parse_actor": _in(
+        "tools.actors", "parse_index parse_type parse_type_id_from_actor_name"
+    ),
     "dlrover.python.util.args_util": _in(
-        "arguments", "parse_dict parse_group_affinity parse_tuple_dict parse_tuple_list pos_int str2bool"
+        "launch.arguments", "parse_dict parse_group_affinity parse_tuple_dict parse_tuple_list pos_int str2bool"
     ),
     "dlrover.python.util.common_util": {
-        **_in("arguments", "print_args"),
+        **_in("launch.arguments", "print_args"),
         **_in(
-            "ports",
+            "launch.ports",
             "find_free_port find_free_port_for_hccl find_free_port_from_env find_free_port_from_env_and_bind "
             "find_free_port_in_range find_free_port_in_set is_port_in_use",
         ),
         **_in(
-            "reflection",
+            "tools.reflection",
             "get_class_by_module_and_class_name get_dlrover_version get_installed_version get_methods_by_class "
             "get_version_from_setup",
         ),
     },
-    "dlrover.python.util.file_util": _in("files", "find_file_in_parents is_same_path read_last_n_lines"),
+    "dlrover.python.util.file_util": _in("tools.files", "find_file_in_parents is_same_path read_last_n_lines"),
     "dlrover.python.util.function_util": _in(
-        "functions", "TIMEOUT_MAX TimeoutException ignore_exceptions retry threading_timeout timeout"
+        "tools.functions", "TIMEOUT_MAX TimeoutException ignore_exceptions retry threading_timeout timeout"
     ),
     "dlrover.python.util.reflect_util": _REFLECTION,
-    "dlrover.python.util.store_util": _in("store_barrier", "barrier"),
-    "dlrover.python.util.time_util": _in("times", "get_pending_timeout has_expired timestamp_diff_in_seconds"),
-    "dlrover.trainer.constants.constants": _in("trainer_constants", "Constant Constants"),
-    "dlrover.trainer.constants.platform_constants": _in("trainer_constants", "PlatformConstants"),
-    "dlrover.trainer.constants.tf_constants": _in("trainer_constants", "TFConstants"),
+    "dlrover.python.util.store_util": _in("tools.store_barrier", "barrier"),
+    "dlrover.python.util.time_util": _in("tools.times", "get_pending_timeout has_expired timestamp_diff_in_seconds"),
+    "dlrover.trainer.constants.constants": _in("names.trainer_constants", "Constant Constants"),
+    "dlrover.trainer.constants.platform_constants": _in("names.trainer_constants", "PlatformConstants"),
+    "dlrover.trainer.constants.tf_constants": _in("names.trainer_constants", "TFConstants"),
     "dlrover.trainer.util.log_util": _LOGGER,
-    "dlrover.trainer.util.net_util": _in("ports", "get_available_port"),
+    "dlrover.trainer.util.net_util": _in("launch.ports", "get_available_port"),
     "dlrover.trainer.util.reflect_util": _REFLECTION,
 }
 

@@ -28,7 +28,7 @@ from dlrover.simulator.campaign import (
     run_standard_seed,
     shrink,
 )
-from dlrover.simulator.plan import Plan
+from dlrover.simulator.plan import SeedPlan
 
 NUM_SHOWN = 10
 PAUSE_NODES = 100
@@ -164,7 +164,7 @@ def _print_note(at: int, text: str) -> None:
     print(f"{at / 1e6:12.6f}  {text}")
 
 
-def _describe(plan: Plan) -> None:
+def _describe(plan: SeedPlan) -> None:
     print(f"seed {plan.seed}: {plan.shape}")
     print(f"{len(plan.faults)} planned faults in {plan.hours:g} h")
 

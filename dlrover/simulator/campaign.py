@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection, wait
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.protocol.lifeline import follow_parent
-from dlrover.simulator.faults import (
+from dlrover.host.lifeline import follow_parent
+from dlrover.simulator.faults.kinds import (
     CHECK_MIX,
     CLOUD_MIX,
     FLEET_MIX,
@@ -31,10 +31,10 @@ from dlrover.simulator.faults import (
     Fault,
     draw_faults,
 )
-from dlrover.simulator.invariants import Violation
-from dlrover.simulator.plan import Plan, Result
+from dlrover.simulator.plan import Result, SeedPlan
 from dlrover.simulator.shapes import Shape, add_rooms, add_syncs, add_types, draw_large_shape, draw_shape
 from dlrover.simulator.simulation import Simulation
+from dlrover.simulator.truth.invariants import Violation
 
 THOROUGH_EVERY = 50
 LARGER_EVERY = 20
@@ -58,7 +58,7 @@ class Failure(Struct, frozen=True, kw_only=True):
 Outcome = Result | Failure
 
 
-def draw_plan(seed: int, *, is_standard: bool = False) -> Plan:
+def draw_plan(seed: int, *, is_standard: bool = False) -> SeedPlan:
     """What this seed means. `is_standard`: small jobs under the standard mix only, for measuring speed."""
     chance = random.Random(f"{seed}/plan")
     hours, intensity = 1.0, 1.0
@@ -85,7 +85,7 @@ def draw_plan(seed: int, *, is_standard: bool = False) -> Plan:
     return replace(plan, is_thorough=seed % THOROUGH_EVERY == 0, digest_every=16 if shape.num_nodes < 100 else 64)
 
 
-def _plan(seed: int, chance: random.Random, shape: Shape, hours: float, intensity: float) -> Plan:
+def _plan(seed: int, chance: random.Random, shape: Shape, hours: float, intensity: float) -> SeedPlan:
     num_nodes = shape.num_nodes
     spread = intensity * min(1.0, FULL_LIST / num_nodes)
     mix, master_mix = STANDARD_MIX, MASTER_MIX
@@ -98,19 +98,19 @@ def _plan(seed: int, chance: random.Random, shape: Shape, hours: float, intensit
         people = random.Random(f"{seed}/people")
         wishes = draw_faults(people, hours=hours, num_nodes=num_nodes, intensity=spread, mix={}, master_mix=PEOPLE_MIX)
         faults = tuple(sorted((*faults, *wishes), key=lambda fault: fault.at))
-    return Plan(seed=seed, shape=shape, faults=faults, hours=hours)
+    return SeedPlan(seed=seed, shape=shape, faults=faults, hours=hours)
 
 
-def draw_pauses(seed: int, *, num_nodes: int, days: float) -> Plan:
+def draw_pauses(seed: int, *, num_nodes: int, days: float) -> SeedPlan:
     """Healthy nodes that stall, on slow links, with jumping clocks: nothing of it is a reason to do anything."""
     chance = random.Random(f"{seed}/pauses")
     hours = 24 * days
     shape = Shape(min_nodes=num_nodes, max_nodes=num_nodes, num_steps=round(hours * 36_000))
     faults = draw_faults(chance, hours=hours, num_nodes=num_nodes, mix=PAUSES, master_mix=MASTER_PAUSES)
-    return Plan(seed=seed, shape=shape, faults=faults, hours=hours, is_cut_off=True, digest_every=1000)
+    return SeedPlan(seed=seed, shape=shape, faults=faults, hours=hours, is_cut_off=True, digest_every=1000)
 
 
-def run_plan(plan: Plan, *, on_note: Callable[[int, str], None] | None = None) -> Outcome:
+def run_plan(plan: SeedPlan, *, on_note: Callable[[int, str], None] | None = None) -> Outcome:
     try:
         return Simulation(plan, on_note=on_note).run()
     except Violation as violation:
@@ -221,7 +221,7 @@ def _serve(run: Callable[[int], Outcome], pipe: Connection, campaign: int) -> No
         pipe.send(run(pipe.recv()))
 
 
-def shrink(plan: Plan, invariant: str) -> tuple[Plan, Failure]:
+def shrink(plan: SeedPlan, invariant: str) -> tuple[SeedPlan, Failure]:
     """A plan with fewer faults that still breaks the same invariant, as far as some dozens of attempts lead."""
     failure = run_plan(plan)
     assert isinstance(failure, Failure), "only a failing plan can shrink"

@@ -16,13 +16,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages import ExitReason
-from dlrover.simulator.events import SECOND
-from dlrover.simulator.faults import Fault, draw_faults
-from dlrover.simulator.invariants import Violation
-from dlrover.simulator.plan import Plan
+from dlrover.protocol.messages.job import ExitReason
+from dlrover.simulator.faults.kinds import Fault, draw_faults
+from dlrover.simulator.plan import SeedPlan
 from dlrover.simulator.shapes import Costs, Shape
 from dlrover.simulator.simulation import Simulation
+from dlrover.simulator.truth.invariants import Violation
+from dlrover.simulator.virtual_time import SECOND
 
 LONGEST = 20.0
 """Times the undisturbed duration: a job that is not done by then never will be."""
@@ -163,7 +163,7 @@ def live(question: Question, *, seed: int) -> Life:
     shape = question.shape()
     limit = question.hours * LONGEST
     faults = _draw(question, limit, seed)
-    plan = Plan(seed=seed, shape=shape, faults=faults, hours=limit, is_cut_off=True, digest_every=1000)
+    plan = SeedPlan(seed=seed, shape=shape, faults=faults, hours=limit, is_cut_off=True, digest_every=1000)
     simulation = Simulation(plan)
     try:
         result = simulation.run()

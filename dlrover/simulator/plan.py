@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from dlrover.simulator.faults import Fault
+from dlrover.simulator.faults.kinds import Fault
 from dlrover.simulator.shapes import Shape
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class SeedPlan(Struct, frozen=True, kw_only=True):
     """All that a seed decides beforehand."""
 
     seed: int

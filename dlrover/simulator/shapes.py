@@ -12,10 +12,10 @@ import random
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.protocol.check_messages import CheckTerms
-from dlrover.protocol.data_messages import DatasetSpec, Storage
-from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec, Resource, Strategy
-from dlrover.protocol.messages import Detection, JobTerms, Limits, RestartPolicy
+from dlrover.protocol.messages.check import CheckTerms
+from dlrover.protocol.messages.data import DatasetSpec, StorageKind
+from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Resource, Strategy
+from dlrover.protocol.messages.job import Detection, JobTerms, Limits, RestartPolicy
 
 
 class Costs(Struct, frozen=True, kw_only=True):
@@ -232,8 +232,8 @@ def add_types(chance: random.Random, shape: Shape) -> Shape:
 
 def draw_dataset(chance: random.Random) -> DatasetSpec:
     """Each way to cut one, of some dozens to some hundreds of records."""
-    storage = chance.choice(list(Storage))
-    is_stream = storage is Storage.STREAM
+    storage = chance.choice(list(StorageKind))
+    is_stream = storage is StorageKind.STREAM
     return DatasetSpec(
         name="clicks",
         size=chance.randint(20, 150),

@@ -11,26 +11,26 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from dlrover.core.sequence import CoreFault, JournalCorrupt
-from dlrover.simulator import worlds
-from dlrover.simulator.beside import Beside
-from dlrover.simulator.checks import CheckRuns
-from dlrover.simulator.cloud import VirtualCloud
-from dlrover.simulator.data import DataTraffic
-from dlrover.simulator.events import SECOND, Chance, Events
-from dlrover.simulator.invariants import Violation, bound_of, check_in_full
-from dlrover.simulator.ledger import Ledger
-from dlrover.simulator.machines import Machines
-from dlrover.simulator.masters import Masters
-from dlrover.simulator.network import Network
-from dlrover.simulator.people import People
-from dlrover.simulator.plan import Plan, Result
-from dlrover.simulator.platform import Platform, VirtualPlatform
-from dlrover.simulator.saves import SaveTraffic
-from dlrover.simulator.store import StoreTraffic
-from dlrover.simulator.syncs import SyncTraffic
-from dlrover.simulator.training import Training
-from dlrover.simulator.troubles import Troubles
+from dlrover.core.commit_order import CoreFault, JournalCorrupt
+from dlrover.simulator.faults.machines import Machines
+from dlrover.simulator.faults.network import Network
+from dlrover.simulator.faults.people import People
+from dlrover.simulator.faults.troubles import Troubles
+from dlrover.simulator.masters.masters import Masters
+from dlrover.simulator.nodes.beside import Beside
+from dlrover.simulator.nodes.checks import CheckRuns
+from dlrover.simulator.nodes.cloud import VirtualCloud
+from dlrover.simulator.nodes.platform import NodeSource, VirtualPlatform
+from dlrover.simulator.plan import Result, SeedPlan
+from dlrover.simulator.truth import worlds
+from dlrover.simulator.truth.data import DataTraffic
+from dlrover.simulator.truth.invariants import Violation, bound_of, check_in_full
+from dlrover.simulator.truth.ledger import Ledger
+from dlrover.simulator.truth.saves import SaveTraffic
+from dlrover.simulator.truth.store import StoreTraffic
+from dlrover.simulator.truth.syncs import SyncTraffic
+from dlrover.simulator.truth.training import Training
+from dlrover.simulator.virtual_time import SECOND, Chance, VirtualTime
 
 FULL_CHECK_EVERY = 1000
 """Events between two checks of everything."""
@@ -41,11 +41,11 @@ REPLAY_EVERY = 10
 class Simulation:
     """Use `run`."""
 
-    def __init__(self, plan: Plan, *, on_note: Callable[[int, str], None] | None = None) -> None:
+    def __init__(self, plan: SeedPlan, *, on_note: Callable[[int, str], None] | None = None) -> None:
         self.plan = plan
         self.shape = plan.shape
         self.terms = plan.shape.terms
-        self.events = Events()
+        self.events = VirtualTime()
         self.chance = Chance(plan.seed)
         self.digest_every = 1 if plan.is_thorough else plan.digest_every
         self.snapshot_every = random.Random(f"{plan.seed}/snapshots").choice([50, 300, 2000])
@@ -56,7 +56,7 @@ class Simulation:
         )
         self.network = Network(self.events, self.chance.network, self.shape.costs)
         fleet = plan.shape.fleet
-        self.platform: Platform = VirtualPlatform(self) if fleet is None else VirtualCloud(self, fleet)
+        self.platform: NodeSource = VirtualPlatform(self) if fleet is None else VirtualCloud(self, fleet)
         self.troubles = Troubles(self)
         self.machines = Machines(self)
         self.masters = Masters(self)

@@ -1,7 +1,7 @@
 """Inside the training process."""
 
-from dlrover.trainer.loggers import make_enduring
 from dlrover.trainer.progress import report
+from dlrover.trainer.worker.loggers import make_enduring
 
 __all__ = ["report"]
 

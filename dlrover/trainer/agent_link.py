@@ -29,8 +29,8 @@ import msgspec
 
 from dlrover.host.ownership import check_server
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.local import FrameBuffer, pack
-from dlrover.protocol.messages import (
+from dlrover.protocol.local_frames import FrameBuffer, pack
+from dlrover.protocol.messages.job import (
     AgentMessage,
     AskMaster,
     Hello,

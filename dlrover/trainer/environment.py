@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from dlrover.protocol.messages import Round
+from dlrover.protocol.messages.job import Round
 
 
 class WorkerEnvironment(Struct, frozen=True, kw_only=True):

@@ -16,10 +16,11 @@ from typing import Any
 import msgspec
 
 from dlrover.host.ownership import check_server
-from dlrover.protocol.local import pack
-from dlrover.protocol.messages import Hello, ReportStep
+from dlrover.protocol.local_frames import pack
+from dlrover.protocol.messages.job import Hello, ReportStep
 from dlrover.protocol.progress_page import REPORTED
-from dlrover.trainer import environment, phases
+from dlrover.trainer import environment
+from dlrover.trainer.worker import phases
 
 _CONNECT_TIMEOUT = 1.0
 _MAX_CONNECT_ATTEMPTS = 3

@@ -27,24 +27,24 @@ from typing import Any
 
 from msgspec import Struct
 
-from dlrover.core.permutation import Permutation
-from dlrover.protocol.data_messages import NO_STEP, DatasetSpec, Storage, TaskType
-from dlrover.protocol.data_messages import Shard as Lease
+from dlrover.agreed.permutation import Permutation
 from dlrover.protocol.errors import ConfigError, Rejected
+from dlrover.protocol.messages.data import NO_STEP, DatasetSpec, StorageKind, TaskType
+from dlrover.protocol.messages.data import LeasedShard as Lease
 from dlrover.trainer.agent_link import Link
-from dlrover.trainer.shard_feed import ShardFeed
+from dlrover.trainer.data.shard_feed import ShardFeed
 
 log = logging.getLogger("dlrover.trainer.data")
 
 _STORAGES = {
-    "": Storage.TABLE,
-    "table": Storage.TABLE,
-    "maxcompute_table": Storage.TABLE,
-    "text": Storage.TEXT,
-    "stream": Storage.STREAM,
-    "streaming": Storage.STREAM,
-    "sls": Storage.STREAM,
-    "kafka": Storage.STREAM,
+    "": StorageKind.TABLE,
+    "table": StorageKind.TABLE,
+    "maxcompute_table": StorageKind.TABLE,
+    "text": StorageKind.TEXT,
+    "stream": StorageKind.STREAM,
+    "streaming": StorageKind.STREAM,
+    "sls": StorageKind.STREAM,
+    "kafka": StorageKind.STREAM,
 }
 
 MINIBATCHES_PER_SHARD = 100
@@ -75,7 +75,7 @@ class Task(Struct, frozen=True):
     epoch: int = 0
 
 
-def storage_named(name: str) -> Storage:
+def storage_named(name: str) -> StorageKind:
     if name not in _STORAGES:
         raise ConfigError(
             f"storage_type {name!r} is not known; it is one of {', '.join(repr(known) for known in _STORAGES)}."
@@ -86,7 +86,7 @@ def storage_named(name: str) -> Storage:
 def shard_of(spec: DatasetSpec, lease: Lease) -> Shard:
     """The records behind the places that the master has given."""
     indices = lease.indices
-    if not indices and spec.shuffle and spec.storage is Storage.TEXT:
+    if not indices and spec.shuffle and spec.storage is StorageKind.TEXT:
         order = Permutation(spec.size, spec.seed, lease.epoch)
         indices = tuple(order.at(place) for place in range(lease.start, lease.end))
     return Shard(lease.partition or spec.name, lease.start, lease.end, indices)
@@ -259,7 +259,7 @@ class ShardingClient:
         if world_size <= 0:
             return
         state = self._feed.state()
-        if self._spec.storage is Storage.STREAM:
+        if self._spec.storage is StorageKind.STREAM:
             num_left = state.num_shards * max(1, self._spec.num_epochs)
         else:
             # At least so many: no part is greater than a shard.
@@ -267,7 +267,7 @@ class ShardingClient:
             num_left += state.num_shards * max(0, self._spec.num_epochs - state.epoch - 1)
         with self._lock:
             # Of a stream nobody may know how many there are. Otherwise nothing for each is a limit, too.
-            self._has_limit = self._spec.storage is not Storage.STREAM or num_left >= world_size
+            self._has_limit = self._spec.storage is not StorageKind.STREAM or num_left >= world_size
             self._max_shards = self._num_fetched - len(self._pending) + num_left // world_size
 
     def reset_dataset(self) -> None:

@@ -14,15 +14,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dlrover.core import sync_points
+from dlrover.core.exchange import sync_points
+from dlrover.core.exchange.kv_store import KvStore
 from dlrover.core.job import Job
-from dlrover.core.kv_store import KvStore
-from dlrover.core.turn import NotYet
-from dlrover.protocol.data_messages import AskDataCheckpoint, AskDataset, DataCommand
+from dlrover.core.outcome import NotYet
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import AskClusterVersion, AskPsNodes
-from dlrover.protocol.kv_messages import KvCommand, KvQuery
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.data import AskDataCheckpoint, AskDataset, DataCommand
+from dlrover.protocol.messages.fleet import AskClusterVersion, AskPsNodes
+from dlrover.protocol.messages.job import (
     AskStatus,
     Attach,
     Attached,
@@ -37,7 +36,8 @@ from dlrover.protocol.messages import (
     WorkerOrder,
     WorkerRequest,
 )
-from dlrover.protocol.sync_messages import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncState
+from dlrover.protocol.messages.kv import KvCommand, KvQuery
+from dlrover.protocol.messages.sync import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncState
 
 _ALONE = NodeId(0)
 _JobQuery = AskDataset | AskDataCheckpoint | AskStatus | AskClusterVersion | AskPsNodes

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.messages import Reply, Round, WorkerRequest
-from dlrover.protocol.sync_messages import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncJoined, SyncState
+from dlrover.protocol.messages.job import Reply, Round, WorkerRequest
+from dlrover.protocol.messages.sync import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncJoined, SyncState
 from dlrover.trainer import environment
 from dlrover.trainer.agent_link import Link, current_link, pause_before_retry
 

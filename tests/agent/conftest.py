@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.agent.process_tree import ProcessTree
-from dlrover.agent.spawner import Spawner
+from dlrover.agent.workers.process_tree import ProcessTree
+from dlrover.agent.workers.spawner import Spawner
 from tests.agent.stage import Stage
 
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlrover.agent.config import AgentConfig, Entry, EntryKind, LogConfig
-from dlrover.agent.output import WorkerOutput
-from dlrover.agent.process_tree import Exit, ProcessTree
-from dlrover.agent.spawner import Spawner
-from dlrover.agent.worker_group import PortOffer, WorkerGroup
-from dlrover.agent.worker_socket import WorkerSocket
-from dlrover.protocol.messages import JobTerms, Micros, NodeRank, RestartPolicy, Round, WorldSpec
+from dlrover.agent.config import AgentConfig, Entry, EntryKind, WorkerLogConfig
+from dlrover.agent.workers.group import PortOffer, WorkerGroup
+from dlrover.agent.workers.output import WorkerOutput
+from dlrover.agent.workers.process_tree import Exit, ProcessTree
+from dlrover.agent.workers.socket import WorkerSocket
+from dlrover.agent.workers.spawner import Spawner
+from dlrover.protocol.messages.job import JobTerms, Micros, NodeRank, RestartPolicy, Round, WorldSpec
 
 DEADLINE = 60.0
 """Of nothing that a test is about: on a busy machine the imports of torch alone take half of it."""
@@ -158,7 +158,7 @@ def make_config(runtime_dir: Path, target: str, *args: str, **changes: Any) -> A
         "terms": JobTerms(restarts=RestartPolicy(max_restarts=3)),
         "local_world_size": 2,
         "entry": Entry.of(changes.pop("kind", EntryKind.SCRIPT), target, args),
-        "log": LogConfig(),
+        "log": WorkerLogConfig(),
     }
     return AgentConfig(**(values | changes))
 

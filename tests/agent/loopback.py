@@ -18,12 +18,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dlrover.agent.worker_group import Failed, Finished, PortOffer, split_address
+from dlrover.agent.workers.group import Failed, Finished, PortOffer, split_address
 from dlrover.core.job import Job, Origin, Outcome
-from dlrover.core.turn import NotYet
+from dlrover.core.outcome import NotYet
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     AgentCommand,
     Attach,
     Attached,
@@ -46,7 +46,7 @@ from dlrover.protocol.messages import (
     WorkerFailure,
     WorldSpec,
 )
-from dlrover.protocol.watch_messages import Reach, WatchObservation, WatchOrder
+from dlrover.protocol.messages.watch import Reach, WatchObservation, WatchOrder
 
 DEADLINE = 60.0
 AN_INSTANT = 1e-6

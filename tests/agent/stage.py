@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from dlrover.agent.agent import Agent, Patience
+from dlrover.agent.agent import Agent, AgentPatience
 from dlrover.agent.config import AgentResult
-from dlrover.agent.worker_group import PortOffer
-from dlrover.protocol.messages import (
+from dlrover.agent.workers.group import PortOffer
+from dlrover.protocol.messages.job import (
     JobTerms,
     JoinRendezvous,
     Limits,
@@ -21,7 +21,7 @@ from dlrover.protocol.messages import (
 from tests.agent.lab import make_config
 from tests.agent.loopback import DEADLINE, LoopbackChannel, LoopbackMaster, News, StandInNode
 
-PATIENCE = Patience(heartbeat=0.005, lease=60.0, farewell=5.0, finished=0.01, first_connection=0.0)
+PATIENCE = AgentPatience(heartbeat=0.005, lease=60.0, farewell=5.0, finished=0.01, first_connection=0.0)
 GRACE = 600.0
 _PORTS_OF_EACH = 250
 _FIRST_PORT = 30_000 + _PORTS_OF_EACH * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 11)
@@ -37,7 +37,7 @@ class Life:
         master: LoopbackMaster,
         scratch: Path,
         *,
-        patience: Patience | None = PATIENCE,
+        patience: AgentPatience | None = PATIENCE,
         warm_up: Callable[[float], Awaitable[None]] | None = None,
         on_leaving: Callable[[], None] | None = None,
         **changes: Any,

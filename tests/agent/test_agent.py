@@ -14,11 +14,11 @@ import signal
 import pytest
 
 from dlrover.agent.agent import EXIT_BY_SIGNAL, EXIT_FAILED
-from dlrover.agent.worker_group import PortOffer
+from dlrover.agent.workers.group import PortOffer
 from dlrover.protocol.codec import check_size
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.frames import Request
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.frames import Request
+from dlrover.protocol.messages.job import (
     End,
     ExitReason,
     FailureKind,

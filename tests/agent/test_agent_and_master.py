@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.agent.agent import EXIT_BY_SIGNAL, EXIT_FAILED, EXIT_MASTER_LOST
-from dlrover.protocol.fleet_messages import DefineFleet, FleetSpec, NodesListed, NodeType, ReplicaSpec
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.fleet import DefineFleet, FleetSpec, NodesListed, NodeType, ReplicaSpec
+from dlrover.protocol.messages.job import (
     Attach,
     Detection,
     JobTerms,
@@ -24,7 +24,7 @@ from dlrover.protocol.messages import (
     Run,
     StopCause,
 )
-from dlrover.protocol.steering_messages import RelaunchNode
+from dlrover.protocol.messages.requests import RelaunchNode
 from tests.agent.stage import GRACE, PATIENCE
 
 # The master away.

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from dlrover.agent.agent import EXIT_BY_SIGNAL
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     Attach,
     End,
     ExitReason,

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     Attach,
     JobTerms,
     JoinRendezvous,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dlrover.agent.failover import AgentFailureInfo, DynamicAgentFailoverExtension, Failover, FailoverStrategy
-from dlrover.protocol.fleet_messages import ErrorLevel, ReportNodeError, RestartJob
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.fleet import ErrorLevel, ReportNodeError, RestartJob
+from dlrover.protocol.messages.job import (
     FailureKind,
     Incarnation,
     Micros,

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from dlrover.agent.agent import Agent, Patience
+from dlrover.agent.agent import Agent, AgentPatience
 from dlrover.agent.config import AgentResult
 from dlrover.agent.node_check import CheckOutcome, CheckTask, class_of
-from dlrover.agent.process_tree import ProcessTree
-from dlrover.agent.spawner import Spawner
-from dlrover.agent.worker_group import PortOffer
-from dlrover.protocol.check_messages import CheckTerms, ExitClass, ReportCheck
-from dlrover.protocol.messages import (
+from dlrover.agent.workers.group import PortOffer
+from dlrover.agent.workers.process_tree import ProcessTree
+from dlrover.agent.workers.spawner import Spawner
+from dlrover.protocol.messages.check import CheckTerms, ExitClass, ReportCheck
+from dlrover.protocol.messages.job import (
     NODE_CHECK_RENDEZVOUS,
     Check,
     FailureKind,
@@ -32,7 +32,7 @@ from dlrover.protocol.messages import (
 from tests.agent.lab import make_config, make_world, until, write
 from tests.agent.loopback import DEADLINE, LoopbackMaster, News, StandInNode, a_failure
 
-PATIENCE = Patience(heartbeat=0.005, lease=60.0, farewell=5.0, finished=0.01, first_connection=0.0)
+PATIENCE = AgentPatience(heartbeat=0.005, lease=60.0, farewell=5.0, finished=0.01, first_connection=0.0)
 
 
 class StandInTask:

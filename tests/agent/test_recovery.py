@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from dlrover.agent.recovery import Ask, Recovery
-from dlrover.agent.watch import FirstStep
+from dlrover.agent.monitor.progress import FirstStep
+from dlrover.agent.recovery import AskOfFault, Recovery
 from dlrover.protocol.codec import Unreadable, decode_from_agent, encode_frame
 from dlrover.protocol.errors import Unavailable
-from dlrover.protocol.frames import Refusal, Request
-from dlrover.protocol.goodput_messages import AskFault, FaultTold
-from dlrover.protocol.messages import NodeRank, Reply, Round
-from dlrover.protocol.serving import MasterServer
+from dlrover.protocol.messages.frames import Refusal, Request
+from dlrover.protocol.messages.goodput import AskFault, FaultTold
+from dlrover.protocol.messages.job import NodeRank, Reply, Round
+from dlrover.protocol.rpc.server import MasterServer
 from tests.agent.lab import make_world, until
 from tests.protocol.conftest import TOKEN, Agent, PlainDesk
 
@@ -29,7 +29,7 @@ class Stage:
         caplog: pytest.LogCaptureFixture,
         tell_after: float = 1e6,
         shares_console_as: Callable[[], NodeRank] | None = None,
-        ask: Ask | None = None,
+        ask: AskOfFault | None = None,
     ) -> None:
         self._caplog = caplog
         self.faults: dict[int, FaultTold] = {1: KILLED}

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from dlrover.cli.main import app
 from dlrover.core.job import DECISION_VERSION
-from dlrover.master.journal import Journal
+from dlrover.master.journal.journal import Journal
 from dlrover.protocol.errors import DLRoverError
+from tests.core.data.test_books import Reading
 from tests.core.scene import terms
-from tests.core.test_data_books import Reading
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from dlrover.cli.environment import read_environment
 from dlrover.cli.node_types import node_type_of, read_fleet
+from dlrover.cli.options.environment import read_environment
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec, Strategy
+from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Strategy
 
 
 def test_a_fleet_may_call_its_chief_as_tensorflow_once_did() -> None:

@@ -79,7 +79,7 @@ def test_what_is_not_in_the_table_does_not_exist() -> None:
 
 
 def test_an_old_path_costs_nothing_until_it_is_used() -> None:
-    code = "import dlrover.python.elastic_agent.torch.training, sys; print('dlrover.cli.programmatic' in sys.modules)"
+    code = "import dlrover.python.elastic_agent.torch.training, sys; print('dlrover.cli.launch.programmatic' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
     assert done.stdout.strip() == "False"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import DEADLINE, until_said
-from tests.cli.test_commands import DLROVER, run
-from tests.protocol.test_certificates import Authority
+from tests.cli.launch.test_check_env_and_commands import DLROVER, run
+from tests.protocol.rpc.test_certificates import Authority
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program")
 

@@ -12,21 +12,21 @@ from itertools import count
 
 import pytest
 
-from dlrover.agent.old_diagnosis_data import TrainingLog
-from dlrover.compat import comm
-from dlrover.compat.building import GlobalMasterClient, build_master_client
-from dlrover.compat.constants import NodeStatus, TrainingExceptionLevel
-from dlrover.compat.diagnosis import CollectorType, DiagnosisMonitor
-from dlrover.compat.local_master import LocalDataset, LocalMasterClient
-from dlrover.compat.master_client import MasterClient
-from dlrover.compat.resource_monitor import ResourceMonitor
-from dlrover.master.diagnosis_actions import EventAction, JobAbortionAction, JobRestartAction, NoAction
-from dlrover.protocol.data_messages import TaskType
+from dlrover.agent.monitor.old_diagnosis_data import TrainingLog
+from dlrover.compat.client import comm
+from dlrover.compat.client.building import GlobalMasterClient, build_master_client
+from dlrover.compat.client.diagnosis import CollectorType, DiagnosisMonitor
+from dlrover.compat.client.local_master import LocalDataset, LocalMasterClient
+from dlrover.compat.client.master_client import MasterClient
+from dlrover.compat.client.resource_monitor import ResourceMonitor
+from dlrover.compat.names.constants import NodeStatus, TrainingExceptionLevel
+from dlrover.master.diagnosis.old_actions import EventAction, JobAbortionAction, JobRestartAction, NoAction
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.goodput_messages import AskEvents, Events, JobEvent
-from dlrover.protocol.messages import AskStatus, JobStatus, Query, Reply
+from dlrover.protocol.messages.data import TaskType
+from dlrover.protocol.messages.goodput import AskEvents, Events, JobEvent
+from dlrover.protocol.messages.job import AskStatus, JobStatus, Query, Reply
 from dlrover.trainer.stand_in import StandIn
-from tests.trainer.store_lab import StoreLab
+from tests.trainer.torch.store_lab import StoreLab
 
 _names = count()
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from dlrover.core.goodput import LOST, class_of
+from dlrover.core.commit_order import CommitSequence, replay
+from dlrover.core.desired import wish_of
+from dlrover.core.goodput.accountant import LOST, class_of
 from dlrover.core.job import Job, Origin, Outcome
-from dlrover.core.sequence import CommitSequence, replay
-from dlrover.core.wishes import wish_of
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import ScaleJob
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.fleet import ScaleJob
+from dlrover.protocol.messages.job import (
     Attach,
     Attached,
     BlockRendezvous,

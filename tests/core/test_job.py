@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.core.job import HANDLERS, Job, Origin
-from dlrover.core.senders import NUM_STORED_REPLIES
+from dlrover.core.replay_guard import NUM_STORED_REPLIES
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     Attach,
     Command,
     DeadlineKind,

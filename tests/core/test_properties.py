@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from dlrover.core.course import DRAIN_MARGIN
+from dlrover.core.commit_order import CommitSequence, replay
+from dlrover.core.decision import DRAIN_MARGIN
 from dlrover.core.job import Job, Origin
-from dlrover.core.sequence import CommitSequence, replay
-from dlrover.protocol.checkpoint_messages import CheckpointFailed, ShardWritten, SnapshotsHeld
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.goodput_messages import AccountGoodput, NodeAccount
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.checkpoint import CheckpointFailed, ShardWritten, SnapshotsHeld
+from dlrover.protocol.messages.goodput import AccountGoodput, NodeAccount
+from dlrover.protocol.messages.job import (
     AwaitOrder,
     BlockRendezvous,
     Command,

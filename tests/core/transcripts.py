@@ -22,7 +22,7 @@ from typing import Any
 
 from dlrover.core.job import Outcome
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     End,
     FailureKind,
     FinishJob,

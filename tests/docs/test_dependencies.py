@@ -32,7 +32,7 @@ def test_every_locked_file_has_a_hash_and_the_pinned_version() -> None:
 
 
 def test_every_installed_package_has_a_known_licence() -> None:
-    text = (ROOT / "docs/licences.md").read_text()
+    text = (ROOT / "docs/reference/licences.md").read_text()
     rows = {
         normal(name): (version, licence)
         for name, version, licence in re.findall(r"^\| (\S+) \| (\S+) \| (.+?) \|", text, re.M)

@@ -10,19 +10,19 @@ from desk_transport import measure
 from virtual_agents import VirtualAgent, all_run, beating, connect_all, hpack_integer, join_all
 
 from dlrover.core.job import Job
-from dlrover.master.clock import MasterClock
-from dlrover.master.desk import Desk
-from dlrover.master.keeper import Keeper
+from dlrover.master.journal.journal_thread import JournalThread
+from dlrover.master.loop.clock import MasterClock
+from dlrover.master.loop.loop import MasterLoop
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.kv_messages import KvGet, KvSet, KvValues
-from dlrover.protocol.messages import JobTerms, Limits, Ping, Pong
-from dlrover.protocol.serving import MasterServer
+from dlrover.protocol.messages.job import JobTerms, Limits, Ping, Pong
+from dlrover.protocol.messages.kv import KvGet, KvSet, KvValues
+from dlrover.protocol.rpc.server import MasterServer
 
 
 async def test_virtual_agents_meet_under_a_real_master(tmp_path: Path) -> None:
-    keeper = await Keeper.open(tmp_path / "journal.sqlite", job_name="bench")
+    keeper = await JournalThread.open(tmp_path / "journal.sqlite", job_name="bench")
     job: Job = await keeper.restore()
-    desk = Desk(keeper, job, MasterClock(job.now), job_name="bench")
+    desk = MasterLoop(keeper, job, MasterClock(job.now), job_name="bench")
     await desk.begin(keeper.master_epoch)
     server = MasterServer(token="secret")
     port = server.bind("127.0.0.1", 0)

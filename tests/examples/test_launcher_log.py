@@ -24,12 +24,12 @@ E1116 00:27:54.610000 14524 torch/distributed/elastic/multiprocessing/api.py:100
 OURS = """\
 2026-11-16 00:30:34,461 INFO dlrover.agent round=1 group_rank=0 of 1 first_global_rank=0 world_size=2 coordinator=localhost:25308
 2026-11-16 00:30:37,032 INFO dlrover.agent started 2 workers round=1 seconds=2.570
-2026-11-16 00:30:37,913 INFO dlrover.agent.process_tree ended pid=17506 exit_code=None signal=9
+2026-11-16 00:30:37,913 INFO dlrover.agent.workers.process_tree ended pid=17506 exit_code=None signal=9
 2026-11-16 00:30:37,937 WARNING dlrover.agent global rank 0 failed: ended by SIGKILL
 2026-11-16 00:30:37,963 INFO dlrover.agent round=2 group_rank=0 of 1 first_global_rank=0 world_size=2 coordinator=localhost:24354
-2026-11-16 00:30:37,973 INFO dlrover.agent.process_tree ended pid=17508 exit_code=None signal=15
+2026-11-16 00:30:37,973 INFO dlrover.agent.workers.process_tree ended pid=17508 exit_code=None signal=15
 2026-11-16 00:30:37,980 INFO dlrover.agent stopped workers round=1 cause=failure seconds=0.042
-2026-11-16 00:30:38,719 INFO dlrover.agent.process_tree ended pid=17540 exit_code=None signal=9
+2026-11-16 00:30:38,719 INFO dlrover.agent.workers.process_tree ended pid=17540 exit_code=None signal=9
 2026-11-16 00:30:38,750 INFO dlrover.agent round=3 group_rank=0 of 1 first_global_rank=0 world_size=2 coordinator=localhost:26330
 """
 
@@ -77,14 +77,16 @@ def test_a_time_cut_to_milliseconds_is_not_before_the_kill() -> None:
 
 def test_times_are_translated_to_the_monotonic_clock(tmp_path) -> None:
     log = tmp_path / "output.log"
-    log.write_text("2026-11-16 00:30:37,913 INFO dlrover.agent.process_tree ended pid=7 exit_code=None signal=9\n")
+    log.write_text(
+        "2026-11-16 00:30:37,913 INFO dlrover.agent.workers.process_tree ended pid=7 exit_code=None signal=9\n"
+    )
     clock = KillClock(log, victim=7)
     assert clock.read(None) is None
     assert clock.read(OURS_DETECTED) is None  # written before the kill
     now = datetime.now()
     with log.open("a") as file:
         stamp = f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03}"
-        file.write(f"{stamp} INFO dlrover.agent.process_tree ended pid=7 exit_code=None signal=9\n")
+        file.write(f"{stamp} INFO dlrover.agent.workers.process_tree ended pid=7 exit_code=None signal=9\n")
     detected_at_ns = clock.read(OURS_DETECTED)
     assert detected_at_ns is not None
     assert 0 <= detected_at_ns - clock.killed_at_ns < 60e9

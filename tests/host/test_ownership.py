@@ -15,10 +15,11 @@ import msgspec
 import pytest
 import torch
 
-from dlrover.cli.discovery import read_token_file
-from dlrover.cli.environment import Environment
-from dlrover.cli.runtime_dir import user_root
-from dlrover.cli.settings import probe_directory
+from dlrover.cli.launch.discovery import read_token_file
+from dlrover.cli.launch.runtime_dir import user_root
+from dlrover.cli.options.environment import Environment
+from dlrover.cli.options.settings import probe_directory
+from dlrover.compat.client.shared_objects import SharedDict, SharedMemory, create_shared_memory
 from dlrover.host.ownership import (
     NotOurs,
     check_directory,
@@ -28,22 +29,21 @@ from dlrover.host.ownership import (
     open_checked,
     peer_credentials,
 )
-from dlrover.master.journal import Journal, JournalError
-from dlrover.platforms.local import LocalOptions, LocalPlatform
+from dlrover.master.journal.journal import Journal, JournalError
+from dlrover.platforms.hosted.client import LocalOptions, LocalPlatform
 from dlrover.protocol.errors import ConfigError, Unavailable
-from dlrover.protocol.kv_messages import KvCheck
-from dlrover.protocol.messages import Round
-from dlrover.snapshot.index import Home
-from dlrover.snapshot.places import Place
+from dlrover.protocol.messages.job import Round
+from dlrover.protocol.messages.kv import KvCheck
+from dlrover.snapshot.memory.homes import Home
+from dlrover.snapshot.storage.places import SavePlace
 from dlrover.trainer.agent_link import AgentLink
+from dlrover.trainer.data.loader_service import LoaderClient
+from dlrover.trainer.data.shard_feed import DataUnavailable
 from dlrover.trainer.environment import WorkerEnvironment
 from dlrover.trainer.events.process import Outlet, Process
-from dlrover.trainer.loader_service import LoaderClient
 from dlrover.trainer.progress import ProgressReporter
-from dlrover.trainer.shard_feed import DataUnavailable
-from dlrover.trainer.shared_objects import SharedDict, SharedMemory, create_shared_memory
 from dlrover.trainer.torch.elastic.dataloader import ElasticDataLoader
-from dlrover.trainer.torch.flash_checkpoint.outlets import AgentOutlet
+from dlrover.trainer.torch.flash_checkpoint.saving.outlets import AgentOutlet
 from tests.second_user import SECOND_USER, SecondServer, give_away, needs_root, shared_directory
 
 pytestmark = needs_root
@@ -249,7 +249,7 @@ def test_workers_and_masters_say_nothing_to_a_server_of_another_user(
     reporter.report(1)
     reporter.close()
     outlet = AgentOutlet(where)
-    outlet.open(Place(directory="/nowhere"))
+    outlet.open(SavePlace(directory="/nowhere"))
     outlet.close()
     assert "snapshots are not told to the agent" in caplog.text
     with pytest.raises(Unavailable, match="is served by another user"):

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dlrover.cli.console import say, say_block
-from dlrover.cli.local_display import Display
+from dlrover.cli.local.display import Display
 from dlrover.host.console import ConsoleHandler
 from dlrover.host.plain_text import printable
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import pytest
 from msgspec.structs import replace
 
-from dlrover.protocol.goodput_messages import GoodputStatus, TimeClass
-from dlrover.protocol.steering_messages import RelaunchNode
+from dlrover.protocol.messages.goodput import GoodputStatus, TimeClass
+from dlrover.protocol.messages.requests import RelaunchNode
 from tests.integration.browser import Tab, needs_browser, open_browser
 from tests.integration.jobs import SCRIPTS, kill, wait_until
-from tests.master.page_lab import NOW, TOKEN, Page, a_failure, a_status, populate, serve_page
+from tests.master.web.page_lab import NOW, TOKEN, Page, a_failure, a_status, populate, serve_page
 
 pytestmark = needs_browser
 SCRIPT = SCRIPTS / "shown.py"
@@ -55,7 +55,7 @@ def link_of(jobs, *options: str) -> str:
 @pytest.mark.timeout(240)
 def test_a_real_job_live_through_a_kill_and_all_actions(jobs, tmp_path):
     options = ["--enable-dashboard", "--dashboard-port=0", "--metrics-port=0", "--nproc-per-node=2", "--tee=3"]
-    options.append("--pre-check-ops=dlrover.master.pre_checks::NoPreCheckOperator")
+    options.append("--pre-check-ops=dlrover.master.diagnosis.pre_checks::NoPreCheckOperator")
     job = jobs.start("dlrover-run", *options, f"--rdzv-id={NAME}", f"--log-dir={tmp_path}/logs", SCRIPT, tmp_path)
     pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
     wait_until(lambda: all(path.exists() and path.read_text() for path in pids), explain=lambda: job.err)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import pytest
 
-from dlrover.platforms.claims import tag_of
-from dlrover.platforms.namespaces import available
+from dlrover.platforms.local.kernel_claims import tag_of
+from dlrover.platforms.local.namespaces import available
 from tests.integration.jobs import DEADLINE, SCRIPTS, JobFactory, Launched, kill, kill_together, wait_until
 
 SCRIPT = SCRIPTS / "plain_steps.py"

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import pytest
 
-from dlrover.platforms import node_entry
-from dlrover.platforms.claims import Claim
-from dlrover.platforms.namespaces import NODE_INTERFACE, Namespaces, available
+from dlrover.platforms.local import node_entry
+from dlrover.platforms.local.kernel_claims import KernelTag
+from dlrover.platforms.local.namespaces import NODE_INTERFACE, Namespaces, available
 from tests.integration.jobs import SCRIPTS, JobFactory, Launched, kill, wait_until
 
 pytestmark = pytest.mark.skipif(bool(available()), reason=available() or "-")
@@ -294,7 +294,7 @@ class OnPlatform(Training):
 
 @pytest.fixture
 def networks() -> Iterator[Namespaces]:
-    claim = Claim()
+    claim = KernelTag()
     made = Namespaces.create(claim.tag)
     yield made
     made.close()

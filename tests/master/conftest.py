@@ -19,14 +19,14 @@ import pytest_asyncio
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from dlrover.cli.discovery import Seat
+from dlrover.cli.launch.discovery import MasterPort
 from dlrover.core.job import Job
-from dlrover.master.clock import MasterClock
 from dlrover.master.config import MasterConfig, Ready
-from dlrover.master.desk import Desk
-from dlrover.master.keeper import Keeper
-from dlrover.master.topology import Topology
-from dlrover.protocol.messages import (
+from dlrover.master.journal.journal_thread import JournalThread
+from dlrover.master.loop.clock import MasterClock
+from dlrover.master.loop.loop import MasterLoop
+from dlrover.master.topology_plugins import TopologyPlugins
+from dlrover.protocol.messages.job import (
     AskStatus,
     Attach,
     Attached,
@@ -42,9 +42,9 @@ from dlrover.protocol.messages import (
     Reply,
     Round,
 )
-from dlrover.protocol.rpc import AgentChannel, ask
-from dlrover.protocol.serving import MasterServer
-from dlrover.protocol.watch_messages import WatchOrder
+from dlrover.protocol.messages.watch import WatchOrder
+from dlrover.protocol.rpc.client import AgentChannel, ask
+from dlrover.protocol.rpc.server import MasterServer
 
 TOKEN = "token of the test"
 TWO_NODES = JobTerms(limits=Limits(min_nodes=2, max_nodes=2))
@@ -165,8 +165,8 @@ class Master:
     """A master inside the test's process."""
 
     address: str
-    desk: Desk
-    keeper: Keeper
+    desk: MasterLoop
+    keeper: JournalThread
     server: MasterServer
     working: asyncio.Future[None]
     is_stopped: bool = False
@@ -195,15 +195,15 @@ async def start_master(tmp_path: Path, reserved_port: int) -> AsyncIterator[Star
         *,
         port: int = reserved_port,
         make_job: Callable[[Job], Job] = lambda job: job,
-        topology: Topology | None = None,
+        topology: TopologyPlugins | None = None,
         hours_later: int = 0,
     ) -> Master:
         server = MasterServer(token=TOKEN)
         bound = server.bind("127.0.0.1", port)
-        keeper = await Keeper.open(tmp_path / "journal.sqlite", job_name="job")
+        keeper = await JournalThread.open(tmp_path / "journal.sqlite", job_name="job")
         job = make_job(await keeper.restore())
         clock = MasterClock(job.now, wall=lambda: time.time_ns() + hours_later * 3600 * 10**9)
-        desk = Desk(keeper, job, clock, job_name="job", topology=topology)
+        desk = MasterLoop(keeper, job, clock, job_name="job", topology=topology)
         await desk.begin(keeper.master_epoch)
         await server.start(desk)
         working = asyncio.ensure_future(desk.run())
@@ -222,7 +222,7 @@ class MasterProcess:
         """`max_descriptors`: as many as an administrator allows; 0: as this process has it."""
         self._directory = directory
         self._limit = ["/bin/sh", "-c", f'ulimit -n {max_descriptors}; exec "$@"', "sh"] if max_descriptors else []
-        self._seat = Seat("127.0.0.1", 0)  # keeps the port between two lives, as that of a launcher does
+        self._seat = MasterPort("127.0.0.1", 0)  # keeps the port between two lives, as that of a launcher does
         self.journal = directory / "journal.sqlite"
         token_file = directory / "token"
         token_file.write_text(token)

@@ -11,14 +11,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dlrover.master.clock import MasterClock
 from dlrover.master.config import EXIT_STOPPED, EXIT_USAGE, MasterConfig
-from dlrover.master.desk import Desk
-from dlrover.master.fleet_keeper import FleetKeeper
-from dlrover.master.keeper import Keeper
+from dlrover.master.journal.journal_thread import JournalThread
+from dlrover.master.loop.clock import MasterClock
+from dlrover.master.loop.loop import MasterLoop
+from dlrover.master.platform_driver import FleetKeeper
 from dlrover.platforms.fake import FakeCloud, FakePlatform
-from dlrover.protocol.fleet_messages import FleetSpec, NodePhase, NodeType, ReplicaSpec
-from dlrover.protocol.identity import PlatformId
+from dlrover.protocol.messages.fleet import FleetSpec, NodePhase, NodeType, ReplicaSpec
+from dlrover.protocol.messages.identity import PlatformId
 from tests.platforms.contract import JOB, watching
 
 FLEET = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=2)})
@@ -84,9 +84,9 @@ async def test_what_the_job_wants_is_launched_and_what_is_lost_is_replaced(tmp_p
     """The whole way with the real job: effects to the platform, its events into the journal, and back."""
     cloud = FakeCloud()
     platform = FakePlatform(cloud, JOB)
-    keeper = await Keeper.open(tmp_path / "journal", job_name="job")
+    keeper = await JournalThread.open(tmp_path / "journal", job_name="job")
     job = await keeper.restore()
-    desk = Desk(keeper, job, MasterClock(job.now), job_name="job")
+    desk = MasterLoop(keeper, job, MasterClock(job.now), job_name="job")
     fleet = FleetKeeper(platform, FLEET, desk.tell)
     desk.on_intent = fleet.take
     await desk.begin(keeper.master_epoch)

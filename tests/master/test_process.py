@@ -23,7 +23,7 @@ import grpc.aio
 import msgspec
 import pytest
 
-from dlrover.core.sequence import load, walk
+from dlrover.core.commit_order import load, walk
 from dlrover.master.config import (
     EXIT_FENCED,
     EXIT_JOURNAL,
@@ -32,10 +32,9 @@ from dlrover.master.config import (
     EXIT_USAGE,
     MasterConfig,
 )
-from dlrover.master.journal import read_stored
+from dlrover.master.journal.journal import read_stored
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.kv_messages import KvSet
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.job import (
     Done,
     End,
     ExitReason,
@@ -51,10 +50,11 @@ from dlrover.protocol.messages import (
     Run,
     StopJob,
 )
-from dlrover.protocol.rpc import ask
-from dlrover.protocol.transport import AGENT_METHOD, SERVICE, call_metadata
+from dlrover.protocol.messages.kv import KvSet
+from dlrover.protocol.rpc.client import ask
+from dlrover.protocol.rpc.transport import AGENT_METHOD, SERVICE, call_metadata
 from tests.master.conftest import TOKEN, Agent, Connect, MakeMaster, MasterProcess, status_of
-from tests.master.test_watch import answer_that_one_is_stopped, progress, ranks_of, tell
+from tests.master.diagnosis.test_driver import answer_that_one_is_stopped, progress, ranks_of, tell
 from tests.small_disk import fill
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dlrover.platforms.local import LocalOptions, LocalPlatform
-from dlrover.platforms.node_host import HostConfig, remove_left_behind
+from dlrover.platforms.hosted.client import LocalOptions, LocalPlatform
+from dlrover.platforms.hosted.table import HostConfig, remove_left_behind
 from tests.platforms.contract import DEADLINE, JOB
 
 OBEDIENT = Path(__file__).with_name("obedient.py")
@@ -30,7 +30,7 @@ class LocalLab:
         *,
         capacity: int = 3,
         program: tuple[str, ...] = (),
-        host: tuple[str, ...] = ("-m", "dlrover.platforms.node_host"),
+        host: tuple[str, ...] = ("-m", "dlrover.platforms.hosted.table"),
     ) -> None:
         self.directory = directory
         config = HostConfig(

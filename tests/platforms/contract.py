@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from dlrover.platforms.base import LaunchNotTaken, Platform, Sight, StaleMaster
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.fleet import (
     LaunchNode,
     NodeChanged,
     NodeEventKind,
@@ -29,7 +29,7 @@ from dlrover.protocol.fleet_messages import (
     RemoveNode,
     Resource,
 )
-from dlrover.protocol.identity import PlatformId
+from dlrover.protocol.messages.identity import PlatformId
 
 DEADLINE = 60.0
 JOB = "job-a"

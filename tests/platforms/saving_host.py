@@ -6,7 +6,7 @@ last one from then on.
 import sys
 from pathlib import Path
 
-from dlrover.platforms import node_host
+from dlrover.platforms.hosted import table as hosted_table
 
 folder = Path(sys.argv[1]).parent
 said: list[float] = []
@@ -24,4 +24,4 @@ def saving_until(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(node_host.main(saving_until))
+    sys.exit(hosted_table.main(saving_until))

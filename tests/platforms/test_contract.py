@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlrover.platforms.fake import FakeCloud, FakePlatform
-from dlrover.protocol.identity import PlatformId
+from dlrover.protocol.messages.identity import PlatformId
 from tests.platforms.contract import JOB, PlatformContract
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from dlrover.platforms.fake import FakePlatform
-from dlrover.platforms.local import LocalPlatform
+from dlrover.platforms.hosted.client import LocalPlatform
 from dlrover.platforms.registry import build_platform, find_platform
 from dlrover.protocol.errors import ConfigError
 

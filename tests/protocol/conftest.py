@@ -13,8 +13,8 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # hostile bytes are expected he
 
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.codec import Question, Unreadable
-from dlrover.protocol.frames import Ack, Answer, Beat, FromAgent, Push, Refusal, Request
-from dlrover.protocol.messages import (
+from dlrover.protocol.messages.frames import Ack, Answer, Beat, FromAgent, Push, Refusal, Request
+from dlrover.protocol.messages.job import (
     Attach,
     Attached,
     Desired,
@@ -28,8 +28,8 @@ from dlrover.protocol.messages import (
     Reply,
     Wait,
 )
-from dlrover.protocol.rpc import AgentChannel
-from dlrover.protocol.serving import AgentStream, MasterServer
+from dlrover.protocol.rpc.client import AgentChannel
+from dlrover.protocol.rpc.server import AgentStream, MasterServer
 
 TOKEN = "s3cret-ü"
 

@@ -15,9 +15,9 @@ import msgspec
 from msgspec import inspect
 
 from dlrover.protocol.codec import decode_from_agent, decode_from_master
-from dlrover.protocol.frames import Answer, FromAgent, FromMaster, Observed, Ordered, Push, Request
-from dlrover.protocol.messages import AgentCommand, Desired, Query, Reply, Wish
-from dlrover.protocol.watch_messages import WatchObservation
+from dlrover.protocol.messages.frames import Answer, FromAgent, FromMaster, Observed, Ordered, Push, Request
+from dlrover.protocol.messages.job import AgentCommand, Desired, Query, Reply, Wish
+from dlrover.protocol.messages.watch import WatchObservation
 
 RECORDED = Path(__file__).parent / "recorded"
 FIRST, ADDED = "v1", "v1-added"

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from dlrover.protocol.codec import QUESTION, decode_from_agent, decode_from_master, encode_frame, encode_frames
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.frames import Ack, Answer, Refusal, Request
-from dlrover.protocol.kv_messages import KvValues
-from dlrover.protocol.messages import MAX_MESSAGE_BYTES, AskStatus, Done, JobTerms, StopJob
+from dlrover.protocol.messages.frames import Ack, Answer, Refusal, Request
+from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES, AskStatus, Done, JobTerms, StopJob
+from dlrover.protocol.messages.kv import KvValues
 
 
 @given(st.binary(max_size=200))

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from dlrover.protocol.codec import decode_from_agent, decode_from_master
-from dlrover.protocol.frames import FromAgent, FromMaster
-from dlrover.protocol.messages import PROTOCOL_VERSION, AgentCommand, Query, Reply, Wish
-from dlrover.protocol.watch_messages import WatchObservation
+from dlrover.protocol.messages.frames import FromAgent, FromMaster
+from dlrover.protocol.messages.job import PROTOCOL_VERSION, AgentCommand, Query, Reply, Wish
+from dlrover.protocol.messages.watch import WatchObservation
 from tests.protocol.record import (
     RECORDED,
     bodies_from_agent,

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from dlrover.protocol.codec import decode_from_agent, encode_frame
-from dlrover.protocol.frames import Observed
-from dlrover.protocol.messages import Incarnation, NodeId
+from dlrover.protocol.messages.frames import Observed
+from dlrover.protocol.messages.job import Incarnation, NodeId
+from dlrover.protocol.messages.watch import DeviceSample, NodeActivity, ProcessSample, ResourceReport
 from dlrover.protocol.units import amount, in_bytes, in_mib
-from dlrover.protocol.watch_messages import DeviceSample, NodeActivity, ProcessSample, ResourceReport
 
 
 @pytest.mark.parametrize(

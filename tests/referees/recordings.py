@@ -24,11 +24,11 @@ import msgspec
 import typer
 from typer.testing import CliRunner
 
-from dlrover.cli.command_line import describe
 from dlrover.cli.main import app
-from dlrover.cli.replay import replay
+from dlrover.cli.options.parser import describe
+from dlrover.cli.show.replay import replay
 from dlrover.core.job import DECISION_VERSION
-from dlrover.master.journal import Journal
+from dlrover.master.journal.journal import Journal
 from dlrover.python.aliases import ALIASES
 from dlrover.simulator.campaign import draw_plan
 from dlrover.simulator.simulation import Simulation
@@ -46,6 +46,7 @@ PUBLIC = (
     "dlrover.trainer",
     "dlrover.trainer.sharding_client",
     "dlrover.trainer.sync",
+    "dlrover.trainer.torch.data",
     *(
         f"dlrover.trainer.torch.{name}"
         for name in ("compatible_main", "elastic_dataset", "elastic_run", "elastic_sampler")
@@ -64,9 +65,7 @@ PUBLIC = (
 PUBLIC_ROOMS = (
     "dlrover.trainer.data_sources",
     "dlrover.trainer.events",
-    "dlrover.trainer.torch.data",
     "dlrover.trainer.torch.elastic",
-    "dlrover.trainer.torch.node_check",
 )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from dlrover.protocol.messages import Detection
+from dlrover.protocol.messages.job import Detection
 from dlrover.simulator.__main__ import main
 from dlrover.simulator.campaign import (
     Failure,
@@ -25,7 +25,7 @@ from dlrover.simulator.campaign import (
     run_plan,
     run_seed,
 )
-from dlrover.simulator.faults import (
+from dlrover.simulator.faults.kinds import (
     CHECK_MIX,
     CLOUD_MIX,
     FAULTS,
@@ -36,8 +36,8 @@ from dlrover.simulator.faults import (
     PEOPLE_MIX,
     STANDARD_MIX,
 )
-from dlrover.simulator.master import CrashPoint
-from dlrover.simulator.plan import Plan, Result
+from dlrover.simulator.masters.master import CrashPoint
+from dlrover.simulator.plan import Result, SeedPlan
 from dlrover.simulator.shapes import Shape
 
 NUM_FAULTS = 2000
@@ -82,7 +82,7 @@ def test_a_job_of_some_hundred_nodes() -> None:
 
 def test_a_job_without_faults_loses_no_time() -> None:
     shape = Shape(min_nodes=4, max_nodes=4, num_steps=1000)
-    outcome = run_plan(Plan(seed=1, shape=shape, faults=(), hours=0.01))
+    outcome = run_plan(SeedPlan(seed=1, shape=shape, faults=(), hours=0.01))
     assert isinstance(outcome, Result)
     assert outcome.reason == "Completed"
     assert outcome.num_rounds == 1

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover.protocol.check_messages import CheckTerms
-from dlrover.protocol.data_messages import DatasetSpec
-from dlrover.protocol.fleet_messages import (
+from dlrover.protocol.messages.check import CheckTerms
+from dlrover.protocol.messages.data import DatasetSpec
+from dlrover.protocol.messages.fleet import (
     FleetSpec,
     MigrateNode,
     NodeExit,
@@ -18,14 +18,14 @@ from dlrover.protocol.fleet_messages import (
     Resource,
     Strategy,
 )
-from dlrover.protocol.messages import PlatformId, RestartPolicy
+from dlrover.protocol.messages.job import PlatformId, RestartPolicy
 from dlrover.simulator.campaign import run_plan
-from dlrover.simulator.faults import Fault
-from dlrover.simulator.plan import Plan, Result
+from dlrover.simulator.faults.kinds import Fault
+from dlrover.simulator.plan import Result, SeedPlan
 from dlrover.simulator.shapes import Shape
-from tests.core.fleet_scene import workers
+from tests.core.fleet.fleet_scene import workers
+from tests.core.fleet.test_fleet_properties import CountedScene
 from tests.core.scene import terms
-from tests.core.test_fleet_properties import CountedScene
 
 WORKERS = {NodeType.WORKER: ReplicaSpec(count=3, max_relaunches=5)}
 PAIR = {NodeType.WORKER: ReplicaSpec(count=2, max_relaunches=5)}
@@ -33,14 +33,14 @@ PAIR = {NodeType.WORKER: ReplicaSpec(count=2, max_relaunches=5)}
 FOUND = {
     # A platform showed nodes that this master had never asked for, because its journal was lost: nor did it ask for
     # their removal when the job was over.
-    "nodes-of-a-lost-journal-stay-behind": Plan(
+    "nodes-of-a-lost-journal-stay-behind": SeedPlan(
         seed=145,
         shape=Shape(min_nodes=3, max_nodes=3, fleet=FleetSpec(replicas=WORKERS), num_steps=600),
         faults=(Fault(at=163776410, kind="journal-lost", pick=790268902, amount=0.9124693743073743),),
         hours=0.5,
     ),
     # No node was left to tell the newest epoch, and the platform refused all launches as those of an older master.
-    "a-platform-refuses-a-master-without-its-journal": Plan(
+    "a-platform-refuses-a-master-without-its-journal": SeedPlan(
         seed=1,
         shape=Shape(min_nodes=1, max_nodes=3, fleet=FleetSpec(replicas=WORKERS), num_steps=600),
         faults=(
@@ -54,7 +54,7 @@ FOUND = {
         hours=0.5,
     ),
     # The first list came after the exchange had been decided, and gave the new node another id: nobody exchanged any more.
-    "an-exchange-before-the-first-list-leaves-two-nodes": Plan(
+    "an-exchange-before-the-first-list-leaves-two-nodes": SeedPlan(
         seed=2,
         shape=Shape(min_nodes=1, max_nodes=3, fleet=FleetSpec(replicas=WORKERS), num_steps=600),
         faults=(
@@ -66,7 +66,7 @@ FOUND = {
     ),
     # The last call of the next round ended before the silence of the node was believed, and its peers, who had only
     # lost their connection to it, paid a restart each time.
-    "a-node-without-power-is-charged-to-its-peers": Plan(
+    "a-node-without-power-is-charged-to-its-peers": SeedPlan(
         seed=16,
         shape=Shape(min_nodes=2, max_nodes=3, spares=1, local_world_size=8, restarts=RestartPolicy(max_restarts=7)),
         faults=(
@@ -78,7 +78,7 @@ FOUND = {
     ),
     # A master slept for some seconds, was replaced, woke up and had nothing to write: so it never met the fence, its
     # agents stayed with it, and the new master waited for them until it gave up. An idle master has to look.
-    "a-replaced-master-with-nothing-to-write-keeps-its-agents": Plan(
+    "a-replaced-master-with-nothing-to-write-keeps-its-agents": SeedPlan(
         seed=20,
         shape=Shape(min_nodes=2, max_nodes=2, node_unit=2, num_steps=2520),
         faults=(Fault(at=1299757748, kind="two-masters", pick=478249108, amount=0.11887009662766057),),
@@ -86,7 +86,7 @@ FOUND = {
     ),
     # A report of a failure waited for a master, which came without its journal and numbered the nodes anew: the report was
     # refused, and the agent began a new life that was charged to it.
-    "a-report-under-a-forgotten-number-costs-a-restart": Plan(
+    "a-report-under-a-forgotten-number-costs-a-restart": SeedPlan(
         seed=700198,
         shape=Shape(
             min_nodes=6,
@@ -109,7 +109,7 @@ FOUND = {
         hours=1.0,
     ),
     # The node had taken part in later rounds of the check than those of the new master, ignored them, and was blamed.
-    "a-check-counted-anew-is-taken-for-an-old-one": Plan(
+    "a-check-counted-anew-is-taken-for-an-old-one": SeedPlan(
         seed=701965,
         shape=Shape(
             min_nodes=1,
@@ -128,7 +128,7 @@ FOUND = {
     ),
     # A new node came to a master without its journal before the platform was asked what there is. It was taken for one of the
     # first free rank, in whose place the real one was sent away, and its failure was charged to that rank.
-    "a-node-of-a-lost-journal-is-taken-for-another-rank": Plan(
+    "a-node-of-a-lost-journal-is-taken-for-another-rank": SeedPlan(
         seed=18255,
         shape=Shape(
             min_nodes=3,
@@ -165,7 +165,7 @@ FOUND = {
     ),
     # The check was wrong: an agent slept while the journal was lost, had its failure to tell, and the new master knew it by
     # another rank, because somebody else had taken its own.
-    "a-failure-is-told-under-a-new-rank": Plan(
+    "a-failure-is-told-under-a-new-rank": SeedPlan(
         seed=21459,
         shape=Shape(
             min_nodes=21,
@@ -185,7 +185,7 @@ FOUND = {
     ),
     # Workers finished while there was no master. Their agents said so when they came back, before what the workers had last read:
     # that was refused, and a job that had read everything ended as one that had not.
-    "the-last-words-of-finished-workers-are-refused": Plan(
+    "the-last-words-of-finished-workers-are-refused": SeedPlan(
         seed=201214,
         shape=Shape(
             min_nodes=2,
@@ -205,7 +205,7 @@ FOUND = {
     ),
     # A node that was cut off went on training, while the other one went back to an older model and read its data again. Then both
     # took the snapshot of the former, of which the books knew nothing any more. First seen as seed 10175.
-    "a-model-that-others-have-given-up-is-taken": Plan(
+    "a-model-that-others-have-given-up-is-taken": SeedPlan(
         seed=7,
         shape=Shape(
             min_nodes=1,
@@ -224,7 +224,7 @@ FOUND = {
         hours=0.2,
     ),
     # The last parameter server could not be replaced, and the workers were told to go on with none.
-    "a-job-goes-on-without-any-server": Plan(
+    "a-job-goes-on-without-any-server": SeedPlan(
         seed=3,
         shape=Shape(
             min_nodes=2,
@@ -242,7 +242,7 @@ FOUND = {
     ),
     # The replacement of a lost server was scaled away before it ran. When another server was to be exchanged before the workers had
     # said that they had switched, they were told to use it. First seen as seed 30576.
-    "a-server-that-will-never-come-is-to-be-used": Plan(
+    "a-server-that-will-never-come-is-to-be-used": SeedPlan(
         seed=4,
         shape=Shape(
             min_nodes=2,
@@ -263,7 +263,7 @@ FOUND = {
     ),
     # A worker came to a sync point while a master without its journal did not know the world yet: the point waited for nobody, and all
     # others of that round passed it, too. First seen as seed 894.
-    "a-sync-point-of-a-world-that-nobody-knows-waits-for-nobody": Plan(
+    "a-sync-point-of-a-world-that-nobody-knows-waits-for-nobody": SeedPlan(
         seed=5,
         shape=Shape(min_nodes=3, max_nodes=3, num_steps=600, has_sync_traffic=True),
         faults=(
@@ -275,7 +275,7 @@ FOUND = {
     ),
     # A master without its journal called the replacement of a lost node by the id of another that came further down in the platform's first
     # list, and took that one for it: its failure was then charged to another rank.
-    "a-replacement-is-called-like-a-node-that-is-there": Plan(
+    "a-replacement-is-called-like-a-node-that-is-there": SeedPlan(
         seed=500450,
         shape=Shape(
             min_nodes=1,
@@ -304,7 +304,7 @@ FOUND = {
     ),
     # The replacement lost its power before a disk had room for its attach: by the word of its platform it ran, and the join timeout
     # ended the job while it was suspended. Seed 12676 of a campaign.
-    "a-suspended-job-gives-up-on-its-round": Plan(
+    "a-suspended-job-gives-up-on-its-round": SeedPlan(
         seed=101,
         shape=Shape(
             min_nodes=1,

@@ -14,48 +14,38 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from dlrover.core import (
-    checkpoints,
-    course,
-    data_checkpoint,
-    data_commands,
-    data_restoring,
-    early_stop,
-    fleet_settling,
-    fleet_wishes,
-    kv_store,
-    life_cycle,
-    node_check,
-    parameter_servers,
-    prospects,
-    relaunch,
-    rendezvous,
-    restarts,
-    sightings,
-    sync_points,
-)
-from dlrover.core.check_cycle import CheckCycle
-from dlrover.core.checkpoints import SaveAttempt
-from dlrover.core.data_books import DataBooks
-from dlrover.core.datasets import Dataset
-from dlrover.core.fleet import Fleet, FleetNode
-from dlrover.core.nodes import Node, NodeLife, Nodes
-from dlrover.core.observations import Observations
-from dlrover.core.parameter_servers import ParameterServers
-from dlrover.core.rendezvous import Rendezvous
-from dlrover.core.senders import Senders
-from dlrover.core.sequence import CommitSequence
-from dlrover.core.sync_points import SyncPoint, SyncPoints
-from dlrover.protocol.check_messages import ExitClass
-from dlrover.protocol.fleet_messages import FleetSpec, NodeType, ReplicaSpec
-from dlrover.protocol.frames import Answer, Request
-from dlrover.protocol.kv_messages import KvGet, KvQuery
-from dlrover.protocol.messages import NodeId, Round, Run
-from dlrover.simulator import master
+from dlrover.core import decision
+from dlrover.core.check import commands as check_commands
+from dlrover.core.check.cycle import CheckCycle
+from dlrover.core.checkpoints import commits
+from dlrover.core.checkpoints.commits import SaveAttempt
+from dlrover.core.commit_order import CommitSequence
+from dlrover.core.data import checkpoint_text
+from dlrover.core.data import commands as data_commands
+from dlrover.core.data import restoring as data_restoring
+from dlrover.core.data.books import DataBooks
+from dlrover.core.data.dataset import Dataset
+from dlrover.core.exchange import kv_store, sync_points
+from dlrover.core.exchange.sync_points import SyncPoint, SyncPoints
+from dlrover.core.failures import blame
+from dlrover.core.fleet import early_stop, life_cycle, parameter_servers, platform_news, reconcile, relaunch, targets
+from dlrover.core.fleet.fleet import Fleet, FleetNode
+from dlrover.core.fleet.parameter_servers import ParameterServers
+from dlrover.core.membership import rendezvous, waiting
+from dlrover.core.membership.liveness import Observations
+from dlrover.core.membership.nodes import Node, NodeLife, Nodes
+from dlrover.core.membership.rendezvous import Rendezvous
+from dlrover.core.replay_guard import Senders
+from dlrover.protocol.messages.check import ExitClass
+from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec
+from dlrover.protocol.messages.frames import Answer, Request
+from dlrover.protocol.messages.job import NodeId, Round, Run
+from dlrover.protocol.messages.kv import KvGet, KvQuery
 from dlrover.simulator.campaign import Failure, draw_plan, run_plan, shrink
-from dlrover.simulator.faults import Fault
-from dlrover.simulator.journal import VirtualJournal
-from dlrover.simulator.plan import Plan, Result
+from dlrover.simulator.faults.kinds import Fault
+from dlrover.simulator.masters import master
+from dlrover.simulator.masters.journal import VirtualJournal
+from dlrover.simulator.plan import Result, SeedPlan
 from dlrover.simulator.shapes import Shape
 from tests.simulator.test_found import FOUND
 
@@ -78,33 +68,33 @@ def masters_are_not_fenced(patch: pytest.MonkeyPatch) -> None:
 
 
 def lost_nodes_are_charged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(restarts, "is_charged", lambda incident: True)
+    patch.setattr(blame, "is_charged", lambda incident: True)
 
 
 def worlds_ignore_the_unit(patch: pytest.MonkeyPatch) -> None:
-    for module in (rendezvous, prospects):
+    for module in (rendezvous, waiting):
         patch.setattr(module, "num_usable", lambda num_nodes, limits: min(num_nodes, limits.max_nodes))
 
 
 def worlds_ignore_the_maximum(patch: pytest.MonkeyPatch) -> None:
-    for module in (rendezvous, prospects):
+    for module in (rendezvous, waiting):
         patch.setattr(module, "num_usable", lambda num_nodes, limits: num_nodes - num_nodes % limits.node_unit)
 
 
 def nobody_is_told(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(course.Course, "touch", lambda self, node: None)
+    patch.setattr(decision.Course, "touch", lambda self, node: None)
 
 
 def who_trains_is_not_told(patch: pytest.MonkeyPatch) -> None:
     """The next round is for others; an old world goes on beside the new one."""
-    original = course.Course.touch
+    original = decision.Course.touch
 
-    def touch(self: course.Course, node: NodeId) -> None:
+    def touch(self: decision.Course, node: NodeId) -> None:
         known = self.state.nodes.live.get(node)
         if known is None or not isinstance(known.desired.wish, Run):
             original(self, node)
 
-    patch.setattr(course.Course, "touch", touch)
+    patch.setattr(decision.Course, "touch", touch)
 
 
 def two_nodes_have_one_place(patch: pytest.MonkeyPatch) -> None:
@@ -180,18 +170,18 @@ def lost_nodes_are_left_behind(patch: pytest.MonkeyPatch) -> None:
 
 
 def nodes_outlive_their_job(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fleet_settling, "job_finished", lambda course: None)
+    patch.setattr(reconcile, "job_finished", lambda course: None)
 
 
 def intents_die_with_their_master(patch: pytest.MonkeyPatch) -> None:
-    original = sightings.hear_list
+    original = platform_news.hear_list
 
     def hear_list(course: Any, told: Any) -> None:
         original(course, told)
         if course.state.master_epoch > 1:
             course.state.fleet.to_launch, course.state.fleet.to_remove = {}, {}
 
-    patch.setattr(sightings, "hear_list", hear_list)
+    patch.setattr(platform_news, "hear_list", hear_list)
 
 
 def exchanged_nodes_stay(patch: pytest.MonkeyPatch) -> None:
@@ -205,10 +195,10 @@ def exchanged_nodes_stay(patch: pytest.MonkeyPatch) -> None:
 
 
 def exchanged_nodes_are_not_told(patch: pytest.MonkeyPatch) -> None:
-    def send_away(self: course.Course, node: Node, why: str, **details: Any) -> None:
+    def send_away(self: decision.Course, node: Node, why: str, **details: Any) -> None:
         self.lose(node, NodeLife.GONE, why, **details)
 
-    patch.setattr(course.Course, "send_away", send_away)
+    patch.setattr(decision.Course, "send_away", send_away)
 
 
 def suspended_jobs_launch(patch: pytest.MonkeyPatch) -> None:
@@ -228,18 +218,18 @@ def a_pause_counts_as_waiting(patch: pytest.MonkeyPatch) -> None:
 
 
 def suspended_jobs_stay_so(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fleet_wishes, "resume", lambda course: None)
+    patch.setattr(targets, "resume", lambda course: None)
 
 
 def servers_go_before_the_switch(patch: pytest.MonkeyPatch) -> None:
-    original = fleet_wishes.scale_servers
+    original = targets.scale_servers
 
     def scale_servers(course: Any, count: int) -> None:
         original(course, count)
         if not parameter_servers.is_somebody_awaited(course.state.fleet):
-            fleet_wishes.switch_servers(course)
+            targets.switch_servers(course)
 
-    patch.setattr(fleet_wishes, "scale_servers", scale_servers)
+    patch.setattr(targets, "scale_servers", scale_servers)
 
 
 def servers_are_used_before_they_run(patch: pytest.MonkeyPatch) -> None:
@@ -254,11 +244,11 @@ def lost_variables_are_not_told_of(patch: pytest.MonkeyPatch) -> None:
 
 
 def evaluations_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fleet_settling, "is_work_left_beside", lambda state: False)
+    patch.setattr(reconcile, "is_work_left_beside", lambda state: False)
 
 
 def nobody_hears_that_the_workers_switched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fleet_wishes, "switch_servers", lambda course: None)
+    patch.setattr(targets, "switch_servers", lambda course: None)
 
 
 def a_job_needs_no_server(patch: pytest.MonkeyPatch) -> None:
@@ -270,7 +260,7 @@ def servers_may_return(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_is_checked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(node_check, "expect", lambda course, node: None)
+    patch.setattr(check_commands, "expect", lambda course, node: None)
 
 
 def the_healthy_are_blamed(patch: pytest.MonkeyPatch) -> None:
@@ -307,7 +297,7 @@ def one_shard_makes_a_checkpoint(patch: pytest.MonkeyPatch) -> None:
 
 
 def dead_nodes_shall_commit(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checkpoints, "lose", lambda course, node: None)
+    patch.setattr(commits, "lose", lambda course, node: None)
 
 
 def trackers_go_back(patch: pytest.MonkeyPatch) -> None:
@@ -349,12 +339,12 @@ def a_dead_branch_makes_records_final(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_checkpoint_forgets_what_is_being_read(patch: pytest.MonkeyPatch) -> None:
-    original = data_checkpoint.write_checkpoint
+    original = checkpoint_text.write_checkpoint
 
     def write(dataset: Dataset, step: int, *, most_listed: int) -> str:
         return original(replace(dataset, held={}), step, most_listed=most_listed)
 
-    patch.setattr(data_checkpoint, "write_checkpoint", write)
+    patch.setattr(checkpoint_text, "write_checkpoint", write)
 
 
 def a_restored_model_takes_everything_back(patch: pytest.MonkeyPatch) -> None:
@@ -504,7 +494,7 @@ def test_a_pause_that_counts_as_waiting_is_noticed(monkeypatch: pytest.MonkeyPat
     )
     fleet = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=3)}, pending_timeout=600.0)
     shape = Shape(min_nodes=3, max_nodes=3, fleet=fleet, num_steps=600)
-    plan = Plan(seed=1, shape=shape, faults=faults, hours=0.6)
+    plan = SeedPlan(seed=1, shape=shape, faults=faults, hours=0.6)
     assert isinstance(run_plan(plan), Result)
     a_pause_counts_as_waiting(monkeypatch)
     failure = run_plan(plan)
@@ -532,7 +522,7 @@ def test_servers_that_do_not_settle_are_noticed(
 
 def test_a_worker_that_waits_for_ever_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(min_nodes=2, max_nodes=2, spares=1, num_steps=2000, has_sync_traffic=True)
-    plan = Plan(seed=1, shape=shape, faults=(Fault(at=100_000_000, kind="stall", pick=0, amount=0.0),), hours=0.1)
+    plan = SeedPlan(seed=1, shape=shape, faults=(Fault(at=100_000_000, kind="stall", pick=0, amount=0.0),), hours=0.1)
     assert isinstance(run_plan(plan), Result)
     who_stands_by_is_waited_for(monkeypatch)
     failure = run_plan(plan)

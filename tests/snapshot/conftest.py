@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.snapshot.segment_format import Owner
+from dlrover.snapshot.memory.segment_format import Owner
 
 
 @pytest.fixture

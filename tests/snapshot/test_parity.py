@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrover.agent.arithmetic import fastest_add
+from dlrover.agent.replicas.gf256_numpy import fastest_add
 from dlrover.snapshot import parity
 
 

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.snapshot.segment_format import Owner
+from dlrover.snapshot.memory.segment_format import Owner
 
 AGENT = """
 import sys
-for name in ("torch", "numpy", "grpc", "tests.snapshot.test_torch_states"):
+for name in ("torch", "numpy", "grpc", "tests.snapshot.files.test_torch_states"):
     sys.modules[name] = None
 import importlib, pkgutil
 import dlrover.snapshot
-for module in pkgutil.iter_modules(dlrover.snapshot.__path__):
-    importlib.import_module(f"dlrover.snapshot.{module.name}")
-from dlrover.snapshot.contents import decode_contents
-from dlrover.snapshot.segment import Segment, segment_paths
-from dlrover.snapshot.torch_file import file_storages, write_torch_file
+for module in pkgutil.walk_packages(dlrover.snapshot.__path__, "dlrover.snapshot."):
+    importlib.import_module(module.name)
+from dlrover.snapshot.memory.contents import decode_contents
+from dlrover.snapshot.memory.segment import Segment, segment_paths
+from dlrover.snapshot.files.torch_file import file_storages, write_torch_file
 (path,) = segment_paths(sys.argv[1])
 with Segment(path) as segment:
     name = segment.complete_slots()[-1]
@@ -37,10 +37,10 @@ with Segment(path) as segment:
 
 def test_an_agent_persists_what_it_cannot_import(home: Path, owner: Owner, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from dlrover.snapshot.copying import Copier
-    from dlrover.snapshot.segment import SegmentWriter
-    from dlrover.trainer.torch.flash_checkpoint.copying import StateWriter
-    from tests.snapshot.test_torch_states import Custom, equal
+    from dlrover.snapshot.copy.copying import Copier
+    from dlrover.snapshot.memory.segment import SegmentWriter
+    from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import StateWriter
+    from tests.snapshot.files.test_torch_states import Custom, equal
 
     model = {"weight": torch.randn(600, 600), "bias": torch.randn(7).bfloat16()}
     extra = {"user": Custom(torch.arange(10)), "step": 5}

@@ -9,9 +9,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from dlrover.core.job import Job
-from dlrover.core.turn import NotYet
-from dlrover.protocol.data_messages import DataCommand
-from dlrover.protocol.messages import (
+from dlrover.core.outcome import NotYet
+from dlrover.protocol.messages.data import DataCommand
+from dlrover.protocol.messages.job import (
     Attach,
     Attached,
     JobTerms,

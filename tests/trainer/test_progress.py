@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.agent.worker_socket import WorkerSocket
+from dlrover.agent.workers.socket import WorkerSocket
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.local import pack
-from dlrover.protocol.messages import Round
+from dlrover.protocol.local_frames import pack
+from dlrover.protocol.messages.job import Round
 from dlrover.trainer import environment
 from dlrover.trainer.progress import ProgressReporter
 from tests.agent.lab import until

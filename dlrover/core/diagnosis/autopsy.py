@@ -13,7 +13,7 @@ from dlrover.core.diagnosis import stacks
 from dlrover.core.diagnosis.hang import Sight
 from dlrover.core.diagnosis.picture import Picture
 from dlrover.core.diagnosis.stacks import say_collective, say_ranks
-from dlrover.protocol.watch_messages import Verdict, WorkerDump
+from dlrover.protocol.messages.watch import Verdict, WorkerDump
 
 MAX_ROWS = 24
 MAX_SHOWN = 24

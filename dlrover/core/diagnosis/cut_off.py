@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from dlrover.core.diagnosis.stacks import say_ranks
-from dlrover.protocol.watch_messages import UnansweredLink, WorkerDump
+from dlrover.protocol.messages.watch import UnansweredLink, WorkerDump
 
 _RESENT = 2
 """Times. Once happens in the best networks."""

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from dlrover.core.diagnosis.picture import Picture, RankRecord
-from dlrover.protocol.messages import Micros
-from dlrover.protocol.watch_messages import MAX_TEXT, ActionKind, Culprit, FaultClass, Verdict
+from dlrover.protocol.messages.job import Micros
+from dlrover.protocol.messages.watch import MAX_TEXT, ActionKind, Culprit, FaultClass, Verdict
 
 
 class Diagnostician(Protocol):

@@ -18,8 +18,8 @@ from dlrover.core.diagnosis import stacks
 from dlrover.core.diagnosis.cut_off import CutOff, find_cut_off, lasting
 from dlrover.core.diagnosis.shared_groups import SharedGroup, find_shared_group
 from dlrover.core.diagnosis.stacks import say_collective, say_ranks
-from dlrover.protocol.messages import NodeId
-from dlrover.protocol.watch_messages import Collective, Culprit, FaultClass, Phase, WorkerDump
+from dlrover.protocol.messages.job import NodeId
+from dlrover.protocol.messages.watch import Collective, Culprit, FaultClass, Phase, WorkerDump
 
 IDLE_CPU = 0.02
 """Cores. Below it a process only turns over in its sleep: threads of libraries that wake up now and then."""
@@ -99,7 +99,7 @@ class Sight(Struct, frozen=True, kw_only=True):
         return stacks.waits_for_others(self.second, is_computing=self.cpu >= WAITING_CPU)
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class HangFinding(Struct, frozen=True, kw_only=True):
     """What the dumps say, before anybody thinks of what to do."""
 
     fault: FaultClass
@@ -138,7 +138,7 @@ def see(node: NodeId, first: WorkerDump | None, second: WorkerDump, interval: fl
     )
 
 
-def judge(sights: Sequence[Sight], missing: Sequence[int] = ()) -> Finding:
+def judge(sights: Sequence[Sight], missing: Sequence[int] = ()) -> HangFinding:
     """`missing`: ranks whose node has not answered."""
     absent = f"Nothing was heard of {say_ranks(missing)} when everybody was asked." if missing else ""
     found = _judge(sights)
@@ -152,9 +152,9 @@ def judge(sights: Sequence[Sight], missing: Sequence[int] = ()) -> Finding:
     )
 
 
-def _judge(sights: Sequence[Sight]) -> Finding:
+def _judge(sights: Sequence[Sight]) -> HangFinding:
     if not sights:
-        return Finding(fault=FaultClass.UNKNOWN, culprits=(), evidence=(), confidence=0.0)
+        return HangFinding(fault=FaultClass.UNKNOWN, culprits=(), evidence=(), confidence=0.0)
     ended = [sight for sight in sights if sight.second.state in "ZXx"]
     if ended:
         return _judge_without(ended, [sight for sight in sights if sight not in ended])
@@ -176,7 +176,7 @@ def _judge(sights: Sequence[Sight]) -> Finding:
     return _judge_all_elsewhere(sights)
 
 
-def _judge_without(ended: Sequence[Sight], rest: Sequence[Sight]) -> Finding:
+def _judge_without(ended: Sequence[Sight], rest: Sequence[Sight]) -> HangFinding:
     """A process that ended badly is reported by its agent, at once; so these have ended well, or their report is on its way. No proof."""
     found = _judge(rest)
     text = f"{_subject(ended)} {'has' if len(ended) == 1 else 'have'} ended."
@@ -187,7 +187,7 @@ def _judge_without(ended: Sequence[Sight], rest: Sequence[Sight]) -> Finding:
     return replace(found, evidence=(*found.evidence, text)[:MAX_SENTENCES], is_proof=found.is_urgent)
 
 
-def _judge_outsiders(others: Sequence[Sight], waiting: Sequence[Sight]) -> Finding:
+def _judge_outsiders(others: Sequence[Sight], waiting: Sequence[Sight]) -> HangFinding:
     """Some wait for the rest. Those that move may only be slow; if some of the rest are still, or cannot move, they are the ones."""
     still = [sight for sight in others if sight.is_still]
     held = [sight for sight in others if _is_blocked(sight.second) or stacks.stopped_children(sight.second)]
@@ -263,7 +263,7 @@ def _own_fault(culprits: Sequence[Sight]) -> tuple[FaultClass, str, float]:
     return FaultClass.DEADLOCK, f"{waits} for something of {their} own{phase}{place}, not for the others.", 0.9
 
 
-def _judge_collectives(waiting: Sequence[Sight]) -> Finding:
+def _judge_collectives(waiting: Sequence[Sight]) -> HangFinding:
     """Everybody is in a collective: in the same one?"""
     cut_off = find_cut_off([sight.second for sight in waiting])
     if cut_off is not None:
@@ -326,11 +326,11 @@ def _ahead_last(one: list[Sight], other: list[Sight]) -> tuple[list[Sight], list
     return one, other
 
 
-def _blame_network(waiting: Sequence[Sight], cut_off: CutOff | None = None) -> Finding:
+def _blame_network(waiting: Sequence[Sight], cut_off: CutOff | None = None) -> HangFinding:
     if cut_off is None:
         sentence = f"{_what_they_do(waiting)} Nobody is missing from it, so what they send does not arrive."
         has_moved = any(sight.is_moving for sight in waiting)  # whoever was late has only just come
-        return Finding(
+        return HangFinding(
             fault=FaultClass.NETWORK, culprits=(), evidence=(sentence,), confidence=0.6, is_premature=has_moved
         )
     culprits = [sight for sight in waiting if sight.rank in cut_off.ranks]
@@ -338,7 +338,7 @@ def _blame_network(waiting: Sequence[Sight], cut_off: CutOff | None = None) -> F
     return _blame(FaultClass.NETWORK, culprits, evidence, 0.85 if culprits else 0.7)
 
 
-def _blame_threads(waiting: Sequence[Sight], shared: SharedGroup) -> Finding:
+def _blame_threads(waiting: Sequence[Sight], shared: SharedGroup) -> HangFinding:
     culprits = [sight for sight in waiting if sight.rank in shared.ranks]
     is_still = all(sight.is_still and sight.is_overdue for sight in waiting)
     is_proof = is_still and shared.is_order_different
@@ -346,7 +346,7 @@ def _blame_threads(waiting: Sequence[Sight], shared: SharedGroup) -> Finding:
     return _blame(FaultClass.CONCURRENT_COLLECTIVES, culprits, evidence, 0.95 if is_proof else 0.8, is_proof=is_proof)
 
 
-def _judge_all_elsewhere(sights: Sequence[Sight]) -> Finding:
+def _judge_all_elsewhere(sights: Sequence[Sight]) -> HangFinding:
     """Nobody waits for anybody."""
     overdue = [sight for sight in sights if sight.is_overdue] or list(sights)
     fault, sentence, confidence = _own_fault(overdue)
@@ -364,8 +364,8 @@ def _blame(
     is_proof: bool = False,
     is_urgent: bool = False,
     patience: float = 0.0,
-) -> Finding:
-    return Finding(
+) -> HangFinding:
+    return HangFinding(
         fault=fault,
         culprits=tuple(Culprit(node=sight.node, global_rank=sight.rank) for sight in sights),
         evidence=evidence[:MAX_SENTENCES],

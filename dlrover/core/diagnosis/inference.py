@@ -14,8 +14,8 @@ from typing import TypeVar
 from msgspec import Struct
 
 from dlrover.core.diagnosis.diagnostician import conclude
-from dlrover.protocol.messages import NodeId
-from dlrover.protocol.watch_messages import ActionKind, Culprit, FaultClass, Verdict
+from dlrover.protocol.messages.job import NodeId
+from dlrover.protocol.messages.watch import ActionKind, Culprit, FaultClass, Verdict
 
 E = TypeVar("E", bound=enum.StrEnum)
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 from dlrover.core.diagnosis.hang import Sight, see
 from dlrover.core.diagnosis.picture import Scene
-from dlrover.core.turn import MICROS_PER_SECOND, micros
-from dlrover.protocol.messages import Micros, NodeId, Round
-from dlrover.protocol.watch_messages import LookTaken, TakeLook, WatchOrder, WorkerDump
+from dlrover.core.outcome import MICROS_PER_SECOND, micros
+from dlrover.protocol.messages.job import Micros, NodeId, Round
+from dlrover.protocol.messages.watch import LookTaken, TakeLook, WatchOrder, WorkerDump
 
 AGAIN_AFTER = 2.0
 ANSWER_WITHIN = 6.0

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dlrover.core.diagnosis.diagnostician import conclude
-from dlrover.core.fleet import Fleet, FleetNode
+from dlrover.core.fleet.fleet import Fleet, FleetNode
+from dlrover.core.outcome import MICROS_PER_SECOND, micros
 from dlrover.core.state import JobState
-from dlrover.core.turn import MICROS_PER_SECOND, micros
-from dlrover.protocol.fleet_messages import Strategy
-from dlrover.protocol.messages import Micros, NodeId, PlatformId
-from dlrover.protocol.steering_messages import RelaunchNode
-from dlrover.protocol.watch_messages import FaultClass, Verdict
+from dlrover.protocol.messages.fleet import Strategy
+from dlrover.protocol.messages.job import Micros, NodeId, PlatformId
+from dlrover.protocol.messages.requests import RelaunchNode
+from dlrover.protocol.messages.watch import FaultClass, Verdict
 
 NAME = "first_contact"
 FIRST_WORD = 600.0

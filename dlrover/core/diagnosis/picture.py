@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterator
 from msgspec import Struct
 
 from dlrover.core.diagnosis.samples import Samples
+from dlrover.core.outcome import MICROS_PER_SECOND
 from dlrover.core.state import JobState
-from dlrover.core.turn import MICROS_PER_SECOND
-from dlrover.protocol.messages import FirstFailure, Micros, NodeId, NodeRank, Round, WorkerFailure
-from dlrover.protocol.watch_messages import NodeEvent, Phase, ProgressReport, ResourceReport, WorkerProgress
+from dlrover.protocol.messages.job import FirstFailure, Micros, NodeId, NodeRank, Round, WorkerFailure
+from dlrover.protocol.messages.watch import NodeEvent, Phase, ProgressReport, ResourceReport, WorkerProgress
 
 WINDOWS = 24
 """Reports of one rank that are compared: two minutes of heartbeats."""
@@ -29,7 +29,7 @@ MAX_EVENTS = 64
 MAX_FAILURES = 32
 
 
-class Place(Struct, frozen=True, kw_only=True):
+class NodePlace(Struct, frozen=True, kw_only=True):
     """A node of the world."""
 
     node: NodeId
@@ -46,7 +46,7 @@ class Scene(Struct, frozen=True, kw_only=True):
     is_active: bool = False
     """The world runs. Not while a round is open, nor after the end of the job."""
     began_at: Micros = Micros(0)
-    places: tuple[Place, ...] = ()
+    places: tuple[NodePlace, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -63,7 +63,7 @@ def scene_of(state: JobState) -> Scene:
         is_active=rdzv.is_active and state.end is None,
         began_at=rdzv.completed_at,
         places=tuple(
-            Place(
+            NodePlace(
                 node=member.node,
                 node_rank=member.node_rank,
                 host=live[member.node].host if member.node in live else "",
@@ -89,7 +89,7 @@ class Window(Struct, frozen=True, kw_only=True):
 class RankRecord:
     """What is known of one rank in this round."""
 
-    def __init__(self, place: Place, global_rank: int) -> None:
+    def __init__(self, place: NodePlace, global_rank: int) -> None:
         self.place = place
         self.global_rank = global_rank
         self.progress = WorkerProgress(local_rank=0, global_rank=global_rank)
@@ -138,7 +138,7 @@ class RankRecord:
             self.losses.append(loss)
 
 
-class Failed(Struct, frozen=True, kw_only=True):
+class FailedWorkers(Struct, frozen=True, kw_only=True):
     """Workers that ended, as their agent told it."""
 
     at: Micros
@@ -162,7 +162,7 @@ class Picture:
         self._nodes: dict[NodeId, None] = {}
         self.resources: dict[NodeId, ResourceReport] = {}
         self.events: deque[NodeEvent] = deque(maxlen=MAX_EVENTS)
-        self.failures: deque[Failed] = deque(maxlen=MAX_FAILURES)
+        self.failures: deque[FailedWorkers] = deque(maxlen=MAX_FAILURES)
         """Of all rounds, oldest first."""
         self.samples = Samples()
         self.duplicates: dict[str, int] = {}
@@ -221,6 +221,6 @@ class Picture:
     def newest_step(self) -> int | None:
         return max((record.progress.step for record in self.heard() if record.progress.step is not None), default=None)
 
-    def place_of(self, global_rank: int) -> Place | None:
+    def place_of(self, global_rank: int) -> NodePlace | None:
         record = self.ranks.get(global_rank)
         return None if record is None else record.place

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dlrover.core.diagnosis.diagnostician import Diagnostician
-from dlrover.core.diagnosis.failure_checks import CrashLoop, WorkerEnded
-from dlrover.core.diagnosis.node_checks import (
+from dlrover.core.diagnosis.checks.failures import CrashLoop, WorkerEnded
+from dlrover.core.diagnosis.checks.idleness import HANG as HANG
+from dlrover.core.diagnosis.checks.idleness import IdleDevices, IdleJob, ProfilerHang
+from dlrover.core.diagnosis.checks.nodes import (
     ClockJump,
     Devices,
     DiskFull,
@@ -13,9 +14,8 @@ from dlrover.core.diagnosis.node_checks import (
     NodeInconsistency,
     OutOfMemory,
 )
-from dlrover.core.diagnosis.progress_checks import CorruptionVote, LossSpike, Numerics, Straggler
-from dlrover.core.diagnosis.rest_checks import HANG as HANG
-from dlrover.core.diagnosis.rest_checks import IdleDevices, IdleJob, ProfilerHang
+from dlrover.core.diagnosis.checks.progress import CorruptionVote, LossSpike, Numerics, Straggler
+from dlrover.core.diagnosis.diagnostician import Diagnostician
 
 
 def built_in() -> tuple[Diagnostician, ...]:

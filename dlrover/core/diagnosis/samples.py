@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from dlrover.core.turn import micros
-from dlrover.protocol.messages import Micros, NodeId
-from dlrover.protocol.watch_messages import SampleTaken
+from dlrover.core.outcome import micros
+from dlrover.protocol.messages.job import Micros, NodeId
+from dlrover.protocol.messages.watch import SampleTaken
 
 LIFE = 600.0
 """Seconds after which a sample says nothing any more. By the master's clock: those of nodes may be anywhere."""

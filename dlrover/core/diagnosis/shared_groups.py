@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from dlrover.core.diagnosis import stacks
 from dlrover.core.diagnosis.stacks import Frame, say_ranks
-from dlrover.protocol.watch_messages import Collective, WorkerDump
+from dlrover.protocol.messages.watch import Collective, WorkerDump
 
 
 class SharedGroup(Struct, frozen=True):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from dlrover.protocol.watch_messages import Collective, Phase, WorkerDump
+from dlrover.protocol.messages.watch import Collective, Phase, WorkerDump
 
 _COLLECTIVE_FILES = ("torch/distributed/distributed_c10d.py", "torch/distributed/nn/functional.py")
 _COLLECTIVE_NAMES = (

@@ -17,13 +17,13 @@ from msgspec.structs import replace
 
 from dlrover.core.diagnosis.autopsy import write_page
 from dlrover.core.diagnosis.diagnostician import Diagnostician
-from dlrover.core.diagnosis.hang import Finding, Sight, judge
+from dlrover.core.diagnosis.hang import HangFinding, Sight, judge
 from dlrover.core.diagnosis.looks import AGAIN_AFTER, Look, interval_after
-from dlrover.core.diagnosis.picture import Failed, Picture, Scene
+from dlrover.core.diagnosis.picture import FailedWorkers, Picture, Scene
 from dlrover.core.diagnosis.registry import HANG, built_in
-from dlrover.core.turn import MICROS_PER_SECOND, micros
-from dlrover.protocol.messages import Micros, NodeId, Round
-from dlrover.protocol.watch_messages import (
+from dlrover.core.outcome import MICROS_PER_SECOND, micros
+from dlrover.protocol.messages.job import Micros, NodeId, Round
+from dlrover.protocol.messages.watch import (
     ActionKind,
     Autopsy,
     Culprit,
@@ -159,7 +159,7 @@ class Watch:
                 self.picture.samples.add(observation, now)
         self._is_news = True
 
-    def hear_failure(self, failed: Failed) -> None:
+    def hear_failure(self, failed: FailedWorkers) -> None:
         self.picture.failures.append(failed)
         self._is_news = True
         self._next_check_at = Micros(0)  # at once: what the ranks did last is forgotten with the next round
@@ -259,7 +259,7 @@ class Watch:
         entered = max((record.entered_at for record in self.picture.stalled), default=now)
         return max(0.0, (now - entered) / MICROS_PER_SECOND)
 
-    def _judge(self, finding: Finding, sights: Sequence[Sight], now: Micros) -> None:
+    def _judge(self, finding: HangFinding, sights: Sequence[Sight], now: Micros) -> None:
         self._look = None
         self._next_look_at = Micros(now + micros(interval_after(self._num_looks)))
         if not sights or not (finding.is_urgent or any(sight.is_overdue for sight in sights)):
@@ -279,7 +279,7 @@ class Watch:
         self._effects.append(Publish(self.autopsy))
         self._conclude(verdict, now, stalled_for=stalled_for)
 
-    def _choose(self, finding: Finding, stalled_for: float) -> Verdict:
+    def _choose(self, finding: HangFinding, stalled_for: float) -> Verdict:
         """The cheapest action that is safe."""
         terms = self.terms
         needed, why = self._patience(finding)
@@ -305,7 +305,7 @@ class Watch:
             reasoning=reasoning,
         )
 
-    def _patience(self, finding: Finding) -> tuple[float, str]:
+    def _patience(self, finding: HangFinding) -> tuple[float, str]:
         """Seconds of standing still before anything is done, and why."""
         terms = self.terms
         longest = max(terms.longest_timeout, terms.hang_timeout)
@@ -321,7 +321,7 @@ class Watch:
             return longest, "There is no proof, and what is done there may take long"
         return terms.hang_timeout, "There is no proof that it hangs"
 
-    def _look_when_it_counts(self, finding: Finding, stalled_for: float, now: Micros) -> None:
+    def _look_when_it_counts(self, finding: HangFinding, stalled_for: float, now: Micros) -> None:
         """The next look shall not miss the moment at which something is to be done."""
         left = self._patience(finding)[0] - stalled_for
         if 0 < left < float("inf"):

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Struct
 
-from dlrover.protocol.checkpoint_messages import RequestSave
 from dlrover.protocol.codec import Question
-from dlrover.protocol.messages import NodeId, StopJob
-from dlrover.protocol.steering_messages import RelaunchNode, RestartWorkers
+from dlrover.protocol.messages.checkpoint import RequestSave
+from dlrover.protocol.messages.job import NodeId, StopJob
+from dlrover.protocol.messages.requests import RelaunchNode, RestartWorkers
 
 MAX_REASON = 200
 

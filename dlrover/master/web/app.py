@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from dlrover.master.lookout import Lookout
+from dlrover.master.view.gatherer import Lookout
 from dlrover.master.web.access import SESSION_SECONDS, Access, Scope, is_own_origin
 from dlrover.master.web.actions import ACTIONS, BadWish, read_wish
 from dlrover.master.web.hosts import Hosts
@@ -34,7 +34,7 @@ from dlrover.master.web.old_paths import OldPaths
 from dlrover.master.web.stream import EventStream
 from dlrover.protocol.codec import Question
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.messages import Reply
+from dlrover.protocol.messages.job import Reply
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from itertools import count
 
 from msgspec import Struct
 
-from dlrover.protocol.messages import Micros, NodeId
-from dlrover.protocol.watch_messages import SendTail, TailSent, WatchObservation, WatchOrder
+from dlrover.protocol.messages.job import Micros, NodeId
+from dlrover.protocol.messages.watch import SendTail, TailSent, WatchObservation, WatchOrder
 
 MAX_TAIL_BYTES = 64 * 1024
 MAX_LINES = 1000

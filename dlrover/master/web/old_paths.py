@@ -8,8 +8,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dlrover.master.lookout import Lookout
-from dlrover.protocol.messages import JobStatus
+from dlrover.master.view.gatherer import Lookout
+from dlrover.protocol.messages.job import JobStatus
 from dlrover.protocol.units import in_mib
 
 

@@ -12,7 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dlrover.protocol.addresses import TlsConfig
-from dlrover.protocol.door import Door
+from dlrover.protocol.rpc.door import Door
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import contextlib
 
 from starlette.types import Receive, Scope, Send
 
-from dlrover.master.lookout import Lookout
+from dlrover.master.view.gatherer import Lookout
 
 KEEP_ALIVE = 15.0
 """Seconds without news after which a comment is sent: proxies close silent connections."""

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, get_worker_info
 
 from dlrover.protocol.errors import ConfigError, DLRoverError, Rejected
-from dlrover.trainer.ordered_records import OrderedRecords, RecordClient, RecordService
+from dlrover.trainer.data.ordered_records import OrderedRecords, RecordClient, RecordService
 from dlrover.trainer.sharding_client import ShardingClient
 
 

@@ -20,7 +20,8 @@ import torch.distributed
 from torch.distributed import DistStoreError, Store
 
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.kv_messages import (
+from dlrover.protocol.messages.job import Reply, Round, WorkerRequest
+from dlrover.protocol.messages.kv import (
     MAX_VALUE_BYTES,
     KvAdd,
     KvAppend,
@@ -40,7 +41,6 @@ from dlrover.protocol.kv_messages import (
     KvValues,
     KvWait,
 )
-from dlrover.protocol.messages import Reply, Round, WorkerRequest
 from dlrover.trainer import environment
 from dlrover.trainer.agent_link import Link, current_link, pause_before_retry
 

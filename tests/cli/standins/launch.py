@@ -5,9 +5,10 @@ import functools
 import os
 import sys
 
-from dlrover.agent import process_tree
-from dlrover.cli import launcher, run
-from dlrover.cli.launcher import Patience, Programs
+from dlrover.agent.workers import process_tree
+from dlrover.cli import run
+from dlrover.cli.launch import launcher
+from dlrover.cli.launch.launcher import LaunchPatience, Programs
 
 here = os.path.dirname(os.path.abspath(__file__))
 programs = Programs(
@@ -21,7 +22,7 @@ def fail(*_: object, **__: object) -> list[int]:
 
 if os.environ.get("STANDIN_SWEEP") == "fail":
     process_tree.kill_descendants = fail
-patience = Patience(
+patience = LaunchPatience(
     find_master=float(os.environ.get("STANDIN_FIND_MASTER", "0.2")),
     agent_margin=0.2,
     master=0.2,

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from dlrover.snapshot.commit import committed_checkpoints, find_damage, latest_step
-from dlrover.snapshot.storage import LocalStorage
+from dlrover.snapshot.storage.commit import committed_checkpoints, find_damage, latest_step
+from dlrover.snapshot.storage.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
 
 folder, log = Path(sys.argv[1]), Path(sys.argv[2])

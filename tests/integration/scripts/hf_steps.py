@@ -24,7 +24,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-from dlrover.snapshot.persist import finish, persist, pin_newest, release  # noqa: E402
+from dlrover.snapshot.storage.persist import finish, persist, pin_newest, release  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.hf_trainer import FlashCkptTrainer  # noqa: E402
 
 NUM_STEPS, DISK_EVERY, KILL_AT = 10, 4, 7

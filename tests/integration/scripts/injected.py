@@ -12,7 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from dlrover.trainer import phases, report
+from dlrover.trainer import report
+from dlrover.trainer.worker import phases
 
 folder = Path(sys.argv[1])
 rank = os.environ["RANK"]

@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from dlrover.protocol.data_messages import ExchangeShards
 from dlrover.protocol.errors import ConfigError, Rejected
-from dlrover.protocol.messages import Reply, WorkerRequest
+from dlrover.protocol.messages.data import ExchangeShards
+from dlrover.protocol.messages.job import Reply, WorkerRequest
+from dlrover.trainer.data.shard_reader import ShardPiece
 from dlrover.trainer.data_sources import CsvSource, DirectoryTail, LineSource, SourceChanged
-from dlrover.trainer.shard_reader import Piece
 from dlrover.trainer.stand_in import StandIn
 from dlrover.trainer.torch.data import Batch, ShardDataset, StepLoader
 from dlrover.trainer.torch.data.shard_service import ShardClient
@@ -174,7 +174,7 @@ class _SameSize(Link):
     def ask(self, request: WorkerRequest, *, timeout: float) -> Reply:
         from msgspec.structs import replace
 
-        from dlrover.protocol.data_messages import RegisterDataset
+        from dlrover.protocol.messages.data import RegisterDataset
 
         if isinstance(request, RegisterDataset):
             request = replace(request, spec=replace(request.spec, size=SIZE))
@@ -302,7 +302,7 @@ def test_a_directory_is_read_while_it_is_written(tmp_path: Path, opened: Opened,
 
 
 def test_a_step_is_split_among_the_ranks_and_weighed() -> None:
-    pieces = [Piece(1, 0, 10, 17), Piece(2, 0, 40, 44)]
+    pieces = [ShardPiece(1, 0, 10, 17), ShardPiece(2, 0, 40, 44)]
     for world_size in (1, 2, 3, 11, 16):
         parts = [part_of(pieces, rank, world_size) for rank in range(world_size)]
         read = [place for part in parts if part.size for piece in part.own for place in range(piece.start, piece.end)]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from dlrover.trainer.shard_reader import Piece, size_of
+from dlrover.trainer.data.shard_reader import ShardPiece, size_of
 
 Collate = Callable[[list[Any]], Any]
 
@@ -22,7 +22,7 @@ class Batch:
 
     __slots__ = ("data", "pieces", "size", "total", "weight")
 
-    def __init__(self, data: Any, pieces: Sequence[Piece], *, size: int, total: int, weight: float = 1.0) -> None:
+    def __init__(self, data: Any, pieces: Sequence[ShardPiece], *, size: int, total: int, weight: float = 1.0) -> None:
         self.data, self.pieces = data, tuple(pieces)
         self.size, self.total, self.weight = size, total, weight
 
@@ -38,7 +38,7 @@ class Batch:
         return self
 
 
-def make_batch(records: list[Any], pieces: Sequence[Piece], collate: Collate | None) -> Batch:
+def make_batch(records: list[Any], pieces: Sequence[ShardPiece], collate: Collate | None) -> Batch:
     size = size_of(pieces)
     return Batch((collate or default_collate)(records), pieces, size=size, total=size)
 

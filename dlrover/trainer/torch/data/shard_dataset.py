@@ -23,11 +23,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dlrover.protocol.data_messages import Shard, TaskType
 from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.messages.data import LeasedShard, TaskType
 from dlrover.trainer.agent_link import Link
+from dlrover.trainer.data.shard_reader import ShardReader, SourceRecords, batches_of, check_same_data, spec_of
 from dlrover.trainer.data_sources.source import Source
-from dlrover.trainer.shard_reader import ShardReader, SourceRecords, batches_of, check_same_data, spec_of
 from dlrover.trainer.torch.data.batch import Batch, Collate, make_batch
 from dlrover.trainer.torch.data.shard_service import ShardClient, ShardService
 
@@ -138,7 +138,7 @@ class ShardDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is no
             self._service.close()
             self._reader.close()
 
-    def _shards_here(self) -> Iterator[Shard | None]:
+    def _shards_here(self) -> Iterator[LeasedShard | None]:
         is_idle = True
         while True:
             try:
@@ -162,7 +162,7 @@ class ShardDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is no
         return {**self.__dict__, "_reader": None, "_service": None, "_client": None}
 
 
-def _shards_from(client: ShardClient) -> Iterator[Shard | None]:
+def _shards_from(client: ShardClient) -> Iterator[LeasedShard | None]:
     is_idle = True
     while True:
         shard, is_end = client.take(is_patient=is_idle)

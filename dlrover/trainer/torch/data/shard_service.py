@@ -12,15 +12,15 @@ from collections import deque
 
 from msgspec import Struct
 
-from dlrover.protocol.data_messages import Shard
-from dlrover.trainer.loader_service import LoaderClient, LoaderService
-from dlrover.trainer.shard_reader import ShardReader
+from dlrover.protocol.messages.data import LeasedShard
+from dlrover.trainer.data.loader_service import LoaderClient, LoaderService
+from dlrover.trainer.data.shard_reader import ShardReader
 
 _LOOK = 0.2
 """Seconds that a request may hold up others, and that a worker with half a batch waits for the rest."""
 
 
-class Ask(Struct, frozen=True):
+class ShardAsked(Struct, frozen=True):
     begins: bool = False
     """A pass; otherwise: a shard is wanted."""
     is_patient: bool = True
@@ -29,14 +29,14 @@ class Ask(Struct, frozen=True):
     """Only: does the job know already where the data stand?"""
 
 
-class Answer(Struct, frozen=True):
-    shard: Shard | None = None
+class ShardAnswer(Struct, frozen=True):
+    shard: LeasedShard | None = None
     is_end: bool = False
     is_begun: bool = False
     trouble: str = ""
 
 
-class ShardService(LoaderService[Ask]):
+class ShardService(LoaderService[ShardAsked]):
     def __init__(self, reader: ShardReader) -> None:
         self._reader = reader
         self.is_restored = False
@@ -45,8 +45,8 @@ class ShardService(LoaderService[Ask]):
         """Shards that each connection got in its pass."""
         self._orphans: list[int] = []
         """Shards of connections that are gone."""
-        self._waiting: deque[tuple[socket.socket, Ask]] = deque()
-        super().__init__(Ask)
+        self._waiting: deque[tuple[socket.socket, ShardAsked]] = deque()
+        super().__init__(ShardAsked)
 
     @property
     def _is_busy(self) -> bool:
@@ -59,11 +59,11 @@ class ShardService(LoaderService[Ask]):
         self._orphans += self._ids.pop(connection)
         self._waiting = deque(each for each in self._waiting if each[0] is not connection)
 
-    def _heard(self, connection: socket.socket, ask: Ask) -> None:
+    def _heard(self, connection: socket.socket, ask: ShardAsked) -> None:
         if ask.begins:
             self._reader.give_back([*self._ids[connection], *self._orphans])
             self._ids[connection], self._orphans = [], []
-            self._send(connection, Answer())
+            self._send(connection, ShardAnswer())
         else:
             self._waiting.append((connection, ask))
 
@@ -72,17 +72,17 @@ class ShardService(LoaderService[Ask]):
         try:
             if ask.asks_begun:
                 is_begun = self.is_restored or self._reader.state().num_consumed > 0
-                answer = Answer(is_begun=is_begun)
+                answer = ShardAnswer(is_begun=is_begun)
             else:
                 shard = self._reader.take(_LOOK)
-                answer = Answer(shard=shard, is_end=shard is None)
+                answer = ShardAnswer(shard=shard, is_end=shard is None)
         except TimeoutError:
             if ask.is_patient:
                 self._waiting.rotate(-1)  # the next one may be content with nothing
                 return
-            answer = Answer()
+            answer = ShardAnswer()
         except Exception as error:  # the worker process raises it, and the DataLoader brings it to the training loop
-            answer = Answer(trouble=f"{type(error).__name__}: {error}")
+            answer = ShardAnswer(trouble=f"{type(error).__name__}: {error}")
         self._waiting.popleft()
         if answer.shard is not None:
             self._ids[connection].append(answer.shard.id)
@@ -90,17 +90,17 @@ class ShardService(LoaderService[Ask]):
             self._reader.give_back([answer.shard.id])
 
 
-class ShardClient(LoaderClient[Answer]):
+class ShardClient(LoaderClient[ShardAnswer]):
     def __init__(self, address: str) -> None:
-        super().__init__(address, Answer)
+        super().__init__(address, ShardAnswer)
 
     def begin(self) -> None:
-        self._ask(Ask(begins=True))
+        self._ask(ShardAsked(begins=True))
 
     def is_begun(self) -> bool:
-        return self._ask(Ask(asks_begun=True)).is_begun
+        return self._ask(ShardAsked(asks_begun=True)).is_begun
 
-    def take(self, *, is_patient: bool) -> tuple[Shard | None, bool]:
+    def take(self, *, is_patient: bool) -> tuple[LeasedShard | None, bool]:
         """A shard, or none; and whether that is the end of the data."""
-        answer = self._ask(Ask(is_patient=is_patient))
+        answer = self._ask(ShardAsked(is_patient=is_patient))
         return answer.shard, answer.is_end

@@ -30,11 +30,10 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from dlrover.protocol.data_messages import DatasetSpec, Shard
+from dlrover.protocol.messages.data import DatasetSpec, LeasedShard
 from dlrover.trainer.agent_link import Link
-from dlrover.trainer.data_sources.source import Source
-from dlrover.trainer.shard_reader import (
-    Piece,
+from dlrover.trainer.data.shard_reader import (
+    ShardPiece,
     ShardReader,
     SourceRecords,
     batches_of,
@@ -43,6 +42,7 @@ from dlrover.trainer.shard_reader import (
     size_of,
     spec_of,
 )
+from dlrover.trainer.data_sources.source import Source
 from dlrover.trainer.torch.data.batch import Batch, Collate
 
 _LOOK = 1.0
@@ -55,7 +55,7 @@ VERSION = 1
 class Word(Struct, frozen=True):
     """What rank 0 says."""
 
-    shard: Shard | None = None
+    shard: LeasedShard | None = None
     is_end: bool = False
     trouble: str = ""
 
@@ -63,11 +63,11 @@ class Word(Struct, frozen=True):
 _WORD_DECODER = msgspec.msgpack.Decoder(Word)
 
 
-class Part(Struct, frozen=True):
+class StepPart(Struct, frozen=True):
     """What one rank reads of a step."""
 
-    all: tuple[Piece, ...]
-    own: tuple[Piece, ...]
+    all: tuple[ShardPiece, ...]
+    own: tuple[ShardPiece, ...]
     size: int
     weight: float
 
@@ -150,13 +150,13 @@ class StepLoader:
         self._reader.close()
 
 
-class StepBatches(Sampler[Part]):  # type: ignore[misc]  # torch is not followed
+class StepBatches(Sampler[StepPart]):  # type: ignore[misc]  # torch is not followed
     """Runs in the process that trains, also when worker processes read the records."""
 
     def __init__(self, reader: ShardReader, rank: int, world_size: int) -> None:
         self._reader, self._rank, self._world_size = reader, rank, world_size
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[StepPart]:
         for pieces in batches_of(self._shards(), self._reader.spec.batch_size):
             yield part_of(pieces, self._rank, self._world_size)
 
@@ -167,7 +167,7 @@ class StepBatches(Sampler[Part]):  # type: ignore[misc]  # torch is not followed
     def load_state_dict(self, _: dict[str, Any]) -> None:
         pass
 
-    def _shards(self) -> Iterator[Shard | None]:
+    def _shards(self) -> Iterator[LeasedShard | None]:
         is_idle = True
         while True:
             word = self._heard(is_idle)
@@ -197,12 +197,12 @@ class StepBatches(Sampler[Part]):  # type: ignore[misc]  # torch is not followed
             _broadcast(msgspec.msgpack.encode(word))
 
 
-def part_of(pieces: list[Piece], rank: int, world_size: int) -> Part:
+def part_of(pieces: list[ShardPiece], rank: int, world_size: int) -> StepPart:
     """Runs of nearly equal length, one for each rank."""
     total = size_of(pieces)
     first, last = total * rank // world_size, total * (rank + 1) // world_size
     own = cut(pieces, first, last) or cut(pieces, 0, 1)
-    return Part(tuple(pieces), tuple(own), last - first, (last - first) * world_size / total)
+    return StepPart(tuple(pieces), tuple(own), last - first, (last - first) * world_size / total)
 
 
 def _broadcast(data: bytes) -> bytes:
@@ -229,7 +229,7 @@ class _Parts(Dataset[Any]):  # type: ignore[misc]  # torch is not followed
     def __getitem__(self, place: int) -> Any:
         return self._records.source.read([place])[0]
 
-    def __getitems__(self, part: Part) -> tuple[Part, list[Any]]:
+    def __getitems__(self, part: StepPart) -> tuple[StepPart, list[Any]]:
         return part, self._records.read(part.own)
 
 
@@ -237,6 +237,6 @@ class _BatchMaker:
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
 
-    def __call__(self, read: tuple[Part, list[Any]]) -> Batch:
+    def __call__(self, read: tuple[StepPart, list[Any]]) -> Batch:
         part, records = read
         return Batch(self._collate(records), part.all, size=part.size, total=size_of(part.all), weight=part.weight)

@@ -99,7 +99,7 @@ class ElasticBatchSampler(BatchSampler):  # type: ignore[misc]  # torch is not f
             yield batch
 
 
-class _Counting:
+class _CountingIterator:
     """
     torch's iterator, and a count of the records that it hands out.
 
@@ -113,7 +113,7 @@ class _Counting:
         """None: every item is one record, because the loader makes no batches."""
         self._sampler = sampler
 
-    def __iter__(self) -> _Counting:
+    def __iter__(self) -> _CountingIterator:
         return self
 
     def __next__(self) -> Any:
@@ -150,7 +150,7 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
         self._elastic_sampler = sampler if isinstance(sampler, ElasticDistributedSampler) else None
         if self._elastic_sampler is not None:
             self._elastic_sampler.is_counted = True
-        self._counting: _Counting | None = None
+        self._counting: _CountingIterator | None = None
         """Around the one iterator of a loader whose worker processes stay."""
         self.load_config(self.config_file)
         self._write_back()
@@ -163,7 +163,7 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
         if self._counting is not None and self._counting.inner is batches:
             self._counting.sizes = sizes
             return self._counting
-        counting = _Counting(batches, self._elastic_sampler, sizes)
+        counting = _CountingIterator(batches, self._elastic_sampler, sizes)
         if self.persistent_workers:
             self._counting = counting
         return counting

@@ -32,10 +32,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from dlrover.protocol.errors import ConfigError
-from dlrover.trainer import environment, phases
+from dlrover.trainer import environment
 from dlrover.trainer.progress import report
 from dlrover.trainer.torch.elastic.dataloader import ElasticDataLoader
 from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler
+from dlrover.trainer.worker import phases
 
 LOOK_EVERY = 20
 """Steps after which the parallel-config file is looked at: the ranks tell each other then, which costs a message."""

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dlrover.protocol.errors import ConfigError, DLRoverError
-from dlrover.snapshot.copying import Copier
-from dlrover.snapshot.storage import storage_for
+from dlrover.snapshot.copy.copying import Copier
+from dlrover.snapshot.storage.storage import storage_for
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, StorageType
-from dlrover.trainer.torch.flash_checkpoint.dcp_items import DcpPart, resolve_items
-from dlrover.trainer.torch.flash_checkpoint.dcp_plan import data_file, encode_metadata, place, with_places
-from dlrover.trainer.torch.flash_checkpoint.dcp_reading import PieceReader, read_directory
+from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_items import DcpPart, resolve_items
+from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_plan import data_file, encode_metadata, place, with_places
+from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_reading import PieceReader, read_directory
 from dlrover.trainer.torch.flash_checkpoint.fsdp_engine import FsdpCheckpointEngine, file_bytes
 
 

@@ -15,13 +15,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from dlrover.core.cadence import BUDGET
+from dlrover.agreed.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.storage import full_path
-from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval
+from dlrover.snapshot.storage.storage import full_path
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer, SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
+from dlrover.trainer.torch.flash_checkpoint.saving.cadence import AUTO, Interval, SaveCadence, read_interval
 
 PART = "model_states"
 
@@ -48,7 +48,7 @@ class DdpCheckpointer(Checkpointer):
         give the ranks per node and the world size.
 
         `storage` is an object of a class derived from `CheckpointStorage`, `deletion_strategy` one of `CheckpointDeletionStrategy`; see
-        docs/compatibility.md.
+        docs/reference/compatibility.md.
 
         `comm_backend` is accepted and not needed: ranks agree over gloo. `num_slots` is how many states are kept in memory; a
         third one lets memory saves go on while storage is slow. `lazy` is how saves are made that do not say. The last two are for

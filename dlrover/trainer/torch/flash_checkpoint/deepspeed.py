@@ -24,15 +24,15 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dlrover.core.cadence import BUDGET
+from dlrover.agreed.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.manifest import DIRECTORY, ManifestInvalid
-from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval
+from dlrover.snapshot.storage.manifest import DIRECTORY, ManifestInvalid
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.deepspeed_engine import DeepSpeedCheckpointEngine
-from dlrover.trainer.torch.flash_checkpoint.node_snapshots import Snapshot
-from dlrover.trainer.torch.flash_checkpoint.parts import RawPart
+from dlrover.trainer.torch.flash_checkpoint.encoding.parts import RawPart
+from dlrover.trainer.torch.flash_checkpoint.restoring.node_snapshots import Snapshot
+from dlrover.trainer.torch.flash_checkpoint.saving.cadence import AUTO, Interval, SaveCadence, read_interval
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
@@ -459,7 +459,7 @@ def _is_first_with(file: str) -> bool:
     """Whether no rank before us on this node has a model file of the same name. All ranks call this."""
     import torch.distributed as dist
 
-    from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
+    from dlrover.trainer.torch.flash_checkpoint.saving.agreement import own_ranks
 
     ranks = own_ranks()
     if not dist.is_initialized() or ranks.world_size == 1:

@@ -15,16 +15,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.commit import Committed
-from dlrover.snapshot.manifest import ManifestInvalid
-from dlrover.snapshot.newest import complete_up_to, newest_step
-from dlrover.snapshot.storage import Storage
-from dlrover.snapshot.user_storage import storage_of
-from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
+from dlrover.snapshot.storage.commit import Committed
+from dlrover.snapshot.storage.manifest import ManifestInvalid
+from dlrover.snapshot.storage.newest import complete_up_to, newest_step
+from dlrover.snapshot.storage.storage import Storage
+from dlrover.snapshot.storage.user_storage import storage_of
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
-from dlrover.trainer.torch.flash_checkpoint.node_snapshots import NodeSnapshots, Snapshot, read_files
-from dlrover.trainer.torch.flash_checkpoint.stored_files import newest_whole, refuse_damaged, told_by_first
+from dlrover.trainer.torch.flash_checkpoint.restoring.node_snapshots import NodeSnapshots, Snapshot, read_files
+from dlrover.trainer.torch.flash_checkpoint.restoring.stored_files import newest_whole, refuse_damaged, told_by_first
+from dlrover.trainer.torch.flash_checkpoint.saving.agreement import own_ranks
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 

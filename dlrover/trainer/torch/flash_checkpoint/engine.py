@@ -19,37 +19,38 @@ from typing import Any
 import torch
 
 from dlrover.protocol.errors import ConfigError, Unavailable
-from dlrover.snapshot.commit import latest_step, read_global_manifest
-from dlrover.snapshot.copying import Copier
-from dlrover.snapshot.manifest import ManifestInvalid
-from dlrover.snapshot.persist import REQUEST, SaveRequest, encode_request
-from dlrover.snapshot.places import Place
-from dlrover.snapshot.segment import SlotName, segment_paths
-from dlrover.snapshot.segment_format import Owner
-from dlrover.snapshot.storage import LocalStorage, full_path, join
-from dlrover.snapshot.user_deletion import rule_for
-from dlrover.snapshot.user_storage import meta_for, shown_storage, storage_of
-from dlrover.trainer import environment, phases
-from dlrover.trainer.torch.flash_checkpoint import data_return
-from dlrover.trainer.torch.flash_checkpoint.agreed_segments import AgreedSegments
-from dlrover.trainer.torch.flash_checkpoint.agreement import Agreement, own_ranks
-from dlrover.trainer.torch.flash_checkpoint.aside import Waiting, copy_aside
+from dlrover.snapshot.copy.copying import Copier
+from dlrover.snapshot.memory.segment import SlotName, segment_paths
+from dlrover.snapshot.memory.segment_format import Owner
+from dlrover.snapshot.storage.commit import latest_step, read_global_manifest
+from dlrover.snapshot.storage.manifest import ManifestInvalid
+from dlrover.snapshot.storage.persist import REQUEST, SaveRequest, encode_request
+from dlrover.snapshot.storage.places import SavePlace
+from dlrover.snapshot.storage.storage import LocalStorage, full_path, join
+from dlrover.snapshot.storage.user_deletion import rule_for
+from dlrover.snapshot.storage.user_storage import meta_for, shown_storage, storage_of
+from dlrover.trainer import environment
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
-from dlrover.trainer.torch.flash_checkpoint.copying import PendingSave, StateWriter, room_for_names
-from dlrover.trainer.torch.flash_checkpoint.early_look import EarlyLook
-from dlrover.trainer.torch.flash_checkpoint.lazy import Memory
-from dlrover.trainer.torch.flash_checkpoint.lazy_saves import LazySaves
-from dlrover.trainer.torch.flash_checkpoint.old_names import check_all_rank_ready as check_all_rank_ready
-from dlrover.trainer.torch.flash_checkpoint.old_names import start_saver_process as start_saver_process
-from dlrover.trainer.torch.flash_checkpoint.old_names import (
+from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import PendingSave, StateWriter, room_for_names
+from dlrover.trainer.torch.flash_checkpoint.restoring import data_return
+from dlrover.trainer.torch.flash_checkpoint.restoring.early_look import EarlyLook
+from dlrover.trainer.torch.flash_checkpoint.restoring.newest_common import Restored, Restorer, own_file_in
+from dlrover.trainer.torch.flash_checkpoint.restoring.reading import read_file
+from dlrover.trainer.torch.flash_checkpoint.saving.agreed_segments import AgreedSegments
+from dlrover.trainer.torch.flash_checkpoint.saving.agreement import Agreement, own_ranks
+from dlrover.trainer.torch.flash_checkpoint.saving.aside import Waiting, copy_aside
+from dlrover.trainer.torch.flash_checkpoint.saving.lazy import Memory
+from dlrover.trainer.torch.flash_checkpoint.saving.lazy_saves import LazySaves
+from dlrover.trainer.torch.flash_checkpoint.saving.old_names import check_all_rank_ready as check_all_rank_ready
+from dlrover.trainer.torch.flash_checkpoint.saving.old_names import start_saver_process as start_saver_process
+from dlrover.trainer.torch.flash_checkpoint.saving.old_names import (
     verify_all_rank_step_consistent as verify_all_rank_step_consistent,
 )
-from dlrover.trainer.torch.flash_checkpoint.old_names import wait_socket_server as wait_socket_server
-from dlrover.trainer.torch.flash_checkpoint.outlets import AgentOutlet, Outlet, ThreadOutlet
-from dlrover.trainer.torch.flash_checkpoint.preparing import Preparation
-from dlrover.trainer.torch.flash_checkpoint.reading import read_file
-from dlrover.trainer.torch.flash_checkpoint.restoring import Restored, Restorer, own_file_in
-from dlrover.trainer.torch.flash_checkpoint.staleness import StalenessWatch
+from dlrover.trainer.torch.flash_checkpoint.saving.old_names import wait_socket_server as wait_socket_server
+from dlrover.trainer.torch.flash_checkpoint.saving.outlets import AgentOutlet, SaveOutlet, ThreadOutlet
+from dlrover.trainer.torch.flash_checkpoint.saving.preparing import Preparation
+from dlrover.trainer.torch.flash_checkpoint.saving.staleness import StalenessWatch
+from dlrover.trainer.worker import phases
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
@@ -79,7 +80,7 @@ class CheckpointEngine:
         num_slots: int = 2,
         storage: object = None,
         lazy: bool | str = False,
-        outlet: Outlet | None = None,
+        outlet: SaveOutlet | None = None,
         is_group_private: bool = False,
     ) -> None:
         """
@@ -156,7 +157,7 @@ class CheckpointEngine:
                 self._open_place()
 
     def _open_place(self) -> None:
-        self.outlet.open(Place(directory=self.checkpoint_dir, storage=self._storage, deletion=self._deletion))
+        self.outlet.open(SavePlace(directory=self.checkpoint_dir, storage=self._storage, deletion=self._deletion))
 
     @property
     def agreement(self) -> Agreement:

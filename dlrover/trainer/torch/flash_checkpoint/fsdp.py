@@ -27,14 +27,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from dlrover.core.cadence import BUDGET
-from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
-from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence
+from dlrover.agreed.cadence import BUDGET
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer, SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
-from dlrover.trainer.torch.flash_checkpoint.dcp_reading import OPTIMIZER, PieceReader
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
+from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_reading import OPTIMIZER, PieceReader
 from dlrover.trainer.torch.flash_checkpoint.fsdp_engine import FsdpCheckpointEngine
+from dlrover.trainer.torch.flash_checkpoint.saving.agreement import own_ranks
+from dlrover.trainer.torch.flash_checkpoint.saving.cadence import AUTO, Interval, SaveCadence
 
 MODEL = "model"
 FULL_OPTIMIZER = "optimizer"

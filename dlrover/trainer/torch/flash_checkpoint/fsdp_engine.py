@@ -24,14 +24,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dlrover.protocol.errors import ConfigError, DLRoverError, Unavailable
-from dlrover.snapshot.commit import committed_checkpoints, read_global_manifest
-from dlrover.snapshot.manifest import DIRECTORY
-from dlrover.snapshot.storage import full_path, join
-from dlrover.snapshot.torch_file import torch_file_bytes
-from dlrover.snapshot.user_storage import storage_of
-from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
+from dlrover.snapshot.files.torch_file import torch_file_bytes
+from dlrover.snapshot.storage.commit import committed_checkpoints, read_global_manifest
+from dlrover.snapshot.storage.manifest import DIRECTORY
+from dlrover.snapshot.storage.storage import full_path, join
+from dlrover.snapshot.storage.user_storage import storage_of
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult, StorageType
-from dlrover.trainer.torch.flash_checkpoint.dcp_items import (
+from dlrover.trainer.torch.flash_checkpoint.encoding.parts import RawPart
+from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
+from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_items import (
     DcpPart,
     LocalItem,
     LocalPlans,
@@ -39,14 +40,14 @@ from dlrover.trainer.torch.flash_checkpoint.dcp_items import (
     archive_pickle,
     collect_items,
 )
-from dlrover.trainer.torch.flash_checkpoint.dcp_plan import (
+from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_plan import (
     METADATA_FILE,
-    Claim,
+    RankShare,
     SharedPlan,
     data_file,
     plan_together,
 )
-from dlrover.trainer.torch.flash_checkpoint.dcp_reading import (
+from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_reading import (
     FilePieces,
     MemoryPieces,
     PieceReader,
@@ -58,11 +59,15 @@ from dlrover.trainer.torch.flash_checkpoint.dcp_reading import (
     plan_load,
     read_directory,
 )
-from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
-from dlrover.trainer.torch.flash_checkpoint.parts import RawPart
-from dlrover.trainer.torch.flash_checkpoint.reshard import LocalMemory, SavedState, find_saves, remove_abandoned
-from dlrover.trainer.torch.flash_checkpoint.reshard_exchange import bring, newest_attempts, tell_saves
-from dlrover.trainer.torch.flash_checkpoint.restoring import Restorer
+from dlrover.trainer.torch.flash_checkpoint.restoring.newest_common import Restorer
+from dlrover.trainer.torch.flash_checkpoint.restoring.reshard import (
+    LocalMemory,
+    SavedState,
+    find_saves,
+    remove_abandoned,
+)
+from dlrover.trainer.torch.flash_checkpoint.restoring.reshard_exchange import bring, newest_attempts, tell_saves
+from dlrover.trainer.torch.flash_checkpoint.saving.agreement import own_ranks
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
@@ -185,7 +190,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
         signature = tuple(item.signature for item in items)
         is_same = self._plan is not None and signature == self._signature
         if not self.agreement.have_all(is_same) or self._plan is None:
-            claim = Claim(
+            claim = RankShare(
                 plan=SavePlan([item.write for item in items], planner_data=dict(mappings)),
                 file_bytes=[file_bytes(item) for item in items],
                 num_bytes=[item.num_bytes for item in items],

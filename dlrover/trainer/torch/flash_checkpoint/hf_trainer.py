@@ -24,20 +24,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dlrover.core.cadence import BUDGET
+from dlrover.agreed.cadence import BUDGET
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.manifest import ManifestInvalid
-from dlrover.snapshot.newest import newest_complete
-from dlrover.snapshot.retention import KeepTotal, apply_retention
-from dlrover.snapshot.storage import LocalStorage
-from dlrover.trainer.torch.flash_checkpoint.agreement import Ranks, own_ranks
-from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval
+from dlrover.snapshot.storage.manifest import ManifestInvalid
+from dlrover.snapshot.storage.newest import newest_complete
+from dlrover.snapshot.storage.retention import KeepTotal, apply_retention
+from dlrover.snapshot.storage.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
-from dlrover.trainer.torch.flash_checkpoint.collecting import FileCollector
 from dlrover.trainer.torch.flash_checkpoint.deepspeed_engine import FileCheckpointEngine
-from dlrover.trainer.torch.flash_checkpoint.node_snapshots import Snapshot, broadcast_files, write_out
-from dlrover.trainer.torch.flash_checkpoint.safetensors_part import SafetensorsPart
+from dlrover.trainer.torch.flash_checkpoint.encoding.safetensors_part import SafetensorsPart
+from dlrover.trainer.torch.flash_checkpoint.restoring.node_snapshots import Snapshot, broadcast_files, write_out
+from dlrover.trainer.torch.flash_checkpoint.saving.agreement import Ranks, own_ranks
+from dlrover.trainer.torch.flash_checkpoint.saving.cadence import AUTO, Interval, SaveCadence, read_interval
+from dlrover.trainer.torch.flash_checkpoint.saving.collecting import FileCollector
 
 try:
     from transformers import Trainer

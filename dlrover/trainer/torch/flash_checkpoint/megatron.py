@@ -23,13 +23,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from dlrover.core.cadence import BUDGET
+from dlrover.agreed.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
-from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.megatron_engine import MegatronCheckpointEngine, Memory
-from dlrover.trainer.torch.flash_checkpoint.megatron_stored import TRACKER, iteration_directory, whole_directory
+from dlrover.trainer.torch.flash_checkpoint.restoring.megatron_stored import (
+    TRACKER,
+    iteration_directory,
+    whole_directory,
+)
+from dlrover.trainer.torch.flash_checkpoint.saving.cadence import AUTO, Interval, SaveCadence
 
 _LAYOUTS = (
     ("megatron.training.checkpointing", "megatron.training.global_vars"),

@@ -19,27 +19,27 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dlrover.core.cadence import BUDGET
-from dlrover.snapshot import user_deletion
-from dlrover.snapshot.storage import LocalStorage
-from dlrover.snapshot.user_storage import get_checkpoint_storage as get_checkpoint_storage
-from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence
+from dlrover.agreed.cadence import BUDGET
+from dlrover.snapshot.storage import user_deletion
+from dlrover.snapshot.storage.storage import LocalStorage
+from dlrover.snapshot.storage.user_storage import get_checkpoint_storage as get_checkpoint_storage
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
+from dlrover.trainer.torch.flash_checkpoint.frameworks.megatron_optimizer import load_parameter_state, parameter_state
 from dlrover.trainer.torch.flash_checkpoint.megatron import Megatron, find_megatron, is_resuming, own_model_file
 from dlrover.trainer.torch.flash_checkpoint.megatron_engine import (
     MegatronCheckpointEngine,
     MegatronDistCheckpointEngine,
     Memory,
 )
-from dlrover.trainer.torch.flash_checkpoint.megatron_optimizer import load_parameter_state, parameter_state
-from dlrover.trainer.torch.flash_checkpoint.megatron_stored import (
+from dlrover.trainer.torch.flash_checkpoint.restoring.megatron_stored import (
     RELEASE,
     TRACKER,
     iteration_directory,
     named_iteration,
     whole_directory,
 )
+from dlrover.trainer.torch.flash_checkpoint.saving.cadence import AUTO, Interval, SaveCadence
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
@@ -215,7 +215,7 @@ def wait_latest_checkpoint(timeout: float = 1800) -> bool:
     return True if found is None else found.wait_latest_checkpoint(timeout)
 
 
-class _Source:
+class _CheckpointSource:
     """One checkpoint, wherever it is."""
 
     def __init__(self, state: dict[str, Any], is_release: bool) -> None:
@@ -225,7 +225,7 @@ class _Source:
         raise NotImplementedError
 
 
-class _MemorySource(_Source):
+class _MemorySource(_CheckpointSource):
     def __init__(self, memory: Memory, state: dict[str, Any]) -> None:
         super().__init__(state, is_release=False)
         self._memory = memory
@@ -234,7 +234,7 @@ class _MemorySource(_Source):
         load_parameter_state(optimizer, self._memory.read(_own_optimizer_file()))
 
 
-class _StorageSource(_Source):
+class _StorageSource(_CheckpointSource):
     def __init__(self, directory: str, model_file: str, is_release: bool) -> None:
         super().__init__(_read(os.path.join(directory, model_file)), is_release)
         self._directory, self._model_file = directory, model_file
@@ -265,13 +265,13 @@ def _checkpointer(
     )
 
 
-def _from_memory(memory: Memory, megatron: Megatron) -> _Source:
+def _from_memory(memory: Memory, megatron: Megatron) -> _CheckpointSource:
     name = own_model_file(megatron, memory.step)
     memory.fetch(name)
     return _MemorySource(memory, memory.read(name))
 
 
-def _from_storage(args: Any, load_arg: str, megatron: Megatron) -> _Source | None:
+def _from_storage(args: Any, load_arg: str, megatron: Megatron) -> _CheckpointSource | None:
     load = getattr(args, load_arg, None)
     if load is None:
         return None
@@ -286,7 +286,7 @@ def _from_storage(args: Any, load_arg: str, megatron: Megatron) -> _Source | Non
 
 
 def _apply(
-    args: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, source: _Source, strict: bool
+    args: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, source: _CheckpointSource, strict: bool
 ) -> tuple[int, float]:
     state = source.state
     is_fresh = bool(args.finetune or source.is_release)

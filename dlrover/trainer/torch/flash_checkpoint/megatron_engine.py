@@ -17,24 +17,29 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dlrover.snapshot.checksum import Corrupt
-from dlrover.snapshot.commit import read_global_manifest
-from dlrover.snapshot.contents import decode_contents
-from dlrover.snapshot.manifest import ManifestInvalid
-from dlrover.snapshot.newest import newest_step
-from dlrover.snapshot.persist import read_request
-from dlrover.snapshot.segment import Segment, SlotName, segment_paths
-from dlrover.snapshot.segment_format import SegmentInvalid
-from dlrover.snapshot.storage import join
-from dlrover.snapshot.user_storage import meta_for, storage_of
-from dlrover.trainer.torch.flash_checkpoint.agreement import own_ranks
+from dlrover.snapshot.memory.checksum import Corrupt
+from dlrover.snapshot.memory.contents import decode_contents
+from dlrover.snapshot.memory.segment import Segment, SlotName, segment_paths
+from dlrover.snapshot.memory.segment_format import SegmentInvalid
+from dlrover.snapshot.storage.commit import read_global_manifest
+from dlrover.snapshot.storage.manifest import ManifestInvalid
+from dlrover.snapshot.storage.newest import newest_step
+from dlrover.snapshot.storage.persist import read_request
+from dlrover.snapshot.storage.storage import join
+from dlrover.snapshot.storage.user_storage import meta_for, storage_of
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
-from dlrover.trainer.torch.flash_checkpoint.copying import load_state
-from dlrover.trainer.torch.flash_checkpoint.early_look import check
+from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import load_state
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
-from dlrover.trainer.torch.flash_checkpoint.megatron_stored import RELEASE, TRACKER, iteration_directory, restorable
-from dlrover.trainer.torch.flash_checkpoint.restoring import Restorer
-from dlrover.trainer.torch.flash_checkpoint.stored_files import told_by_first
+from dlrover.trainer.torch.flash_checkpoint.restoring.early_look import check
+from dlrover.trainer.torch.flash_checkpoint.restoring.megatron_stored import (
+    RELEASE,
+    TRACKER,
+    iteration_directory,
+    restorable,
+)
+from dlrover.trainer.torch.flash_checkpoint.restoring.newest_common import Restorer
+from dlrover.trainer.torch.flash_checkpoint.restoring.stored_files import told_by_first
+from dlrover.trainer.torch.flash_checkpoint.saving.agreement import own_ranks
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 

@@ -25,27 +25,27 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dlrover.core.cadence import BUDGET
+from dlrover.agreed.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
-from dlrover.snapshot.contents import decode_contents
-from dlrover.snapshot.manifest import DIRECTORY, ManifestInvalid
-from dlrover.snapshot.persist import pin_newest, release
-from dlrover.snapshot.segment import Segment, segment_paths
-from dlrover.snapshot.storage import LocalStorage
-from dlrover.trainer.torch.flash_checkpoint.cadence import AUTO, Interval, SaveCadence, read_interval
+from dlrover.snapshot.memory.contents import decode_contents
+from dlrover.snapshot.memory.segment import Segment, segment_paths
+from dlrover.snapshot.storage.manifest import DIRECTORY, ManifestInvalid
+from dlrover.snapshot.storage.persist import pin_newest, release
+from dlrover.snapshot.storage.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.dcp import FlashStorageWriter
-from dlrover.trainer.torch.flash_checkpoint.dcp_reading import PieceReader
+from dlrover.trainer.torch.flash_checkpoint.encoding.parts import RawPart
+from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_reading import PieceReader
 from dlrover.trainer.torch.flash_checkpoint.fsdp_engine import FsdpCheckpointEngine
-from dlrover.trainer.torch.flash_checkpoint.megatron_stored import (
+from dlrover.trainer.torch.flash_checkpoint.restoring.megatron_stored import (
     TRACKER,
     iteration_directory,
     restorable,
     whole_iteration,
 )
-from dlrover.trainer.torch.flash_checkpoint.parts import RawPart
-from dlrover.trainer.torch.flash_checkpoint.stored_files import told_by_first
+from dlrover.trainer.torch.flash_checkpoint.restoring.stored_files import told_by_first
+from dlrover.trainer.torch.flash_checkpoint.saving.cadence import AUTO, Interval, SaveCadence, read_interval
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 
-class Collective(enum.StrEnum):
+class CollectiveKind(enum.StrEnum):
     ALL_REDUCE = "allreduce"
     ALL_GATHER = "allgather"
 
@@ -29,7 +29,7 @@ class Workload(Struct, frozen=True, kw_only=True):
     num_floats: int
     num_collectives: int
     num_warmup_collectives: int
-    collective: Collective = Collective.ALL_REDUCE
+    collective: CollectiveKind = CollectiveKind.ALL_REDUCE
 
 
 CPU_WORKLOAD = Workload(

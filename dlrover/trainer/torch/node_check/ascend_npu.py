@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dlrover.trainer.torch.node_check.accelerator import DEVICE_WORKLOAD, Accelerator, Collective, Cpu, TorchDevice
+from dlrover.trainer.torch.node_check.accelerator import DEVICE_WORKLOAD, Accelerator, CollectiveKind, Cpu, TorchDevice
 from dlrover.trainer.torch.node_check.task import ExitCode, leave, run
 
 TIMEOUTS = {"HCCL_CONNECT_TIMEOUT": "120", "HCCL_EXEC_TIMEOUT": "180"}
@@ -40,7 +40,7 @@ def choose(torch: Any) -> Accelerator:
     if not hasattr(torch, "npu") or not torch.npu.is_available() or "Ascend" not in torch.npu.get_device_name(0):
         return Cpu(torch)
     version = getattr(torch.version, "cann", None)
-    workload = replace(DEVICE_WORKLOAD, collective=Collective.ALL_GATHER)
+    workload = replace(DEVICE_WORKLOAD, collective=CollectiveKind.ALL_GATHER)
     return TorchDevice(torch, "npu", "hccl", version=f"CANN {version}" if version else "", workload=workload)
 
 

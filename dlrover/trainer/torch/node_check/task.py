@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from msgspec import Struct
 
-from dlrover.trainer.torch.node_check.accelerator import Accelerator, Collective
+from dlrover.trainer.torch.node_check.accelerator import Accelerator, CollectiveKind
 from dlrover.trainer.torch.node_check.settings import CheckSettings, FaultKind, read
 
 
@@ -40,7 +40,7 @@ class ExitCode(enum.IntEnum):
     """No such device, bad settings, or the group did not come together."""
 
 
-class CheckResult(Struct, frozen=True, kw_only=True):
+class CheckTaskResult(Struct, frozen=True, kw_only=True):
     """What is written for the agent."""
 
     time: float
@@ -90,7 +90,7 @@ def run(prepare: Callable[[MutableMapping[str, str]], Accelerator], environ: Mut
         with _part(ExitCode.SETUP):
             if settings.slot == 0:
                 print(_in_words(accelerator, settings, compute_ms, communication_ms, bandwidth), flush=True)
-            result = CheckResult(
+            result = CheckTaskResult(
                 time=round(compute_ms + communication_ms, 3),
                 local_rank=settings.slot,
                 compute_ms=round(compute_ms, 3),
@@ -118,7 +118,7 @@ def leave(code: ExitCode) -> NoReturn:
     os._exit(code)
 
 
-def write_result(directory: str, result: CheckResult) -> None:
+def write_result(directory: str, result: CheckTaskResult) -> None:
     """Whole or not at all: the agent may look while we write."""
     if not directory:
         return
@@ -130,13 +130,15 @@ def write_result(directory: str, result: CheckResult) -> None:
     os.replace(temporary, path)
 
 
-def bandwidth_of(num_bytes: int, time_ms: float, world_size: int, collective: Collective) -> Bandwidth:
+def bandwidth_of(num_bytes: int, time_ms: float, world_size: int, collective: CollectiveKind) -> Bandwidth:
     """`num_bytes` is the size of the whole result on one rank; `time_ms` the time of one collective."""
     if time_ms <= 0 or world_size < 1:
         return Bandwidth(algorithm=0.0, bus=0.0)
     algorithm = num_bytes / time_ms / 1e6
     share = (world_size - 1) / world_size
-    return Bandwidth(algorithm=algorithm, bus=algorithm * (2 * share if collective is Collective.ALL_REDUCE else share))
+    return Bandwidth(
+        algorithm=algorithm, bus=algorithm * (2 * share if collective is CollectiveKind.ALL_REDUCE else share)
+    )
 
 
 @contextlib.contextmanager
@@ -212,12 +214,12 @@ def _communicate(accelerator: Accelerator, settings: CheckSettings) -> tuple[flo
     return communication_ms, bandwidth_of(num_bytes, each_ms, settings.world_size, work.collective)
 
 
-def _collective(kind: Collective, data: Any, world_size: int) -> tuple[Callable[[], object], int]:
+def _collective(kind: CollectiveKind, data: Any, world_size: int) -> tuple[Callable[[], object], int]:
     """One collective to repeat, and the bytes of its result. The maximum keeps values finite, however often."""
     import torch
     import torch.distributed as dist
 
-    if kind is Collective.ALL_GATHER:
+    if kind is CollectiveKind.ALL_GATHER:
         parts = [torch.empty_like(data) for _ in range(world_size)]
         return lambda: dist.all_gather(parts, data), world_size * data.numel() * data.element_size()
     return lambda: dist.all_reduce(data, op=dist.ReduceOp.MAX), data.numel() * data.element_size()

@@ -1,0 +1,472 @@
+"""
+Processes below us: who they are, how each ended, and how to end them all.
+
+The agent is a subreaper: whatever a worker leaves behind, however often it forked and whatever session it opened,
+becomes our child in the end. So "everything that belongs to the job here" is simply "our descendants", and nothing
+else is ever touched. A process is named by pid *and* start time and signalled through a pidfd, so that a reused pid
+is never hit.
+
+Not all of them are the workers': code that runs in the agent (a user's storage or collector, our own probes) starts
+programs too, and waits for them itself. Those are told apart by their session. A session is inherited or made anew,
+never joined, and the zygote and each worker have their own: so a child in the agent's session was started by the agent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import select
+import signal
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from dlrover.agent.workers.cgroups import Cgroups
+from dlrover.agent.workers.sigterm import LOOK_EVERY, Handler, Reaction, caught_signals
+from dlrover.host.processes import RunningProcess, all_processes, below, descendants, look_up, open_pidfd
+from dlrover.protocol.messages.job import StopCause
+
+if TYPE_CHECKING:
+    import asyncio
+
+_log = logging.getLogger(__name__)
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+GRACE_WITHOUT_HANDLER = 0.2
+GRACE_AFTER_FAILURE = 3.0
+GRACE_FOR_MEMBERSHIP = 5.0
+_KILL_DEADLINE = 10.0
+"""
+Seconds to wait for processes after SIGKILL; one that sleeps uninterruptibly in the kernel cannot be waited for for
+ever.
+"""
+
+
+_LAST_WORDS = 0.5
+"""Seconds before SIGKILL at which a worker that had time enough to end is looked at."""
+
+
+class Exit(NamedTuple):
+    """How a child ended."""
+
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    has_core: bool
+    at: float
+    """Wall clock, when we were told."""
+
+
+def become_subreaper() -> None:
+    """From now on orphans among our descendants become our children."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(number)}; Linux 3.4 or newer is needed")
+
+
+def send_signal(process: RunningProcess, number: int) -> bool:
+    """Whether it was there to be signalled."""
+    try:
+        descriptor = open_pidfd(process.pid)
+    except ProcessLookupError:
+        return False
+    try:
+        if not process.is_same(look_up(process.pid)):
+            return False
+        if descriptor is None:
+            os.kill(process.pid, number)
+        else:
+            signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        _log.warning("pid %d belongs to the job but changed its user; it cannot be signalled.", process.pid)
+        return False
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+    return True
+
+
+def kill_descendants(keep: Collection[int] = (), *, deadline: float = _KILL_DEADLINE) -> list[int]:
+    """
+    Kill everything below us but `keep` and what is below those, and reap it; without an event loop, for the launcher.
+
+    Returns the pids that could not be got rid of in time (uninterruptible sleep in the kernel).
+    """
+    until = time.monotonic() + deadline
+    while True:
+        remaining = _kill_once(keep)
+        if not remaining or time.monotonic() >= until:
+            return [process.pid for process in remaining]
+        # Wait for one that must go; its children become ours and are met in the next turn.
+        _wait_gone(remaining[0], min(until - time.monotonic(), 0.5))
+
+
+def _kill_once(keep: Collection[int]) -> list[RunningProcess]:
+    """SIGKILL to all, reap what is dead; returns those that are still to be waited for."""
+    own_pid = os.getpid()
+    remaining = []
+    for process in descendants(own_pid, keep=keep):
+        if process.state != "Z":
+            send_signal(process, signal.SIGKILL)
+            remaining.append(process)
+        elif process.parent_pid == own_pid:
+            _reap(process.pid)
+        # A zombie of another parent: the parent is on the list too, and then the zombie is ours.
+        else:
+            remaining.append(process)
+    return remaining
+
+
+def _wait_gone(process: RunningProcess, timeout: float) -> None:
+    try:
+        descriptor = open_pidfd(process.pid)
+    except ProcessLookupError:
+        return
+    if descriptor is None:
+        time.sleep(min(timeout, 0.005))  # without pidfd the kernel has no way to tell about a grandchild
+        return
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.poll(max(timeout, 0.0) * 1000)
+    finally:
+        os.close(descriptor)
+
+
+def _reap(pid: int) -> None:
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return
+
+
+class ProcessTree:
+    """
+    The processes of this node's agent, seen from its event loop.
+
+    Watches workers through pidfds (or SIGCHLD where there are none), reaps orphans that end by themselves while
+    training runs, and stops trees. `keep` names pids that are never touched: the zygote of the moment. With `cgroups`
+    what is to be killed is killed there at once, before anybody looks for it.
+
+    Helpers, children in our own session that nobody watches here, are left to the code that started them, and so is what
+    is below them: that code reads the exit status, and a failed upload whose status we had taken would look like a
+    success. They end with us. A program that is started in a session of its own cannot be told from what a worker left,
+    and is stopped with the workers; one that leaves a child behind in our session leaves a zombie there until we end.
+    """
+
+    def __init__(self, keep: Callable[[], Collection[int]] = tuple, *, cgroups: Cgroups | None = None) -> None:
+        import asyncio
+
+        self._keep = keep
+        self._cgroups = cgroups
+        self._loop = asyncio.get_running_loop()
+        self._watched: dict[int, _Watch] = {}
+        self._is_closed = False
+        self._loop.add_signal_handler(signal.SIGCHLD, self._on_child)
+
+    def close(self) -> None:
+        """Kills the helpers as well: whoever waits for them ends now, and the launcher may not be there to do it."""
+        self._is_closed = True
+        self._loop.remove_signal_handler(signal.SIGCHLD)
+        of_workers = {process.pid for process in self._of_workers()}
+        for process in descendants(os.getpid(), keep=self._keep()):
+            if process.pid not in of_workers:
+                send_signal(process, signal.SIGKILL)
+        for watch in list(self._watched.values()):
+            self._forget(watch)
+
+    def watch(self, pid: int) -> asyncio.Future[Exit]:
+        """Resolves when this child has ended; it is reaped then, by nobody else."""
+        assert pid not in self._watched, f"pid {pid} is watched already"
+        process = look_up(pid)
+        if process is None or process.parent_pid != os.getpid():
+            raise ProcessLookupError(errno.ESRCH, f"pid {pid} is no child of ours")
+        descriptor = open_pidfd(pid)
+        watch = _Watch(process, descriptor, self._loop.create_future())
+        self._watched[pid] = watch
+        if descriptor is not None:
+            self._loop.add_reader(descriptor, self._collect, watch)
+        else:
+            self._loop.call_soon(self._collect, watch)
+        return watch.exit
+
+    def _collect(self, watch: _Watch) -> None:
+        """Read the status of a watched child, if it has ended."""
+        if watch.process.pid not in self._watched:
+            return
+        at = time.time()
+        if watch.descriptor is not None:
+            result = os.waitid(os.P_PIDFD, watch.descriptor, os.WEXITED | os.WNOHANG)
+        else:
+            result = os.waitid(os.P_PID, watch.process.pid, os.WEXITED | os.WNOHANG)
+        if result is None:
+            return
+        is_normal = result.si_code == os.CLD_EXITED
+        ended = Exit(
+            pid=watch.process.pid,
+            exit_code=result.si_status if is_normal else None,
+            signal=None if is_normal else result.si_status,
+            has_core=result.si_code == os.CLD_DUMPED,
+            at=at,
+        )
+        _log.info("ended pid=%d exit_code=%s signal=%s", ended.pid, ended.exit_code, ended.signal)
+        self._forget(watch)
+        if not watch.exit.done():
+            watch.exit.set_result(ended)
+
+    def _forget(self, watch: _Watch) -> None:
+        self._watched.pop(watch.process.pid, None)
+        if watch.descriptor is not None:
+            self._loop.remove_reader(watch.descriptor)
+            os.close(watch.descriptor)
+            watch.descriptor = None
+
+    def _on_child(self) -> None:
+        if self._is_closed:
+            return  # a signal that was on its way; whoever ends now is for somebody else
+        for watch in [watch for watch in self._watched.values() if watch.descriptor is None]:
+            self._collect(watch)
+        self.reap_orphans()
+
+    def reap_orphans(self) -> None:
+        """Adopted processes that ended by themselves: nobody else would take them out of the process table."""
+        own_pid = os.getpid()
+        for process in self._of_workers():
+            is_dead_child = process.parent_pid == own_pid and process.state == "Z"
+            if is_dead_child and process.pid not in self._watched:
+                _reap(process.pid)
+
+    def _of_workers(self) -> list[RunningProcess]:
+        """Every descendant but the kept ones, the helpers and what is below either, parents first."""
+        own_pid, own_session = os.getpid(), os.getsid(0)
+        processes = list(all_processes())
+        helpers = {
+            process.pid
+            for process in processes
+            if process.parent_pid == own_pid and process.session == own_session and process.pid not in self._watched
+        }
+        return below(own_pid, processes, helpers.union(self._keep()))
+
+    async def stop(
+        self,
+        pids: Iterable[int],
+        *,
+        cause: StopCause,
+        shutdown_timeout: float,
+        number: int = signal.SIGTERM,
+        on_stuck: Callable[[Sequence[int]], None] | None = None,
+    ) -> dict[int, float]:
+        """
+        End these watched workers with all that is below them, then every other descendant but the kept ones and helpers.
+
+        First the signal and the time that the cause allows, then SIGKILL. When this returns nothing of the job is
+        left here (or it sleeps in the kernel beyond our reach, which is logged). Returns how many seconds each worker
+        was given; one that was still there then was killed. `on_stuck` hears shortly before of those that had time and
+        do not end.
+
+        A worker may be no more than a shell around the program that trains, and die of the signal at once: what is below
+        it and has a handler of its own has the time that a worker has. What has none goes when its worker has gone.
+        """
+        import asyncio
+
+        watches = [watch for watch in (self._watched.get(pid) for pid in pids) if watch is not None]
+        stops = [(watch, _Stop(watch.process, cause, shutdown_timeout)) for watch in watches]
+        signalled = self._of_workers()
+        wrapped = [
+            _Stop(process, cause, shutdown_timeout)
+            for process in _with_handler([watch.process for watch in watches], signalled, number)
+        ]
+        # Not only what is below the workers now: what they left to us (daemons) belongs to them as well.
+        for process in signalled:
+            send_signal(process, number)
+            if process.state == "T":
+                send_signal(process, signal.SIGCONT)  # a stopped process takes no signal but SIGKILL
+        began_at = self._loop.time()
+        await asyncio.gather(
+            *(self._wait_or_kill(watch, stop, began_at, on_stuck) for watch, stop in stops),
+            *(self._wait_for_wrapped(stop, began_at) for stop in wrapped),
+        )
+        await self.sweep()
+        return {stop.process.pid: stop.given for _watch, stop in stops}
+
+    async def _wait_for_wrapped(self, stop: _Stop, began_at: float) -> None:
+        """Until it has ended, by itself or with a worker that was killed, or has had its time."""
+        while True:
+            left = began_at + stop.given - self._loop.time()
+            if left > 0:
+                await self._gone(stop.process, left)
+            now = look_up(stop.process.pid)
+            if now is None or now.is_dead or not stop.process.is_same(now):
+                return
+            if self._loop.time() >= began_at + stop.given and not stop.extend():
+                _log.info("pid=%d is still there %.1f s after the signal", stop.process.pid, stop.given)
+                return
+
+    async def _wait_or_kill(
+        self, watch: _Watch, stop: _Stop, began_at: float, on_stuck: Callable[[Sequence[int]], None] | None
+    ) -> None:
+        import asyncio
+
+        while True:
+            left = max(0.0, began_at + stop.given - self._loop.time())
+            if on_stuck is not None and left > 2 * _LAST_WORDS:
+                await asyncio.wait([watch.exit], timeout=left - _LAST_WORDS)
+                if not watch.exit.done():
+                    on_stuck([watch.process.pid])
+                left = max(0.0, began_at + stop.given - self._loop.time())
+            await asyncio.wait([watch.exit], timeout=left)
+            if watch.exit.done():
+                return
+            if not stop.extend():
+                break
+        _log.info("killing pid=%d, still there %.1f s after the signal", watch.process.pid, stop.given)
+        for process in (watch.process, *descendants(watch.process.pid)):
+            send_signal(process, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """SIGKILL to every descendant but the kept ones and helpers, without waiting for their ends."""
+        if self._cgroups is not None:
+            self._cgroups.kill(self._keep())
+        for process in self._of_workers():
+            if process.state != "Z":
+                send_signal(process, signal.SIGKILL)
+
+    async def sweep(self, *, deadline: float = _KILL_DEADLINE) -> None:
+        """Kill and reap every descendant but the kept ones and helpers, until none is left."""
+        import asyncio
+
+        until = self._loop.time() + deadline
+        if self._cgroups is not None:
+            self._cgroups.kill(self._keep())
+        while True:
+            remaining = []
+            own_pid = os.getpid()
+            for process in self._of_workers():
+                if process.pid in self._watched:
+                    if process.state != "Z":
+                        send_signal(process, signal.SIGKILL)
+                    remaining.append(process)
+                elif process.state == "Z" and process.parent_pid == own_pid:
+                    _reap(process.pid)
+                else:
+                    send_signal(process, signal.SIGKILL)
+                    remaining.append(process)
+            if not remaining:
+                if self._cgroups is not None:
+                    self._cgroups.remove_empty()
+                return
+            left = until - self._loop.time()
+            if left <= 0:
+                stuck = ", ".join(f"{process.pid} ({process.state})" for process in remaining)
+                _log.error(
+                    "SIGKILL has not ended these processes within %g s: %s. They may wait for a device.",
+                    deadline,
+                    stuck,
+                )
+                return
+            waits: list[Awaitable[object]] = [self._gone(process, left) for process in remaining]
+            await asyncio.gather(*waits)
+
+    async def _gone(self, process: RunningProcess, timeout: float) -> None:
+        """Until the process is dead or, if watched, collected."""
+        import asyncio
+
+        watch = self._watched.get(process.pid)
+        if watch is not None:
+            await asyncio.wait([watch.exit], timeout=timeout)
+            return
+        try:
+            descriptor = open_pidfd(process.pid)
+        except ProcessLookupError:
+            return
+        if descriptor is None:
+            await asyncio.sleep(min(timeout, 0.005))  # no pidfd and maybe not our child: nothing can tell us
+            return
+        is_dead = asyncio.Event()
+        self._loop.add_reader(descriptor, is_dead.set)
+        try:
+            async with asyncio.timeout(timeout):
+                await is_dead.wait()
+        except TimeoutError:
+            return
+        finally:
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
+
+
+class _Watch:
+    def __init__(self, process: RunningProcess, descriptor: int | None, future: asyncio.Future[Exit]) -> None:
+        self.process = process
+        self.descriptor = descriptor
+        self.exit = future
+
+
+class _Stop:
+    """How long one process is waited for before SIGKILL. Built before the signal is sent."""
+
+    def __init__(self, process: RunningProcess, cause: StopCause, shutdown_timeout: float) -> None:
+        self.process = process
+        self._reaction = Reaction(process.pid)
+        self._limit = longest_grace(cause, self._reaction.handler, shutdown_timeout)
+        self._is_observed = cause is StopCause.FAILURE and self._reaction.handler is Handler.ANNOUNCED
+        self.given = min(LOOK_EVERY, self._limit) if self._is_observed else self._limit
+        """Seconds after the signal, so far."""
+
+    def extend(self) -> bool:
+        """The given time is over. Whether there is more of it."""
+        if self.given >= self._limit:
+            return False
+        if self._reaction.has_begun():
+            self.given = self._limit
+        elif self._reaction.is_on_its_way(LOOK_EVERY):
+            self.given = min(self.given + LOOK_EVERY, self._limit)
+        else:
+            return False
+        return True
+
+
+def _with_handler(
+    workers: Sequence[RunningProcess], processes: Sequence[RunningProcess], number: int
+) -> list[RunningProcess]:
+    """
+    Those below the workers that have a handler of their own for the signal.
+
+    A fork has its parent's handler as well, and nobody meant that for it: a parent that has reacted to the signal and ended
+    would be followed by a wait for children that only took note of it. A fork shows its parent's command line, at the very place in
+    memory where the parent has it; a new program has its own.
+    """
+    seen = {process.pid: process for process in processes}
+    seen.update((worker.pid, worker) for worker in workers)
+    is_handled: dict[int, bool] = {}
+
+    def handles(pid: int) -> bool:
+        if pid not in is_handled:
+            is_handled[pid] = number in caught_signals(pid)
+        return is_handled[pid]
+
+    def is_own(process: RunningProcess) -> bool:
+        parent = seen[process.parent_pid]
+        is_fork = process.command_line == parent.command_line
+        return handles(process.pid) and not (is_fork and handles(parent.pid))
+
+    own = {process.pid: process for worker in workers for process in below(worker.pid, processes)}
+    return [process for process in own.values() if is_own(process)]
+
+
+def longest_grace(cause: StopCause, handler: Handler, shutdown_timeout: float) -> float:
+    """Seconds between the signal and SIGKILL, at most."""
+    match cause:
+        case StopCause.FAILURE:
+            # The job waits for us. Without a handler the default action needs no time at all.
+            grace = GRACE_WITHOUT_HANDLER if handler is Handler.NONE else GRACE_AFTER_FAILURE
+            return min(grace, shutdown_timeout)
+        case StopCause.MEMBERSHIP:
+            return min(GRACE_FOR_MEMBERSHIP, shutdown_timeout)
+        case StopCause.END_OF_JOB | StopCause.PREEMPTION:
+            return shutdown_timeout

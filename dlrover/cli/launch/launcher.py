@@ -1,0 +1,759 @@
+"""
+The launcher: parent of this node's agent and, where the address is ours, of the job's master.
+
+It does little and must not fail: no torch, no gRPC, no threads but one that looks for a master elsewhere. It starts
+the agent first, because that begins to import torch at once; then the master. A master that dies is started again on
+the same port and journal; an agent that dies without a result is started again within a budget. However the job ends,
+nothing of it remains: not a process, adopted orphans included, and no file but the journal where it was asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from dlrover.agent.config import AgentConfig, AgentResult
+from dlrover.cli.console import say, say_block
+from dlrover.cli.launch import discovery, processes
+from dlrover.cli.launch.discovery import MasterPlace, MasterPort
+from dlrover.cli.launch.piped_script import copy_for_workers, read_piped
+from dlrover.cli.launch.processes import SignalInbox
+from dlrover.cli.launch.runtime_dir import (
+    NodeDirectory,
+    job_directory_name,
+    reap_in_passing,
+    reap_snapshots,
+    remove_snapshots,
+    saving_until,
+    snapshot_root,
+    user_root,
+)
+from dlrover.cli.options.settings import Settings
+from dlrover.host.bystander_processes import Neighbours
+from dlrover.protocol.addresses import Address
+from dlrover.protocol.errors import ConfigError, DLRoverError
+from dlrover.protocol.messages.job import JobEnd
+
+if TYPE_CHECKING:
+    from dlrover.cli.launch.master_probe import MasterProbe
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_MASTER_LOST = 23
+
+MAX_AGENT_RESTARTS = 3
+"""In a row, each without `AGENT_LIVED_LONG` of life: an agent that always dies at once will not heal."""
+AGENT_LIVED_LONG = 60.0
+MAX_PORT_CHOICES = 5
+NUM_QUICK_DEATHS = 5
+"""Master deaths before it ever served, in a row, that are answered by an immediate start; then the pauses grow."""
+MAX_MASTER_PAUSE = 5.0
+MIN_PAUSE = 0.1
+START_PATIENCE = 120.0
+"""Seconds for what keeps a child from being started again to heal: a full disk, a machine that is out of processes."""
+SWEEP_TIMEOUT = 5.0
+
+
+class LaunchPatience(NamedTuple):
+    """How long others may take to come and to end."""
+
+    find_master: float = 120.0
+    """Seconds for a master that another launcher hosts to answer for the first time."""
+    agent_margin: float = 10.0
+    """Seconds beyond the workers' grace that the agent has after a signal."""
+    restart: float = START_PATIENCE
+    """Seconds for a child that has to be started again to become possible."""
+    master: float = 2.0
+    """Seconds for a master to end by itself when its only node left, and after SIGTERM."""
+    shared_master: float = 60.0
+    """The same where other nodes may still be on their way out: longer than the core waits for them."""
+
+
+class Programs(NamedTuple):
+    """What to start; `--config FILE` is appended. Tests put stand-ins here."""
+
+    # -P: the user's working directory must not shadow the standard library for *our* processes.
+    agent: tuple[str, ...] = (sys.executable, "-P", "-m", "dlrover.agent")
+    master: tuple[str, ...] = (sys.executable, "-P", "-m", "dlrover.master")
+
+
+def process_tree() -> ModuleType:
+    """Imported late: the agent's start must not wait for `ctypes`."""
+    from dlrover.agent.workers import process_tree
+
+    return process_tree
+
+
+class Ended(NamedTuple):
+    exit_code: int
+    result: AgentResult | None
+    """None: the agent left none."""
+
+
+def launch(
+    settings: Settings,
+    environ: Mapping[str, str],
+    *,
+    programs: Programs | None = None,
+    patience: LaunchPatience | None = None,
+) -> int:
+    """Run the job on this node to its end. Gives the exit code; raises `ConfigError` before anything starts."""
+    script = read_piped(settings.entry)  # may wait for a person who types it, and whom a signal must set free
+    with SignalInbox(settings.signals) as inbox:  # before all else: a signal finds somebody who clears up
+        root = user_root(settings.environment)
+        place, seat = discovery.find_master(settings)
+        directory: NodeDirectory | None = None
+        meeting: MasterPort | None = None
+        try:
+            meeting = discovery.hold_coordinator_port(settings, place)
+            name = discovery.name_job(settings, place)
+            launch_id = discovery.new_launch()
+            directory = NodeDirectory(root, name.name, launch_id, others=name.others)
+            job_name = directory.job_name
+            if script is not None:
+                entry = copy_for_workers(settings.entry, script, directory)
+                settings = msgspec.structs.replace(settings, entry=entry)
+            token_file = directory.write("token", discovery.find_token(settings, place, directory).encode())
+            launcher = Launcher(
+                settings,
+                inbox=inbox,
+                directory=directory,
+                job_name=job_name,
+                launch_id=launch_id,
+                # Scripts name files after it: another job may have the name that we chose tomorrow.
+                run_id=f"{job_name}_{launch_id}" if name.is_chosen else job_name,
+                token_file=token_file,
+                place=place,
+                seat=seat,
+                programs=programs or Programs(),
+                patience=patience or LaunchPatience(),
+                environ=environ,
+                root=root,
+            )
+            ended = launcher.run()
+            if settings.outcome_file and ended.result is not None:
+                _write_outcome(settings.outcome_file, ended.result)
+            return ended.exit_code
+        finally:
+            for held in (seat, meeting):
+                if held is not None:
+                    held.close()
+            if directory is not None:
+                remove_snapshots(snapshot_root(settings.environment), job_name, launch_id)
+                directory.remove()
+
+
+class Launcher:
+    """One run of one node. All state is touched by the main thread only."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        inbox: SignalInbox,
+        directory: NodeDirectory,
+        job_name: str,
+        launch_id: str,
+        run_id: str,
+        token_file: str,
+        place: MasterPlace,
+        seat: MasterPort | None,
+        programs: Programs,
+        patience: LaunchPatience,
+        environ: Mapping[str, str],
+        root: str,
+    ) -> None:
+        self._settings = settings
+        self._inbox = inbox
+        self._directory = directory
+        self._job_name = job_name
+        self._launch_id = launch_id
+        self._run_id = run_id
+        self._token_file = token_file
+        self._place = place
+        self._seat = seat
+        self._programs = programs
+        self._patience = patience
+        self._root = root
+        # torchrun tells its workers which signals it handles; ours expect the same variable.
+        names = ",".join(signal.Signals(number).name for number in settings.signals)
+        self._environ = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": names}
+        # Agent and master read it from a file. Workers do not need it, and programs like to log their environment.
+        self._environ.pop("DLROVER_JOB_TOKEN", None)
+
+        self._agent: int | None = None
+        self._agent_started_at = 0.0
+        self._num_agent_deaths = 0  # in a row
+        self._neighbours: Neighbours | None = None  # None: nothing has been started yet
+        self._agent_starts_at: float | None = None  # a start that waits for its time
+        self._agent_missed_since: float | None = None  # it could not be started again so far
+        self._master: int | None = None
+        self._master_starts_at: float | None = None
+        self._master_missed_since: float | None = None
+        self._num_quick_master_deaths = 0  # in a row, each before the master served
+        self._has_master_served = False
+        self._num_port_choices = 1
+        self._probe: MasterProbe | None = None
+        self._job_end: JobEnd | None = None  # the master's last word
+        self._stopped_by: int | None = None  # the first signal that asked us to end
+        self._kill_agent_at: float | None = None
+        self._is_hurried = False  # interrupted twice: nothing is worth waiting for
+        self._departed: AgentResult | None = None  # our node has left the job, and we host the master for the others
+        self._ended: Ended | None = None
+
+    def run(self) -> Ended:
+        try:
+            self._start_agent()
+            assert self._agent is not None
+            self._neighbours = Neighbours(besides=(self._agent,))
+            process_tree().become_subreaper()
+            if self._place.is_ours:
+                self._start_master()
+                if self._settings.watching.dashboard_port >= 0:
+                    say(f"dashboard: `dlrover dashboard {self._job_name}` prints a link to it")
+            else:
+                self._look_for_master()
+            reap_in_passing(self._root)  # leftovers of others, now that nothing waits for us
+            reap_snapshots(snapshot_root(self._settings.environment))
+            while self._ended is None:
+                self._turn()
+            return self._ended
+        finally:
+            if self._probe is not None:
+                self._probe.close()
+            self._clear_up()
+
+    def _turn(self) -> None:
+        for number in self._inbox.wait(self._until_next_deadline()):
+            if number != signal.SIGCHLD:
+                self._on_signal(number)
+        for pid, status in processes.reap_children().items():
+            self._on_exit(pid, status)
+        self._on_time(time.monotonic())
+
+    # The agent.
+
+    def _start_agent(self) -> None:
+        config = AgentConfig(
+            job_name=self._job_name,
+            run_id=self._run_id,
+            launch=self._launch_id,
+            master_addr=str(self._place.address),
+            token_file=self._token_file,
+            runtime_dir=self._directory.path,
+            host=discovery.own_host(self._settings, self._place),
+            terms=msgspec.structs.replace(self._settings.terms, shutdown_timeout=self._settings.shutdown_timeout),
+            local_world_size=self._settings.local_world_size,
+            entry=self._settings.entry,
+            node_rank=self._settings.node_rank,
+            role=self._settings.role,
+            interpreter=self._settings.interpreter,
+            is_warm=self._settings.is_warm,
+            preload=self._settings.preload,
+            log=self._settings.log,
+            watch=self._settings.watch,
+            tls=self._settings.tls,
+            signals=self._settings.signals,
+            shutdown_timeout=self._settings.shutdown_timeout,
+            master_grace=self._settings.master_grace,
+            preemption_file=self._settings.preemption_file,
+            failover_extension=self._settings.failover_extension,
+            failover_dir=self._settings.failover_dir,
+            host_ports=self._settings.environment.host_ports,
+            coordinator_port=discovery.coordinator_port(self._settings),
+            is_virtual_local_rank=self._settings.is_virtual_local_rank,
+            platform_node=self._settings.environment.platform_node,
+            node_type=self._settings.environment.node_type,
+            node_name=self._settings.environment.node_name,
+            node_ip=self._settings.environment.node_ip,
+            foreign_node=self._settings.environment.foreign_node,
+            group=self._settings.environment.node_group,
+            snapshot_root=snapshot_root(self._settings.environment),
+            is_saving_at_break_points=self._settings.is_saving_at_break_points,
+            snapshot_write_limit=self._settings.snapshot_write_limit,
+            snapshot_copies=self._settings.snapshot_copies,
+            snapshot_parity=self._settings.snapshot_parity,
+            snapshot_bandwidth=self._settings.snapshot_bandwidth,
+            log_level=self._settings.environment.log_level,
+            log_root=self._settings.environment.log_root,
+        )
+        self._directory.record(str(self._place.address), self._settings.tls)
+        path = self._directory.write("agent.json", msgspec.json.encode(config))
+        self._agent_started_at = time.monotonic()
+        self._agent = processes.spawn((*self._programs.agent, "--config", path), self._environ)
+
+    def _restart_agent(self) -> None:
+        """The job is under way: what keeps the agent from starting may pass, and the others wait for us meanwhile."""
+        self._agent_starts_at = None
+        try:
+            self._start_agent()
+            self._agent_missed_since = None
+        except (DLRoverError, OSError) as error:
+            now, limit = time.monotonic(), self._patience.restart
+            if self._agent_missed_since is None:
+                self._agent_missed_since = now
+                say(f"the agent cannot be started now; trying again for {limit:.0f} s. {error}")
+            if now - self._agent_missed_since >= limit:
+                self._fail(EXIT_FAILED, f"The agent could not be started for {limit:.0f} s. {error}")
+            else:
+                self._agent_starts_at = now + pause_after(now - self._agent_missed_since)
+
+    def _on_agent_exit(self, status: int) -> None:
+        result = self._read_result()
+        if self._stopped_by is not None:
+            is_done = result is not None and result.exit_code == 0
+            self._ended = Ended(0 if is_done else 128 + self._stopped_by, result)
+            return
+        if result is not None and result.is_job_alive and self._master is not None and self._has_other_nodes:
+            say(f"{result.message} This launcher stays, because it hosts the master of the others.")
+            self._departed = result
+            return
+        if result is not None:
+            self._ended = Ended(self._exit_code(result), result)
+            self._report(result)
+            return
+        if self._job_end is not None:
+            self._end_without_agent(self._job_end)
+            return
+        how = processes.describe_status(status)
+        lived = time.monotonic() - self._agent_started_at
+        self._num_agent_deaths = 1 if lived >= AGENT_LIVED_LONG else self._num_agent_deaths + 1
+        self._sweep()
+        if self._num_agent_deaths > MAX_AGENT_RESTARTS:
+            message = (
+                f"The agent of this node ended {self._num_agent_deaths} times in a row without a result, the last "
+                f"time with {how} after {lived:.1f} s. See its output above, and `dlrover-run --check-env`."
+            )
+            self._fail(EXIT_FAILED, message)
+        else:
+            say(f"the agent ended ({how}); starting it again, its workers resume")
+            self._restart_agent()
+
+    def _end_without_agent(self, end: JobEnd) -> None:
+        result = result_of(end)
+        say("the job ended while this node's agent was not there to hear of it")
+        self._ended = Ended(self._exit_code(result), result)
+        self._report(result)
+
+    def _read_result(self) -> AgentResult | None:
+        path = os.path.join(self._directory.path, "result.json")
+        try:
+            with open(path, "rb") as file:
+                return msgspec.json.decode(file.read(), type=AgentResult)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as error:
+            say(f"the agent left a result that cannot be read: {error}")
+            return None
+
+    def _exit_code(self, result: AgentResult) -> int:
+        if result.exit_code == EXIT_FAILED and self._settings.is_exit_code_of_worker and result.worker_exit_code:
+            return result.worker_exit_code
+        return result.exit_code
+
+    def _report(self, result: AgentResult) -> None:
+        if result.exit_code == EXIT_USAGE:
+            say_block(f"dlrover-run: error: {result.message}")
+        elif result.is_job_alive:
+            say(result.message)
+        elif result.exit_code != 0 and self._settings.environment.is_reporting:
+            from dlrover.cli.launch.last_words import failure_report
+
+            say_block(failure_report(self._job_name, result))
+            self._pass_error_file_on(result)
+
+    def _pass_error_file_on(self, result: AgentResult) -> None:
+        """As torchrun: whoever started us may have named a file for the first worker's error."""
+        target = self._environ.get("TORCHELASTIC_ERROR_FILE")
+        first = result.end.first_failure if result.end else None
+        if target and first is not None and first.failure.error_file:
+            import shutil
+
+            try:
+                shutil.copyfile(first.failure.error_file, target)
+            except OSError as error:
+                # The failure was on another node, or the place is not writable: the report has said it all.
+                say(f"the error file could not be copied to {target}: {error.strerror}")
+
+    # The master.
+
+    def _look_for_master(self) -> None:
+        from dlrover.cli.launch.master_probe import MasterProbe  # late: it needs threads, the usual job does not
+
+        self._probe = MasterProbe(self._place.address, self._inbox, timeout=self._patience.find_master)
+
+    def _start_master(self) -> None:
+        from dlrover.master.config import MasterConfig
+
+        self._master_starts_at = None
+        try:
+            os.unlink(self._ready_file)  # it speaks of one life only
+        except FileNotFoundError:
+            pass
+        config = MasterConfig(
+            job_name=self._job_name,
+            host=self._place.bind_host,
+            port=self._place.address.port,
+            token_file=self._token_file,
+            tls=self._settings.tls,
+            journal=self._journal_file(),
+            ready_file=self._ready_file,
+            end_file=self._end_file,
+            log_file=self._master_log,
+            log_root=self._settings.environment.log_root,
+            user=self._settings.environment.user,
+            pre_check_ops=self._settings.pre_check_ops,
+            topology_querier=self._settings.topology_querier,
+            topology_sorter=self._settings.topology_sorter,
+            event_reporters=self._settings.environment.event_reporters,
+            reports=self._reports,
+            **msgspec.structs.asdict(self._settings.watching),
+            parent_death=True,
+            parent_pid=os.getpid(),
+        )
+        path = self._directory.write("master.json", msgspec.json.encode(config))
+        self._master = processes.spawn(
+            (*self._programs.master, "--config", path), self._environ, output=self._master_log
+        )
+
+    def _restart_master(self) -> None:
+        """Workers train on without it. When it has been away for as long as agents wait for it, nobody needs it any more."""
+        self._master_starts_at = None
+        try:
+            self._start_master()
+            self._master_missed_since = None
+        except (DLRoverError, OSError) as error:
+            now, limit = time.monotonic(), max(self._patience.restart, self._settings.master_grace)
+            if self._master_missed_since is None:
+                self._master_missed_since = now
+                say(f"the master cannot be started now; trying again for {limit:.0f} s. {error}")
+            if now - self._master_missed_since >= limit:
+                self._fail(EXIT_MASTER_LOST, f"The master could not be started for {limit:.0f} s. {error}")
+            else:
+                self._master_starts_at = now + pause_after(now - self._master_missed_since)
+
+    @property
+    def _ready_file(self) -> str:
+        return os.path.join(self._directory.path, "master.ready")
+
+    @property
+    def _end_file(self) -> str:
+        return os.path.join(self._directory.path, "end.json")
+
+    @property
+    def _master_log(self) -> str:
+        return os.path.join(self._directory.path, "master.log")
+
+    @property
+    def _reports(self) -> str:
+        log_dir = self._settings.log.log_dir
+        return (log_dir if log_dir != os.devnull else "") or self._settings.journal or self._directory.path
+
+    def _journal_file(self) -> str:
+        if not self._settings.journal:
+            return os.path.join(self._directory.path, "journal.sqlite")
+        # One file per launch: a journal of an ended job of the same name must not be taken for ours.
+        os.makedirs(self._settings.journal, exist_ok=True)
+        return os.path.join(self._settings.journal, f"{job_directory_name(self._job_name)}-{self._launch_id}.sqlite")
+
+    def _on_master_exit(self, status: int) -> None:
+        from dlrover.master.config import EXIT_PORT_IN_USE
+
+        self._job_end = self._read_end()
+        if self._job_end is not None and self._departed is not None:
+            self._ended = Ended(self._departed.exit_code, self._departed)
+            return
+        if self._job_end is not None and self._agent_starts_at is not None:
+            self._end_without_agent(self._job_end)
+            return
+        if self._job_end is not None:
+            # The agent is on its way out. One that is not (it has just been started again and will find no master)
+            # must not wait for one.
+            self._kill_agent_at = self._kill_agent_at or time.monotonic() + self._patience.agent_margin
+            return
+        # It did not say that the job is over, so it is not, whatever ended the master: a crash, somebody's signal.
+        code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+        how = processes.describe_status(status)
+        if os.path.exists(self._ready_file):
+            self._has_master_served = True
+            self._num_quick_master_deaths = 0
+        else:
+            self._num_quick_master_deaths += 1
+        if code == EXIT_PORT_IN_USE and not self._has_master_served:
+            self._on_port_taken()
+            return
+        is_first_start = code is not None and not self._has_master_served
+        if is_first_start and (code == EXIT_USAGE or self._num_quick_master_deaths > NUM_QUICK_DEATHS):
+            self._fail(
+                EXIT_USAGE if code == EXIT_USAGE else EXIT_MASTER_LOST,
+                f"The master could not start ({how}). Its log ends with:\n{self._master_tail()}",
+            )
+            return
+        excess = self._num_quick_master_deaths - NUM_QUICK_DEATHS
+        pause = min(MAX_MASTER_PAUSE, 0.1 * 2**excess) if excess > 0 else 0.0
+        say(
+            f"the master ended ({how}); starting it again"
+            + (f" in {pause:.1f} s" if pause else "")
+            + ", workers train on"
+        )
+        self._master_starts_at = time.monotonic() + pause
+
+    def _read_end(self) -> JobEnd | None:
+        try:
+            with open(self._end_file, "rb") as file:
+                return msgspec.json.decode(file.read(), type=JobEnd)
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            say(f"the master left an end of the job that cannot be read: {error}")
+            return None
+
+    def _on_port_taken(self) -> None:
+        """Somebody listened first. With a port that nobody else knows, any other does as well."""
+        if not self._place.is_port_free_choice:
+            say(f"another launcher hosts the master at {self._place.address}; connecting to it")
+            self._place = msgspec.structs.replace(self._place, is_ours=False)
+            self._look_for_master()
+            return
+        if self._stopped_by is not None:
+            return  # the agent is ending anyway
+        self._num_port_choices += 1
+        if self._num_port_choices > MAX_PORT_CHOICES:
+            self._fail(
+                EXIT_FAILED, f"{MAX_PORT_CHOICES} free ports in a row were taken before the master could use them."
+            )
+            return
+        assert self._seat is not None, "a place that is ours has a seat"
+        self._seat.close()
+        self._seat = MasterPort(self._place.bind_host, 0)
+        self._num_quick_master_deaths = 0
+        self._place = msgspec.structs.replace(self._place, address=Address(self._place.address.host, self._seat.port))
+        if self._agent is not None:
+            processes.send(self._agent, signal.SIGKILL)
+            self._agent = None
+            self._sweep()
+        self._restart_agent()
+        self._restart_master()
+
+    def _master_tail(self) -> str:
+        try:
+            with open(self._master_log, encoding="utf-8", errors="replace") as file:
+                return "".join(file.readlines()[-15:]).rstrip()
+        except FileNotFoundError:
+            return "(nothing)"
+
+    # Events.
+
+    def _on_signal(self, number: int) -> None:
+        if self._stopped_by is None:
+            self._stopped_by = number
+            self._say_stopped(number)
+            self._kill_agent_at = time.monotonic() + self._settings.shutdown_timeout + self._patience.agent_margin
+            if self._agent is not None:
+                # The agent passes it on to the workers, which may treat Ctrl-C and SIGTERM differently.
+                processes.send(self._agent, number if self._is_heard(number) else signal.SIGTERM)
+            if self._master is not None and self._has_other_nodes and os.path.exists(self._ready_file):
+                # The master goes with us; without it the others would train into the void and then wait for its return.
+                processes.send(self._master, signal.SIGUSR1)
+            if self._departed is not None or self._agent_starts_at is not None:
+                self._ended = Ended(128 + number, self._departed)
+        elif number == signal.SIGINT:
+            say("interrupted again: killing everything at once")
+            self._kill_agent_at = time.monotonic()
+            self._is_hurried = True
+
+    def _say_stopped(self, number: int) -> None:
+        if self._settings.environment.platform_node >= 0:
+            return  # the platform ends its nodes so, also when all is well
+        grace = f"Its workers have {self._settings.shutdown_timeout:g} s to end (--shutdown-timeout)"
+        if number == signal.SIGINT:
+            say(f"job {self._job_name} was interrupted. {grace}; press Ctrl-C again to kill them at once.")
+        else:
+            say(f"job {self._job_name} was stopped by {signal.Signals(number).name}. {grace}.")
+
+    def _is_heard(self, number: int) -> bool:
+        """
+        An agent that has just been started has no handlers yet, and there are signals that would stop it, or go unnoticed. Of Ctrl-C
+        Python would show a traceback; a handler for SIGTERM is never Python's own.
+        """
+        from dlrover.agent.workers.sigterm import caught_signals
+
+        assert self._agent is not None, "nobody to hear it"
+        return {number, signal.SIGTERM} <= caught_signals(self._agent)
+
+    def _on_exit(self, pid: int, status: int) -> None:
+        if pid == self._agent:
+            self._agent = None
+            if self._ended is None:
+                self._on_agent_exit(status)
+        elif pid == self._master:
+            self._master = None
+            if self._ended is None:
+                self._on_master_exit(status)
+
+    def _on_time(self, now: float) -> None:
+        if self._ended is not None:
+            return
+        if self._kill_agent_at is not None and now >= self._kill_agent_at and now < self._saving_until():
+            self._kill_agent_at = self._saving_until()
+        if self._kill_agent_at is not None and now >= self._kill_agent_at and self._agent is not None:
+            processes.send(self._agent, signal.SIGKILL)
+            self._kill_agent_at = None
+        if self._agent_starts_at is not None and now >= self._agent_starts_at:
+            self._restart_agent()
+        if self._master_starts_at is not None and now >= self._master_starts_at:
+            self._restart_master()
+        if self._probe is not None and self._probe.is_over:
+            probe, self._probe = self._probe, None
+            if not probe.has_found and self._stopped_by is None:
+                message = (
+                    f"No master answered at {self._place.address} within {probe.timeout:.0f} s ({probe.trouble}), and this "
+                    "host is not the one to host it. Check that the address is right and reachable from here, and that the "
+                    "node it belongs to has been started."
+                )
+                self._fail(EXIT_MASTER_LOST, message)
+
+    def _saving_until(self) -> float:
+        return 0.0 if self._is_hurried else saving_until(self._directory.path)
+
+    def _until_next_deadline(self) -> float | None:
+        planned = (self._kill_agent_at, self._agent_starts_at, self._master_starts_at)
+        deadlines = [at for at in planned if at is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _fail(self, exit_code: int, message: str) -> None:
+        result = AgentResult(exit_code=exit_code, message=message)
+        self._ended = Ended(exit_code, result)
+        say(message)
+
+    # The end.
+
+    def _sweep(self) -> None:
+        """Kill whatever is below us of the job. Only the master stays."""
+        if self._neighbours is None:
+            return
+        keep = self._neighbours.pids()
+        if self._master is not None:
+            keep.add(self._master)
+        left = process_tree().kill_descendants(keep, deadline=SWEEP_TIMEOUT)
+        if left:
+            say(f"could not end the processes {left}: the kernel does not let them go")
+
+    def _clear_up(self) -> None:
+        try:
+            self._end_children()
+        except OSError as error:
+            # How the job ended is known by now, and nothing that goes wrong here may be told in its place.
+            say(f"could not make sure that every process of the job has ended: {error}")
+
+    def _end_children(self) -> None:
+        if self._agent is not None:
+            # We end before the agent does (the master is out of reach): it may still stop its workers in good order.
+            processes.send(self._agent, signal.SIGTERM)
+            self._await_exit("_agent", self._patience.master)
+        if self._master is not None:
+            has_ended_well = self._ended is not None and self._ended.result is not None and self._stopped_by is None
+            if has_ended_well or self._has_other_nodes:  # stopped by a signal: the others should still hear of it
+                is_long = has_ended_well and self._has_other_nodes
+                self._await_exit("_master", self._patience.shared_master if is_long else self._patience.master)
+        if self._master is not None:
+            processes.send(self._master, signal.SIGTERM)
+            self._await_exit("_master", self._patience.master)
+        self._master = None  # if it is still there, it goes with the rest
+        self._tell_goodput()
+        self._sweep()
+        if self._seat is not None:
+            self._seat.close()
+
+    @property
+    def _has_other_nodes(self) -> bool:
+        return self._place.is_shared and self._settings.terms.limits.max_nodes > 1
+
+    def _tell_goodput(self) -> None:
+        """One line about where the time went, if anything happened: torchrun says nothing, and nor do we without need."""
+        from dlrover.master.config import goodput_file
+        from dlrover.protocol.messages.goodput import GoodputStatus
+
+        try:
+            with open(goodput_file(self._end_file), "rb") as file:
+                goodput = msgspec.json.decode(file.read(), type=GoodputStatus)
+        except (OSError, msgspec.MsgspecError):
+            return  # the job is not over, or its master is elsewhere
+        if goodput.num_faults and self._settings.environment.is_reporting:
+            from dlrover.cli.launch.last_words import goodput_line
+
+            say(goodput_line(goodput))
+
+    def _await_exit(self, child: str, patience: float) -> None:
+        """Until that child has ended; a signal ends the patience."""
+        deadline = time.monotonic() + patience
+        while (pid := getattr(self, child)) is not None:
+            ended = processes.reap_children()
+            for name in ("_agent", "_master"):
+                if getattr(self, name) in ended:
+                    setattr(self, name, None)
+            remaining = deadline - time.monotonic()
+            if pid in ended or remaining <= 0:
+                return
+            if any(number != signal.SIGCHLD for number in self._inbox.wait(remaining)):
+                return
+
+
+def pause_after(missed: float) -> float:
+    """Before the next try: as long again as it has been missed so far."""
+    return min(MAX_MASTER_PAUSE, max(MIN_PAUSE, missed))
+
+
+def result_of(end: JobEnd) -> AgentResult:
+    """What the agent would have told, had it been there."""
+    failure = None if end.first_failure is None else end.first_failure.failure
+    worker_exit_code = None
+    if failure is not None:
+        worker_exit_code = failure.exit_code if failure.signal is None else 128 + failure.signal
+    return AgentResult(
+        exit_code=end.exit_code,
+        message=end.message,
+        worker_exit_code=worker_exit_code,
+        first_failed_rank=None if failure is None else failure.global_rank,
+        num_restarts=end.num_restarts,
+        end=end,
+    )
+
+
+def _write_outcome(path: str, result: AgentResult) -> None:
+    from dlrover.cli.launch.runtime_dir import write_private
+
+    try:
+        write_private(path, msgspec.json.encode(result))
+    except ConfigError as error:
+        say(f"how the job ended could not be told. {error}")  # the exit code still says whether it went well
+
+
+def main() -> int:
+    """`python -m dlrover.cli.launch.launcher SETTINGS`: the child of a programmatic launch, ends with its parent."""
+    from dlrover.host.lifeline import follow_parent
+    from dlrover.host.standard_streams import open_standard_descriptors
+
+    open_standard_descriptors()
+    with open(sys.argv[1], "rb") as file:
+        settings = msgspec.json.decode(file.read(), type=Settings)
+    if not follow_parent(signal.SIGTERM):
+        return EXIT_FAILED
+    try:
+        return launch(settings, os.environ)
+    except ConfigError as error:
+        _write_outcome(settings.outcome_file, AgentResult(exit_code=EXIT_USAGE, message=str(error)))
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # before anything was started; afterwards the inbox takes it
+
+
+if __name__ == "__main__":
+    sys.exit(main())

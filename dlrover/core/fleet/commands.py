@@ -1,0 +1,390 @@
+"""
+What the commands about platform nodes do: a function per command, and the table of them.
+
+As everywhere, each function checks first and raises `Rejected`; below the empty line it only changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from dlrover.core.checkpoints import commits
+from dlrover.core.fleet import life_cycle, parameter_servers, platform_news, reconcile, relaunch, targets
+from dlrover.core.fleet.fleet import Fleet, Replicas
+from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.fleet import (
+    AskClusterVersion,
+    AskPsNodes,
+    ClusterVersion,
+    DefineFleet,
+    ErrorLevel,
+    FleetSpec,
+    LaunchRefused,
+    MigrateNode,
+    NodeChanged,
+    NodeExit,
+    NodePhase,
+    NodesListed,
+    NodeType,
+    PsNodes,
+    PsReady,
+    ReplicaSpec,
+    ReportNodeError,
+    Resource,
+    RestartJob,
+    ResumeJob,
+    ScaleReplicas,
+    Strategy,
+    SuspendJob,
+    UpdateClusterVersion,
+    exit_reason_told,
+)
+from dlrover.protocol.messages.job import Command, Done, Query, Reply, Stage
+
+if TYPE_CHECKING:
+    from dlrover.core.decision import Course
+    from dlrover.core.outcome import NotYet
+    from dlrover.core.state import JobState
+
+T = TypeVar("T", FleetSpec, Resource)
+
+MOST_NODES = 1_000_000
+_ORDER = (NodeType.PS, NodeType.CHIEF, NodeType.WORKER, NodeType.EVALUATOR)
+"""In which ids are given: servers first, because they are called by their address and people expect it to begin at 0."""
+_CHECKED_MESSAGE = 2048
+_LARGEST = 2**53
+"""No counter of a platform comes near."""
+
+
+def _define(command: DefineFleet, course: Course) -> Reply:
+    state = course.state
+    check_spec(command.spec)
+    known = state.fleet
+    if known is not None and known.spec != command.spec:
+        raise Rejected(
+            "The fleet of this job is defined already, and otherwise. Scale the job, or start another one.",
+            code="fleet-differs",
+        )
+
+    if known is None:
+        state.fleet = _new_fleet(course, as_decoded(command.spec))
+        course.advance()
+    return Done()
+
+
+def _new_fleet(course: Course, spec: FleetSpec) -> Fleet:
+    """All records at once; the platform is asked for them when it has said what it has."""
+    fleet = Fleet(spec=spec, job_name=course.state.job_name or "job")
+    kinds = _with_chief(spec)
+    for node_type in _ORDER:
+        replica = kinds.get(node_type)
+        if replica is not None:
+            fleet.replicas[node_type] = _replicas_of(course, spec, node_type, replica)
+    for node_type, replicas in fleet.replicas.items():
+        for rank in range(replicas.target):
+            node = targets.want_new(fleet, node_type, rank)
+            node.is_first = node_type is NodeType.WORKER and rank < replicas.spec.count
+            if node_type is NodeType.PS:
+                fleet.servers.current.append(node.id)
+    amounts = ", ".join(f"{replicas.target} {node_type.value}" for node_type, replicas in fleet.replicas.items())
+    course.say(f"The job wants these nodes of its platform: {amounts}.")
+    return fleet
+
+
+def _with_chief(spec: FleetSpec) -> dict[NodeType, ReplicaSpec]:
+    """A parameter-server job needs a chief; if nobody named one, one of the workers is it."""
+    kinds = dict(spec.replicas)
+    worker = kinds.get(NodeType.WORKER)
+    has_chief = NodeType.CHIEF in kinds and kinds[NodeType.CHIEF].count > 0
+    if spec.strategy is Strategy.PS and not has_chief and worker is not None and worker.count:
+        kinds[NodeType.CHIEF] = _with_count(worker, 1)
+        kinds[NodeType.WORKER] = _with_count(worker, worker.count - 1)
+    return kinds
+
+
+def _with_count(spec: ReplicaSpec, count: int) -> ReplicaSpec:
+    return ReplicaSpec(
+        count=count,
+        resource=spec.resource,
+        max_relaunches=spec.max_relaunches,
+        critical=spec.critical,
+        priority=spec.priority,
+    )
+
+
+def _replicas_of(course: Course, spec: FleetSpec, node_type: NodeType, replica: ReplicaSpec) -> Replicas:
+    num_standby = spec.standby if node_type is NodeType.WORKER and spec.strategy is Strategy.ALLREDUCE else 0
+    replicas = Replicas(spec=replica, target=replica.count + num_standby)
+    budget = min(replica.max_relaunches, relaunch.MAX_BUDGET)
+    if node_type is NodeType.WORKER:
+        critical = relaunch.critical_ranks(replica.critical, replica.count, budget, spec.strategy)
+        if critical is None:
+            course.say(f"Nobody is critical: {replica.critical!r} is not all, none, or rank:relaunches,...")
+        replicas.budgets = critical or {}
+    elif node_type is NodeType.PS and replica.critical.strip() == "all":
+        replicas.budgets = dict.fromkeys(range(replica.count), budget)
+    return replicas
+
+
+def check_spec(spec: FleetSpec) -> None:
+    """Raises `Rejected` for a fleet that no platform could bring."""
+    odd = _odd_number(msgspec.to_builtins(spec))
+    if odd:
+        raise _bad(odd)
+    if spec.failure_window < 0:
+        raise _bad(f"failure_window {spec.failure_window:g}: give seconds, 0 or more")
+    for node_type, replica in spec.replicas.items():
+        if not 0 <= replica.count <= MOST_NODES or replica.max_relaunches < 0:
+            raise _bad(f"{node_type.value}: give a count from 0 to {MOST_NODES} and 0 or more relaunches")
+        if replica.resource.cpu < 0 or replica.resource.memory_mb < 0 or replica.resource.gpus < 0:
+            raise _bad(f"{node_type.value} asks for less than nothing: {replica.resource}")
+        if not relaunch.has_only_numbers_up_to(MOST_NODES, replica.critical):
+            raise _bad(f"{node_type.value}: critical has ranks and relaunches from 0 to {MOST_NODES}")
+        if relaunch.priorities(replica.priority, replica.count) is None:
+            raise _bad(
+                f"the priority {replica.priority!r} of {node_type.value} is not high, low, or a share such as 0.5"
+            )
+    counts = {node_type: replica.count for node_type, replica in spec.replicas.items()}
+    if NodeType.WORKER not in counts or counts[NodeType.WORKER] + counts.get(NodeType.CHIEF, 0) < 1:
+        raise _bad("there is no worker")
+    if spec.strategy in (Strategy.PS, Strategy.CUSTOM) and not counts.get(NodeType.PS):
+        raise _bad(f"a job by {spec.strategy.value} needs at least one ps")
+    if not 0 <= spec.standby <= MOST_NODES:
+        raise _bad(f"standby {spec.standby}: give 0 or more")
+    affinity = spec.group_affinity
+    if any(group < 0 or count < 1 for group, count in affinity.items()):
+        raise _bad("group_affinity maps groups from 0 on to counts from 1 on")
+    if affinity and sum(affinity.values()) != counts[NodeType.WORKER]:
+        raise _bad(f"group_affinity places {sum(affinity.values())} workers, and there are {counts[NodeType.WORKER]}")
+
+
+def _odd_number(value: object, name: str = "") -> str:
+    """A number that nobody can calculate with, or that no journal can hold, in words; empty: there is none."""
+    if isinstance(value, dict):
+        named = [(f"{name}.{key}" if name else str(key), key, item) for key, item in value.items()]
+        found = [_odd_number(key, path) or _odd_number(item, path) for path, key, item in named]
+        return next(filter(None, found), "")
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{name} {value}: give a finite number"
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return f"{name}: give a whole number up to {_LARGEST}"
+    return ""
+
+
+def as_decoded(value: T) -> T:
+    """As it comes out of a journal. Our own shell may write 900 where a float belongs, which is encoded otherwise."""
+    return msgspec.convert(msgspec.to_builtins(value), type(value))
+
+
+def _bad(what: str) -> Rejected:
+    return Rejected(f"The fleet cannot be as wished: {what}.", code="bad-fleet")
+
+
+def _nodes_listed(command: NodesListed, course: Course) -> Reply:
+    _known_fleet(course.state)
+    if max(command.master_epoch, command.next_id) > _LARGEST:
+        raise Rejected("The platform tells of a master epoch or a node id that cannot be.", code="malformed")
+
+    platform_news.hear_list(course, command)
+    course.advance()
+    return Done()
+
+
+def _node_changed(command: NodeChanged, course: Course) -> Reply:
+    _known_fleet(course.state)
+
+    platform_news.hear_change(course, command.kind, command.node)
+    course.advance()
+    return Done()
+
+
+def _launch_refused(command: LaunchRefused, course: Course) -> Reply:
+    _known_fleet(course.state)
+
+    platform_news.hear_refusal(course, command.node, command.reason)
+    course.advance()
+    return Done()
+
+
+def _scale_replicas(command: ScaleReplicas, course: Course) -> Reply:
+    fleet = _running_fleet(course.state)
+    replicas = fleet.replicas.get(command.node_type)
+    if replicas is None:
+        raise Rejected(f"This job has no nodes of type {command.node_type.value}.", code="bad-scale")
+    if fleet.spec.strategy is Strategy.ALLREDUCE and command.node_type is NodeType.WORKER:
+        raise Rejected(
+            "The workers of this job form one world: scale it with a minimum and a maximum (ScaleJob).",
+            code="bad-scale",
+        )
+    if command.node_type is not NodeType.EVALUATOR and reconcile.is_training_over(fleet):
+        raise Rejected("The training is over: nobody can be added to it, only to the evaluation.", code="bad-stage")
+    least = 1 if command.node_type is NodeType.PS else 0
+    if not least <= command.count <= MOST_NODES:
+        raise Rejected(f"Give a count from {least} to {MOST_NODES}, not {command.count}.", code="bad-scale")
+
+    if command.node_type is NodeType.PS:
+        targets.scale_servers(course, command.count)
+    else:
+        targets.scale_workers(course, command.node_type, command.count)
+    course.advance()
+    return Done()
+
+
+def _migrate(command: MigrateNode, course: Course) -> Reply:
+    fleet = _running_fleet(course.state)
+    node = fleet.nodes.get(command.node)
+    if node is None or not node.is_live or node.phase is NodePhase.INITIAL:
+        raise Rejected(f"Node {command.node} is not there to be exchanged.", code="bad-migration")
+    odd = _odd_number(msgspec.to_builtins(command.resource))
+    if odd:
+        raise Rejected(f"{node.label} cannot be exchanged so: {odd}.", code="bad-migration")
+    if command.resource.cpu < 0 or command.resource.memory_mb < 0 or command.resource.gpus < 0:
+        raise Rejected(f"{node.label} cannot have less than nothing: {command.resource}.", code="bad-migration")
+    if node.id in fleet.migrations or node.id in fleet.migrations.values():
+        raise Rejected(f"{node.label} is being exchanged already.", code="bad-migration")
+    if node.id in fleet.servers.dropped or node.is_finished:
+        raise Rejected(f"{node.label} is about to go.", code="bad-migration")
+    if node.is_critical and node.node_type is not NodeType.PS:
+        raise Rejected(f"The job cannot do without {node.label}, not even for an exchange.", code="bad-migration")
+
+    targets.migrate(course, node, as_decoded(command.resource))
+    commits.request_save(course, f"{node.label} is to be exchanged")
+    course.advance()
+    return Done()
+
+
+def _suspend(command: SuspendJob, course: Course) -> Reply:
+    _running_fleet(course.state)
+    if course.state.stage is Stage.SUSPENDED:
+        raise Rejected("The job is suspended already.", code="bad-stage")
+
+    targets.suspend(course, command.reason[: targets.LONGEST_REASON])
+    course.advance()
+    return Done()
+
+
+def _resume(command: ResumeJob, course: Course) -> Reply:
+    fleet = _running_fleet(course.state)
+    if not fleet.is_suspended:
+        raise Rejected("The job is not suspended.", code="bad-stage")
+
+    targets.resume(course)
+    course.advance()
+    return Done()
+
+
+def _restart(command: RestartJob, course: Course) -> Reply:
+    fleet = _running_fleet(course.state)
+    if fleet.spec.strategy is not Strategy.ALLREDUCE:
+        raise Rejected("Only a job whose workers form one world can be restarted as a whole.", code="bad-restart")
+    rdzv = course.state.rendezvous
+    if command.round and (rdzv.world is None or rdzv.round != command.round):
+        return Done()  # another agent of that world was quicker, or its time has passed anyway
+    if fleet.is_suspended:
+        raise Rejected("The job is suspended: resume it before it restarts.", code="bad-stage")
+
+    targets.restart_job(course, command.reason[: targets.LONGEST_REASON])
+    course.advance()
+    return Done()
+
+
+def _report_node_error(command: ReportNodeError, course: Course) -> Reply:
+    agent = course.state.nodes.current(command.node, command.incarnation)
+
+    message = command.message[:_CHECKED_MESSAGE]
+    if command.level is not ErrorLevel.INFO:
+        course.say(f"{agent.label} tells of a {command.level.value}: {message}")
+    node = None if course.state.fleet is None else course.state.fleet.of_agent(agent.id)
+    if command.level is ErrorLevel.NODE and node is not None and course.state.end is None:
+        # Only the platform can say that a node was taken away; from others that would be a free ride for ever.
+        told = command.exit_reason or exit_reason_told(message)
+        reason = told if relaunch.is_failure(told) else NodeExit.UNKNOWN
+        life_cycle.hear_node_error(course, node, reason, message)
+    course.advance()
+    return Done()
+
+
+def _update_version(command: UpdateClusterVersion, course: Course) -> Reply:
+    fleet = _known_fleet(course.state)
+    if command.version < 0 or command.version >= 2**53 or not 0 <= command.rank <= MOST_NODES:
+        raise Rejected("A version is 0 or more, and so is a rank.", code="malformed")
+
+    fleet.servers.set_version(command.version_type, command.node_type, command.rank, command.version)
+    return Done()
+
+
+def _ps_ready(command: PsReady, course: Course) -> Reply:
+    fleet = _running_fleet(course.state)
+    if NodeType.PS not in fleet.replicas:
+        raise Rejected("This job has no parameter servers.", code="no-servers")
+
+    addresses = tuple(node.service_address for node in parameter_servers.next_cluster(fleet))
+    if parameter_servers.is_somebody_awaited(fleet):
+        course.say(
+            "The workers say that they have switched, but some of their next parameter servers are not there yet: "
+            "nobody may go until they have switched to those."
+        )
+    elif command.addresses and command.addresses != addresses:
+        course.say(
+            "The workers switched to parameter servers that have changed again since; they have to switch once more."
+        )
+    else:
+        targets.switch_servers(course)
+    course.advance()
+    return Done()
+
+
+def _known_fleet(state: JobState) -> Fleet:
+    if state.fleet is None:
+        raise Rejected(
+            "The nodes of this job are started by hand: it has no platform that could start, end or exchange any. Start the "
+            "job with one (`dlrover local`, `dlrover master --fleet FILE`), or do it by hand.",
+            code="no-platform",
+        )
+    return state.fleet
+
+
+def _running_fleet(state: JobState) -> Fleet:
+    fleet = _known_fleet(state)
+    if state.end is not None:
+        raise Rejected(f"The job has ended: {state.end.message}", code="job-ended")
+    return fleet
+
+
+def _answer_version(query: AskClusterVersion, state: JobState) -> Reply | NotYet:
+    if state.fleet is None:
+        return ClusterVersion()
+    servers = state.fleet.servers
+    return ClusterVersion(version=servers.version(query.version_type, query.node_type, query.rank))
+
+
+def _answer_nodes(query: AskPsNodes, state: JobState) -> Reply | NotYet:
+    if state.fleet is None or NodeType.PS not in state.fleet.replicas:
+        return PsNodes(is_ready=True)
+    return parameter_servers.ps_nodes(state.fleet)
+
+
+HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
+    DefineFleet: _define,
+    NodesListed: _nodes_listed,
+    NodeChanged: _node_changed,
+    LaunchRefused: _launch_refused,
+    ScaleReplicas: _scale_replicas,
+    MigrateNode: _migrate,
+    SuspendJob: _suspend,
+    ResumeJob: _resume,
+    RestartJob: _restart,
+    ReportNodeError: _report_node_error,
+    UpdateClusterVersion: _update_version,
+    PsReady: _ps_ready,
+}
+"""`ScaleJob` is a matter of the rendezvous first, and is not here."""
+
+ANSWERS: dict[type[Query], Callable[[Any, JobState], Reply | NotYet]] = {
+    AskClusterVersion: _answer_version,
+    AskPsNodes: _answer_nodes,
+}

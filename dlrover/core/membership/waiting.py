@@ -1,0 +1,75 @@
+"""
+What the state says of those who are not in the world: who waits warm, who is too many, who is missed, and until when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from dlrover.core.membership.rendezvous import num_usable
+from dlrover.core.outcome import micros
+from dlrover.protocol.messages.job import FailureKind, Micros, NodeId
+
+if TYPE_CHECKING:
+    from dlrover.core.state import JobState
+
+
+def gone_times(state: JobState, nodes: Iterable[NodeId]) -> dict[NodeId, Micros]:
+    """When those of the nodes that have no stream are given up."""
+    broken = [node for node in nodes if node in state.nodes.broken]
+    has_spare = bool(broken) and state.rendezvous.has_spare()
+    is_last_hope = bool(broken) and _is_none_dispensable(state)
+    return {
+        node: state.nodes.gone_at(
+            node,
+            state.detection,
+            has_spare=has_spare,
+            is_needed=is_last_hope and not state.nodes.live[node].finished_round,
+        )
+        for node in broken
+    }
+
+
+def standby(state: JobState) -> list[NodeId]:
+    """Who waits warm beside the world, as wished: the lowest ranks outside it."""
+    wanted = 0 if state.terms is None else state.terms.standby
+    return state.rendezvous.outsiders()[:wanted]
+
+
+def pending(state: JobState) -> list[NodeId]:
+    """Who waits beside the world although nobody asked for so many."""
+    wanted = 0 if state.terms is None else state.terms.standby
+    return state.rendezvous.outsiders()[wanted:]
+
+
+def pend_timeouts(state: JobState) -> dict[NodeId, Micros]:
+    """When pending nodes are sent away. Not while a round is open: it may take them."""
+    timeout = None if state.terms is None else state.terms.limits.pend_timeout
+    if timeout is None or state.end is not None or not state.rendezvous.is_active:
+        return {}
+    left_out = state.rendezvous.bystanders.left_out
+    return {node: Micros(since + micros(timeout)) for node, since in left_out.items()}
+
+
+def suspects(state: JobState) -> list[NodeId]:
+    """Members that have not come back although all the others can say is that they lost somebody."""
+    rdzv = state.rendezvous
+    incident = state.restarts.open_incident(rdzv.round)
+    if state.end is not None or incident is None or incident.first.failure.kind is not FailureKind.PEER_LOST:
+        return []
+    return [node for node in rdzv.expected if node in rdzv.group_ranks]
+
+
+def _is_none_dispensable(state: JobState) -> bool:
+    """Whether the job fails with the next unfinished node that goes, because some have finished and too few are left."""
+    rdzv, terms = state.rendezvous, state.terms
+    if state.end is not None or terms is None or not rdzv.finished:
+        return False
+    return num_usable(rdzv.num_unfinished - 1, terms.limits) < terms.limits.min_nodes
+
+
+def are_too_few_left(state: JobState, now: Micros) -> bool:
+    """Whether the open round can lead to nothing, because some have finished and the rest is no world."""
+    at = None if state.terms is None else state.rendezvous.too_few_at(state.terms.limits)
+    return at is not None and at <= now

@@ -1,0 +1,256 @@
+"""
+Between the job and its platform: carries out what the job asks for, and tells it what the platform shows.
+
+Effects come from the desk when they are durable. Each node has a lane of its own, in which only the newest intent counts:
+a removal makes a launch pointless, and an intent that the platform does not take now is tried again, later and later,
+until it does or the job changes its mind (its pending timeout removes a node that never comes: that is the limit). No
+lane waits for another, and the desk waits for none of them.
+
+What the platform shows goes to the desk in order. If anything is lost on the way (the line to the platform, a command that
+could not be written) the watch begins anew, and so with a full list: the list repairs whatever was missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from dlrover.core.fleet.platform_news import REFUSAL_COUNTS
+from dlrover.platforms.base import Intent, Platform, StaleMaster
+from dlrover.protocol.errors import Rejected, Unavailable
+from dlrover.protocol.messages.fleet import DefineFleet, FleetSpec, LaunchNode, LaunchRefused, NodeChanged, NodesListed
+from dlrover.protocol.messages.identity import PlatformId
+from dlrover.protocol.messages.job import Reply
+from dlrover.protocol.text import encodable
+
+log = logging.getLogger(__name__)
+
+FleetWord = DefineFleet | NodesListed | NodeChanged | LaunchRefused
+Tell = Callable[[FleetWord], "asyncio.Future[Reply]"]
+"""To the desk; the future is done when the command is durable, and fails with Unavailable or Rejected."""
+
+
+class PlatformPatience(NamedTuple):
+    """Seconds that the keeper gives to the platform."""
+
+    call: float = 30.0
+    """For one call: a platform that hangs holds up one lane, not the job."""
+    first_pause: float = 0.5
+    longest_pause: float = 30.0
+    """Between two attempts, before jitter."""
+    repetition: float = REFUSAL_COUNTS / 2
+    """Between two words about the same refusal: the job takes one for outdated after twice that time."""
+    watch: float = 300.0
+    """After so long a watch is begun anew, with a full list: one that hangs without a word would be noticed by nobody."""
+    farewell: float = 5.0
+    """For what is still to be done when the job is over."""
+
+
+PATIENCE = PlatformPatience()
+MAX_CALLS = 32
+"""At the same time: a thousand launches must not bury the platform's server."""
+
+
+@dataclass(eq=False)
+class _Lane:
+    """What shall become of one node."""
+
+    intent: Intent | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    told: str = ""
+    """Why the platform does not take it, as the job was last told."""
+    told_at: float = 0.0
+    task: asyncio.Task[None] | None = None
+
+
+class FleetKeeper:
+    """Built by the service; `run` is its task, `take` is called by the desk."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        spec: FleetSpec,
+        tell: Tell,
+        *,
+        patience: PlatformPatience = PATIENCE,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """`environ`: what the nodes' processes shall find in their environment."""
+        self._platform = platform
+        self._environ = dict(environ or {})
+        self._spec = spec
+        self._tell = tell
+        self._patience = patience
+        self._lanes: dict[PlatformId, _Lane] = {}
+        self._calls = asyncio.Semaphore(MAX_CALLS)
+        self._is_lost = asyncio.Event()
+        """Something did not reach the job: list again."""
+        self._trouble = ""
+
+    # Effects.
+
+    def take(self, intent: Intent) -> None:
+        """Never waits. The newest intent of a node replaces what has not been done yet."""
+        lane = self._lanes.setdefault(intent.id, _Lane())
+        if isinstance(intent, LaunchNode) and self._environ:
+            intent = replace(intent, environ={**intent.environ, **self._environ})
+        lane.intent = intent
+        lane.changed.set()
+        if lane.task is None:
+            lane.task = asyncio.ensure_future(self._work(intent.id, lane))
+
+    async def drain(self) -> None:
+        """The job is over: give open removals a moment, launches none."""
+        for lane in self._lanes.values():
+            if isinstance(lane.intent, LaunchNode):
+                lane.intent = None
+                lane.changed.set()
+        tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._patience.farewell)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(self, node: PlatformId, lane: _Lane) -> None:
+        pause = self._patience.first_pause
+        while (intent := lane.intent) is not None:
+            lane.changed.clear()
+            is_done = await self._attempt(lane, intent)
+            if lane.intent is not intent:
+                pause = self._patience.first_pause
+            elif is_done:
+                lane.intent = None
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause * random.uniform(0.5, 1.0)):
+                        await lane.changed.wait()
+                pause = min(2 * pause, self._patience.longest_pause)
+        del self._lanes[node]
+
+    async def _attempt(self, lane: _Lane, intent: Intent) -> bool:
+        """Whether nothing more is to be done about it."""
+        try:
+            async with self._calls, asyncio.timeout(self._patience.call):
+                await self._platform.apply(intent)
+        except StaleMaster as error:
+            # The journal's fence ends this master as soon as it writes; until then it must only keep still.
+            log.warning("an intent came too late: %s", error)
+            return True
+        except Rejected as error:
+            log.error("the platform refuses an intent for good node=%s reason=%s", intent.name, error)
+            self._tell_refusal(lane, intent, str(error))
+            return True
+        except Unavailable as error:
+            self._tell_refusal(lane, intent, str(error))
+            return False
+        except TimeoutError:
+            self._tell_refusal(lane, intent, f"The platform did not answer within {self._patience.call:g} s.")
+            return False
+        except (
+            Exception
+        ) as error:  # an extension may raise anything; a lane that ends with it would never be driven again
+            reason = encodable(f"The platform broke on it ({type(error).__name__}: {error}).")
+            if reason != lane.told:
+                log.exception("the platform broke on an intent node=%s", intent.name)
+            self._tell_refusal(lane, intent, reason)
+            return False
+        log.info("platform took intent=%s node=%s", type(intent).__name__, intent.name)
+        return True
+
+    def _tell_refusal(self, lane: _Lane, intent: Intent, reason: str) -> None:
+        """For each change of the reason, and now and then because it still holds: the attempts themselves are no news."""
+        now = asyncio.get_running_loop().time()
+        reason = encodable(reason)
+        if reason == lane.told and now - lane.told_at < self._patience.repetition:
+            return
+        if reason != lane.told:
+            log.warning(
+                "platform does not take intent=%s node=%s reason=%s", type(intent).__name__, intent.name, reason
+            )
+        lane.told, lane.told_at = reason, now
+        if isinstance(intent, LaunchNode):
+            self._say(LaunchRefused(node=intent.id, reason=reason))
+
+    # Sights.
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        await self._define()
+        pause = 0.0
+        while True:
+            began_at = asyncio.get_running_loop().time()
+            await self._watch()
+            if asyncio.get_running_loop().time() - began_at > self._patience.longest_pause:
+                pause = 0.0
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(max(2 * pause, self._patience.first_pause), self._patience.longest_pause)
+
+    async def _define(self) -> None:
+        """Nothing else makes sense to the job before; so try until it is written."""
+        pause = self._patience.first_pause
+        while True:
+            try:
+                await self._tell(DefineFleet(spec=self._spec))
+                return
+            except Unavailable as error:
+                log.warning("the fleet cannot be defined yet reason=%s", error)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, self._patience.longest_pause)
+
+    async def _watch(self) -> None:
+        """One watch, until it breaks, something was lost, or its time is over."""
+        self._is_lost.clear()
+        seeing = asyncio.ensure_future(self._see())
+        losing = asyncio.ensure_future(self._is_lost.wait())
+        try:
+            limit = self._patience.watch * random.uniform(0.8, 1.0)
+            await asyncio.wait([seeing, losing], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if seeing.done():
+                seeing.result()
+        except Unavailable as error:
+            self._note_trouble(str(error))
+        except Exception as error:  # an extension may raise anything; the next watch may be better
+            trouble = f"It broke ({type(error).__name__}: {error})."
+            if trouble != self._trouble:
+                log.exception("the platform broke while it was watched")
+            self._note_trouble(trouble)
+        finally:
+            for task in (seeing, losing):
+                task.cancel()
+            await asyncio.gather(seeing, losing, return_exceptions=True)
+
+    async def _see(self) -> None:
+        async with contextlib.aclosing(self._platform.watch()) as sights:  # type: ignore[type-var]
+            async for sight in sights:
+                self._note_trouble("")
+                self._say(sight)
+
+    def _note_trouble(self, trouble: str) -> None:
+        if trouble and trouble != self._trouble:
+            log.warning("the platform cannot be watched reason=%s", trouble)
+        elif self._trouble and not trouble:
+            log.info("the platform is watched again")
+        self._trouble = trouble
+
+    def _say(self, word: FleetWord) -> None:
+        self._tell(word).add_done_callback(lambda told: self._on_told(word, told))
+
+    def _on_told(self, word: FleetWord, told: asyncio.Future[Reply]) -> None:
+        error = None if told.cancelled() else told.exception()
+        if isinstance(error, Rejected):
+            log.warning("the job refused command=%s reason=%s", type(word).__name__, error)
+        elif isinstance(error, Unavailable):
+            log.info("lost on the way to the job, listing again command=%s reason=%s", type(word).__name__, error)
+            self._is_lost.set()
+            if isinstance(word, LaunchRefused) and word.node in self._lanes:
+                self._lanes[word.node].told = ""  # tell it again with the next attempt
+        else:
+            assert error is None, f"the desk answers with nothing else: {error!r}"

@@ -1,0 +1,137 @@
+"""What others than the job itself have to show: each is asked at every look, and puts its part on the board."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from dlrover.master.view.gatherer import Lookout
+from dlrover.protocol.messages.goodput import AskEvents, AskGoodput, Events, GoodputStatus
+from dlrover.protocol.messages.job import JobStatus
+from dlrover.protocol.messages.watch import AskDiagnosis, Culprit, Diagnosis, PastVerdict
+
+MAX_DATASETS = 64
+NUM_EVENTS = 400
+"""On the timeline; the page drops older ones by the same number."""
+MAX_SAVINGS = 8
+MAX_VERDICTS = 30
+MAX_EVIDENCE = 20
+MAX_SENTENCE = 500
+MAX_NAME = 100
+MAX_AUTOPSY = 64 * 1024
+
+
+async def gather_data(lookout: Lookout) -> None:
+    status = lookout.status
+    assert isinstance(status, JobStatus), "asked before the first look"
+    sets = status.datasets[:MAX_DATASETS]
+    for each in sets:
+        lookout.board.put(
+            "data",
+            each.spec.name,
+            {
+                "name": each.spec.name,
+                "epoch": each.epoch,
+                "todo": each.num_todo,
+                "doing": each.num_doing,
+                "consumed": each.num_consumed,
+                "committed": each.num_committed,
+                "total": each.num_total,
+                "share": each.num_consumed / each.num_total if each.num_total > 0 else None,
+                "set_aside": each.num_set_aside,
+                "speed": float(f"{each.speed:.3g}"),
+                "remaining": None if each.remaining is None else round(each.remaining),
+                "is_complete": each.is_complete,
+            },
+        )
+    lookout.board.keep("data", {each.spec.name for each in sets})
+
+
+async def gather_events(lookout: Lookout) -> None:
+    """Only new ones are asked for; from a flood the newest are shown."""
+    board, known = lookout.board, lookout.newest_event
+    found = await lookout.ask(AskEvents(after=known, limit=NUM_EVENTS))
+    assert isinstance(found, Events), f"asked for events the master answered {type(found).__name__}"
+    if known and found.newest > known + NUM_EVENTS:
+        found = await lookout.ask(AskEvents(limit=NUM_EVENTS))
+        assert isinstance(found, Events), "as before"
+    for each in found.events:
+        lookout.newest_event = each.number
+        board.put(
+            "timeline",
+            str(each.number),
+            {
+                "number": each.number,
+                "at": each.at,
+                "level": each.level,
+                "name": each.name[:MAX_NAME],
+                "text": each.text[:MAX_SENTENCE],
+                "node": each.node,
+                "rank": each.rank,
+            },
+        )
+    kept = {str(number) for number in range(lookout.newest_event - NUM_EVENTS + 1, lookout.newest_event + 1)}
+    board.keep("timeline", kept, is_told=False)
+
+
+async def gather_goodput(lookout: Lookout) -> None:
+    found = await lookout.ask(AskGoodput())
+    assert isinstance(found, GoodputStatus), f"asked for goodput the master answered {type(found).__name__}"
+    lookout.goodput = found
+    if not found.wall:
+        return
+    lookout.board.put(
+        "goodput",
+        "",
+        {
+            "share": round(found.goodput, 4),
+            "since_start": None if found.highest_step is None else round(found.goodput_since_start, 4),
+            "seconds": {each.value: round(seconds, 1) for each, seconds in found.seconds.items()},
+            "num_faults": found.num_faults,
+            "is_redo_known": found.is_redo_known,
+            "counterfactuals": [each.text[:MAX_SENTENCE] for each in found.counterfactuals[:MAX_SAVINGS]],
+        },
+    )
+
+
+async def gather_diagnosis(lookout: Lookout) -> None:
+    found = await lookout.ask(AskDiagnosis(last=MAX_VERDICTS))
+    assert isinstance(found, Diagnosis), f"asked for its diagnosis the master answered {type(found).__name__}"
+    lookout.verdicts = found.verdicts
+    board = lookout.board
+    board.put("diagnosis", "", {"count": len(found.verdicts)})
+    for past in found.verdicts:
+        board.put("verdicts", _key(past), _verdict(past))
+    board.keep("verdicts", {_key(past) for past in found.verdicts})
+    if found.autopsy is not None:
+        autopsy = found.autopsy
+        board.put("autopsy", "", {"at": autopsy.at, "round": autopsy.round, "text": autopsy.text[:MAX_AUTOPSY]})
+
+
+def _key(past: PastVerdict) -> str:
+    """One diagnostician may find the same on many nodes at once, and each finding has its place."""
+    verdict = past.verdict
+    about = hashlib.sha256(msgspec.json.encode((past.round, verdict.fault, verdict.culprits))).hexdigest()
+    return f"{past.at} {verdict.diagnostician} {about[:16]}"
+
+
+def _verdict(past: PastVerdict) -> dict[str, object]:
+    verdict = past.verdict
+    return {
+        "at": past.at,
+        "round": past.round,
+        "count": past.count,
+        "has_acted": past.has_acted,
+        "fault": verdict.fault.value,
+        "diagnostician": verdict.diagnostician,
+        "culprits": ", ".join(_name(culprit) for culprit in verdict.culprits[:8]),
+        "evidence": [sentence[:MAX_SENTENCE] for sentence in verdict.evidence[:MAX_EVIDENCE]],
+        "confidence": round(verdict.confidence, 2),
+        "action": verdict.action.value,
+        "reasoning": verdict.reasoning[:MAX_SENTENCE],
+    }
+
+
+def _name(culprit: Culprit) -> str:
+    return f"node {culprit.node}" if culprit.global_rank < 0 else f"rank {culprit.global_rank} on node {culprit.node}"

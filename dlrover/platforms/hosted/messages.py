@@ -1,0 +1,51 @@
+"""
+What the local platform and its node host say to each other over the host's unix socket.
+
+One connection per intent or question, which ends with its answer, and one per watch, which stays: so nothing needs to be
+matched with anything, and a master that dies leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from msgspec import Struct
+
+from dlrover.protocol.codec import Codec
+from dlrover.protocol.messages.fleet import LaunchNode, NodeChanged, NodesListed, RemoveNode
+
+
+class ListNodes(Struct, tag=True, frozen=True):
+    """Answered by one `NodesListed`."""
+
+
+class WatchNodes(Struct, tag=True, frozen=True):
+    """Answered by one `NodesListed` and then by each `NodeChanged`, until somebody hangs up."""
+
+
+class HostRequest(Struct, frozen=True, kw_only=True):
+    job_uid: str
+    body: LaunchNode | RemoveNode | ListNodes | WatchNodes
+
+
+class Taken(Struct, tag=True, frozen=True):
+    """The intent was taken, or there was nothing to do."""
+
+
+class RefusalKind(enum.StrEnum):
+    BAD = "bad"
+    OLD_MASTER = "old-master"
+    NOT_NOW = "not-now"
+
+
+class IntentRefused(Struct, tag=True, frozen=True, kw_only=True):
+    kind: RefusalKind
+    message: str
+    code: str = ""
+    newest_master_epoch: int = 0
+
+
+HostAnswer = Taken | IntentRefused | NodesListed | NodeChanged
+
+REQUEST: Codec[HostRequest] = Codec(HostRequest, name="request to the node host")
+ANSWER: Codec[HostAnswer] = Codec(HostAnswer, name="answer of the node host")

@@ -1,0 +1,135 @@
+"""
+People who want something of a job: other numbers of nodes, another machine, a pause.
+
+Nodes are asked for once, heard or not. Who suspends a job with a fleet, and lets it go on later, asks until there is an
+answer: a master that dies takes the question along, a full disk refuses it, and a journal that is lost forgets the answer.
+From the answer to a suspension until they want the job to go on, nothing may be launched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dlrover.protocol.messages.fleet import (
+    LaunchNode,
+    MigrateNode,
+    NodeType,
+    Resource,
+    ResumeJob,
+    ScaleJob,
+    ScaleReplicas,
+    SuspendJob,
+)
+from dlrover.protocol.messages.job import Command, Query
+from dlrover.simulator.nodes.cloud import VirtualCloud
+from dlrover.simulator.truth.invariants import Violation
+from dlrover.simulator.virtual_time import SECOND
+
+if TYPE_CHECKING:
+    from dlrover.simulator.simulation import Simulation
+
+ASK_AGAIN = 2 * SECOND
+NEW_PATIENCE = 300 * SECOND
+"""A job that goes on waits anew: for ten minutes at least, of which a clock that jumps with a new master may take some."""
+
+
+class People:
+    """Owned by the simulation."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._sim = simulation
+        self._question: SuspendJob | ResumeJob | None = None
+        """What nobody has answered."""
+        self.scaled_types: dict[NodeType, None] = {}
+        """Of which somebody wanted another number."""
+        self.want_pause = False
+        self.is_paused = False
+        """They want a pause, and were told that there is one."""
+        self._resumed_at: int | None = None
+
+    # What they ask for once.
+
+    def scale(self, min_nodes: int, max_nodes: int) -> bool:
+        master = self._sim.masters.listening()
+        if master is None or master.job.end is not None:
+            return False
+        self._sim.note(f"somebody asks for {min_nodes} to {max_nodes} nodes")
+        master.hear(ScaleJob(min_nodes=min_nodes, max_nodes=max_nodes))
+        return True
+
+    def scale_replicas(self, node_type: NodeType, pick: int) -> bool:
+        """Somebody wants another number of the nodes of some type."""
+        sim = self._sim
+        master, fleet = sim.masters.listening(), sim.shape.fleet
+        if master is None or master.job.end is not None or fleet is None:
+            return False
+        least = {NodeType.WORKER: sim.shape.min_nodes, NodeType.PS: 1}.get(node_type, 0)
+        count = least + pick % (fleet.replicas[node_type].count - least + 2)
+        sim.note(f"somebody asks for {count} nodes of type {node_type}")
+        self.scaled_types[node_type] = None
+        master.hear(ScaleReplicas(node_type=node_type, count=count))
+        return True
+
+    def exchange(self, pick: int) -> bool:
+        """Somebody wants another machine in place of one that runs."""
+        master, cloud = self._sim.masters.listening(), self._sim.platform
+        if master is None or master.job.end is not None or not isinstance(cloud, VirtualCloud):
+            return False
+        running = cloud.running_ids()
+        if not running:
+            return False
+        master.hear(MigrateNode(node=running[pick % len(running)], resource=Resource(cpu=2.0)))
+        return True
+
+    # What they ask until they are answered.
+
+    def suspend(self, duration: int) -> bool:
+        sim = self._sim
+        if self.want_pause or sim.ended_at is not None or sim.masters.listening() is None:
+            return False
+        self.want_pause = True
+        self._ask(SuspendJob(reason="somebody needs the machines"))
+        # What runs, runs on: so a suspension alone does not excuse a job that stands still.
+        sim.troubles.pass_by(duration, self._let_go_on, is_trouble=False)
+        return True
+
+    def _let_go_on(self) -> None:
+        self.want_pause = self.is_paused = False
+        self._ask(ResumeJob())
+
+    def _ask(self, question: SuspendJob | ResumeJob) -> None:
+        self._question = question
+        self._try(question)
+
+    def _try(self, question: SuspendJob | ResumeJob) -> None:
+        sim = self._sim
+        if self._question is not question or sim.is_over or sim.ended_at is not None:
+            return
+        master = sim.masters.listening()
+        if master is not None:
+            master.hear(question)
+        sim.events.after(ASK_AGAIN, self._try, question)
+
+    def answered(self, command: Command | Query, refusal: str = "") -> None:
+        """By a master whose answer is durable. Refused as it is so already, or because nobody has defined the fleet yet."""
+        if command is not self._question or refusal == "no-platform":
+            return
+        self._question = None
+        if isinstance(command, SuspendJob):
+            self.is_paused = True
+            return
+        self._resumed_at = self._sim.events.now
+        self._sim.troubles.add()
+
+    def journal_lost(self) -> None:
+        """They see that the job goes on, and ask once more."""
+        self.is_paused = False
+        if self.want_pause:
+            self._ask(SuspendJob(reason="somebody still needs the machines"))
+
+    def has_just_resumed(self) -> bool:
+        return self._resumed_at is not None and self._sim.events.now - self._resumed_at < NEW_PATIENCE
+
+    def check_launch(self, launch: LaunchNode) -> None:
+        if self.is_paused:
+            raise Violation("fleet", f"{launch.name} is launched while the job is suspended")

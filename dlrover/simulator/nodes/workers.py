@@ -1,0 +1,216 @@
+"""
+The workers of a virtual agent: started for a world, stopped for the next one, with ends of their own.
+
+As `dlrover/agent/workers/driver.py` does, it approaches what is wanted one step at a time: whoever runs for another world is stopped
+first, however often the wish changes meanwhile. How workers ended is reported from here, because what is claimed when
+the agent attaches again, a finished round or a running one, has to fit it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dlrover.protocol.messages.job import (
+    FailureKind,
+    Micros,
+    ReportFailure,
+    ReportFinished,
+    Round,
+    StopCause,
+    WorkerFailure,
+    WorldSpec,
+)
+from dlrover.simulator.truth import worlds
+from dlrover.simulator.virtual_time import SECOND, span
+
+if TYPE_CHECKING:
+    from dlrover.simulator.nodes.agent import VirtualAgent
+
+LATE_FAILURE_ODDS = 0.02
+"""How often workers that are being stopped turn out to have failed by themselves."""
+
+_SIGNALS = {FailureKind.SIGNAL: 11, FailureKind.OUT_OF_MEMORY: 9, FailureKind.STOPPED_BY_US: 9}
+
+
+class VirtualGroup:
+    """The workers of one round on one node."""
+
+    __slots__ = ("finishes_at", "is_stopping", "is_up", "started_at", "world")
+
+    def __init__(self, world: WorldSpec, now: int) -> None:
+        self.world = world
+        self.started_at = now
+        self.is_up = False
+        """All were forked; before they are being started."""
+        self.is_stopping = False
+        self.finishes_at: int | None = None
+
+
+class Workers:
+    """Of one agent."""
+
+    def __init__(self, agent: VirtualAgent) -> None:
+        self._agent = agent
+        self._sim = agent.sim
+        self.group: VirtualGroup | None = None
+        self._target: WorldSpec | None = None
+        self._cause = StopCause.MEMBERSHIP
+        self._num_groups = 0
+        self._world: WorldSpec | None = None
+        """Of the newest workers that were started."""
+        self.finished_round = Round(0)
+        self.finished_at = 0
+
+    # What is wanted.
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._target is not None
+
+    def want(self, world: WorldSpec) -> None:
+        self.finished_round = Round(0)
+        self._target = world
+        self._approach()
+
+    def want_none(self, cause: StopCause) -> None:
+        self._target, self._cause = None, cause
+        self._approach()
+
+    def _approach(self) -> None:
+        group = self.group
+        if group is not None:
+            if group.world is not self._target and not group.is_stopping:
+                self._begin_stop(group)
+        elif self._target is not None and self._agent.is_alive:
+            self._begin_start(self._target)
+
+    def _begin_start(self, world: WorldSpec) -> None:
+        costs, chance = self._sim.shape.costs, self._sim.chance.nodes
+        self._world = world
+        group = self.group = VirtualGroup(world, self._sim.events.now)
+        worlds.workers_starting(self._sim, self._agent, world)
+        low, high = costs.worker_start if self._num_groups else costs.first_start
+        self._num_groups += 1
+        duration = span(chance, low, high)
+        self._sim.events.after(duration * 20 if self._agent.node.is_slow else duration, self._end_start, group)
+
+    def _end_start(self, group: VirtualGroup) -> None:
+        if self.group is not group or group.is_stopping or self._agent.sleep.puts_off(self._end_start, group):
+            return
+        group.is_up = True
+        if group.world.first_global_rank == 0 and self._sim.troubles.is_port_taken():
+            self.fail(FailureKind.PORT_TAKEN)
+            return
+        self._sim.training.started(group.world, self._agent.node.number)
+
+    def _begin_stop(self, group: VirtualGroup, kind: FailureKind | None = None) -> None:
+        costs, chance = self._sim.shape.costs, self._sim.chance.nodes
+        group.is_stopping = True
+        if group.is_up:
+            worlds.workers_ended(self._sim, self._agent, group, kind)
+        is_stubborn = chance.random() < 0.05
+        duration = span(chance, *(costs.stubborn_stop if is_stubborn else costs.stop)) if group.is_up else 1000
+        self._sim.events.after(duration, self._end_stop, group)
+
+    def _end_stop(self, group: VirtualGroup) -> None:
+        if self.group is not group or self._agent.sleep.puts_off(self._end_stop, group):
+            return
+        self.group = None
+        departure = self._agent.departure
+        is_late = group.is_up and group.finishes_at is None and self._cause is StopCause.FAILURE
+        if is_late and not departure.has_begun and self._sim.chance.nodes.random() < LATE_FAILURE_ODDS:
+            self._sim.ledger.charge(self._agent)
+            self._report(group, FailureKind.EXCEPTION, "late")
+        if departure.has_begun:
+            departure.go_when_stopped()
+        self._approach()
+
+    # What becomes of them.
+
+    def finish(self, coordinator: str) -> None:
+        """All workers of that world have done their work."""
+        agent, group, now = self._agent, self.group, self._sim.events.now
+        if not agent.is_alive or group is None or group.world.coordinator != coordinator or group.is_stopping:
+            return
+        if agent.sleep.puts_off(self.finish, coordinator):
+            return
+        round_ = group.world.round
+        group.finishes_at = now
+        self.finished_round, self.finished_at = round_, now
+        step = self._sim.training.step(coordinator)
+        self.want_none(StopCause.END_OF_JOB)
+        agent.outbox.tell(ReportFinished(node=agent.id, incarnation=agent.incarnation, round=round_, step=step))
+        if agent.channel.outage_since is not None:
+            agent.departure.plan_outage_check()
+
+    def fail(self, kind: FailureKind, traceback: str = "") -> bool:
+        """A worker ends badly. Returns whether there was one."""
+        group = self.group
+        if not self._agent.is_alive or group is None or not group.is_up or group.is_stopping:
+            return False
+        self._target, self._cause = None, StopCause.FAILURE
+        self._report(group, kind, traceback)
+        self._begin_stop(group, kind)
+        return True
+
+    def lose_peer(self, coordinator: str) -> None:
+        """A collective fails because a worker of another node is gone."""
+        group = self.group
+        if group is not None and group.world.coordinator == coordinator and self._agent.sleep.since is None:
+            self.fail(FailureKind.PEER_LOST)
+
+    def die(self) -> None:
+        """With their agent."""
+        group, self.group = self.group, None
+        if group is not None and group.is_up:
+            worlds.workers_ended(self._sim, self._agent, group, None)
+
+    def _report(self, group: VirtualGroup, kind: FailureKind, traceback: str) -> None:
+        agent, now = self._agent, self._sim.events.now
+        failure = WorkerFailure(
+            global_rank=group.world.first_global_rank,
+            local_rank=0,
+            pid=agent.node.number * 100 + agent.node.num_agents,
+            kind=kind,
+            exited_at=Micros(max(0, now + agent.clock_offset)),
+            exit_code=1 if kind not in _SIGNALS else None,
+            signal=_SIGNALS.get(kind),
+            message=kind.value,
+            traceback=traceback,
+        )
+        agent.outbox.tell(
+            ReportFailure(
+                node=agent.id,
+                incarnation=agent.incarnation,
+                round=group.world.round,
+                failures=(failure,),
+                step=self._sim.training.step(group.world.coordinator),
+                lived=(now - group.started_at) / SECOND,
+            )
+        )
+
+    # What is known of them.
+
+    def runs(self, coordinator: str) -> bool:
+        """Whether those of that world are up and not being stopped."""
+        group = self.group
+        return group is not None and group.world.coordinator == coordinator and group.is_up and not group.is_stopping
+
+    @property
+    def is_training(self) -> bool:
+        """Whether those of some world are up and not being stopped."""
+        return self._agent.is_alive and self.group is not None and self.group.is_up and not self.group.is_stopping
+
+    def told_step(self) -> int | None:
+        """What the newest heartbeat said."""
+        return None if self.group is None else self._sim.training.step(self.group.world.coordinator)
+
+    def claimed_round(self) -> Round:
+        """What runs here, or has finished here."""
+        running = self.group.world.round if self.group is not None else Round(0)
+        return max(running, self.finished_round)
+
+    def claimed_world(self) -> WorldSpec | None:
+        """That of the claimed round, if it is known still."""
+        world = self._world
+        return world if world is not None and world.round == self.claimed_round() else None
