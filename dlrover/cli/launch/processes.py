@@ -1,5 +1,5 @@
 """
-The launcher's view of its children: start one, hear of its end, signal it. (Orphans: `agent.process_tree`.)
+The launcher's view of its children: start one, hear of its end, signal it. (Orphans: `agent.workers.process_tree`.)
 
 The launcher is the parent of agent and master and a subreaper, so the kernel tells it of every end through SIGCHLD, and
 whatever a killed agent leaves becomes its child. That is enough: no pidfd, no thread, no asyncio, and one descriptor

@@ -82,7 +82,7 @@ to twice the second that they were told, and some have to attach before they can
 
 
 class MasterLoop:
-    """Implements the seam of `protocol.serving`; `run` is its one task."""
+    """Implements the seam of `protocol.rpc.server`; `run` is its one task."""
 
     def __init__(
         self,

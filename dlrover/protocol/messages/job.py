@@ -134,7 +134,7 @@ class RestartPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_restarts: int | None = None
     """torchrun's meaning when given, per node, 0 included. None: as long as the job makes progress."""
     max_without_progress: int = 3
-    """With `max_restarts` None: so many restarts in a row without progress (`core/reach.py`) in between."""
+    """With `max_restarts` None: so many restarts in a row without progress (`agreed/reach.py`) in between."""
     max_same_crash: int = 3
     """With `max_restarts` None: so many restarts at the same step with the same traceback."""
     lived_long: float = 60.0

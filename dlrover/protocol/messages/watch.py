@@ -76,7 +76,7 @@ class Collective(Struct, frozen=True, kw_only=True):
 
 
 class Reach(Struct, frozen=True, kw_only=True):
-    """How far the workers of one life came, by each count there is beside the step that they reported. `core/reach.py` says what it means."""
+    """How far the workers of one life came, by each count there is beside the step that they reported. `agreed/reach.py` says what it means."""
 
     model_step: int = 0
     """Steps in the model: those that the life found in what it restored, as far as that is known, and those that it took."""
