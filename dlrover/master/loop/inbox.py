@@ -1,5 +1,5 @@
 """
-The tray: what came in and waits for the next turn of the desk.
+The inbox: what came in and waits for the next turn of the loop.
 
 It has room for a bounded number of requests. Who comes when it is full is refused for now and told when to come again,
 spread over the time that the number of those refused needs: else they would all be back at once.

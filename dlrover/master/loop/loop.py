@@ -1,5 +1,5 @@
 """
-The desk: every request of the job passes here, in one order, and leaves only when it is durable.
+The loop of the master (in short: the desk): every request of the job passes here, in one order, and leaves only when it is durable.
 
 One task does all of it, turn by turn: take what gathered, let the core decide, write it as one transaction, then
 release replies, pushes and effects. While the disk works, the next turn's requests gather; so load batches itself and
