@@ -1,0 +1,246 @@
+"""
+Actions become requests, and answers become observations.
+
+What the API server has already (a name that is taken by the same job, a pod that is gone) is success. What it refuses
+becomes a `FailedAction`: the runner tries again later, and the status says why.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import random
+import secrets
+import time
+
+from msgspec import Struct
+
+from dlrover.operator.actions import (
+    Action,
+    ApplyStatus,
+    CheckTemplates,
+    CreateObject,
+    CreateToken,
+    DeleteObject,
+    EmitEvent,
+    ObjectKind,
+)
+from dlrover.operator.cluster_view import RESOURCES, ClusterView, Seen
+from dlrover.operator.observations import TemplateCheck
+from dlrover.operator.status import FIELD_MANAGER, status_body
+from dlrover.operator.timestamps import text_of
+from dlrover.platforms.kubernetes import names
+from dlrover.platforms.kubernetes.api import (
+    ELASTIC_JOBS,
+    EVENTS,
+    PODS,
+    ApiRefusal,
+    ClusterApi,
+    Conflict,
+    ConflictReason,
+    Forbidden,
+    FoundObject,
+    Invalid,
+    NotFound,
+    ObjectAnswer,
+    PatchKind,
+)
+from dlrover.platforms.kubernetes.elastic_job import ElasticJob, JsonObject
+from dlrover.platforms.kubernetes.objects import Pod, Stub, decode
+from dlrover.protocol.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES = 32
+SHORTLY = 0.5
+"""Seconds until the next try of what passes by itself: an API server that is away, a former job that is deleted."""
+LATER = 5.0
+"""Seconds until the next try of what people change: quotas, rights, a template."""
+
+
+class Denied(Struct, frozen=True):
+    """The API server did not take an action."""
+
+    reason: str
+    message: str
+    delay: float
+    """Seconds to wait for the first further try."""
+
+
+class ActionCarrier:
+    def __init__(self, api: ClusterApi, view: ClusterView) -> None:
+        self._api = api
+        self._view = view
+
+    async def carry_out(self, job: ElasticJob, action: Action) -> TemplateCheck | Denied | None:
+        """None: it is done."""
+        try:
+            match action:
+                case CheckTemplates():
+                    return await self._check(job, action)
+                case CreateObject():
+                    return await self._create(job, action.kind, action.name, action.body)
+                case CreateToken():
+                    return await self._create(job, ObjectKind.SECRET, action.name, _with_token(action.body))
+                case DeleteObject():
+                    return await self._delete(job, action)
+                case EmitEvent():
+                    await self._emit(job, action)
+                    return None
+                case ApplyStatus():
+                    return await self._apply(job, action)
+        except Unavailable as error:
+            return Denied("Unavailable", str(error), max(SHORTLY, error.retry_after or 0.0))
+
+    async def _check(self, job: ElasticJob, action: CheckTemplates) -> TemplateCheck | Denied:
+        for pod in action.pods:
+            answer = await self._api.create(PODS, pod, namespace=job.metadata.namespace, dry_run=True)
+            match answer:
+                case FoundObject() | Conflict():  # a pod of that name exists: it was accepted once
+                    continue
+                case Forbidden(is_quota=True):  # for the master to wait for
+                    continue
+                case Forbidden(is_terminating=True) | NotFound():
+                    return _denied(answer)
+                case _:
+                    problem = f"{_type_of(pod)}: {answer.message}"
+                    return TemplateCheck(generation=action.generation, problem=problem, at=time.time())
+        return TemplateCheck(generation=action.generation, at=time.time())
+
+    async def _create(self, job: ElasticJob, kind: ObjectKind, name: str, body: JsonObject) -> Denied | None:
+        namespace = job.metadata.namespace
+        answer = await self._api.create(RESOURCES[kind], body, namespace=namespace, field_manager=FIELD_MANAGER)
+        if isinstance(answer, Conflict) and answer.reason is ConflictReason.ALREADY_EXISTS:
+            answer = await self._api.get(RESOURCES[kind], name, namespace=namespace)
+            if isinstance(answer, NotFound):
+                return Denied("NameTaken", f"{kind.value} {name} was being deleted", SHORTLY)
+        if not isinstance(answer, FoundObject):
+            return _denied(answer)
+        seen: Seen = decode(Pod, answer.body) if kind is ObjectKind.POD else decode(Stub, answer.body)
+        owner = seen.metadata.controller
+        if kind is ObjectKind.POD and (owner is None or owner.uid != job.metadata.uid):
+            return Denied("NameTaken", f"another pod has the name {name}; it must be gone first", SHORTLY)
+        self._view.note(kind, seen)
+        return None
+
+    async def _delete(self, job: ElasticJob, action: DeleteObject) -> Denied | None:
+        answer = await self._api.delete(
+            RESOURCES[action.kind],
+            action.name,
+            namespace=job.metadata.namespace,
+            uid=action.uid,
+            grace=action.grace,
+        )
+        match answer:
+            case FoundObject():
+                return None
+            case NotFound() | Conflict():  # a conflict: the name belongs to another object by now
+                self._view.note_gone(action.uid)
+                return None
+            case _:
+                return _denied(answer)
+
+    async def _emit(self, job: ElasticJob, action: EmitEvent) -> None:
+        """An Event that cannot be written holds up nothing."""
+        try:
+            answer = await self._api.create(EVENTS, _event_body(job, action), namespace=job.metadata.namespace)
+        except Unavailable as error:
+            log.warning("event lost job=%s reason=%s: %s", job.key, action.reason, error)
+            return
+        if not isinstance(answer, FoundObject | Conflict):
+            log.warning("event refused job=%s reason=%s: %s", job.key, action.reason, answer.message)
+
+    async def _apply(self, job: ElasticJob, action: ApplyStatus) -> Denied | None:
+        answer = await self._api.patch(
+            ELASTIC_JOBS,
+            job.metadata.name,
+            status_body(job, action.status),
+            namespace=job.metadata.namespace,
+            kind=PatchKind.APPLY,
+            subresource="status",
+            field_manager=FIELD_MANAGER,
+            force=True,
+        )
+        match answer:
+            case FoundObject(body=body):
+                self._view.note(ObjectKind.ELASTIC_JOB, decode(ElasticJob, body))
+                return None
+            case NotFound() | Conflict():
+                self._view.note_gone(job.metadata.uid)
+                return Denied("JobGone", f"the job {job.key} was deleted", SHORTLY)
+            case _:
+                return _denied(answer)
+
+
+def describe(action: Action) -> str:
+    match action:
+        case CheckTemplates():
+            return "check the templates"
+        case CreateObject(kind=kind, name=name):
+            return f"create {kind.value} {name}"
+        case CreateToken(name=name):
+            return f"create Secret {name}"
+        case DeleteObject(kind=kind, name=name):
+            return f"delete {kind.value} {name}"
+        case EmitEvent(reason=reason):
+            return f"write the event {reason}"
+        case ApplyStatus():
+            return "write the status"
+
+
+def backed_off(delay: float, failures: int, *, longest: float = 60.0) -> float:
+    """Doubles with each failure in a row. The spread keeps many jobs from asking at the same moment."""
+    return min(delay * 2.0 ** min(failures, 16), longest) * random.uniform(0.8, 1.2)
+
+
+def _denied(answer: ApiRefusal | ObjectAnswer) -> Denied:
+    match answer:
+        case Forbidden(is_quota=True):
+            return Denied("QuotaExceeded", answer.message, LATER)
+        case Forbidden(is_terminating=True):
+            return Denied("NamespaceIsDeleted", answer.message, LATER)
+        case Forbidden():
+            return Denied("Forbidden", answer.message, LATER)
+        case Invalid():
+            return Denied("Invalid", answer.message, LATER)
+        case Conflict():
+            return Denied("Conflict", answer.message, SHORTLY)
+        case FoundObject():
+            raise AssertionError("an object that was found is no refusal")
+        case _:
+            return Denied(type(answer).__name__, answer.message, LATER)
+
+
+def _with_token(body: JsonObject) -> JsonObject:
+    token = base64.b64encode(secrets.token_hex(TOKEN_BYTES).encode()).decode()
+    return {**body, "data": {names.TOKEN_KEY: token}}
+
+
+def _event_body(job: ElasticJob, action: EmitEvent) -> JsonObject:
+    at = text_of(time.time())
+    involved = {
+        "apiVersion": ELASTIC_JOBS.api_version,
+        "kind": ELASTIC_JOBS.kind,
+        "namespace": job.metadata.namespace,
+        "name": job.metadata.name,
+        "uid": job.metadata.uid,
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": action.name, "namespace": job.metadata.namespace},
+        "involvedObject": involved,
+        "type": "Warning" if action.is_warning else "Normal",
+        "reason": action.reason,
+        "message": action.message[:1024],
+        "source": {"component": FIELD_MANAGER},
+        "firstTimestamp": at,
+        "lastTimestamp": at,
+        "count": 1,
+    }
+
+
+def _type_of(pod: JsonObject) -> str:
+    metadata = pod.get("metadata")
+    labels = metadata.get("labels") if isinstance(metadata, dict) else None
+    return str(labels.get(names.REPLICA_TYPE)) if isinstance(labels, dict) else "pod"

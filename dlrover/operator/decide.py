@@ -1,0 +1,359 @@
+"""
+What to do about one job, from what exists: the whole of the operator's judgement, without a clock and without I/O.
+
+Level-triggered: each decision begins from what the cluster holds, so an operator that stops between two actions needs
+no memory of them. Nothing here sets a finalizer: a job can be deleted while no operator runs.
+
+Order within a decision: events, status, other objects, the master's pod. Events come before the status because their
+names follow from their content: after a stop between the two they are sent again, and the API server has them already.
+
+Room for what comes later: plans and suspension of running jobs join between validity and succession; PodGroups,
+disruption budgets and network policies are further `owned_objects`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from dlrover.operator.actions import (
+    Action,
+    ApplyStatus,
+    CheckTemplates,
+    CreateObject,
+    CreateToken,
+    DeleteObject,
+    EmitEvent,
+    ObjectKind,
+    OperatorDecision,
+)
+from dlrover.operator.checks import Problem, first_pods, problem_of, unused_fields
+from dlrover.operator.master_pod import master_pod
+from dlrover.operator.master_state import is_ready, trouble_of
+from dlrover.operator.observations import JobObjects, OperatorSettings
+from dlrover.operator.owned import kind_of, owned_objects
+from dlrover.operator.status import JobCourse, JobPhase, Truth, condition_of, is_true, next_status, write_at
+from dlrover.operator.succession import Succession, succession_of
+from dlrover.operator.timestamps import instant_of, text_of
+from dlrover.platforms.kubernetes import names
+from dlrover.platforms.kubernetes.elastic_job import CleanPodPolicy, ElasticJob
+from dlrover.protocol.errors import Rejected
+
+CONTROLLER = "elastic.iml.github.io/operator"
+"""Value of `spec.managedBy` that means us, as an absent one does."""
+CHECK_EVERY = 30.0
+"""Seconds between two checks of templates that were refused: a missing PriorityClass may have been created."""
+LOOK_AGAIN = 5.0
+"""Seconds. The event that we wait for tells us earlier; this is for an event that does not come."""
+LOST_WITH_JOURNAL = (
+    "The master moved to another pod without its journal. Lost are the records of data shards since the last checkpoint "
+    "that carries them, keys of the key-value store, and events. Set spec.master.journal to keep them."
+)
+
+
+def decide(job: ElasticJob, seen: JobObjects, now: float, settings: OperatorSettings) -> OperatorDecision:
+    if job.metadata.deletion_timestamp is not None or job.spec.managed_by not in ("", CONTROLLER):
+        return OperatorDecision()
+    if is_true(job, "Succeeded") or is_true(job, "Failed"):
+        return _after_end(job, seen, now)
+    validity = _validity(job, seen, now, settings)
+    has_started = job.status.master is not None
+    if not has_started and validity.check is not None:
+        return _gated(job, seen, now, (validity.check,))
+    if not has_started and validity.problem is not None:
+        return _written(job, seen, now, _invalid(job, validity.problem), wake_at=validity.check_at)
+    if not has_started and job.spec.suspend:
+        return _written(job, seen, now, _suspended(job))
+    return _live(job, seen, now, settings, validity)
+
+
+# Before the start.
+
+
+class _Validity(Struct, frozen=True, kw_only=True):
+    problem: Problem | None = None
+    check: CheckTemplates | None = None
+    """The API server must judge first."""
+    check_at: float | None = None
+
+
+def _validity(job: ElasticJob, seen: JobObjects, now: float, settings: OperatorSettings) -> _Validity:
+    if problem := problem_of(job, seen, settings):
+        return _Validity(problem=problem)
+    try:
+        pods = first_pods(job)
+    except Rejected as error:
+        return _Validity(problem=Problem("InvalidTemplate", str(error)))
+    generation, known = job.metadata.generation, condition_of(job, "Valid")
+    check = CheckTemplates(generation=generation, pods=pods)
+    result = seen.check if seen.check is not None and seen.check.generation == generation else None
+    if result is None:
+        is_known = known is not None and known.status == "True" and known.observed_generation == generation
+        return _Validity() if is_known else _Validity(check=check)
+    if not result.problem:
+        return _Validity()
+    if now >= result.at + CHECK_EVERY:
+        return _Validity(check=check)
+    return _Validity(problem=Problem("InvalidTemplate", result.problem), check_at=result.at + CHECK_EVERY)
+
+
+def _invalid(job: ElasticJob, problem: Problem) -> JobCourse:
+    valid = Truth(is_true=False, reason=problem.reason, message=problem.sentence)
+    return JobCourse(
+        phase=JobPhase.CREATED,
+        reason=problem.reason,
+        message=problem.sentence,
+        conditions={"Valid": valid},
+        master=job.status.master,
+    )
+
+
+def _suspended(job: ElasticJob) -> JobCourse:
+    sentence = "spec.suspend is true. Set it to false to start the job."
+    suspended = Truth(is_true=True, reason="SuspendedBySpec", message=sentence)
+    valid = Truth(is_true=True, reason="TemplatesAccepted", message=unused_fields(job))
+    return JobCourse(
+        phase=JobPhase.SUSPENDED,
+        reason="SuspendedBySpec",
+        message=sentence,
+        conditions={"Valid": valid, "Suspended": suspended},
+    )
+
+
+# While the job runs.
+
+
+def _live(
+    job: ElasticJob, seen: JobObjects, now: float, settings: OperatorSettings, validity: _Validity
+) -> OperatorDecision:
+    succession = succession_of(job, seen, now)
+    if succession.verdict is not None:
+        verdict = succession.verdict
+        reason = verdict.reason or ("Completed" if verdict.is_success else "UnknownError")
+        return _written(job, seen, now, _end(job, succession, now, verdict.is_success, reason, verdict.sentence))
+    if succession.failure:
+        course = _end(job, succession, now, False, "MasterRestartsExhausted", succession.failure)
+        return _written(job, seen, now, course)
+    started_at = instant_of(job.status.start_time)
+    deadline = job.spec.active_deadline_seconds
+    ends_at = None if started_at is None or deadline is None else started_at + deadline
+    if ends_at is not None and now >= ends_at:
+        sentence = f"The job ran for more than {deadline} s (spec.activeDeadlineSeconds)."
+        return _written(job, seen, now, _end(job, succession, now, False, "DeadlineExceeded", sentence))
+    missing, blockers = _missing(job, seen)
+    actions: list[Action] = [*succession.removals, *missing]
+    if validity.check is not None:  # the job was edited
+        actions.append(validity.check)
+    wakes = [succession.wake_at, validity.check_at, ends_at]
+    if blockers:
+        wakes.append(now + LOOK_AGAIN)
+    elif succession.creates:
+        body = master_pod(job, succession.record.index, settings.master_image)
+        name = names.master_pod(job.metadata.name, succession.record.index)
+        actions.append(CreateObject(kind=ObjectKind.POD, name=name, body=body))
+    if succession.removals:
+        wakes.append(now + LOOK_AGAIN)
+    course = _course(job, seen, now, succession, validity, blockers)
+    return _written(job, seen, now, course, tuple(actions), wake_at=_earliest(wakes))
+
+
+def _missing(job: ElasticJob, seen: JobObjects) -> tuple[list[CreateObject | CreateToken], list[str]]:
+    """What is not there yet, and which names a former job of this name still occupies."""
+    missing: list[CreateObject | CreateToken] = []
+    blockers = []
+    for wanted in owned_objects(job):
+        found = seen.others.get((kind_of(wanted), wanted.name))
+        if found is None:
+            missing.append(wanted)
+        elif found.controller is not None and found.controller.uid != job.metadata.uid:
+            blockers.append(f"{kind_of(wanted).value} {wanted.name}")
+    return missing, blockers
+
+
+def _course(
+    job: ElasticJob,
+    seen: JobObjects,
+    now: float,
+    succession: Succession,
+    validity: _Validity,
+    blockers: list[str],
+) -> JobCourse:
+    pod, record = succession.pod, succession.record
+    is_up = pod is not None and is_ready(pod)
+    if is_up:
+        ready = Truth(is_true=True, reason="MasterReady")
+    else:
+        ready = Truth(is_true=False, **_why_not_ready(seen, succession, blockers))
+    has_run = job.status.phase in (JobPhase.RUNNING.value, JobPhase.RESTARTING.value)
+    if is_up:
+        phase, reason, message = JobPhase.RUNNING, "JobRunning", "The master is ready."
+    else:
+        waiting = JobPhase.PENDING if pod is not None else JobPhase.CREATED
+        phase = JobPhase.RESTARTING if has_run or record.index > 0 else waiting
+        reason, message = ready.reason, ready.message
+    conditions = {
+        "MasterReady": ready,
+        "Running": Truth(is_true=is_up, reason=reason, message="" if is_up else message),
+        "JournalKept": _journal_kept(job, record.index),
+    }
+    if validity.check is not None:
+        pass  # the answer of the API server comes first
+    elif validity.problem is None:
+        conditions["Valid"] = Truth(is_true=True, reason="TemplatesAccepted", message=unused_fields(job))
+    else:
+        conditions["Valid"] = Truth(
+            is_true=False,
+            reason=validity.problem.reason,
+            message=f"{validity.problem.sentence} The running job keeps its former templates.",
+        )
+    if job.spec.suspend:
+        sentence = "This version suspends a job only before its start. The job keeps running."
+        conditions["Suspended"] = Truth(is_true=False, reason="AlreadyStarted", message=sentence)
+    elif condition_of(job, "Suspended") is not None:
+        conditions["Suspended"] = Truth(is_true=False, reason="Resumed")
+    return JobCourse(
+        phase=phase,
+        reason=reason,
+        message=message,
+        conditions=conditions,
+        master=record,
+        start_time=job.status.start_time or text_of(now),
+    )
+
+
+def _why_not_ready(seen: JobObjects, succession: Succession, blockers: list[str]) -> dict[str, str]:
+    if succession.pod is not None:
+        reason, message = trouble_of(succession.pod)
+        return {"reason": reason, "message": message}
+    if seen.failure is not None:
+        return {
+            "reason": seen.failure.reason,
+            "message": f"The operator could not {seen.failure.what}: {seen.failure.message}",
+        }
+    if blockers:
+        waits = f"The cluster still deletes objects of a former job of this name: {', '.join(blockers)}."
+        return {"reason": "FormerJobIsDeleted", "message": waits}
+    if succession.loss:
+        return {"reason": "MasterLost", "message": f"The master is replaced: {succession.loss}"}
+    if succession.record.index:
+        return {"reason": "MasterLost", "message": "The operator makes the next master's pod."}
+    return {"reason": "Creating", "message": "The operator makes the master's pod."}
+
+
+def _journal_kept(job: ElasticJob, index: int) -> Truth:
+    if job.spec.master.journal is not None:
+        return Truth(is_true=True, reason="JournalClaim")
+    if index == 0:
+        return Truth(is_true=True, reason="FirstPod", message="The journal lives as long as the master's pod.")
+    return Truth(is_true=False, reason="MasterMoved", message=LOST_WITH_JOURNAL)
+
+
+# The end.
+
+
+def _end(
+    job: ElasticJob, succession: Succession, now: float, is_success: bool, reason: str, sentence: str
+) -> JobCourse:
+    phase = JobPhase.SUCCEEDED if is_success else JobPhase.FAILED
+    ended = Truth(is_true=False, reason="JobEnded")
+    return JobCourse(
+        phase=phase,
+        reason=reason,
+        message=sentence,
+        conditions={
+            "MasterReady": ended,
+            "Running": ended,
+            phase.value: Truth(is_true=True, reason=reason, message=sentence),
+        },
+        master=succession.record,
+        completion_time=text_of(now),
+    )
+
+
+def _after_end(job: ElasticJob, seen: JobObjects, now: float) -> OperatorDecision:
+    policy = job.spec.clean_pod_policy
+    removals: list[Action] = [
+        DeleteObject(kind=ObjectKind.POD, name=pod.metadata.name, uid=pod.metadata.uid)
+        for pod in seen.pods
+        if pod.metadata.deletion_timestamp is None
+        and (
+            policy is CleanPodPolicy.ALL
+            or (policy is CleanPodPolicy.RUNNING and pod.status.phase not in ("Succeeded", "Failed"))
+        )
+    ]
+    wake_at = None
+    ended_at, ttl = instant_of(job.status.completion_time), job.spec.ttl_seconds_after_finished
+    if ttl is not None and ended_at is not None:
+        if now >= ended_at + ttl:
+            return _gated(job, seen, now, (_removal_of(job),))
+        wake_at = ended_at + ttl
+    course = JobCourse(
+        phase=JobPhase.SUCCEEDED if is_true(job, "Succeeded") else JobPhase.FAILED,
+        reason=job.status.reason,
+        master=job.status.master,
+    )
+    return _written(job, seen, now, course, tuple(removals), wake_at=wake_at)
+
+
+def _removal_of(job: ElasticJob) -> DeleteObject:
+    return DeleteObject(kind=ObjectKind.ELASTIC_JOB, name=job.metadata.name, uid=job.metadata.uid)
+
+
+# Putting a decision together.
+
+
+def _written(
+    job: ElasticJob,
+    seen: JobObjects,
+    now: float,
+    course: JobCourse,
+    actions: tuple[Action, ...] = (),
+    *,
+    wake_at: float | None = None,
+) -> OperatorDecision:
+    """The status and its events first, so that what the next action relies on is durable."""
+    status = next_status(job, course, seen.pods, now)
+    at = write_at(job, status, now)
+    if at is not None and at <= now:
+        first: tuple[Action, ...] = (*_events(job, seen, course), ApplyStatus(status=status))
+        return _gated(job, seen, now, actions, first=first, wake_at=wake_at)
+    return _gated(job, seen, now, actions, wake_at=_earliest((wake_at, at)))
+
+
+def _gated(
+    job: ElasticJob,
+    seen: JobObjects,
+    now: float,
+    actions: tuple[Action, ...],
+    *,
+    first: tuple[Action, ...] = (),
+    wake_at: float | None = None,
+) -> OperatorDecision:
+    """After a failure only the status is written until it is time to try again."""
+    if seen.failure is not None and now < seen.failure.retry_at and actions:
+        return OperatorDecision(actions=first, wake_at=_earliest((wake_at, seen.failure.retry_at)))
+    return OperatorDecision(actions=(*first, *actions), wake_at=wake_at)
+
+
+def _events(job: ElasticJob, seen: JobObjects, course: JobCourse) -> Iterable[EmitEvent]:
+    if course.phase.value != job.status.phase:
+        is_bad = course.phase in (JobPhase.FAILED, JobPhase.RESTARTING)
+        yield _event(job, course, f"Job{course.phase.value}", course.message or course.reason, is_warning=is_bad)
+    valid, known = course.conditions.get("Valid"), condition_of(job, "Valid")
+    if valid is not None and not valid.is_true and (known is None or known.message != valid.message):
+        yield _event(job, course, valid.reason, valid.message, is_warning=True)
+    ready, known = course.conditions.get("MasterReady"), condition_of(job, "MasterReady")
+    if seen.failure is not None and ready is not None and (known is None or known.message != ready.message):
+        yield _event(job, course, seen.failure.reason, ready.message, is_warning=True)
+
+
+def _event(job: ElasticJob, course: JobCourse, reason: str, message: str, *, is_warning: bool) -> EmitEvent:
+    index = course.master.index if course.master else 0
+    digest = hashlib.sha256(f"{job.metadata.uid} {index} {reason} {message}".encode()).hexdigest()[:16]
+    return EmitEvent(name=f"{job.metadata.name}.{digest}", is_warning=is_warning, reason=reason, message=message)
+
+
+def _earliest(instants: Iterable[float | None]) -> float | None:
+    return min((each for each in instants if each is not None), default=None)

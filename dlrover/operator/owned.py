@@ -1,0 +1,132 @@
+"""
+The objects of a job beside pods: services, token, rights, ledger, journal claim.
+
+Each has the job as its owner, so the cluster deletes it after the job. Each is made once and never changed: what a
+person or another controller edits stays edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dlrover.operator.actions import CreateObject, CreateToken, ObjectKind
+from dlrover.platforms.kubernetes import names
+from dlrover.platforms.kubernetes.elastic_job import GROUP, ElasticJob, JsonObject
+
+MASTER_ROLE = "dlrover-master"
+"""ClusterRole with what all masters may do, bound within the job's namespace only."""
+ALLOWED_ACCOUNT = "elasticjob.dlrover/master"
+"""Label of service accounts that a job may name for its master; its value is `allowed`."""
+
+
+def account_name(job: ElasticJob) -> str:
+    return job.spec.master.service_account_name or f"elasticjob-{job.metadata.name}-master"
+
+
+def claim_name(job: ElasticJob) -> str:
+    return f"elasticjob-{job.metadata.name}-journal"
+
+
+def operator_labels(job: ElasticJob) -> dict[str, str]:
+    return {
+        names.APP_NAME: names.APP_ELASTIC_JOB,
+        names.JOB_NAME: job.metadata.name,
+        names.JOB_UID: job.metadata.uid,
+    }
+
+
+def owned_objects(job: ElasticJob) -> Iterator[CreateObject | CreateToken]:
+    """In the order in which they are needed: a pod is refused while its service account does not exist."""
+    if not job.spec.master.service_account_name:
+        yield _create(job, ObjectKind.SERVICE_ACCOUNT, account_name(job), {}, {ALLOWED_ACCOUNT: "allowed"})
+    yield _create(job, ObjectKind.ROLE_BINDING, _common(job), _binding(job, "ClusterRole", MASTER_ROLE))
+    yield _create(job, ObjectKind.ROLE, _own(job), {"rules": list(_own_rules(job))})
+    yield _create(job, ObjectKind.ROLE_BINDING, _own(job), _binding(job, "Role", _own(job)))
+    token = _create(job, ObjectKind.SECRET, names.token_secret(job.metadata.name), {"type": "Opaque"})
+    yield CreateToken(name=token.name, body=token.body)
+    yield _create(job, ObjectKind.CONFIG_MAP, names.ledger_name(job.metadata.name), {"data": {}})
+    yield _create(job, ObjectKind.SERVICE, names.master_service(job.metadata.name), _master_service(job))
+    yield _create(job, ObjectKind.SERVICE, names.nodes_service(job.metadata.name), _nodes_service(job))
+    if job.spec.master.journal is not None:
+        yield _create(job, ObjectKind.CLAIM, claim_name(job), _claim(job))
+
+
+def kind_of(action: CreateObject | CreateToken) -> ObjectKind:
+    return ObjectKind.SECRET if isinstance(action, CreateToken) else action.kind
+
+
+def _common(job: ElasticJob) -> str:
+    """Binding of what all masters may do."""
+    return f"elasticjob-{job.metadata.name}-master"
+
+
+def _own(job: ElasticJob) -> str:
+    """Role and binding of what this master alone may do."""
+    return f"elasticjob-{job.metadata.name}-own"
+
+
+def _own_rules(job: ElasticJob) -> Iterator[JsonObject]:
+    """By name: a master reads and writes no ledger and no status but its own."""
+    name = job.metadata.name
+    ledger = names.ledger_name(name)
+    yield _rule("", "configmaps", ledger, ("get", "list", "watch", "update"))
+    yield _rule(GROUP, "elasticjobs", name, ("get", "list", "watch"))
+    yield _rule(GROUP, "elasticjobs/status", name, ("get", "patch"))
+
+
+def _rule(group: str, resource: str, name: str, verbs: tuple[str, ...]) -> JsonObject:
+    return {"apiGroups": [group], "resources": [resource], "resourceNames": [name], "verbs": list(verbs)}
+
+
+def _binding(job: ElasticJob, kind: str, role: str) -> JsonObject:
+    group = "rbac.authorization.k8s.io"
+    subject = {"kind": "ServiceAccount", "name": account_name(job), "namespace": job.metadata.namespace}
+    return {"roleRef": {"apiGroup": group, "kind": kind, "name": role}, "subjects": [subject]}
+
+
+def _master_service(job: ElasticJob) -> JsonObject:
+    """It selects by uid, so a pod of a former job of that name never gets this job's connections."""
+    port = {"name": "grpc", "port": names.MASTER_PORT, "targetPort": names.MASTER_PORT, "protocol": "TCP"}
+    selector = {names.JOB_UID: job.metadata.uid, names.REPLICA_TYPE: names.MASTER_TYPE}
+    return {"spec": {"type": "ClusterIP", "selector": selector, "ports": [port]}}
+
+
+def _nodes_service(job: ElasticJob) -> JsonObject:
+    """Gives each pod a name. Nodes look for each other before they are ready, so all addresses are published."""
+    return {
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {names.JOB_UID: job.metadata.uid},
+        }
+    }
+
+
+def _claim(job: ElasticJob) -> JsonObject:
+    journal = job.spec.master.journal
+    assert journal is not None, "a job without a journal has no claim"
+    spec: JsonObject = {
+        "accessModes": ["ReadWriteOncePod"],
+        "resources": {"requests": {"storage": journal.size}},
+    }
+    if journal.storage_class_name:
+        spec["storageClassName"] = journal.storage_class_name
+    return {"spec": spec}
+
+
+_API_VERSIONS = dict.fromkeys((ObjectKind.ROLE, ObjectKind.ROLE_BINDING), "rbac.authorization.k8s.io/v1")
+
+
+def _create(
+    job: ElasticJob, kind: ObjectKind, name: str, rest: JsonObject, labels: dict[str, str] | None = None
+) -> CreateObject:
+    common = operator_labels(job)
+    metadata = {
+        "name": name,
+        "namespace": job.metadata.namespace,
+        "labels": {**common, **(labels or {})},
+        "annotations": common,  # extensions of sites patch annotations, and a missing map cannot be patched
+        "ownerReferences": [names.owner_reference(job.metadata.name, job.metadata.uid)],
+    }
+    body = {"apiVersion": _API_VERSIONS.get(kind, "v1"), "kind": kind.value, "metadata": metadata, **rest}
+    return CreateObject(kind=kind, name=name, body=body)

@@ -1,0 +1,183 @@
+"""
+A cluster with the operator in it, and one job: what it shows of itself, from outside.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from tests.kubernetes.kubelet.client import Body
+from tests.kubernetes.machine import REPOSITORY, LocalCluster
+
+EXAMPLE = REPOSITORY / "examples" / "kubernetes"
+JOBS = "/apis/elastic.iml.github.io/v1alpha1/namespaces/default/elasticjobs"
+RANK = "elasticjob.dlrover/rank-index"
+TYPE = "elasticjob.dlrover/replica-type"
+UID = "elasticjob.dlrover/uid"
+_DEADLINE = 180.0
+
+
+async def start_operator(cluster: LocalCluster) -> None:
+    """Definitions and roles as in `deploy/`, and the operator as a process of this machine."""
+    for folder in ("crds", "roles"):
+        for file in sorted((REPOSITORY / "deploy" / folder).glob("*.yaml")):
+            await cluster.apply(file.read_text())
+    ports = ("--metrics-bind-address", "0", "--health-probe-bind-address", "0")
+    cluster.start("operator", "dlrover.operator", "--kubeconfig", cluster.kubeconfig, *ports)
+
+
+class TrainingJob:
+    """The example's job under a name of its own."""
+
+    def __init__(self, cluster: LocalCluster, name: str, *, workers: int, options: tuple[str, ...] = ()) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.uid = ""
+        self._workers = workers
+        self._options = options
+        self.folder = Path()
+        """What the pods see as /data. Known when the job is submitted."""
+
+    async def submit(self, *, has_journal: bool = True, memory: str = "2Gi", restarts: int | None = None) -> None:
+        job, claim = yaml.safe_load_all((EXAMPLE / "job.yaml").read_text())
+        job["metadata"]["name"] = self.name
+        claim["metadata"]["name"] = f"{self.name}-data"
+        worker = job["spec"]["replicaSpecs"]["worker"]
+        worker["replicas"] = self._workers
+        if restarts is not None:
+            worker["restartCount"] = restarts
+        spec = worker["template"]["spec"]
+        spec["volumes"][1]["persistentVolumeClaim"]["claimName"] = f"{self.name}-data"
+        container = spec["containers"][0]
+        command = [word.replace("--nnodes=3", f"--nnodes={self._workers}") for word in container["command"]]
+        container["command"] = [*command, *self._options]
+        container["resources"] = {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"memory": memory}}
+        if not has_journal:
+            del job["spec"]["master"]
+        program = {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": "points-program"},
+            "data": {"train.py": (EXAMPLE / "train.py").read_text()},
+        }
+        made = await self.cluster.apply(yaml.safe_dump_all([program, claim, job]))
+        self.uid = made[2]["metadata"]["uid"]
+        self.folder = self.cluster.folder / "claims" / made[1]["metadata"]["uid"]
+
+    async def delete(self) -> None:
+        await self.cluster.api.delete(f"{JOBS}/{self.name}")
+
+    # Objects.
+
+    async def status(self) -> Body:
+        job = await self.cluster.find(f"{JOBS}/{self.name}")
+        return (job or {}).get("status") or {}
+
+    async def pods(self, kind: str = "worker") -> list[Body]:
+        return await self.cluster.pods(f"{UID}={self.uid},{TYPE}={kind}")
+
+    async def running(self, kind: str = "worker") -> dict[int, Body]:
+        """Pods that run and are not being deleted, by rank (the master's by 0)."""
+        found: dict[int, Body] = {}
+        for pod in await self.pods(kind):
+            if pod.get("status", {}).get("phase") == "Running" and "deletionTimestamp" not in pod["metadata"]:
+                rank = int(pod["metadata"]["labels"].get(RANK, 0))
+                assert rank not in found, f"two pods of rank {rank}: {pod['metadata']['name']}"
+                found[rank] = pod
+        return found
+
+    async def until_running(self) -> dict[int, Body]:
+        async def all_run() -> dict[int, Body]:
+            found = await self.running()
+            return found if len(found) == self._workers else {}
+
+        return await self.cluster.until(all_run, f"{self._workers} pods of {self.name} run", _DEADLINE)
+
+    async def until_replaced(self, rank: int, lost: Body) -> Body:
+        """The pod that follows the lost one in its rank."""
+
+        async def is_replaced() -> Body | None:
+            pod = (await self.running()).get(rank)
+            return pod if pod is not None and pod["metadata"]["uid"] != lost["metadata"]["uid"] else None
+
+        found = await self.cluster.until(is_replaced, f"rank {rank} of {self.name} is replaced", _DEADLINE)
+        assert found is not None
+        return found
+
+    async def until_ended(self) -> str:
+        async def is_ended() -> str:
+            phase = str((await self.status()).get("phase", ""))
+            return phase if phase in ("Succeeded", "Failed") else ""
+
+        return await self.cluster.until(is_ended, f"{self.name} ends", _DEADLINE)
+
+    async def until_lost(self, pod: Body) -> None:
+        """The API server shows the end of the pod: a deletion time, a terminal phase, or no object."""
+
+        async def is_lost() -> bool:
+            now = await self.cluster.pod(pod["metadata"]["name"])
+            return (
+                now is None
+                or "deletionTimestamp" in now["metadata"]
+                or now["status"]["phase"] in ("Failed", "Succeeded")
+            )
+
+        await self.cluster.until(is_lost, f"the end of {pod['metadata']['name']} is seen")
+
+    # Training.
+
+    def events(self, kind: str) -> list[Body]:
+        """What the workers wrote, of all ranks, in the order of time."""
+        found = []
+        for file in self.folder.glob("events-*.jsonl"):
+            for line in file.read_text().splitlines():
+                event = json.loads(line)
+                if event["event"] == kind:
+                    found.append(event)
+        return sorted(found, key=lambda event: float(event["at"]))
+
+    def step(self) -> int:
+        steps = self.events("step")
+        return int(steps[-1]["step"]) if steps else 0
+
+    async def until_step(self, step: int) -> None:
+        await self.cluster.until(
+            lambda: self.step() >= step, f"step {step} of {self.name} (at {self.step()})", _DEADLINE
+        )
+
+    async def until_trained_by(self, pod: Body) -> None:
+        """The pod has done a step."""
+        name = pod["metadata"]["name"]
+        condition = lambda: any(event["pod"] == name for event in self.events("step"))  # noqa: E731
+        await self.cluster.until(condition, f"{name} trains", _DEADLINE)
+
+    def hurry(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "hurry").touch()
+
+    def losses(self) -> dict[int, float]:
+        """Of the life that counts: a step that was done again has the later loss."""
+        return {int(event["step"]): float(event["loss"]) for event in self.events("step")}
+
+    async def audit(self) -> Body:
+        """What the master's journal says of the data."""
+        claims = "/api/v1/namespaces/default/persistentvolumeclaims"
+        claim = await self.cluster.api.get(f"{claims}/elasticjob-{self.name}-journal")
+        return audit(self.cluster.folder / "claims" / claim["metadata"]["uid"] / "journal.sqlite")
+
+    def mains(self, pods: dict[int, Body]) -> dict[int, int]:
+        """First process of each pod's container, as this machine numbers it."""
+        return {rank: self.cluster.life(pod).pid for rank, pod in pods.items()}
+
+
+def audit(journal: Path) -> Body:
+    command = [sys.executable, "-m", "dlrover.cli.main", "data", "audit", "--json", str(journal)]
+    told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert told.returncode == 0, told.stdout + told.stderr
+    [finding] = json.loads(told.stdout)
+    return dict(finding)

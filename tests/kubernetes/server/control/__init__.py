@@ -1,0 +1,1 @@
+"""What a control plane does around writes: admission, quotas, budgets, owners, namespaces."""

@@ -1,0 +1,1 @@
+"""Custom resources: definitions, their schemas, and the rules in them."""
