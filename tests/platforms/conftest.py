@@ -16,7 +16,8 @@ import msgspec
 import pytest
 
 from dlrover.platforms.hosted.client import LocalOptions, LocalPlatform
-from dlrover.platforms.hosted.table import HostConfig, remove_left_behind
+from dlrover.platforms.hosted.table import HostConfig
+from dlrover.platforms.local.starter import remove_left_behind
 from tests.platforms.contract import DEADLINE, JOB
 
 OBEDIENT = Path(__file__).with_name("obedient.py")
@@ -30,7 +31,7 @@ class LocalLab:
         *,
         capacity: int = 3,
         program: tuple[str, ...] = (),
-        host: tuple[str, ...] = ("-m", "dlrover.platforms.hosted.table"),
+        host: tuple[str, ...] = ("-m", "dlrover.platforms.local"),
     ) -> None:
         self.directory = directory
         config = HostConfig(

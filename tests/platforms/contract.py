@@ -96,6 +96,13 @@ class Watcher:
                 return sight
 
 
+async def room_becomes(platform: Platform, free: int) -> None:
+    """A cluster counts again a moment after it has told of the end."""
+    async with asyncio.timeout(DEADLINE):
+        while (await platform.room(Resource())).free != free:  # noqa: ASYNC110 - the platform has no event for it
+            await asyncio.sleep(0.05)
+
+
 async def run_nodes(platform: Platform, *nodes: int) -> None:
     async with watching(platform) as watch:
         for node in nodes:
@@ -243,6 +250,40 @@ class PlatformContract:
             await watch.until(1, NodePhase.DELETED)
             await platform.apply(launch(3))
             await watch.until(3, NodePhase.RUNNING)
+
+    async def test_room_shrinks_with_each_node_and_grows_with_each_end(self, lab):
+        platform = lab.platform()
+        if not platform.capabilities.knows_room:
+            pytest.skip("this platform does not know its room")
+        assert (await platform.room(Resource())).free == 3
+        await run_nodes(platform, 0, 1)
+        assert (await platform.room(Resource())).free == 1
+        await run_nodes(platform, 2)
+        full = await platform.room(Resource())
+        assert (full.free, "3 of at most 3" in full.reason) == (0, True), full.reason
+        async with watching(platform) as watch:
+            lab.end(0, 0)
+            await watch.until(0, NodePhase.SUCCEEDED)
+        await room_becomes(platform, 1)
+
+    async def test_room_is_that_of_all_jobs_together(self, lab):
+        ours, theirs = lab.platform(), lab.platform("job-b")
+        if not ours.capabilities.knows_room:
+            pytest.skip("this platform does not know its room")
+        await run_nodes(theirs, 0)
+        assert (await ours.room(Resource())).free == 2
+
+    async def test_there_is_no_room_for_a_node_that_is_larger_than_any_machine(self, lab):
+        platform = lab.platform()
+        if not platform.capabilities.knows_room:
+            pytest.skip("this platform does not know its room")
+        room = await platform.room(Resource(memory_mb=1 << 40))
+        assert room.free == 0
+        assert room.reason
+
+    async def test_a_question_for_room_that_makes_no_sense_is_refused(self, lab):
+        with pytest.raises(Rejected, match="less than nothing"):
+            await lab.platform().room(Resource(cpu=-1.0))
 
     async def test_two_jobs_do_not_see_each_others_nodes(self, lab):
         ours, theirs = lab.platform(), lab.platform("job-b")

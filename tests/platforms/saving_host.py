@@ -6,7 +6,7 @@ last one from then on.
 import sys
 from pathlib import Path
 
-from dlrover.platforms.hosted import table as hosted_table
+from dlrover.platforms.local.__main__ import main
 
 folder = Path(sys.argv[1]).parent
 said: list[float] = []
@@ -24,4 +24,4 @@ def saving_until(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(hosted_table.main(saving_until))
+    sys.exit(main(saving_until))

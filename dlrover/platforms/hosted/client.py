@@ -16,21 +16,30 @@ import msgspec
 from msgspec import Struct
 
 from dlrover.host.ownership import check_server
-from dlrover.platforms.base import Capabilities, Intent, LaunchNotTaken, Sight, StaleMaster
+from dlrover.platforms.base import Capabilities, Intent, LaunchNotTaken, NodeRoom, Sight, StaleMaster
 from dlrover.platforms.hosted.messages import (
     ANSWER,
     REQUEST,
+    AskRoom,
     HostAnswer,
     HostRequest,
     IntentRefused,
     ListNodes,
     RefusalKind,
+    RoomFound,
     Taken,
     WatchNodes,
 )
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.local_frames import pack, read_frame
-from dlrover.protocol.messages.fleet import LaunchNode, NodeChanged, NodesListed, PlatformNode, RemoveNode
+from dlrover.protocol.messages.fleet import (
+    LaunchNode,
+    NodeChanged,
+    NodesListed,
+    PlatformNode,
+    RemoveNode,
+    Resource,
+)
 
 CALL_TIMEOUT = 10.0
 """Seconds for the host's answer. It answers in milliseconds, or tens of them where it sets up a namespace."""
@@ -42,13 +51,19 @@ class LocalOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     socket: str
     own_addresses: bool = False
     can_limit_memory: bool = False
+    can_cordon: bool = False
 
 
 class LocalPlatform:
     def __init__(self, options: LocalOptions, job_uid: str) -> None:
         self._socket = options.socket
         self._job_uid = job_uid
-        self.capabilities = Capabilities(own_addresses=options.own_addresses, can_limit_memory=options.can_limit_memory)
+        self.capabilities = Capabilities(
+            own_addresses=options.own_addresses,
+            can_limit_memory=options.can_limit_memory,
+            can_cordon=options.can_cordon,
+            knows_room=True,
+        )
 
     @classmethod
     def from_options(cls, job_uid: str, options: Mapping[str, object]) -> LocalPlatform:
@@ -84,6 +99,14 @@ class LocalPlatform:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(MAX_PAUSE, max(0.05, 2 * pause))
 
+    async def room(self, resource: Resource) -> NodeRoom:
+        answer = await self._ask(AskRoom(resource))
+        if isinstance(answer, IntentRefused):
+            raise Rejected(answer.message, code=answer.code)
+        if not isinstance(answer, RoomFound):
+            raise Unavailable(f"The node host answered a question for room with {type(answer).__name__}.")
+        return NodeRoom(answer.free, answer.reason)
+
     async def close(self) -> None:
         """Nothing is held between two calls; a watch lets go of its own when it is closed."""
 
@@ -97,7 +120,7 @@ class LocalPlatform:
         finally:
             writer.close()
 
-    async def _ask(self, body: LaunchNode | RemoveNode | ListNodes) -> HostAnswer:
+    async def _ask(self, body: LaunchNode | RemoveNode | ListNodes | AskRoom) -> HostAnswer:
         data = pack(REQUEST.encode(HostRequest(job_uid=self._job_uid, body=body)))
         try:
             async with asyncio.timeout(CALL_TIMEOUT):

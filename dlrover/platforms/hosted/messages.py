@@ -12,7 +12,7 @@ import enum
 from msgspec import Struct
 
 from dlrover.protocol.codec import Codec
-from dlrover.protocol.messages.fleet import LaunchNode, NodeChanged, NodesListed, RemoveNode
+from dlrover.protocol.messages.fleet import LaunchNode, NodeChanged, NodesListed, RemoveNode, Resource
 
 
 class ListNodes(Struct, tag=True, frozen=True):
@@ -23,9 +23,15 @@ class WatchNodes(Struct, tag=True, frozen=True):
     """Answered by one `NodesListed` and then by each `NodeChanged`, until somebody hangs up."""
 
 
+class AskRoom(Struct, tag=True, frozen=True):
+    """Answered by one `RoomFound`, or `IntentRefused` for a size that makes no sense."""
+
+    resource: Resource
+
+
 class HostRequest(Struct, frozen=True, kw_only=True):
     job_uid: str
-    body: LaunchNode | RemoveNode | ListNodes | WatchNodes
+    body: LaunchNode | RemoveNode | ListNodes | WatchNodes | AskRoom
 
 
 class Taken(Struct, tag=True, frozen=True):
@@ -45,7 +51,12 @@ class IntentRefused(Struct, tag=True, frozen=True, kw_only=True):
     newest_master_epoch: int = 0
 
 
-HostAnswer = Taken | IntentRefused | NodesListed | NodeChanged
+class RoomFound(Struct, tag=True, frozen=True):
+    free: int | None
+    reason: str
+
+
+HostAnswer = Taken | IntentRefused | RoomFound | NodesListed | NodeChanged
 
 REQUEST: Codec[HostRequest] = Codec(HostRequest, name="request to the node host")
 ANSWER: Codec[HostAnswer] = Codec(HostAnswer, name="answer of the node host")

@@ -11,14 +11,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 from pathlib import Path
 
+from dlrover.host import cgroup
 from dlrover.protocol.errors import Unavailable
 from dlrover.protocol.units import in_bytes
 
-_V1 = Path("/sys/fs/cgroup/memory")
-_V2 = Path("/sys/fs/cgroup")
+_V1 = Path(cgroup.ROOT, "memory")
 _PREFIX = "dlrover-"
 
 
@@ -51,12 +50,7 @@ class MemoryLimits:
     def num_kills(self, key: str) -> int:
         """How many processes of the node the kernel ended for want of memory."""
         group = self._group(key)
-        try:
-            text = (group / ("memory.oom_control" if _is_v1(group) else "memory.events")).read_text()
-        except OSError:
-            return 0
-        found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
-        return int(found.group(1)) if found else 0
+        return cgroup.num_oom_kills(cgroup.Group(str(group), is_unified=not _is_v1(group))) or 0
 
     def remove(self, key: str) -> None:
         with contextlib.suppress(OSError):  # somebody is still in it: `dlrover clean` tries again
@@ -87,18 +81,8 @@ def _is_v1(group: Path) -> bool:
 
 def _parent() -> Path | None:
     """Our own group, where it has a memory controller that a group below would have, too."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
-    except OSError:
+    own = next(iter(cgroup.groups("memory")), None)
+    if own is None:
         return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            group = _V1 / path.lstrip("/")
-            return group if group.is_dir() else (_V1 if _V1.is_dir() else None)
-        if not controllers:
-            group = _V2 / path.lstrip("/")
-            with contextlib.suppress(OSError):
-                if "memory" in (group / "cgroup.subtree_control").read_text().split():
-                    return group
-    return None
+    is_passed_on = "memory" in cgroup.read(f"{own.directory}/cgroup.subtree_control").split()
+    return Path(own.directory) if is_passed_on or not own.is_unified else None

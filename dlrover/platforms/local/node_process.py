@@ -93,7 +93,7 @@ class NodeProcess:
                 send(pid, signal.SIGKILL)
             await self.wait(SWEEP_TIMEOUT)
 
-    async def sweep(self, grace: float, strangers: Callable[[], Sequence[int]]) -> None:
+    async def sweep_processes(self, grace: float, strangers: Callable[[], Sequence[int]]) -> None:
         """
         After the launcher's end: until nothing of the node is left, by force when the grace is over.
 

@@ -43,7 +43,7 @@ async def test_a_node_is_not_over_before_what_lost_its_mark_has_ended(tmp_path):
     command = NodeCommand(argv=("true",), environ=dict(os.environ), mark="none", log_file=str(tmp_path / "log"))
     process = NodeProcess(command, on_line=lambda line, is_error: None)
     await wait_gone([process.pid], DEADLINE)
-    await process.sweep(300.0, lambda: strangers.alive()[:1])
+    await process.sweep_processes(300.0, lambda: strangers.alive()[:1])
     assert strangers.seen == [strangers.pids, strangers.pids[1:], []]
 
 

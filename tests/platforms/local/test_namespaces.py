@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.platforms.hosted.table import remove_left_behind
 from dlrover.platforms.local.kernel_claims import KernelTag, dead_tags, tag_of
 from dlrover.platforms.local.namespaces import Namespaces, available, remove_namespaces
+from dlrover.platforms.local.starter import remove_left_behind
 from dlrover.protocol.errors import ConfigError
 
 needs_namespaces = pytest.mark.skipif(bool(available()), reason=available() or "-")

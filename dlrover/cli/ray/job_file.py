@@ -1,0 +1,201 @@
+"""
+`dlrover master --platform ray --job-spec FILE`: a job as the original's file describes it, on a Ray cluster.
+
+The option starts a host and below it a master; the master process itself knows nothing of Ray. Of the replica types only workers are
+understood so far. What they run stands in the file, or follows `--` on the command line.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from dlrover.cli.ray.plan import NodeSize, RayRun, build_parser, build_run
+from dlrover.platforms.kubernetes.quantities import resource_of
+from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Resource, Strategy
+
+_LAUNCHERS = ("dlrover-run", "torchrun")
+_SPEC_KEYS = (
+    "replicaSpecs",
+    "distributionStrategy",
+    "optimizeMode",
+    "resourceLimits",
+    "enableElasticScheduling",
+    "enableDynamicSharding",
+)
+_REPLICA_KEYS = (
+    "replicas", "replica", "resources", "resource", "restartCount", "autoScale", "restartTimeout", "criticalNodes", "command", "args",
+    "template", "priority", "image",
+)  # fmt: skip
+
+
+def read_job_file(
+    path: str,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    job_name: str,
+    pending_timeout: float | None = None,
+    relaunches_errors: bool = False,
+) -> RayRun:
+    """Raises `ConfigError`."""
+    spec = _spec_of(_decode(path), path)
+    replicas = spec.get("replicaSpecs")
+    if not isinstance(replicas, dict) or not replicas:
+        raise ConfigError(f"{path}: spec.replicaSpecs names no nodes. Give spec.replicaSpecs.worker.replicas.")
+    others = [name for name in replicas if name not in (NodeType.WORKER.value, "dlrover-master")]
+    if others:
+        raise ConfigError(f"{path}: replicas of type {', '.join(others)} do not run on Ray yet; only worker does.")
+    worker = replicas.get(NodeType.WORKER.value)
+    if not isinstance(worker, dict):
+        raise ConfigError(f"{path}: spec.replicaSpecs.worker is missing.")
+    _check_keys(worker, _REPLICA_KEYS, f"{path}: spec.replicaSpecs.worker")
+    count = _whole(worker.get("replicas", worker.get("replica", 1)), f"{path}: spec.replicaSpecs.worker.replicas")
+    resource = _resource(worker, path)
+    size = NodeSize(
+        min_nodes=count,
+        max_nodes=count,
+        standby=0,
+        max_relaunches=_whole(worker.get("restartCount", 3), f"{path}: restartCount"),
+        resource=resource,
+    )
+    fleet = FleetSpec(
+        replicas={
+            NodeType.WORKER: ReplicaSpec(
+                count=count,
+                resource=resource,
+                max_relaunches=size.max_relaunches,
+                critical=str(worker.get("criticalNodes", "")),
+                priority=str(worker.get("priority", "")),
+            )
+        },
+        strategy=_strategy(spec, path),
+        relaunch_always=relaunches_errors or FleetSpec(replicas={}).relaunch_always,
+        pending_timeout=900.0 if pending_timeout is None else pending_timeout,
+    )
+    run = list(command) or _command_of(worker, path)
+    options = build_parser().parse_args([f"--job-name={job_name}"])
+    return build_run(run, environ, size=size, options=options, fleet=fleet)
+
+
+def run_job_file(
+    path: str,
+    command: Sequence[str],
+    *,
+    job_name: str,
+    pending_timeout: float | None,
+    relaunches_errors: bool,
+) -> int:
+    """Submit the job of the file and follow it to its end. Raises `ConfigError`."""
+    from dlrover.cli.ray.command import run_job
+
+    if not path:
+        raise ConfigError(
+            "--platform ray needs --job-spec FILE, which describes the job's nodes. For a script alone: dlrover ray run."
+        )
+    backend = os.environ.get("state_backend_type", "Memory")  # noqa: SIM112 (the original's name)
+    if backend != "Memory":
+        raise ConfigError(
+            f"The variable state_backend_type={backend} is not supported. Leave it out, or set it to Memory."
+        )
+    return run_job(
+        read_job_file(
+            path,
+            command,
+            os.environ,
+            job_name=job_name,
+            pending_timeout=pending_timeout,
+            relaunches_errors=relaunches_errors,
+        )
+    )
+
+
+def _decode(path: str) -> object:
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--job-spec {path}: {error.strerror}.") from error
+    suffix = Path(path).suffix.lower()
+    try:
+        if suffix == ".json":
+            return msgspec.json.decode(data)
+        if suffix in (".yaml", ".yml"):
+            return msgspec.yaml.decode(data)
+    except ImportError as error:
+        raise ConfigError(
+            f"--job-spec {path}: YAML needs the package pyyaml, which the extra `ray` brings along."
+        ) from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"--job-spec {path}: {error}.") from error
+    raise ConfigError(f"--job-spec {path}: the name must end in .json, .yaml or .yml.")
+
+
+def _spec_of(content: object, path: str) -> Mapping[str, object]:
+    if not isinstance(content, dict) or not isinstance(content.get("spec"), dict):
+        raise ConfigError(f"--job-spec {path}: the file has no `spec` with the job's nodes.")
+    spec: dict[str, object] = content["spec"]
+    _check_keys(spec, _SPEC_KEYS, f"{path}: spec")
+    return spec
+
+
+def _check_keys(found: Mapping[str, object], known: Sequence[str], where: str) -> None:
+    for name in found:
+        if name not in known:
+            raise ConfigError(f"{where}.{name} is unknown. Known are {', '.join(known)}.")
+
+
+def _resource(worker: Mapping[str, object], path: str) -> Resource:
+    wanted = worker.get("resources", worker.get("resource", {})) or {}
+    if isinstance(wanted, dict) and isinstance(wanted.get("requests", wanted.get("limits")), dict):
+        wanted = wanted.get("requests") or wanted["limits"]
+    if not isinstance(wanted, dict):
+        raise ConfigError(f"{path}: spec.replicaSpecs.worker.resources must be a map, such as {{cpu: 4, memory: 8Gi}}.")
+    # The name of the resource says what accelerator it is; Ray calls all of them GPU.
+    return msgspec.structs.replace(resource_of(wanted), gpu_type="")
+
+
+def _strategy(spec: Mapping[str, object], path: str) -> Strategy:
+    text = spec.get("distributionStrategy", Strategy.ALLREDUCE.value)
+    if text not in (Strategy.ALLREDUCE.value, Strategy.CUSTOM.value):
+        raise ConfigError(f"{path}: distributionStrategy {text} does not run on Ray yet. Use AllreduceStrategy.")
+    return Strategy.ALLREDUCE
+
+
+def _command_of(worker: Mapping[str, object], path: str) -> list[str]:
+    found: object = worker.get("command")
+    arguments: object = worker.get("args", [])
+    template = worker.get("template")
+    if found is None and isinstance(template, dict):
+        containers = (template.get("spec") or {}).get("containers") or [{}]
+        found, arguments = containers[0].get("command"), containers[0].get("args", [])
+    words = [*_words(found), *_words(arguments)]
+    if words[:2] in (["/bin/sh", "-c"], ["/bin/bash", "-c"], ["sh", "-c"], ["bash", "-c"]) and len(words) == 3:
+        words = shlex.split(words[2])
+    if (words and os.path.basename(words[0]) in _LAUNCHERS) or (
+        words and os.path.basename(words[0]).startswith("python")
+    ):
+        words = words[1:]
+    if not words:
+        raise ConfigError(
+            f"{path}: nothing says what the workers run. Give spec.replicaSpecs.worker.command, or put the script after `--`."
+        )
+    return words
+
+
+def _words(value: object) -> list[str]:
+    if value is None:
+        return []
+    return shlex.split(value) if isinstance(value, str) else [str(word) for word in value]  # type: ignore[attr-defined]
+
+
+def _whole(value: object, where: str) -> int:
+    if isinstance(value, str) and value.isdigit():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(f"{where} must be a whole number of 0 or more (got {value!r}).")
+    return value

@@ -1,0 +1,132 @@
+"""A real Ray cluster on this machine: a head, raylets that come and go, and a look at everything that a job may leave."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from dlrover.platforms.ray import store
+
+DEADLINE = 120.0
+STORE_BYTES = 80 << 20
+"""Ray's smallest object store."""
+RECOMMENDED = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 2000,
+    "health_check_failure_threshold": 3,
+}
+"""What our how-to recommends for the head."""
+
+
+class RayLab:
+    def __init__(self, directory: str, *, head_cpus: int = 0, settings: dict[str, Any] | None = None) -> None:
+        self.directory = directory
+        os.environ.setdefault("RAY_enable_metrics_collection", "0")
+        head = {
+            "num_cpus": head_cpus,
+            "object_store_memory": STORE_BYTES,
+            "include_dashboard": False,
+            "temp_dir": directory,
+            **({"_system_config": settings} if settings else {}),
+        }
+        self.cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
+        self.address: str = self.cluster.address
+        self.connect()
+        self.machines: list[Any] = []
+
+    def connect(self) -> None:
+        ray.init(address=self.address, namespace="tests", log_to_driver=False, configure_logging=False)
+
+    def add_machine(self, num_cpus: int = 1, **more: Any) -> Any:
+        machine = patiently(lambda: self.cluster.add_node(num_cpus=num_cpus, object_store_memory=STORE_BYTES, **more))
+        self.machines.append(machine)
+        return machine
+
+    def remove_machine(self, machine: Any) -> None:
+        self.machines.remove(machine)
+        self.cluster.remove_node(machine, allow_graceful=False)
+
+    def drain(self, machine: Any, *, seconds: float) -> None:
+        """As a cloud's preemption notice: the machine goes at the deadline."""
+        from ray._raylet import GcsClient
+        from ray.core.generated import autoscaler_pb2
+
+        deadline_ms = int((time.time() + seconds) * 1000)
+        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        is_accepted, why_not = GcsClient(address=self.address).drain_node(machine.node_id, reason, "test", deadline_ms)
+        assert is_accepted, why_not
+
+    def close(self) -> None:
+        ray.shutdown()
+        self.cluster.shutdown()
+
+    def raylet(self, machine: Any) -> int:
+        """The pid of a machine's raylet."""
+        [process] = machine.all_processes["raylet"]
+        return int(process.process.pid)
+
+    def actors(self, job_uid: str = "") -> list[str]:
+        """Names of living actors of our jobs."""
+        found = ray.util.list_named_actors(all_namespaces=True)
+        wanted = f"dlrover/{job_uid}"
+        return sorted(
+            f"{each['namespace']}:{each['name']}"
+            for each in found
+            if each["namespace"].startswith(wanted) and "driver" not in each["namespace"]
+        )
+
+    def keys(self) -> list[str]:
+        return store.keys("")
+
+    def placement_groups(self) -> list[str]:
+        return [key for key, group in ray.util.placement_group_table().items() if group["state"] != "REMOVED"]
+
+    def leftovers(self, *needles: str) -> list[str]:
+        """Whatever a job has left in the cluster or on this machine; `needles` are words of its processes' command lines."""
+        return [*self.actors(), *self.keys(), *self.placement_groups(), *processes_with(*needles)]
+
+    def await_nothing_left(self, *needles: str) -> None:
+        until(lambda: not self.leftovers(*needles), lambda: f"left behind: {self.leftovers(*needles)}")
+
+
+def patiently(start: Callable[[], Any]) -> Any:
+    """Ray gives a raylet 30 s for its start, whatever else the machine does."""
+    for _ in range(2):
+        try:
+            return start()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+    return start()
+
+
+def processes_with(*needles: str) -> list[str]:
+    """Command lines of living processes that contain one of the words, but for those of this test."""
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
+            if state not in ("Z", "X") and any(needle in command for needle in needles):
+                found.append(f"{name}: {command.strip()}")
+    return found
+
+
+def until(condition: Callable[[], Any], explain: Callable[[], str] = lambda: "", *, deadline: float = DEADLINE) -> Any:
+    """For what only a look from outside can tell. Gives what the condition gave."""
+    end = time.monotonic() + deadline
+    while not (found := condition()):
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {deadline:.0f} s: {explain()}")
+        time.sleep(0.02)
+    return found

@@ -1,0 +1,189 @@
+"""Ways to start a job on Ray, and the sentences for those that cannot start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+
+from dlrover.cli.ray.messages import HOST
+from dlrover.platforms.ray.access import namespace_of
+from dlrover.protocol.errors import ConfigError
+from dlrover.unified import RayJob
+from tests.ray.jobs import TRAINED_STEPS, run_dlrover
+from tests.ray.lab import RayLab, until
+
+SAYS = "import os; os.write(1, 'rank {RANK} of {WORLD_SIZE} {COLOUR}\\n'.format(**{'COLOUR': '', **os.environ}).encode())\n"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "says.py"
+    path.write_text(SAYS)
+    return str(path)
+
+
+def test_a_job_from_python(lab: RayLab, script: str):
+    job = RayJob(script, nodes=2, env={"COLOUR": "green"}, name="from-python").submit()
+    assert job.wait(timeout=180) == 0
+    lab.await_nothing_left(script)
+
+
+def test_a_job_from_python_shows_its_output_and_its_status_and_is_stopped(lab: RayLab, tmp_path: Path):
+    job = RayJob(TRAINED_STEPS, args=[str(tmp_path)], nodes=(1, 2), name="watched").submit()
+    until(lambda: list(tmp_path.glob("steps-*")))
+    assert job.status().job_name == "watched"
+    job.stop()
+    assert job.wait(timeout=180) == 143
+    lab.await_nothing_left(TRAINED_STEPS)
+
+
+def test_logs_of_a_job_come_from_all_nodes(lab: RayLab, script: str):
+    job = RayJob(script, nodes=2, nproc_per_node=2, env={"COLOUR": "blue"}).submit()
+    lines = list(job.logs(follow=True))
+    assert sorted(line.partition("] ")[2].strip() for line in lines if "rank" in line) == [
+        f"rank {rank} of 4 blue" for rank in range(4)
+    ]
+    assert job.wait(timeout=60) == 0
+
+
+def test_the_launcher_runs_a_whole_job_on_ray(lab: RayLab, script: str):
+    environ = {**os.environ, "RAY_ADDRESS": lab.address, "DLROVER_RAY_OPTIONS": "--cpus 0.5 --env COLOUR=red"}
+    words = ["--platform", "ray", "--nnodes", "2", "--nproc-per-node", "1", "--job-name", "launched", script]
+    ended = subprocess.run(
+        [sys.executable, "-P", "-m", "dlrover.cli.run", *words],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=environ,
+        check=False,
+    )
+    assert ended.returncode == 0, ended
+    assert "rank 1 of 2 red" in ended.stdout
+    assert "job launched: 2 nodes of 0.5 CPU" in ended.stderr
+    lab.await_nothing_left(script)
+
+
+def test_a_job_file_of_the_original(lab: RayLab, script: str, tmp_path: Path):
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "spec:\n  distributionStrategy: AllreduceStrategy\n  replicaSpecs:\n    worker:\n      replicas: 2\n"
+        f"      restartCount: 1\n      resource: {{cpu: 500m, memory: 256Mi}}\n      command: dlrover-run {script}\n"
+    )
+    ended = run_dlrover(
+        "master", "--platform", "ray", "--job_name", "filed", "--job_spec", str(file), RAY_ADDRESS=lab.address
+    )
+    assert ended.returncode == 0, ended
+    assert "job filed: 2 nodes of 0.5 CPU, 256 MiB memory" in ended.stderr
+    assert "rank 0 of 2" in ended.stdout
+    lab.await_nothing_left(script)
+
+
+def test_the_working_directory_travels_along(lab: RayLab, tmp_path: Path):
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "train.py").write_text("import helper\n")
+    (code / "helper.py").write_text("import os; print('helped from', os.getcwd())\n")
+    ended = run_dlrover("ray", "run", "--address", lab.address, "--working-dir", str(code), "--", "train.py")
+    assert ended.returncode == 0, ended
+    assert "helped from" in ended.stdout
+    assert str(code) not in ended.stdout
+    lab.await_nothing_left("train.py")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--cpus", "-1"), "--cpus -1: give a number of 0 or more"),
+        (("--cpus", "nan"), "--cpus nan: give a number of 0 or more"),
+        (("--gpus", "1.5"), "--gpus 1.5: give a whole number"),
+        (
+            ("--cpus", "64"),
+            "No machine of this cluster is large enough: a node asks for 64 CPU, and the most that a machine has is 1 CPU",
+        ),
+        (("--gpus", "8"), "a node asks for 1 CPU, 8 GPU, and the most that a machine has is 0 GPU"),
+        (("--resource", "CPU=3"), "processors are --cpus"),
+        (("--placement", "everywhere"), "give spread, strict-spread, pack"),
+        (("--working-dir", "/nowhere"), "there is no such directory"),
+        (("--nodes", "3:2"), "--nodes"),
+        (("--env", "NO_SUCH_VARIABLE"), "the variable is not set here"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(
+    lab: RayLab, script: str, options: tuple[str, ...], sentence: str
+):
+    ended = run_dlrover("ray", "run", "--address", lab.address, *options, "--", script)
+    assert ended.returncode == 2, ended
+    assert sentence in ended.stderr
+    assert lab.leftovers(script) == []
+
+
+def test_no_cluster_and_a_wrong_address(script: str):
+    ended = run_dlrover("ray", "run", "--address", "127.0.0.1:1", "--", script)
+    assert ended.returncode == 2
+    assert "127.0.0.1:1" in ended.stderr
+    assert "--address" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_script_that_is_not_on_the_machines(lab: RayLab):
+    ended = run_dlrover("ray", "run", "--address", lab.address, "--job-name", "lost", "--", "/no/such/train.py")
+    assert ended.returncode == 2, ended
+    assert "/no/such/train.py does not exist on the machine" in ended.stderr
+    assert "--working-dir" in ended.stderr
+    lab.await_nothing_left("/no/such/train.py")
+
+
+def test_another_version_of_ray(lab: RayLab, script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A driver that says it has another Ray: its first lines pretend so."""
+    (tmp_path / "sitecustomize.py").write_text("import ray\nray.__version__ = '2.59.1'\n")
+    ended = run_dlrover("ray", "run", "--address", lab.address, "--", script, PYTHONPATH=str(tmp_path))
+    assert ended.returncode == 2, ended
+    assert "another version of Ray or Python" in ended.stderr
+    assert lab.leftovers(script) == []
+
+
+def test_a_job_whose_host_was_lost_for_good_is_cleaned_up(lab: RayLab, tmp_path: Path):
+    job = RayJob(TRAINED_STEPS, args=[str(tmp_path)], name="orphan").submit()
+    until(lambda: list(tmp_path.glob("steps-*")))
+    ray.kill(ray.get_actor(HOST, namespace=namespace_of(job._job.job_uid)), no_restart=True)
+    until(lambda: lab.actors() == [f"{namespace_of(job._job.job_uid)}:node-0"])
+    cleaned = run_dlrover("ray", "clean", "--address", lab.address)
+    assert "removed: job orphan" in cleaned.stdout, cleaned
+    lab.await_nothing_left(TRAINED_STEPS)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "spec: {replicaSpecs: {ps: {replicas: 1}, worker: {replicas: 1}}}",
+            "replicas of type ps do not run on Ray yet",
+        ),
+        ("spec: {replicaSpecs: {}}", "names no nodes"),
+        ("kind: ElasticJob", "no `spec`"),
+        ("spec: {replicaSpecs: {worker: {replicas: many}}}", "must be a whole number"),
+        ("spec: {replicaSpecs: {worker: {replicas: 1, colour: red}}}", "colour is unknown"),
+        ("spec: {replicaSpecs: {worker: {replicas: 1}}}", "nothing says what the workers run"),
+    ],
+)
+def test_a_job_file_that_makes_no_sense(tmp_path: Path, text: str, sentence: str):
+    from dlrover.cli.ray.job_file import read_job_file
+
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        read_job_file(str(file), (), {}, job_name="x")
+
+
+def test_a_job_file_of_an_unknown_kind(tmp_path: Path):
+    from dlrover.cli.ray.job_file import read_job_file
+
+    file = tmp_path / "job.toml"
+    file.write_text("")
+    with pytest.raises(ConfigError, match=r"must end in .json, .yaml or .yml"):
+        read_job_file(str(file), (), {}, job_name="x")

@@ -1,0 +1,191 @@
+"""What a job in a Ray cluster survives: its workers, its nodes, its machines, its host and its driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from dlrover.platforms.ray.store import Registry
+from tests.ray.jobs import (
+    TRAINED_STEPS,
+    RunningRayJob,
+    actor_above,
+    below,
+    has_ray,
+    living,
+    raylet_above,
+    run_dlrover,
+)
+from tests.ray.lab import RayLab, until
+
+StartJob = Callable[..., RunningRayJob]
+
+
+@pytest.fixture
+def start(lab: RayLab, tmp_path: Path) -> Iterator[StartJob]:
+    jobs = []
+
+    def start(*options: str, **more: object) -> RunningRayJob:
+        folder = tmp_path / f"job-{len(jobs)}"
+        folder.mkdir()
+        jobs.append(RunningRayJob(lab, folder, *options, **more))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.close()
+
+
+def test_a_job_outlives_its_worker_its_node_and_its_host(lab: RayLab, start: StartJob, tmp_path: Path):
+    job = start("--nodes", "2", "--standby", "1", "--job-name", "survivor")
+    job.await_steps(world_size=2)
+    account = job.account()
+
+    # Nothing below an actor knows Ray, nor does the master.
+    nodes = [actor_above(pid) for pid in job.workers().values()]
+    assert len({node.pid for node in nodes}) == 2
+    ours = [account.master_pid, *(process.pid for node in nodes for process in below(node.pid))]
+    assert len(ours) >= 1 + 2 * 4, "master, and launcher, agent, zygote and worker of two nodes"
+    assert [pid for pid in ours if has_ray(pid)] == []
+    assert has_ray(account.pid)
+
+    # A worker dies: the next round has the same nodes.
+    lost = job.workers()[1]
+    os.kill(lost, signal.SIGKILL)
+    await_successor(job, lost)
+    assert {actor_above(pid).pid for pid in job.workers().values()} == {node.pid for node in nodes}
+
+    # A node actor dies: the standby takes its place, and nothing of the node is left.
+    lost = job.workers()[1]
+    victim = actor_above(lost)
+    gone = below(victim.pid)
+    os.kill(victim.pid, signal.SIGKILL)
+    await_successor(job, lost)
+    assert victim.pid not in {actor_above(pid).pid for pid in job.workers().values()}
+    until(lambda: not living(gone), lambda: f"still there: {living(gone)}")
+
+    # The host dies: Ray starts it again, and no worker notices.
+    workers, epoch = job.workers(), account.host_epoch
+    os.kill(job.account().pid, signal.SIGKILL)
+    until(lambda: job.account().host_epoch > epoch)
+    until(lambda: job.status().world_size == 2, job.output)
+    job.await_steps(world_size=2)
+    assert job.workers() == workers
+
+    # The driver dies: the job goes on, and another one finds it.
+    job.process.kill()
+    job.process.wait()
+    job.await_steps(world_size=2)
+    listed = run_dlrover("ray", "list", "--address", lab.address)
+    assert "survivor" in listed.stdout
+    shown = run_dlrover("ray", "status", "survivor", "--address", lab.address)
+    assert "running" in shown.stdout, shown
+    job.let_end()
+    until(lambda: Registry().result("survivor") is not None or not lab.actors(), job.output)
+    attached = run_dlrover("ray", "attach", "survivor", "--address", lab.address)
+    assert attached.returncode == 0, attached
+    lab.await_nothing_left(TRAINED_STEPS)
+
+
+def await_successor(job: RunningRayJob, lost: int) -> None:
+    """Until workers of a later round train, none of which is the lost one."""
+    until(lambda: lost not in job.workers().values(), job.output)
+    job.await_steps(world_size=2)
+
+
+def test_ctrl_c_ends_everything(lab: RayLab, start: StartJob):
+    job = start("--nodes", "2")
+    job.await_steps(world_size=2)
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() == 130, job.output()
+    lab.await_nothing_left(TRAINED_STEPS)
+
+
+def test_a_job_that_ends_well_leaves_nothing(lab: RayLab, start: StartJob):
+    job = start("--nodes", "2")
+    job.await_steps(world_size=2)
+    job.let_end()
+    assert job.wait() == 0, job.output()
+    assert lab.leftovers(TRAINED_STEPS) == []
+
+
+def test_a_failed_job_says_why_and_leaves_nothing(lab: RayLab, start: StartJob, tmp_path: Path):
+    script = tmp_path / "broken.py"
+    script.write_text("raise ValueError('the data is not what it was')\n")
+    job = start("--nodes", "2", script=str(script))
+    assert job.wait() == 1, job.output()
+    assert "the data is not what it was" in job.output()
+    lab.await_nothing_left(str(script))
+
+
+def test_two_jobs_do_not_see_each_other_and_a_name_is_taken_once(lab: RayLab, start: StartJob):
+    first = start("--job-name", "first")
+    first.await_steps(world_size=1)
+    second = start("--job-name", "second")
+    second.await_steps(world_size=1)
+    again = run_dlrover("ray", "run", "--address", lab.address, "--job-name", "first", "--", TRAINED_STEPS, "/nowhere")
+    assert again.returncode == 2
+    assert "A job first is in this cluster already" in again.stderr
+    workers = second.workers()
+    first.let_end()
+    assert first.wait() == 0, first.output()
+    second.await_steps(world_size=1)
+    assert second.workers() == workers
+    stopped = run_dlrover("ray", "stop", "second", "--address", lab.address)
+    assert stopped.returncode == 0, stopped
+    assert second.wait() == 143, second.output()
+    lab.await_nothing_left(TRAINED_STEPS)
+
+
+def test_no_secret_is_where_ray_shows_it(lab: RayLab, start: StartJob):
+    job = start("--nodes", "1", "--env", "API_KEY=verysecretvalue")
+    job.await_steps(world_size=1)
+    account = job.account()
+    [worker] = job.workers().values()
+    assert b"API_KEY=verysecretvalue" in Path(f"/proc/{worker}/environ").read_bytes()
+    shown = [
+        *(repr(Registry_value) for Registry_value in map(_value, lab.keys())),
+        *(repr(each) for each in ray.util.list_named_actors(all_namespaces=True)),
+        repr(ray._private.state.actors()),
+        *(Path(f"/proc/{pid}/environ").read_text(errors="replace") for pid in (account.pid, actor_above(worker).pid)),
+        *(
+            Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+            for pid in (account.pid, actor_above(worker).pid, worker)
+        ),
+    ]
+    session = Path(lab.directory)
+    shown += [
+        path.read_text(errors="replace") for path in session.rglob("*") if path.is_file() and "/logs/" in str(path)
+    ]
+    for secret in (account.token, "verysecretvalue"):
+        assert [text[:200] for text in shown if secret in text] == []
+    job.let_end()
+    assert job.wait() == 0, job.output()
+
+
+def _value(key: str) -> bytes | None:
+    from dlrover.platforms.ray import store
+
+    return store.get(key)
+
+
+def test_a_node_without_room_says_what_is_missing_and_takes_a_machine_that_joins(lab: RayLab, start: StartJob):
+    job = start("--nodes", "4")
+    until(lambda: "The most that a machine has free" in job.output(), job.output)
+    assert "It asks for 1 CPU. The most that a machine has free is 0 CPU" in job.output()
+    assert "The cluster has no autoscaler" in job.output()
+    status = job.status()
+    assert "Pending" in repr(status)
+    machine = lab.add_machine()
+    try:
+        job.await_steps(world_size=4)
+        assert lab.raylet(machine) in {raylet_above(pid) for pid in job.workers().values()}
+        job.let_end()
+        assert job.wait() == 0, job.output()
+    finally:
+        lab.remove_machine(machine)
