@@ -1,5 +1,1 @@
-"""Where the original kept the entry of TensorFlow jobs, which is not there yet. Like `dlrover.python`, a name in users' scripts and nothing else."""
-
-from __future__ import annotations
-
-import dlrover.python  # noqa: F401  puts the finder in place that knows the modules below
+"""Commands of TensorFlow jobs, under the names that manifests have."""

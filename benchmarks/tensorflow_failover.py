@@ -1,0 +1,106 @@
+"""
+A parameter server is killed: how long until the chief, and then the last worker, make their next step?
+
+    python benchmarks/tensorflow_failover.py [--kills 5]
+
+Two jobs of the same model train side by side at a slow pace: ours under `dlrover local` (2 parameter servers, chief, 2 workers), and the floor, a script
+that forks the same processes and decides nothing (`tensorflow_floor.py`). Kills alternate, so both meet the same machine in the same minute. Exit code 1
+if the median is over 1.3 times the floor's, the last worker comes more than a second after the chief, or anybody waits 10 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the floor forks, and numpy would start threads
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ["COUNTING_PACE"] = "0.05"
+
+PATIENCE = 300.0
+TRAINED = ("chief-0", "worker-0", "worker-1")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--json", default="", help="write the figures there")
+    options = parser.parse_args()
+    import tensorflow  # noqa: F401  once, before the floor forks
+
+    from benchmarks.tensorflow_floor import Floor
+    from tests.tensorflow.cluster_job import ClusterJob
+
+    figures: dict[str, list[tuple[float, float]]] = {"ours": [], "floor": []}
+    with tempfile.TemporaryDirectory(prefix="dlrover-tf-") as name:
+        ours, theirs = Path(name) / "ours", Path(name) / "floor"
+        ours.mkdir()
+        theirs.mkdir()
+        job = ClusterJob(
+            ours, "--ps", "2", "--chief", "1", "--nodes", "2", records=10_000_000, pace=0.05, save_steps=20
+        )
+        try:
+            with Floor(theirs) as floor:
+                for kill in range(1, options.kills + 1):
+                    for who, directory, end in (
+                        ("ours", ours, lambda: job.kill("ps-0")),
+                        ("floor", theirs, floor.kill_server),
+                    ):
+                        wait_for_steps(directory, kill, 10)
+                        killed_at = end()
+                        wait_for_steps(directory, kill + 1, 1)
+                        firsts = [first_step(directory, task, kill + 1) - killed_at for task in TRAINED]
+                        figures[who].append((firsts[0], max(firsts)))
+                        print(
+                            f"kill {kill} {who:5}: chief {firsts[0]:5.2f} s, last worker {max(firsts[1:]):5.2f} s",
+                            flush=True,
+                        )
+        finally:
+            job.close()
+    return report(figures, options.json)
+
+
+def wait_for_steps(directory: Path, version: int, count: int) -> None:
+    end_at = time.monotonic() + PATIENCE
+    while not all(len(steps(directory, task, version)) >= count for task in TRAINED):
+        if time.monotonic() > end_at:
+            raise SystemExit(f"no {count} steps of version {version} within {PATIENCE:g} s in {directory.name}")
+        time.sleep(0.02)
+
+
+def first_step(directory: Path, task: str, version: int) -> float:
+    return steps(directory, task, version)[0]
+
+
+def steps(directory: Path, task: str, version: int) -> list[float]:
+    path = directory / f"steps-{task}.txt"
+    lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return [float(line[0]) for line in lines if len(line) == 3 and int(line[1]) == version]
+
+
+def report(figures: dict[str, list[tuple[float, float]]], path: str) -> int:
+    chief = {who: statistics.median(first for first, _ in found) for who, found in figures.items()}
+    last = {who: statistics.median(late - first for first, late in found) for who, found in figures.items()}
+    ratio = chief["ours"] / chief["floor"]
+    print(
+        f"\nkill -> first step of the chief, median: ours {chief['ours']:.2f} s, floor {chief['floor']:.2f} s, ratio {ratio:.2f}"
+    )
+    print(f"last worker after the chief, median:      ours {last['ours']:.2f} s, floor {last['floor']:.2f} s")
+    pairs = [ours / floor for (ours, _), (floor, _) in zip(figures["ours"], figures["floor"], strict=True)]
+    print(f"kill by kill, ours / floor of the same minute: {', '.join(f'{pair:.2f}' for pair in pairs)}")
+    slowest = max(late for _, late in figures["ours"])
+    print(f"longest wait of ours: {slowest:.2f} s; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    if path:
+        Path(path).write_text(json.dumps({"figures": figures, "ratio": ratio, "load": os.getloadavg()}, indent=2))
+    return 0 if ratio <= 1.3 and last["ours"] <= 1.0 and slowest < 10 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

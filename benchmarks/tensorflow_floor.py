@@ -1,0 +1,159 @@
+"""
+The least that the loss of a parameter server can cost: fork, listen, build, restore, step, with nobody who decides anything.
+
+A process that has imported TensorFlow forks servers, a chief and workers of the same model as the measured job. After a kill it ends them all and forks
+the next ones, which restore the last checkpoint. No master, no agent, no journal, no books: what is left is TensorFlow.
+
+    with Floor(directory) as floor:
+        floor.kill_server()     # forks the next version
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dlrover.host.lifeline import follow_parent
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+JOB = REPOSITORY / "tests" / "tensorflow" / "job"
+NUM_SERVERS, NUM_WORKERS = 2, 2
+PATIENCE = 300.0
+
+
+class Floor:
+    """Imports what its children need, and starts nothing of TensorFlow: forks need a process without threads."""
+
+    def __init__(self, directory: Path) -> None:
+        import dlrover.trainer.tensorflow.process  # noqa: F401  as the zygote of the measured job
+
+        gc.collect()
+        gc.freeze()  # or each child would copy what it only looks at
+        self.directory = directory
+        self.version = 0
+        self._servers: list[int] = []
+        self._others: list[int] = []
+
+    def __enter__(self) -> Floor:
+        self._fork_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end_all()
+
+    def kill_server(self) -> float:
+        """When it was killed. All others are ended and the next version is forked."""
+        at = time.time()
+        os.kill(self._servers[0], signal.SIGKILL)
+        self._end_all()
+        self._fork_all()
+        return at
+
+    def _fork_all(self) -> None:
+        self.version += 1
+        pipes = [os.pipe() for _ in range(NUM_SERVERS)]
+        self._servers = [
+            self._fork("ps", rank, lambda w=writer, r=rank: _serve(r, w)) for rank, (_, writer) in enumerate(pipes)
+        ]
+        addresses = tuple(os.read(reader, 256).decode() for reader, _ in pipes)
+        for ends in pipes:
+            for end in ends:
+                os.close(end)
+        is_restored = self.directory / f"restored-{self.version}"
+        names = [("chief", 0), *(("worker", rank) for rank in range(NUM_WORKERS))]
+        self._others = [
+            self._fork(kind, rank, lambda k=kind, r=rank: _train(k, r, addresses, self.directory, is_restored))
+            for kind, rank in names
+        ]
+
+    def _fork(self, kind: str, rank: int, run: Any) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            follow_parent(signal.SIGKILL)
+            os.setsid()  # as our workers: the kernel shares processors among sessions first
+            os.environ.update(
+                COUNTING_DIR=str(self.directory),
+                DLROVER_TASK_TYPE=kind,
+                DLROVER_TASK_RANK=str(rank),
+                DLROVER_CLUSTER_VERSION=str(self.version),
+            )
+            with open(self.directory / f"{kind}-{rank}.log", "a") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            run()
+        finally:
+            os._exit(0)
+
+    def _end_all(self) -> None:
+        for pid in (*self._servers, *self._others):
+            os.kill(pid, signal.SIGKILL)
+        for pid in (*self._servers, *self._others):
+            os.waitpid(pid, 0)
+        self._servers, self._others = [], []
+
+
+def _serve(rank: int, writer: int) -> None:
+    from dlrover.trainer.tensorflow.graph.session import TaskServer
+
+    server = TaskServer("ps", rank, "127.0.0.1")
+    os.write(writer, server.address.encode())
+    server.serve()
+
+
+def _train(kind: str, rank: int, servers: tuple[str, ...], directory: Path, is_restored: Path) -> None:
+    """As the measured job does it, with a file in place of the master's word that the model is restored."""
+    import tensorflow as tf
+
+    from dlrover.trainer.tensorflow.config import VARIABLE, task_config
+    from dlrover.trainer.tensorflow.graph.scaffold import WaitingScaffold
+    from dlrover.trainer.tensorflow.graph.session import TaskServer, session_config
+
+    sys.path.insert(0, str(JOB))
+    import counting_conf
+
+    v1 = tf.compat.v1
+    server = TaskServer(kind, rank, "127.0.0.1")
+    os.environ[VARIABLE] = task_config(kind, rank, servers, own_address=server.address, target=server.target).to_text()
+    config = tf.estimator.RunConfig(
+        model_dir=str(directory / "model"),
+        session_config=session_config(kind, rank, server.address, servers),
+        save_checkpoints_steps=None,
+        save_checkpoints_secs=None,
+    )
+
+    class Tell(v1.train.SessionRunHook):  # type: ignore[misc]
+        def after_create_session(self, session: Any, coord: Any) -> None:
+            self.session = session
+            is_restored.touch()
+
+        def before_run(self, run_context: Any) -> Any:
+            return v1.train.SessionRunArgs(v1.train.get_global_step())
+
+        def after_run(self, run_context: Any, run_values: Any) -> None:
+            if int(run_values.results) % 20 == 0:
+                [saver] = v1.get_collection(v1.GraphKeys.SAVERS)
+                saver.save(self.session, str(directory / "model" / "model.ckpt"), global_step=int(run_values.results))
+
+    def wait() -> None:
+        end_at = time.monotonic() + PATIENCE
+        while kind == "worker" and not is_restored.exists() and time.monotonic() < end_at:
+            time.sleep(0.002)  # the measured job has no such wait: this is the floor's favour to itself
+
+    def model_fn(features: Any, labels: Any, mode: str, config: Any) -> Any:
+        spec = counting_conf.model_fn(features, labels, mode, {}, config)
+        hooks = [counting_conf.Steps(), *([Tell()] if kind == "chief" else [])]
+        return spec._replace(training_hooks=hooks, scaffold=WaitingScaffold(wait, lambda: os._exit(0)))
+
+    def numbers() -> Any:
+        rows = tf.data.Dataset.range(counting_conf.NUM_RECORDS).repeat().batch(10)
+        ids = v1.data.make_one_shot_iterator(rows).get_next()
+        return {"id": ids}, tf.ones_like(ids)
+
+    tf.estimator.Estimator(model_fn, config=config).train(numbers)

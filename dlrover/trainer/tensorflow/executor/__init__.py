@@ -1,0 +1,1 @@
+"""Trains a conf class."""

@@ -1,0 +1,1 @@
+"""What is left to do in a process when parameter servers change: nothing."""

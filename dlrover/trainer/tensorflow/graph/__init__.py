@@ -1,0 +1,1 @@
+"""The graph runtime: sessions, hooks and checkpoints of `tf.compat.v1`."""

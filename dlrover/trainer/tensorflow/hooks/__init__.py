@@ -1,0 +1,1 @@
+"""Hooks that scripts add to their own training loops."""

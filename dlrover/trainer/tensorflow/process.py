@@ -1,0 +1,88 @@
+"""
+What the process of a node does in a cluster: serve, train or evaluate, as its agent says.
+
+Forked from a zygote that has imported TensorFlow, or started cold. It ends with 0 when its work is done; a process of a version that is over is
+killed by its agent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.messages.cluster import ServerBound
+from dlrover.trainer import environment
+from dlrover.trainer.tensorflow.conf import Conf, load_conf
+from dlrover.trainer.tensorflow.config import EVALUATOR, PS
+from dlrover.trainer.tensorflow.estimator.training import check_estimator, evaluate, train
+from dlrover.trainer.tensorflow.graph.session import TaskServer
+from dlrover.trainer.tensorflow.link import ClusterLink, VersionOver
+
+log = logging.getLogger("dlrover.trainer.tensorflow")
+
+
+def run_task(conf_name: str) -> None:
+    """The whole life of the process. A parameter server does not even import the conf class."""
+    link = _open_link()
+    if link.where.task_type == PS:
+        _serve(link)
+    else:
+        _run(load_conf(conf_name), link)
+
+
+def run_conf(conf: Conf) -> None:
+    """The same with settings that were read before."""
+    link = _open_link()
+    if link.where.task_type == PS:
+        _serve(link)
+    else:
+        _run(conf, link)
+
+
+def _open_link() -> ClusterLink:
+    where = environment.current()
+    if where is None or not where.task_type:
+        raise ConfigError(
+            "This process was started by hand, without an agent of a parameter-server job. Start the job with `dlrover local --ps N`, or "
+            "with --platform local_kubernetes."
+        )
+    check_estimator()
+    _log_steps()
+    return ClusterLink(where)
+
+
+def _run(conf: Conf, link: ClusterLink) -> None:
+    try:
+        _work(conf, link)
+    except VersionOver:
+        link.await_end()
+
+
+def _log_steps() -> None:
+    """TensorFlow tells of steps and losses at a level that it does not show by default."""
+    logger = logging.getLogger("tensorflow")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+
+
+def _serve(link: ClusterLink) -> None:
+    where = link.where
+    server = TaskServer(PS, where.task_rank, where.node_host)
+    log.info(
+        "ps-%d serves version %d at %s (pid %d)", where.task_rank, where.cluster_version, server.address, os.getpid()
+    )
+    link.tell(ServerBound(address=server.address))
+    server.serve()
+
+
+def _work(conf: Conf, link: ClusterLink) -> None:
+    where = link.where
+    link.start()
+    if where.task_type == EVALUATOR:
+        link.tell(ServerBound(address=""))
+        evaluate(conf, link)
+        return
+    server = TaskServer(where.task_type, where.task_rank, where.node_host)
+    link.tell(ServerBound(address=server.address))
+    train(conf, link, server)

@@ -1,0 +1,141 @@
+"""
+The starter of TensorFlow jobs and its flags, under the names and with the defaults that manifests have.
+
+Inside a job it becomes the process that the node's agent asks for. With `--platform local_kubernetes` or `local_ray` it starts the whole job on this
+machine: the same nodes, agents and master as everywhere, by `dlrover local`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dlrover.protocol.errors import DLRoverError
+
+log = logging.getLogger("dlrover.trainer.tensorflow")
+
+EXIT_FAILED = 255
+EXIT_USAGE = 2
+_TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off", "")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m dlrover.trainer", allow_abbrev=False)
+    add = parser.add_argument
+    add("--platform", default="KUBERNETES", type=str.upper, help="KUBERNETES, RAY, local_kubernetes or local_ray")
+    add("--worker_action", default="run", help="only run starts anything")
+    add("--ps_num", type=int, default=1, help="parameter servers of a local job")
+    add("--worker_num", type=int, default=3, help="workers of a local job, the chief included")
+    add("--evaluator_num", type=int, default=1, help="evaluators of a local job: 0 or 1")
+    add("--conf", default="", help="module.Class of the conf class, importable from the working directory")
+    add("--task_id", type=int, default=0)
+    add("--task_type", default="")
+    add("--mock", type=_boolean, default=False)
+    add(
+        "--enable_auto_scaling",
+        type=_boolean,
+        default=False,
+        help="accepted; every job has failover and dynamic sharding",
+    )
+    return parser
+
+
+def get_parsed_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Unknown flags are logged and have no effect."""
+    args, unknown = build_parser().parse_known_args(argv)
+    if unknown:
+        log.warning("Unknown flags have no effect: %s", " ".join(unknown))
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    _log_to_console()
+    args = get_parsed_args(argv)
+    _print_commit()
+    if args.worker_action != "run":
+        log.warning("--worker_action %s starts nothing; only run does.", args.worker_action)
+        return 0
+    try:
+        return _start(args, list(sys.argv[1:] if argv is None else argv))
+    except DLRoverError as error:
+        print(f"dlrover.trainer: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def _start(args: argparse.Namespace, argv: list[str]) -> int:
+    is_inside = bool(os.environ.get("DLROVER_AGENT_SOCKET"))
+    if "LOCAL" in args.platform and not is_inside:
+        return _start_local(args, argv)
+    if importlib.util.find_spec("tensorflow") is None:
+        print(
+            "dlrover.trainer: error: TensorFlow is not installed here. Install the extra: pip install 'dlrover[tensorflow-estimator]' "
+            "(TensorFlow 2.15, Python 3.11).",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    from dlrover.trainer.tensorflow.process import run_task
+
+    run_task(args.conf)
+    return 0
+
+
+def _start_local(args: argparse.Namespace, argv: list[str]) -> int:
+    """Not 0: everything was ended, and as ever the exit code is 255."""
+    for what, is_wrong, rule in (
+        ("--worker_num", args.worker_num < 1, "at least 1, the chief included"),
+        ("--ps_num", args.ps_num < 1, "at least 1"),
+        ("--evaluator_num", args.evaluator_num not in (0, 1), "0 or 1"),
+    ):
+        if is_wrong:
+            print(f"dlrover.trainer: error: {what}: give {rule}.", file=sys.stderr)
+            return EXIT_USAGE
+    command = ["--ps", str(args.ps_num), "--evaluator", str(args.evaluator_num), "--nodes", str(args.worker_num)]
+    job = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "dlrover.cli.main",
+            "local",
+            *command,
+            "--",
+            "-m",
+            "dlrover.trainer.entry.local_entry",
+            *argv,
+        ]
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _frame: job.send_signal(number))
+    return 0 if job.wait() == 0 else EXIT_FAILED
+
+
+def _log_to_console() -> None:
+    """Ours alone: TensorFlow has a handler of its own."""
+    ours = logging.getLogger("dlrover")
+    if not ours.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+        ours.addHandler(handler)
+        ours.propagate = False
+    ours.setLevel(logging.INFO)
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise argparse.ArgumentTypeError(f"give true or false, not {text!r}")
+
+
+def _print_commit() -> None:
+    """Of builds that carry one."""
+    with contextlib.suppress(OSError):
+        print((Path(__file__).parents[2] / "COMMIT_INFO").read_text(encoding="utf-8").strip())

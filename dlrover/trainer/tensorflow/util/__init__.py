@@ -1,0 +1,1 @@
+"""Small things that conf classes name."""

@@ -1,0 +1,62 @@
+"""The flags of the starter, and what it says where it cannot start. No TensorFlow is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dlrover.protocol.errors import ConfigError
+from dlrover.trainer.tensorflow.starter import get_parsed_args, main
+from dlrover.trainer.worker.tf_ray_worker import TFRayWorker
+
+
+def test_the_defaults_are_those_of_the_original() -> None:
+    args = get_parsed_args([])
+    assert (args.platform, args.worker_action, args.ps_num, args.worker_num) == ("KUBERNETES", "run", 1, 3)
+    assert (args.evaluator_num, args.mock, args.enable_auto_scaling) == (1, False, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("False", False), ("no", False), ("0", False), ("true", True), ("yes", True)]
+)
+def test_booleans_mean_what_they_say(text: str, value: bool) -> None:
+    assert get_parsed_args([f"--enable_auto_scaling={text}"]).enable_auto_scaling is value
+
+
+def test_unknown_flags_are_named_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    assert get_parsed_args(["--platform", "ray", "--colour", "blue"]).platform == "RAY"
+    assert "--colour blue" in caplog.text
+
+
+def test_only_the_action_run_starts_anything() -> None:
+    assert main(["--worker_action", "predict"]) == 0
+
+
+@pytest.mark.parametrize("flag", ["--worker_num=0", "--ps_num=0", "--evaluator_num=2"])
+def test_a_local_job_has_numbers_that_make_sense(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--platform", "local_kubernetes", flag]) == 2
+    assert flag.partition("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is not None, reason="TensorFlow is installed here")
+@pytest.mark.parametrize("module", ["dlrover.trainer", "dlrover.trainer.entry.local_entry"])
+def test_without_tensorflow_the_error_names_the_extra(module: str) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DLROVER_")}
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--conf", "conf.TrainConf"],
+        capture_output=True,
+        text=True,
+        env=environ,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert "dlrover[tensorflow-estimator]" in done.stderr
+
+
+def test_tensorflow_on_ray_is_refused() -> None:
+    with pytest.raises(ConfigError, match="do not run on Ray yet"):
+        TFRayWorker(None)
