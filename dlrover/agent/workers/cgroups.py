@@ -22,6 +22,8 @@ import select
 import time
 from collections.abc import Collection, Iterator
 
+from dlrover.host.cgroup import unified_directory
+
 _log = logging.getLogger(__name__)
 
 _RECORD = "cgroup"
@@ -41,7 +43,7 @@ class Cgroups:
     @classmethod
     def open(cls, runtime_dir: str) -> Cgroups | None:
         """None where this process may not make cgroups, or the kernel cannot kill them (before 5.14)."""
-        own = own_directory()
+        own = unified_directory()
         if own is None or not os.access(os.path.join(own, "cgroup.procs"), os.W_OK):
             return None
         clear_recorded(runtime_dir)  # of an agent before us in the same launch
@@ -99,7 +101,7 @@ def remove_abandoned(older_than: float) -> None:
     For those whose runtime directory went without us: somebody cleared the temporary directory after killing everything.
     A living agent's is never empty for long, because its zygote is in there.
     """
-    own = own_directory()
+    own = unified_directory()
     for path in _below(own) if own is not None else ():
         if not os.path.basename(path).startswith(_PREFIX):
             continue
@@ -107,30 +109,6 @@ def remove_abandoned(older_than: float) -> None:
             age = time.time() - os.stat(path).st_mtime
             if age >= max(older_than, _YOUNG) and not _is_populated(path):
                 Cgroups(path).close()
-
-
-def own_directory(cgroup_file: str = "/proc/self/cgroup", mounts_file: str = "/proc/self/mountinfo") -> str | None:
-    """Where our own cgroup of version 2 is mounted; None if it is not."""
-    try:
-        with open(cgroup_file) as file:
-            own = next((line[3:].rstrip("\n") for line in file if line.startswith("0::")), None)
-        with open(mounts_file) as file:
-            mounts = [line.split() for line in file]
-    except OSError:
-        return None
-    if own is None:
-        return None
-    for mount in mounts:
-        root, point, kind = mount[3], mount[4], mount[mount.index("-") + 1]
-        if kind == "cgroup2" and (root == "/" or own == root or own.startswith(root + "/")):
-            inside = own if root == "/" else own[len(root) :]
-            return os.path.normpath(_unescape(point) + "/" + inside)
-    return None
-
-
-def _unescape(text: str) -> str:
-    """Blanks in a mount point are written in octal."""
-    return text.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
 
 
 def _below(path: str) -> Iterator[str]:

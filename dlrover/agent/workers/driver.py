@@ -30,6 +30,9 @@ class DrivenGroup(Protocol):
     def world(self) -> WorldSpec: ...
 
     @property
+    def pids(self) -> tuple[int, ...]: ...
+
+    @property
     def step(self) -> int | None: ...
 
     @property
@@ -48,6 +51,8 @@ class DrivenGroup(Protocol):
     async def await_alike(self) -> None: ...
 
     async def stop(self, cause: StopCause, with_signal: int) -> tuple[WorkerFailure, ...]: ...
+
+    async def gone(self) -> None: ...
 
     def kill(self) -> None: ...
 
@@ -86,11 +91,18 @@ class WorkerDriver:
         self._group: DrivenGroup | None = None
         self._starting: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        """Of stopped workers, whose memory and devices the kernel has not freed yet."""
 
     @property
     def running_round(self) -> Round:
         """Round whose workers were started and not yet ended, failed or stopped; 0 for none."""
         return self._group.world.round if self._group is not None else Round(0)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the workers that run."""
+        return self._group.pids if self._group is not None else ()
 
     @property
     def is_wanted(self) -> bool:
@@ -104,13 +116,16 @@ class WorkerDriver:
 
     @property
     def is_settled(self) -> bool:
-        """Whether what runs equals the target."""
+        """Whether what runs equals the target, and nothing is left of what ran before."""
         return self._settled.is_set()
 
     def want(self, world: WorldSpec, offer: PortOffer | None) -> None:
         """Run the workers of this world. `offer` is our reserved port, given up when the workers start."""
         self._drop_offer()
         self._target, self._offer = world, offer
+        if world.task is not None:
+            # A process of an older version of the cluster: nothing in it is worth a farewell.
+            self._cause, self._signal, self._is_patient = StopCause.FAILURE, signal.SIGKILL, False
         self._wake()
 
     def want_none(
@@ -128,7 +143,11 @@ class WorkerDriver:
             self._group.kill()
 
     async def settle(self) -> None:
-        """Wait until what runs equals the target. Bounded by the stop grace of the workers."""
+        """
+        Wait until what runs equals the target, and nothing is left of what ran before. Bounded by the stop grace of the workers.
+
+        New workers do not wait for that: their group knows what they need of it.
+        """
         await self._settled.wait()
 
     async def run(self) -> None:
@@ -139,12 +158,14 @@ class WorkerDriver:
                 self._changed.clear()
                 self._check_watcher()
                 await self._approach()
-                if not self._changed.is_set():
+                if self._leaving is not None and self._leaving.done():
+                    self._leaving = None
+                if not self._changed.is_set() and self._leaving is None:
                     self._settled.set()
         finally:
             self.kill()
             self._drop_offer()
-            tasks = {task for task in (self._starting, self._watcher) if task is not None}
+            tasks = {task for task in (self._starting, self._watcher, self._leaving) if task is not None}
             for task in tasks:
                 task.cancel()
             if tasks:
@@ -220,6 +241,10 @@ class WorkerDriver:
             self._watcher.cancel()
             self._watcher = None
         self._group = None
+        if self._leaving is not None:
+            self._leaving.cancel()  # the newer one waits for all that is left
+        self._leaving = asyncio.create_task(group.gone())
+        self._leaving.add_done_callback(lambda _: self._changed.set())
         if self._on_stopped is not None:
             self._on_stopped(group.world.round)
         self._tell_late(group, late)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import builtins
 import json
-import os
 import re
 import signal
 from collections.abc import Sequence
@@ -22,6 +21,8 @@ from dlrover.agent.config import LogAction
 from dlrover.agent.workers.log_patterns import LogVerdict, find_node_error, log_lines
 from dlrover.agent.workers.process_tree import Exit
 from dlrover.agreed.lost_peers import mentions_lost_peer, tells_of_lost_peer
+from dlrover.host import cgroup
+from dlrover.host.shared_page.breath_page import EXIT_LAST_BREATH
 from dlrover.host.signals import signal_name
 from dlrover.protocol.messages.job import MAX_FAILURE_BYTES, MAX_MESSAGE_BYTES, FailureKind, Micros, WorkerFailure
 from dlrover.protocol.text import encodable
@@ -155,6 +156,8 @@ def classify(evidence: Evidence, exception: str) -> FailureKind:
             if mentions_lost_peer(tail):
                 return FailureKind.PEER_LOST
         return FailureKind.SIGNAL
+    if ended.exit_code == EXIT_LAST_BREATH:
+        return FailureKind.PEER_LOST
     if not exception:
         return FailureKind.BAD_SCRIPT if _CANNOT_OPEN.search(tail) else FailureKind.EXIT_CODE
     if _MEMORY.search(exception):
@@ -302,36 +305,7 @@ def keep_tail(text: str, limit_bytes: int) -> str:
     return raw[-limit_bytes:].decode("utf-8", "ignore")
 
 
-def count_oom_kills(cgroup_file: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int:
-    """How many processes of our memory cgroup the kernel has killed for memory so far; 0 where nobody counts."""
-    try:
-        with open(cgroup_file) as file:
-            lines = file.read().splitlines()
-    except OSError:
-        return 0
-    candidates = []
-    for line in lines:
-        _number, controllers, path = line.split(":", 2)
-        if controllers == "":
-            places = (f"{root}{path}", f"{root}/unified{path}", root)
-            candidates += [f"{place}/memory.events" for place in places]
-        elif "memory" in controllers.split(","):
-            # Inside a container the mount shows our own cgroup at its top.
-            candidates += [f"{root}/memory{path}/memory.oom_control", f"{root}/memory/memory.oom_control"]
-    for candidate in candidates:
-        count = _read_counter(os.path.normpath(candidate))
-        if count is not None:
-            return count
-    return 0
-
-
-def _read_counter(path: str) -> int | None:
-    try:
-        with open(path) as file:
-            for line in file:
-                name, _, value = line.partition(" ")
-                if name == "oom_kill":
-                    return int(value)
-    except (OSError, ValueError):
-        return None
-    return None
+def count_oom_kills(cgroup_file: str = cgroup.CGROUP_FILE, root: str = cgroup.ROOT) -> int:
+    """How many processes of our memory cgroup the kernel has killed for memory so far; 0 where it does not count them."""
+    counts = (cgroup.num_oom_kills(group) for group in cgroup.groups("memory", cgroup_file=cgroup_file, root=root))
+    return next((count for count in counts if count is not None), 0)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from dlrover.agent.config import AgentConfig, EntryKind
 from dlrover.agent.monitor.progress import WorkerWatch
 from dlrover.agent.workers.failures import Evidence, could_not_start, count_oom_kills, describe_failure
+from dlrover.agent.workers.last_breath import Survivor, take_last_breath
 from dlrover.agent.workers.log_patterns import LogVerdict
 from dlrover.agent.workers.output import WorkerFiles, WorkerOutput
 from dlrover.agent.workers.process_tree import Exit, ProcessTree
@@ -30,9 +31,10 @@ from dlrover.agent.workers.spawner import Leash, Spawner, StartFailed
 from dlrover.agent.workers.user_patterns import UserPatterns
 from dlrover.agreed.mistakes import FIRST_LIFE, may_be_mistake
 from dlrover.agreed.reach import NOTHING_TOLD
+from dlrover.host.shared_page.breath_page import BreathPage
 from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages.job import Micros, NodeRank, StopCause, WorkerFailure, WorldSpec
+from dlrover.protocol.messages.job import FailureKind, Micros, NodeRank, StopCause, WorkerFailure, WorldSpec
 from dlrover.protocol.messages.watch import Reach
 
 _log = logging.getLogger(__name__)
@@ -49,6 +51,8 @@ ALIKE_PATIENCE = 2.0
 Seconds that the other workers have to fail alike after the first one may have met a mistake in the script. Only before the
 first step of the job. Workers of one node begin within a tenth of a second of each other, those of several within a second.
 """
+_DEATHS = (FailureKind.SIGNAL, FailureKind.OUT_OF_MEMORY, FailureKind.PEER_LOST, FailureKind.STOPPED_BY_US)
+"""Failures that say nothing against the state of the other workers."""
 _PORTS = range(20_000, 30_000)
 """
 Below the range from which the kernel takes source ports of outgoing connections: none can take an offered port by
@@ -172,6 +176,7 @@ class WorkerGroup:
             self._num_oom_kills = count_oom_kills()
             self._started_at = time.monotonic()
             self._log_thread_rule()
+            await self._tree.room(len(self._workers))
             await asyncio.gather(*(self._fork(worker) for worker in self._workers))
             if offer is not None:
                 offer.release()
@@ -234,6 +239,9 @@ class WorkerGroup:
         were still on their way out when another one, maybe only its victim, was seen to be gone.
         """
         self._signalled_at = self._signalled_at or time.time()
+        self._tree.note_sizes()
+        if cause is StopCause.FAILURE:
+            await self._save_last_step()
         await self._tree.stop(
             self.pids,
             cause=cause,
@@ -249,6 +257,30 @@ class WorkerGroup:
         failures = self._tell(late)
         await self._output.close_attempt()
         return failures
+
+    async def _save_last_step(self) -> None:
+        """If all that still run have a guard, and none that failed here has met an error of the script."""
+        told = [worker.failure for worker in self._workers if worker.failure is not None]
+        if self._watch is None or not all(failure.kind in _DEATHS for failure in told):
+            return
+        live = [worker for worker in self._workers if worker.exit is not None and not worker.exit.done()]
+        survivors = []
+        try:
+            for worker in live:
+                page = self._watch.death_page(worker.local_rank)
+                assert page is not None, "a started worker has a seat"
+                assert worker.exit is not None, "it runs"
+                survivors.append(Survivor(worker.local_rank, worker.pid, worker.exit, BreathPage(*page)))
+            await take_last_breath(survivors)
+        except OSError as error:
+            _log.info("no last step: %s", error.strerror)
+        finally:
+            for survivor in survivors:
+                survivor.page.close()
+
+    async def gone(self) -> None:
+        """Until the kernel has freed all that the stopped workers had."""
+        await self._tree.gone()
 
     async def _read_log(self, worker: _Worker) -> None:
         """Before its failure is described: all that it printed, and what the user wants to follow it."""
@@ -333,7 +365,8 @@ class WorkerGroup:
         finally:
             files.close_descriptors()
         try:
-            worker.exit = self._tree.watch(leash.pid)
+            page = None if self._watch is None else self._watch.death_page(worker.local_rank)
+            worker.exit = self._tree.watch(leash.pid, page, self._ports_of_round())
         except ProcessLookupError:
             leash.close()
             self._note_start_failure(worker, f"the worker (pid {leash.pid}) was killed before it began")
@@ -341,6 +374,13 @@ class WorkerGroup:
         worker.pid, worker.leash = leash.pid, leash
         if self._watch is not None:
             self._watch.started(worker.local_rank, worker.pid)
+
+    def _ports_of_round(self) -> tuple[int, ...]:
+        """The coordinator's, unless the next round has to use it as well: the user has chosen it, or has few to offer."""
+        if self._config.coordinator_port or self._config.host_ports:
+            return ()
+        port = split_address(self.world.coordinator)[1]
+        return (int(port),) if port.isdecimal() else ()
 
     async def _release(self, worker: _Worker) -> None:
         if worker.leash is None:
@@ -446,6 +486,13 @@ def worker_environment(
             "RUNTIME_METRICS_PATH": os.path.join(config.runtime_dir, "runtime_metrics.json"),
         }
     )
+    if world.task is not None:
+        environ.update(
+            DLROVER_CLUSTER_VERSION=str(world.task.version),
+            DLROVER_TASK_TYPE=world.task.node_type.value,
+            DLROVER_TASK_RANK=str(world.task.rank),
+            DLROVER_NODE_HOST=config.host,
+        )
     if snapshot_home:
         environ["DLROVER_SNAPSHOT_HOME"] = snapshot_home
         environ["DLROVER_SNAPSHOT_FALLBACK"] = os.path.join(config.runtime_dir, "segments")

@@ -13,6 +13,7 @@ never joined, and the zygote and each worker have their own: so a child in the a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -24,8 +25,11 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover.agent.workers.cgroups import Cgroups
+from dlrover.agent.workers.endings import has_memory_for, held_by
 from dlrover.agent.workers.sigterm import LOOK_EVERY, Handler, Reaction, caught_signals
 from dlrover.host.processes import RunningProcess, all_processes, below, descendants, look_up, open_pidfd
+from dlrover.host.shared_page.death_notice import DeathNotice
+from dlrover.host.signals import send_signal
 from dlrover.protocol.messages.job import StopCause
 
 if TYPE_CHECKING:
@@ -59,6 +63,12 @@ class Exit(NamedTuple):
     at: float
     """Wall clock, when we were told."""
 
+    @classmethod
+    def of_status(cls, pid: int, status: int, at: float) -> Exit:
+        """`status` as `waitpid` tells it."""
+        number = status & 0x7F
+        return cls(pid, None if number else status >> 8, number or None, bool(status & 0x80), at)
+
 
 def become_subreaper() -> None:
     """From now on orphans among our descendants become our children."""
@@ -66,30 +76,6 @@ def become_subreaper() -> None:
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(number)}; Linux 3.4 or newer is needed")
-
-
-def send_signal(process: RunningProcess, number: int) -> bool:
-    """Whether it was there to be signalled."""
-    try:
-        descriptor = open_pidfd(process.pid)
-    except ProcessLookupError:
-        return False
-    try:
-        if not process.is_same(look_up(process.pid)):
-            return False
-        if descriptor is None:
-            os.kill(process.pid, number)
-        else:
-            signal.pidfd_send_signal(descriptor, number)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        _log.warning("pid %d belongs to the job but changed its user; it cannot be signalled.", process.pid)
-        return False
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-    return True
 
 
 def kill_descendants(keep: Collection[int] = (), *, deadline: float = _KILL_DEADLINE) -> list[int]:
@@ -181,20 +167,88 @@ class ProcessTree:
         for watch in list(self._watched.values()):
             self._forget(watch)
 
-    def watch(self, pid: int) -> asyncio.Future[Exit]:
-        """Resolves when this child has ended; it is reaped then, by nobody else."""
+    def watch(
+        self, pid: int, page: tuple[int, int] | None = None, unneeded_ports: Collection[int] = ()
+    ) -> asyncio.Future[Exit]:
+        """
+        Resolves when this child has ended: it runs no more of its program. It is reaped later, by nobody else, when the kernel has freed all
+        that it had. `page` is the descriptor and the place at which it holds a `death_notice`; without one the two moments are one.
+        `unneeded_ports` it may keep until then, because no later worker needs them.
+        """
         assert pid not in self._watched, f"pid {pid} is watched already"
         process = look_up(pid)
         if process is None or process.parent_pid != os.getpid():
             raise ProcessLookupError(errno.ESRCH, f"pid {pid} is no child of ours")
         descriptor = open_pidfd(pid)
-        watch = _Watch(process, descriptor, self._loop.create_future())
+        watch = _Watch(process, descriptor, self._loop.create_future(), self._loop.create_future())
+        watch.unneeded_ports = unneeded_ports
         self._watched[pid] = watch
         if descriptor is not None:
             self._loop.add_reader(descriptor, self._collect, watch)
+            watch.notice = self._open_notice(watch, page)
         else:
             self._loop.call_soon(self._collect, watch)
         return watch.exit
+
+    def _open_notice(self, watch: _Watch, page: tuple[int, int] | None) -> DeathNotice | None:
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the agent has ended
+                self._loop.call_soon_threadsafe(self._on_notice, watch)
+
+        try:
+            return None if page is None else DeathNotice(*page, tell)
+        except OSError as error:
+            _log.info("the death of pid %d is told by its pidfd alone: %s", watch.process.pid, error.strerror)
+            return None
+
+    def _on_notice(self, watch: _Watch) -> None:
+        """The main thread of a worker has gone: by the end of the process, by `exec`, or alone. Only the first is an exit."""
+        if watch.exit.done() or self._watched.get(watch.process.pid) is not watch:
+            return
+        now = look_up(watch.process.pid)
+        if not watch.process.is_same(now) or now is None or not now.is_exiting or not now.wait_status:
+            return  # or it ends with 0, and nobody waits for that
+        ended = Exit.of_status(now.pid, now.wait_status, time.time())
+        _log.info("ending pid=%d exit_code=%s signal=%s", ended.pid, ended.exit_code, ended.signal)
+        watch.exit.set_result(ended)
+
+    @property
+    def _ending(self) -> dict[int, _Watch]:
+        """Workers that have ended, and whose memory and descriptors the kernel has not freed yet."""
+        return {pid: watch for pid, watch in self._watched.items() if watch.exit.done()}
+
+    async def gone(self) -> None:
+        """Until nothing is left of the workers that have ended."""
+        import asyncio
+
+        if ending := self._ending:
+            await asyncio.wait([watch.freed for watch in ending.values()], timeout=_KILL_DEADLINE)
+
+    def note_sizes(self) -> None:
+        """Before workers end: an exiting process does not say any more how large it was."""
+        for watch in self._watched.values():
+            now = look_up(watch.process.pid)
+            if now is not None and watch.process.is_same(now) and not now.is_exiting:
+                watch.resident_bytes = now.resident_bytes
+
+    async def room(self, num_workers: int) -> None:
+        """
+        Until so many new workers can have what the ended ones had: devices, ports, locks and memory are free only when the kernel has taken
+        them back. Where they need none of it they need not wait.
+        """
+        import asyncio
+
+        ending = self._ending
+        if not ending:
+            return
+        held = {pid: held_by(pid, watch.unneeded_ports) for pid, watch in ending.items()}
+        waited = {pid: watch for pid, watch in ending.items() if held[pid]}
+        if not has_memory_for(num_workers, [watch.resident_bytes for watch in ending.values()]):
+            waited, held = ending, {pid: held[pid] or "its memory" for pid in ending}
+        if not waited:
+            return
+        _log.info("new workers wait for %s", "; ".join(f"pid {pid}: {held[pid]}" for pid in waited))
+        await asyncio.wait([watch.freed for watch in waited.values()], timeout=_KILL_DEADLINE)
 
     def _collect(self, watch: _Watch) -> None:
         """Read the status of a watched child, if it has ended."""
@@ -219,6 +273,7 @@ class ProcessTree:
         self._forget(watch)
         if not watch.exit.done():
             watch.exit.set_result(ended)
+        watch.freed.set_result(None)
 
     def _forget(self, watch: _Watch) -> None:
         self._watched.pop(watch.process.pid, None)
@@ -226,6 +281,9 @@ class ProcessTree:
             self._loop.remove_reader(watch.descriptor)
             os.close(watch.descriptor)
             watch.descriptor = None
+        if watch.notice is not None:
+            watch.notice.close()
+            watch.notice = None
 
     def _on_child(self) -> None:
         if self._is_closed:
@@ -265,8 +323,8 @@ class ProcessTree:
         """
         End these watched workers with all that is below them, then every other descendant but the kept ones and helpers.
 
-        First the signal and the time that the cause allows, then SIGKILL. When this returns nothing of the job is
-        left here (or it sleeps in the kernel beyond our reach, which is logged). Returns how many seconds each worker
+        First the signal and the time that the cause allows, then SIGKILL. When this returns nothing of the job runs
+        here (or it sleeps in the kernel beyond our reach, which is logged); `gone` waits for what the kernel still has to free. Returns how many seconds each worker
         was given; one that was still there then was killed. `on_stuck` hears shortly before of those that had time and
         do not end.
 
@@ -292,7 +350,7 @@ class ProcessTree:
             *(self._wait_or_kill(watch, stop, began_at, on_stuck) for watch, stop in stops),
             *(self._wait_for_wrapped(stop, began_at) for stop in wrapped),
         )
-        await self.sweep()
+        await self.sweep(is_leaving_ending=True)
         return {stop.process.pid: stop.given for _watch, stop in stops}
 
     async def _wait_for_wrapped(self, stop: _Stop, began_at: float) -> None:
@@ -337,8 +395,11 @@ class ProcessTree:
             if process.state != "Z":
                 send_signal(process, signal.SIGKILL)
 
-    async def sweep(self, *, deadline: float = _KILL_DEADLINE) -> None:
-        """Kill and reap every descendant but the kept ones and helpers, until none is left."""
+    async def sweep(self, *, deadline: float = _KILL_DEADLINE, is_leaving_ending: bool = False) -> None:
+        """
+        Kill and reap every descendant but the kept ones and helpers, until none is left. `is_leaving_ending`: workers that have ended are
+        left to the kernel.
+        """
         import asyncio
 
         until = self._loop.time() + deadline
@@ -347,7 +408,10 @@ class ProcessTree:
         while True:
             remaining = []
             own_pid = os.getpid()
+            ending = self._ending if is_leaving_ending else {}
             for process in self._of_workers():
+                if process.pid in ending or (process.is_dead and process.parent_pid in ending):
+                    continue
                 if process.pid in self._watched:
                     if process.state != "Z":
                         send_signal(process, signal.SIGKILL)
@@ -379,7 +443,7 @@ class ProcessTree:
 
         watch = self._watched.get(process.pid)
         if watch is not None:
-            await asyncio.wait([watch.exit], timeout=timeout)
+            await asyncio.wait([watch.freed], timeout=timeout)
             return
         try:
             descriptor = open_pidfd(process.pid)
@@ -401,10 +465,23 @@ class ProcessTree:
 
 
 class _Watch:
-    def __init__(self, process: RunningProcess, descriptor: int | None, future: asyncio.Future[Exit]) -> None:
+    def __init__(
+        self,
+        process: RunningProcess,
+        descriptor: int | None,
+        exit_: asyncio.Future[Exit],
+        freed: asyncio.Future[None],
+    ) -> None:
         self.process = process
         self.descriptor = descriptor
-        self.exit = future
+        self.exit = exit_
+        """It runs no more of its program."""
+        self.freed = freed
+        """It has been reaped."""
+        self.notice: DeathNotice | None = None
+        self.unneeded_ports: Collection[int] = ()
+        self.resident_bytes: int | None = None
+        """As `note_sizes` has seen it; None: it had ended by then."""
 
 
 class _Stop:

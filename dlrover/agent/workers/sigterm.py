@@ -33,7 +33,7 @@ LOOK_EVERY = 0.2
 """Seconds for a handler to begin, and between two looks at a main thread that computes: nothing announces its return."""
 _COMPUTING = 0.1
 """Part of the time that the main thread must have run. One that waits in a collective runs for none of it."""
-_ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/davinci", "/dev/accel")
+ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/davinci", "/dev/accel")
 
 
 class Handler(enum.Enum):
@@ -89,6 +89,6 @@ def caught_signals(pid: int) -> frozenset[int]:
 def _uses_accelerator(pid: int) -> bool:
     folder = f"/proc/{pid}/fd"
     try:
-        return any(os.readlink(f"{folder}/{name}").startswith(_ACCELERATORS) for name in os.listdir(folder))
+        return any(os.readlink(f"{folder}/{name}").startswith(ACCELERATORS) for name in os.listdir(folder))
     except OSError:
         return False  # gone, or a descriptor closed under our eyes

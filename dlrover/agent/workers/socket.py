@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dlrover.host.ownership import make_private, peer_credentials
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.local_frames import pack, read_frame
 from dlrover.protocol.messages.checkpoint import (
@@ -175,7 +176,7 @@ class WorkerSocket:
                 case AskMaster() as ask:
                     if len(asked) >= MAX_ASKED:
                         text = f"This worker waits for {MAX_ASKED} answers already."
-                        _send(writer, MasterRefusal(id=ask.id, code="too-many-waiting", message=text))
+                        _send(writer, MasterRefusal(id=ask.id, code=ErrorCode.TOO_MANY_WAITING, message=text))
                         continue
                     task = asyncio.create_task(self._ask(hello, ask, writer))
                     asked.add(task)
@@ -203,18 +204,18 @@ class WorkerSocket:
         except Rejected as error:
             answer = MasterRefusal(id=ask.id, code=error.code, message=str(error))
         except Unavailable as error:
-            answer = MasterRefusal(id=ask.id, code="unavailable", message=str(error))
+            answer = MasterRefusal(id=ask.id, code=ErrorCode.UNAVAILABLE, message=str(error))
         _send(writer, answer)
 
     def _checked(self, hello: Hello | None, request: WorkerRequest) -> WorkerRequest:
         if hello is None:
-            raise Rejected("Say hello first: who asks?", code="malformed")
+            raise Rejected("Say hello first: who asks?", code=ErrorCode.MALFORMED)
         named_round = getattr(request, "round", Round(0))  # what concerns the whole job names none
         if hello.round != self._round or named_round not in (0, hello.round):
             raise Rejected(
                 f"A worker of round {hello.round} asks for round {named_round}; this node runs round {self._round}. "
                 "Workers of former rounds, and in the name of other rounds, are not heard.",
-                code="stale-round",
+                code=ErrorCode.STALE_ROUND,
             )
         is_named = isinstance(request, JoinSync | DataCommand)  # of that worker: it cannot speak for another
         return replace(request, local_rank=hello.local_rank) if is_named else request

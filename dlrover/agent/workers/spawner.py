@@ -72,6 +72,7 @@ class Spawner:
         *,
         is_warm: bool = True,
         preload: Sequence[str] = (),
+        framework: str = "torch",
         interpreter: str = "",
         search_path: str = "",
         environ: Mapping[bytes, bytes] | None = None,
@@ -80,6 +81,7 @@ class Spawner:
         self._interpreter = interpreter or sys.executable
         self._wants_warm = is_warm and os.path.abspath(self._interpreter) == os.path.abspath(sys.executable)
         self._preload = tuple(preload)
+        self._framework = framework
         self._search_path = os.path.abspath(search_path)
         self._environ = dict(os.environb if environ is None else environ)
         self._users_limit = UsersLimit()
@@ -105,6 +107,7 @@ class Spawner:
         *,
         is_warm: bool = True,
         preload: Sequence[str] = (),
+        framework: str = "torch",
         interpreter: str = "",
         search_path: str = "",
         environ: Mapping[bytes, bytes] | None = None,
@@ -119,6 +122,7 @@ class Spawner:
         spawner = cls(
             is_warm=is_warm,
             preload=preload,
+            framework=framework,
             interpreter=interpreter,
             search_path=search_path,
             environ=environ,
@@ -234,6 +238,7 @@ class Spawner:
         command = [sys.executable, "-u", "-c", _CODE, "--fd", str(theirs.fileno()), "--agent-pid", str(os.getpid())]
         if self._wants_warm:
             command += ["--warm", f"--preload={','.join(self._preload)}", "--search-path", self._search_path]
+            command += ["--framework", self._framework]
         command += ["--cgroups", self._cgroups, "--room", _TITLE_ROOM]
         environ = dict(self._environ)
         if self._wants_warm:

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import pytest
 
 from dlrover.agent.config import EntryKind
-from dlrover.agent.workers.cgroups import Cgroups, clear_recorded, own_directory, remove_abandoned
+from dlrover.agent.workers.cgroups import Cgroups, clear_recorded, remove_abandoned
 from dlrover.agent.workers.process_tree import Exit, ProcessTree
 from dlrover.agent.workers.spawner import Spawner
 from dlrover.cli.launch.runtime_dir import NodeDirectory, reap
+from dlrover.host.cgroup import unified_directory
 from dlrover.protocol.messages.job import StopCause
 from tests.agent.lab import DEADLINE, environment, is_alive, is_gone, start_process, until, write
 
@@ -122,7 +123,7 @@ async def test_a_tree_that_forks_all_the_time_is_killed_by_one_word(
     pid, exited = await start(node, write(tmp_path / "runner.py", RUNNER), str(mark))
     await until(mark.exists)
     await until_zygote_left(node, pid)
-    generation = Path(own_directory() or "", *Path(cgroup_of(pid)).parts[-2:])
+    generation = Path(unified_directory() or "", *Path(cgroup_of(pid)).parts[-2:])
     assert generation.parent == Path(cgroups.path)
     assert (generation / "cgroup.procs").read_text()
     cgroups.kill(keep=node.spawner.zygote_pids)
@@ -220,30 +221,6 @@ def test_a_record_that_names_something_else_harms_nothing(tmp_path: Path) -> Non
     clear_recorded(str(tmp_path))
     clear_recorded(str(tmp_path / "absent"))
     assert precious.exists()
-
-
-V1 = "32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n"
-
-
-@pytest.mark.parametrize(
-    ("own", "mounts", "expected"),
-    [
-        ("0::/user.slice/a.scope\n", "30 23 0:26 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw\n", "/sys/fs/cgroup/user.slice/a.scope"),
-        ("1:cpu:/x\n0::/\n", V1 + "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n", "/sys/fs/cgroup/unified"),
-        ("0::/docker/abc/d\n", "30 23 0:26 /docker/abc /sys/fs/cgroup rw - cgroup2 cgroup rw\n", "/sys/fs/cgroup/d"),
-        ("0::/docker/abc\n", "30 23 0:26 /docker/abc /my\\040groups rw - cgroup2 cgroup rw\n", "/my groups"),
-        ("0::/elsewhere\n", "30 23 0:26 /docker/abc /sys/fs/cgroup rw - cgroup2 cgroup rw\n", None),
-        ("1:cpu:/x\n", V1, None),
-        ("0::/\n", V1, None),
-    ],
-    ids=["unified", "hybrid", "container", "container, own", "another container's", "version 1", "not mounted"],
-)  # fmt: skip
-def test_the_own_cgroup_is_found_where_it_is_mounted(
-    tmp_path: Path, own: str, mounts: str, expected: str | None
-) -> None:
-    (tmp_path / "cgroup").write_text(own)
-    (tmp_path / "mountinfo").write_text(mounts)
-    assert own_directory(str(tmp_path / "cgroup"), str(tmp_path / "mountinfo")) == expected
 
 
 def test_without_permission_there_are_none(tmp_path: Path) -> None:

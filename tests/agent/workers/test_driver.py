@@ -306,3 +306,26 @@ async def test_cancelling_the_driver_works_while_it_waits_for_a_cancelled_start(
 async def test_kill_without_workers_is_harmless(stage):
     stage.driver.kill()
     await stage.settle()
+
+
+async def test_new_workers_start_while_the_kernel_still_frees_the_old_ones_but_nobody_else_takes_that_for_the_end(
+    stage,
+):
+    old = await stage.run(FIRST)
+    old.may_be_gone.clear()
+    stage.driver.want(SECOND, None)
+    await stage.node.running(2)
+    assert old.is_stopped
+    assert not stage.driver.is_settled
+    old.may_be_gone.set()
+    await stage.settle()
+    assert stage.driver.running_round == 2
+
+
+async def test_a_driver_that_ends_does_not_wait_for_what_the_kernel_still_frees(stage):
+    old = await stage.run(FIRST)
+    old.may_be_gone.clear()
+    stage.driver.want_none(StopCause.FAILURE)
+    await stage.news.until(lambda: old.is_stopped)
+    stage.task.cancel()
+    assert isinstance(await stage.end(), asyncio.CancelledError)

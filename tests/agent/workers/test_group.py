@@ -21,7 +21,7 @@ from dlrover.agent.workers.output import WorkerFiles, WorkerOutput
 from dlrover.agent.workers.process_tree import ProcessTree
 from dlrover.agent.workers.spawner import Spawner, StartFailed
 from dlrover.agreed.mistakes import may_be_mistake
-from dlrover.core.failures.blame import traceback_digest
+from dlrover.agreed.worker_failure import traceback_digest
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.job import FailureKind, JobTerms, RestartPolicy, StopCause
 from tests.agent.lab import DEADLINE, group_of, is_gone, make_config, make_world, until, write

@@ -193,7 +193,7 @@ async def test_computing_means_nothing_where_waiting_for_a_device_looks_the_same
     start: Start, tree: ProcessTree, monkeypatch: pytest.MonkeyPatch, has_accelerator: bool
 ) -> None:
     if has_accelerator:
-        monkeypatch.setattr(sigterm, "_ACCELERATORS", ("/dev/zero",))
+        monkeypatch.setattr(sigterm, "ACCELERATORS", ("/dev/zero",))
     worker = await start(ENDLESS.format(""))
     await until_computing(worker.pid)
     limit = 2.5 * LOOK_EVERY
@@ -205,7 +205,7 @@ async def test_computing_means_nothing_where_waiting_for_a_device_looks_the_same
 async def test_the_handler_of_a_child_is_not_the_workers(
     start: Start, tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sigterm, "_ACCELERATORS", ("/dev/zero",))
+    monkeypatch.setattr(sigterm, "ACCELERATORS", ("/dev/zero",))
     child = """
     if os.fork() == 0:
         signal.signal(signal.SIGTERM, lambda *_: note("began"))

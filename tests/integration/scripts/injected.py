@@ -12,8 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from dlrover.trainer import report
-from dlrover.trainer.worker import phases
+from dlrover.trainer import phases, report
 
 folder = Path(sys.argv[1])
 rank = os.environ["RANK"]

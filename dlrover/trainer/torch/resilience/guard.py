@@ -1,0 +1,207 @@
+"""
+`dlrover.resilient` and `dlrover.steps`: when another worker is lost, the step that was finished last is not lost with it.
+
+    @dlrover.resilient(model, optimizer, also=[scheduler])
+    def train_step(batch): ...
+
+    for step in dlrover.steps(batches, model, optimizer):
+        with step as batch:
+            ...
+
+The script promises: all collectives of a step happen inside; between the last of them and the end of the step only the named objects change; what it
+saves consists of these objects' states, the step's number and texts. It saves and restores with Flash Checkpoint as ever. Outside of `dlrover-run`, and
+before a worker is lost, the guard only counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dlrover.agreed.lost_peers import tells_of_lost_peer
+from dlrover.trainer.torch.resilience.last_breath import LastBreath
+from dlrover.trainer.torch.resilience.recipe import DoubtError, Sources
+from dlrover.trainer.torch.resilience.saves import save_log
+
+log = logging.getLogger("dlrover.trainer.resilience")
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_OF_COLLECTIVES = (RuntimeError, ConnectionError, OSError)
+"""What a collective raises after its connection was closed."""
+
+
+class StepGuard:
+    """Knows of each step whether it is whole. Enter it before a step, leave it after."""
+
+    def __init__(self, model: Any, optimizer: Any, *, also: Sequence[Any] = ()) -> None:
+        self._sources = Sources(model, optimizer, also)
+        self._num_done = 0
+        self._is_inside = False
+        self._num_stepped = 0
+        """Steps of optimizers since the guard was entered."""
+        self._is_whole = True
+        """Nothing of a step is done that is not finished."""
+        self._breath: LastBreath | None = None
+        self._is_opened = False
+        self._seen = 0
+        """How many saves and restores are taken into account."""
+        self._doubt = ""
+        self._buffers: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []
+        """As the buffers were when the guard was entered: a forward pass changes those of a batch norm."""
+
+    def __enter__(self) -> None:
+        self.enter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.leave(error)
+
+    def enter(self, *, is_first: bool = True) -> None:
+        """`is_first`: a step begins with this, and not another part of it."""
+        if not self._is_opened:
+            self._open()
+        breath = self._breath
+        if breath is None:
+            return
+        if breath.is_due:
+            self._end(breath)
+        if self._seen != save_log().num_notes:
+            self._learn(breath)
+        if is_first:
+            self._num_stepped = 0
+            self._is_whole = False
+            if self._kept:
+                self._keep_buffers()
+        self._is_inside = True
+
+    def leave(self, error: BaseException | None = None, *, is_last: bool = True) -> None:
+        """`is_last`: the step is whole with this."""
+        breath = self._breath
+        if breath is None:
+            return
+        self._is_inside = False
+        if error is None:
+            if is_last:
+                self._num_done += 1
+                self._is_whole = True
+            if breath.is_due:
+                self._end(breath)
+        elif self._is_peer_lost(breath, error):
+            self._end(breath)
+
+    def _open(self) -> None:
+        """At the first step: the process group is there by then, and the model where it stays."""
+        self._is_opened = True
+        if not _is_over_gloo():
+            return
+        self._breath = LastBreath.open()
+        if self._breath is None:
+            return
+        self._buffers = [buffer for model in self._sources.models for buffer in model.buffers()]
+        self._kept = [buffer.detach().clone() for buffer in self._buffers]
+        for each in self._sources.optimizers:
+            each.register_step_post_hook(self._note_step)
+        save_log().count_with(lambda: self._num_done + self._is_inside)
+
+    def _learn(self, breath: LastBreath) -> None:
+        """There was another save or restore. Announce the guard if the last step could be saved now, and only then."""
+        history = save_log()
+        self._seen = history.num_notes
+        known = history.known
+        if known is None or not history.is_counted or self._doubt:
+            return
+        try:
+            self._sources.build(known.shape, known.step, known.step)
+            breath.is_announced = not history.doubt
+        except DoubtError as error:
+            self._doubt = str(error)
+            breath.is_announced = False
+            log.warning("If a worker is lost, its job goes back to the newest snapshot: %s.", error)
+
+    def _keep_buffers(self) -> None:
+        try:
+            with torch.no_grad():
+                torch._foreach_copy_(self._kept, self._buffers)
+        except RuntimeError as error:
+            self._kept = []
+            self._doubt = f"a buffer of the model has changed its shape ({error})"
+            if self._breath is not None:
+                self._breath.is_announced = False
+
+    def _is_peer_lost(self, breath: LastBreath, error: BaseException) -> bool:
+        if breath.is_due:
+            return isinstance(error, _OF_COLLECTIVES)
+        if not breath.is_announced:
+            return False
+        return tells_of_lost_peer(f"{type(error).__name__}: {error}") and breath.wait_until_due()
+
+    def _end(self, breath: LastBreath) -> None:
+        if not self._is_whole and self._kept:
+            # What the body may have changed before its last collective.
+            with torch.no_grad():
+                torch._foreach_copy_(self._buffers, self._kept)
+        breath.end(self._num_done, self._build, {buffer.data_ptr() for buffer in self._buffers})
+
+    def _build(self, shape: dict[str, Any], old_step: int, step: int) -> dict[str, Any]:
+        if self._doubt:
+            raise DoubtError(self._doubt)
+        if not self._is_whole and self._num_stepped:
+            raise DoubtError("an optimizer has stepped in the step that broke")
+        return self._sources.build(shape, old_step, step)
+
+    def _note_step(self, *_details: object) -> None:
+        self._num_stepped += self._is_inside
+
+
+def _is_over_gloo() -> bool:
+    """Elsewhere a broken collective does not raise, and an offer would only cost time."""
+    return dist.is_available() and dist.is_initialized() and str(dist.get_backend()) == "gloo"
+
+
+def resilient(
+    model: Any, optimizer: Any, *, also: Sequence[Any] = ()
+) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """For a function that does one step of training. `also`: schedulers, scalers and what else the step changes and the script saves."""
+    guard = StepGuard(model, optimizer, also=also)
+
+    def guarded(train_step: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        @functools.wraps(train_step)
+        def call(*args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
+            with guard:
+                return train_step(*args, **options)
+
+        return call
+
+    return guarded
+
+
+class GuardedStep:
+    """One step of the loop: a context that gives the batch."""
+
+    def __init__(self, guard: StepGuard, batch: Any) -> None:
+        self._guard, self._batch = guard, batch
+
+    def __enter__(self) -> Any:
+        self._guard.__enter__()
+        return self._batch
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._guard.leave(error)
+
+
+def steps(batches: Iterable[Any], model: Any, optimizer: Any, *, also: Sequence[Any] = ()) -> Iterator[GuardedStep]:
+    """The same for a loop without such a function."""
+    guard = StepGuard(model, optimizer, also=also)
+    for batch in batches:
+        yield GuardedStep(guard, batch)

@@ -1,0 +1,155 @@
+"""The guard in a process of its own, with a page that the test holds as an agent does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dlrover.host.shared_page.breath_page import EXIT_LAST_BREATH, BreathAnswer, BreathOrder, BreathPage
+from dlrover.protocol.progress_page import DEATH_NOTICE_AT, ProgressPage
+
+DEADLINE = 120.0
+
+SCRIPT = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    import dlrover
+    from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
+
+    folder, conduct = sys.argv[1:]
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer = DdpCheckpointer(folder)
+
+    @dlrover.resilient(model, optimizer)
+    def train_step(step):
+        if conduct == "raises" and step == 3:
+            print("raising", flush=True)
+            sys.stdin.readline()
+            raise ValueError("mine")
+        if conduct == "steps, then breaks" and step == 3:
+            optimizer.step()
+        if conduct.endswith("breaks") and step == 3:
+            print("broken", flush=True)
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    for step in range(1, 5):
+        train_step(step)
+        if step == 2 and conduct != "never saves":
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            if conduct == "saves more":
+                state["epoch"] = 7
+            number = 20 if conduct == "counts otherwise" else step
+            checkpointer.save_checkpoint(number, state, storage_type=StorageType.MEMORY)
+        print("done", step, flush=True)
+        if conduct == "waits" and step == 3:
+            sys.stdin.readline()
+    checkpointer.close()
+    """
+
+
+class Worker:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._progress = ProgressPage()
+        self.page = BreathPage(self._progress.descriptor, DEATH_NOTICE_AT)
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, conduct: str) -> subprocess.Popen[str]:
+        environ = {
+            "PATH": "/usr/bin:/bin",
+            "DLROVER_AGENT_SOCKET": str(self._folder / "none"),
+            "DLROVER_PROGRESS_PAGE": self._progress.path,
+            "DLROVER_SNAPSHOT_HOME": str(self._folder / "home" / "node-0"),
+            "OMP_NUM_THREADS": "1",
+        }
+        (self._folder / "home").mkdir(mode=0o700)
+        command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(self._folder / "checkpoints"), conduct]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(command, env=environ, text=True, **pipes)
+        return self.process
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            with self.process:
+                self.process.communicate()
+        self.page.close()
+        self._progress.close()
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    worker = Worker(tmp_path)
+    yield worker
+    worker.close()
+
+
+def lines_until(process: subprocess.Popen[str], wanted: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(wanted):
+            return
+    raise AssertionError(f"it ended before {wanted!r}: {process.stderr.read() if process.stderr else ''}")
+
+
+def test_a_step_that_breaks_is_undone_and_the_one_before_is_offered_and_saved(worker: Worker) -> None:
+    process = worker.start("breaks")
+    lines_until(process, "broken")
+    assert worker.page.is_guarded
+    worker.page.order = BreathOrder.OFFER
+    assert worker.page.wait_for_answer(BreathAnswer.NONE, DEADLINE) is BreathAnswer.OFFERED
+    step, _digest, piece = worker.page.offer
+    assert (step, piece) == (2, None)
+    worker.page.order = BreathOrder.SAVE
+    assert worker.page.wait_for_answer(BreathAnswer.OFFERED, DEADLINE) is BreathAnswer.SAVED
+    assert process.wait(DEADLINE) == EXIT_LAST_BREATH
+
+
+def test_an_order_between_two_steps_is_heard_before_the_next_one(worker: Worker) -> None:
+    process = worker.start("waits")
+    lines_until(process, "done 3")
+    worker.page.order = BreathOrder.OFFER
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    assert worker.page.wait_for_answer(BreathAnswer.NONE, DEADLINE) is BreathAnswer.OFFERED
+    assert worker.page.offer[0] == 3
+    worker.page.order = BreathOrder.LEAVE
+    assert process.wait(DEADLINE) == EXIT_LAST_BREATH
+
+
+def test_an_optimizer_that_stepped_in_the_broken_step_is_a_doubt(worker: Worker) -> None:
+    process = worker.start("steps, then breaks")
+    lines_until(process, "broken")
+    worker.page.order = BreathOrder.OFFER
+    assert worker.page.wait_for_answer(BreathAnswer.NONE, DEADLINE) is BreathAnswer.REFUSED
+    assert process.wait(DEADLINE) == EXIT_LAST_BREATH
+
+
+def test_an_error_of_the_script_is_raised_whatever_the_agent_wants(worker: Worker) -> None:
+    process = worker.start("raises")
+    lines_until(process, "raising")
+    worker.page.order = BreathOrder.OFFER
+    _out, err = process.communicate("go\n", timeout=DEADLINE)
+    assert process.returncode == 1
+    assert "ValueError: mine" in err
+    assert worker.page.answer is BreathAnswer.NONE
+
+
+@pytest.mark.parametrize("conduct", ["never saves", "saves more", "counts otherwise"])
+def test_a_guard_that_could_save_nothing_is_not_announced_and_the_script_goes_on(worker: Worker, conduct: str) -> None:
+    process = worker.start(conduct)
+    out, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert "done 4" in out
+    assert not worker.page.is_guarded
